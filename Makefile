@@ -1,0 +1,38 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+EXTRAS ?= dev
+
+.PHONY: demo test slow lint types benchmark clean
+
+# One environment for all targets. Torch comes first, at its pinned version, so that no dependency pulls another build.
+.venv/.installed: pyproject.toml requirements.lock
+	$(PYTHON) -m venv .venv || python3 -m venv .venv
+	$(BIN)/pip install -q -c requirements.lock torch
+	$(BIN)/pip install -q -c requirements.lock -e '.[$(EXTRAS)]'
+	touch $@
+
+demo: .venv/.installed
+	rm -rf runs/demo
+	$(BIN)/secure-fvi run examples/six_cities.toml --out runs/demo
+	$(BIN)/secure-fvi compare runs/demo
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+slow: .venv/.installed
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+benchmark: .venv/.installed
+	$(BIN)/pip install -q -c requirements.lock -e '.[benchmark]'
+	mkdir -p benchmarks/out
+	$(BIN)/secure-fvi bench step --json | tee benchmarks/out/step.json
+
+clean:
+	rm -rf .venv runs build dist *.egg-info

@@ -1,0 +1,159 @@
+"""The contract of every secure sum: what goes in, what comes out, who holds which half.
+
+One sum of J silos, as the driver sees it (all messages are bytes; `Exchanges` is one request to each silo and
+one reply from each that answered):
+
+    server half                          silo half (one per silo)
+    prepare(index)        <- exchanges -> handle(message)            set-up, refill of one-time secrets
+                                         contribute(index, ...)      the only step that sees a value
+    total(index, ...)     <- exchanges -> handle(message)            agree on survivors, unmask, add
+
+The server half learns the survivors and their total, nothing else; which adversary that holds against is the
+business of each kind (docs/threat-model.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from secure_fvi.errors import InputError
+
+T = TypeVar("T")
+
+FloatArray = npt.NDArray[np.float64]
+#: Yields one message per silo id, is sent the replies of those that answered, returns T.
+Exchanges = Generator[Mapping[str, bytes], Mapping[str, bytes], T]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One named part of a contribution.
+
+    `bound` is the largest absolute value that one element of one silo's contribution may take. Ring range,
+    clipping norm, sensitivity and ledger event all derive from it. `integer` blocks are summed exactly.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bound: float
+    integer: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bound) and self.bound > 0):
+            raise InputError(f"block '{self.name}': bound must be positive and finite, not {self.bound}")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """The blocks of one phase, in order. Every party derives the same table, and its digest enters the mask keys."""
+
+    blocks: tuple[Block, ...]
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [b.name for b in self.blocks]
+        if len(set(names)) != len(names):
+            raise InputError(f"block names must differ, got {names}")
+        object.__setattr__(self, "size", sum(b.size for b in self.blocks))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over names, shapes, bounds and kinds: 32 bytes."""
+        rows = [[b.name, list(b.shape), float(b.bound), b.integer] for b in self.blocks]
+        return hashlib.sha256(b"secure-fvi/block-table/1" + msgpack.packb(rows)).digest()
+
+    @cached_property
+    def bounds(self) -> FloatArray:
+        """Bound of each element, shape (size,)."""
+        return np.repeat([b.bound for b in self.blocks], [b.size for b in self.blocks]).astype(np.float64)
+
+    def split(self, flat: FloatArray) -> dict[str, FloatArray]:
+        """Views of `flat` (size,) by block name, in each block's shape."""
+        out, start = {}, 0
+        for block in self.blocks:
+            out[block.name] = flat[start : start + block.size].reshape(block.shape)
+            start += block.size
+        return out
+
+
+class Total(NamedTuple):
+    """What the server half ends with."""
+
+    values: FloatArray  # (size,) the sum over survivors, decoded
+    survivors: tuple[str, ...]  # silo ids, sorted
+
+
+class SumSilo(Protocol):
+    """A silo's half. It never opens a connection; the engine carries its bytes."""
+
+    def contribute(
+        self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
+    ) -> bytes:
+        """Protect `values` (table.size,) for sum `index`.
+
+        `cohort` are the ids asked to contribute; `context` (32 bytes) is the SHA-256 of the broadcast that the
+        values answer, so that a server which shows two silos different broadcasts gets noise. An index is used
+        at most once. Raises AggregationError for a value that is not finite or past its bound, ProtocolError for
+        a used index or a cohort under the minimum; nothing is revealed then.
+        """
+        ...
+
+    def handle(self, message: bytes) -> bytes:
+        """Answer one message of `prepare` or `total`. Raises ProtocolError for what the protocol refuses."""
+        ...
+
+
+class SumServer(Protocol):
+    """The server's half, as generators over exchanges; a silo missing from the replies has dropped out."""
+
+    def prepare(self, index: int) -> Exchanges[None]:
+        """Whatever must be in place before sum `index` (keys, one-time secrets); usually no exchange at all."""
+        ...
+
+    def total(
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        contributions: Mapping[str, bytes],
+        context: bytes,
+    ) -> Exchanges[Total]:
+        """Add the contributions that arrived. Raises AggregationError when too few survive."""
+        ...
+
+
+class SecureSum(Protocol):
+    """A kind of sum, as the user configures it (`sf.Plain()`, `sf.Masked(min_cohort=3)`, ...)."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def local_parties(self, silo_ids: Sequence[str]) -> tuple[SumServer, dict[str, SumSilo]]:
+        """Both halves with fresh keys, for the engine that runs all parties in one process."""
+        ...
+
+
+def check_silo_ids(silo_ids: Iterable[str]) -> tuple[str, ...]:
+    """The ids, sorted; raises InputError when one is empty or stands twice."""
+    ids = sorted(silo_ids)
+    if not ids:
+        raise InputError("a secure sum needs at least one silo")
+    for a, b in zip(ids, ids[1:], strict=False):
+        if a == b:
+            raise InputError(f"two silos have the id '{a}'; ids must differ")
+    if "" in ids:
+        raise InputError("a silo id is empty")
+    return tuple(ids)

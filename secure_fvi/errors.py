@@ -1,0 +1,25 @@
+"""Errors and warnings that a user of the library meets; each names what is wrong and what would be right."""
+
+
+class SecureFVIError(Exception):
+    """Any failure the library raises on purpose. The command line exits 1."""
+
+    exit_code = 1
+
+
+class InputError(SecureFVIError, ValueError):
+    """Bad input: a file, an option, a model or data that cannot be used as given. The command line exits 2."""
+
+    exit_code = 2
+
+
+class ProtocolError(SecureFVIError):
+    """A message that the protocol refuses: forged, replayed, malformed, out of turn. Nothing was released."""
+
+
+class AggregationError(SecureFVIError):
+    """A secure sum that cannot be completed: too few survivors, a value outside its bound."""
+
+
+class SecureFVIWarning(UserWarning):
+    """A result that exists but deserves less trust than usual, such as a run that did not converge."""
