@@ -1,0 +1,107 @@
+"""Who masks with whom and who holds whose shares: complete, or k-regular with the bound of Bell et al. (2020).
+
+In the k-regular graph (a Harary ring over a random order) each silo shares with its k neighbours, threshold
+t = floor(2k/3) + 1. A neighbourhood fails
+- in secrecy when a server that lies to its halves can collect t shares of both of a silo's secrets: the c
+  colluders give both, the others one each, so c + k >= 2t;
+- in recovery when fewer than t neighbours are left;
+- in masking when the honest survivors' graph falls apart: k/2 consecutive silos gone.
+Tails are hypergeometric and computed with exact integers.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from secure_fvi.aggregation.shamir import MAX_HOLDERS
+from secure_fvi.errors import InputError
+
+#: Up to this many silos the graph is complete.
+COMPLETE_UP_TO = 32
+SECRECY_BITS = 40
+RECOVERY_BITS = 30
+
+
+class Neighbourhood(NamedTuple):
+    """Degree k and share threshold t, with what they guarantee (log2 of failure probabilities; printed)."""
+
+    silos: int
+    k: int
+    threshold: int
+    complete: bool
+    log2_secrecy: float  # one neighbourhood's secrecy; -inf where it is not a matter of chance
+    log2_recovery: float  # any neighbourhood of the session cannot recover
+    log2_disconnected: float  # the honest survivors' masks split into groups
+
+    def __str__(self) -> str:
+        kind = "complete" if self.complete else f"{self.k}-regular"
+        return (
+            f"{self.silos} silos, {kind} graph: k = {self.k}, t = {self.threshold}, failure of secrecy 2^"
+            f"{self.log2_secrecy:.1f} a neighbourhood, of recovery 2^{self.log2_recovery:.1f}, of masking 2^"
+            f"{self.log2_disconnected:.1f}"
+        )
+
+
+def complete_threshold(silos: int) -> int:
+    """Shares needed where all `silos` hold one: floor(2n/3)+1, but a majority and, from 3 on, one may be lost."""
+    return max(silos // 2 + 1, min(2 * silos // 3 + 1, silos - 1))
+
+
+def _log2_ratio(numerator: int, denominator: int) -> float:
+    """log2 of a ratio of integers of any size."""
+    if numerator == 0:
+        return -math.inf
+    shift_n, shift_d = max(numerator.bit_length() - 64, 0), max(denominator.bit_length() - 64, 0)
+    return math.log2(numerator >> shift_n) - math.log2(denominator >> shift_d) + shift_n - shift_d
+
+
+def log2_hypergeometric_tail(population: int, marked: int, draws: int, at_least: int) -> float:
+    """log2 P[X >= at_least], X the marked among `draws` without replacement."""
+    ways = sum(
+        math.comb(marked, x) * math.comb(population - marked, draws - x)
+        for x in range(max(at_least, 0), min(draws, marked) + 1)
+    )
+    return _log2_ratio(ways, math.comb(population, draws))
+
+
+@lru_cache(maxsize=64)
+def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
+    """The smallest even k (complete where that is no smaller) for `silos`, given the corrupt and lost shares of them.
+
+    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40, recovery with 2^-30 over all of them. Raises
+    InputError when no k within 255 does.
+    """
+    if not (0 <= corrupt < 1 / 3 and 0 <= lost < 1 / 3):
+        raise InputError(f"corrupt and lost must lie in [0, 1/3), got {corrupt:g} and {lost:g}")
+    others, bad, gone = silos - 1, math.floor(corrupt * silos), math.floor(lost * silos)
+    complete = Neighbourhood(
+        silos, others, complete_threshold(silos), True, -math.inf, -math.inf if silos else 0.0, -math.inf
+    )
+    if silos <= COMPLETE_UP_TO:
+        return complete
+    for k in range(2, min(others, MAX_HOLDERS + 1), 2):
+        t = 2 * k // 3 + 1
+        secrecy = log2_hypergeometric_tail(others, min(bad, others), k, 2 * t - k)
+        recovery = math.log2(silos) + log2_hypergeometric_tail(others, min(gone, others), k, k - t + 1)
+        # A run of k/2 consecutive silos, corrupt or lost, must stand somewhere on the ring (union over its places).
+        share_gone = corrupt + lost
+        disconnected = math.log2(silos) + (k // 2) * math.log2(share_gone) if share_gone else -math.inf
+        if max(secrecy, disconnected) <= -SECRECY_BITS and recovery <= -RECOVERY_BITS:
+            return Neighbourhood(silos, k, t, False, secrecy, recovery, disconnected)
+    if silos <= MAX_HOLDERS:
+        return complete
+    raise InputError(
+        f"no neighbourhood of at most {MAX_HOLDERS} silos withstands {corrupt:.0%} corrupt and {lost:.0%} lost of "
+        f"{silos}; assume less"
+    )
+
+
+def ring_neighbours(order: tuple[int, ...], k: int) -> dict[int, tuple[int, ...]]:
+    """Each member's k neighbours (sorted): the k/2 before and after it in the circular `order`."""
+    n = len(order)
+    if k >= n - 1:
+        return {m: tuple(sorted(set(order) - {m})) for m in order}
+    steps = [*range(-(k // 2), 0), *range(1, k // 2 + 1)]
+    return {m: tuple(sorted(order[(at + s) % n] for s in steps)) for at, m in enumerate(order)}

@@ -1,0 +1,87 @@
+"""Masked sums as the user configures them: double masking after Bonawitz et al. (2017), made multi-round.
+
+    silo                                server
+    signed X25519 key         ->        key set                  once a session
+    sealed seeds, shares      ->        shares to their holders  once a batch of indices
+    input + masks             ->        survivors, stored        every sum
+    signature on survivors    ->        T signatures             every sum, with the consistency check
+    shares of b or of e       ->        masks removed, total     every sum
+
+What it protects against whom: docs/threat-model.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from secure_fvi.aggregation.base import SumServer, SumSilo, check_silo_ids
+from secure_fvi.aggregation.graph import neighbourhood
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.roster import Identity, Roster
+from secure_fvi.aggregation.store import MemoryStore, Store
+from secure_fvi.errors import InputError
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Sums of which the server learns the total alone, with recovery from dropouts.
+
+    `min_cohort`: fewer survivors get no sum. `bits`: width of the ring, 32 or 64. `consistency_check`: survivors
+    are signed by T = floor(2n/3)+1 silos before anything is revealed, which a lying server cannot get round with
+    fewer than n/3 colluders; without it the server is trusted to tell all silos the same. `batch`: indices whose
+    secrets are shared at once (None: chosen by the number of silos). `corrupt`, `lost`: the shares of the silos
+    that the k-regular graph of a large roster is to withstand.
+    """
+
+    min_cohort: int = 3
+    bits: int = 64
+    consistency_check: bool = True
+    batch: int | None = None
+    corrupt: float = 0.1
+    lost: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.bits not in (32, 64):
+            raise InputError(f"bits must be 32 or 64, not {self.bits}")
+        if self.min_cohort < 2:
+            raise InputError(f"min_cohort must be at least 2, not {self.min_cohort}; a sum of one is no sum")
+
+    @property
+    def kind(self) -> str:
+        return "masked"
+
+    def roster(self, identity_keys: Mapping[str, bytes], session: bytes | None = None) -> Roster:
+        """The roster of `identity_keys` (Ed25519 public keys by silo id) under these settings; a fresh session by default.
+
+        Raises InputError when there are fewer silos than `min_cohort`.
+        """
+        ids = check_silo_ids(identity_keys)
+        holders = min(neighbourhood(len(ids), self.corrupt, self.lost).k + 1, len(ids))
+        return Roster(
+            session=session or os.urandom(32),
+            members=tuple((silo, identity_keys[silo]) for silo in ids),
+            min_cohort=self.min_cohort,
+            bits=self.bits,
+            consistency_check=self.consistency_check,
+            batch=max(4, min(64, 2048 // holders)) if self.batch is None else self.batch,
+            corrupt=self.corrupt,
+            lost=self.lost,
+        )
+
+    def local_parties(
+        self, silo_ids: Sequence[str], store: Callable[[str], Store] | None = None
+    ) -> tuple[SumServer, dict[str, SumSilo]]:
+        """Both halves with fresh keys, for the engine that runs all parties in one process.
+
+        `store` makes the store of each party, by silo id ("" for the server); in memory by default.
+        """
+        make = store or (lambda _: MemoryStore())
+        identities = {silo: Identity() for silo in check_silo_ids(silo_ids)}
+        roster = self.roster({silo: identity.public_key for silo, identity in identities.items()})
+        silos: dict[str, SumSilo] = {
+            silo: MaskedSilo(roster, silo, identity, make(silo)) for silo, identity in identities.items()
+        }
+        return MaskedServer(roster, make("")), silos

@@ -1,0 +1,147 @@
+"""One-time secrets of a batch of sum indices: drawn, committed to, sealed and shared by their owner; opened by others.
+
+For each index an owner draws b, the seed of its self mask, and e, under which it seals its pairwise seeds of
+that index. Both are shared among its holders. Of one index and owner at most one of the two is ever revealed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from secure_fvi.aggregation import shamir
+from secure_fvi.aggregation.kdf import (
+    LABEL_ENVELOPE,
+    LABEL_MASK,
+    LABEL_PAIR_SEEDS,
+    LABEL_SEALED_SEEDS,
+    derive_key,
+)
+from secure_fvi.aggregation.messages import Deposit
+from secure_fvi.aggregation.prg import keystream
+from secure_fvi.aggregation.session import Session, number, secret_commitment
+from secure_fvi.errors import ProtocolError
+
+Secrets = npt.NDArray[np.uint8]  # (indices, 2, 32): b, then e, of each index of a batch
+
+SELF, PAIR = 0, 1
+_TAG = 16
+_NONCE = 12
+
+
+class Drawn(NamedTuple):
+    """What an owner keeps of a batch, and what it hands out. Everything but `deposit` is secret."""
+
+    secrets: Secrets
+    own_shares: Secrets | None  # its share of its own secrets, where it is a holder of them
+    deposit: Deposit
+
+    def __repr__(self) -> str:
+        return "Drawn(...)"
+
+
+def mask_key(
+    session: Session, batch_digest: bytes, index: int, table: bytes, context: bytes, seed: bytes
+) -> bytes:
+    """The key of one mask of one sum; any party that differs in a field gets an unrelated one."""
+    return derive_key(seed, LABEL_MASK, session.binding, batch_digest, number(index), table, context)
+
+
+def pair_seeds(session: Session, batch: int, pair_secret: bytes, one: int, other: int) -> bytes:
+    """The seeds that two neighbours share, 32 bytes for each index of the batch: equal at both, secret.
+
+    Blocks of one AES-CTR keystream, so that opening one index's seed says nothing about another's.
+    """
+    low, high = min(one, other), max(one, other)
+    key = derive_key(pair_secret, LABEL_PAIR_SEEDS, session.binding, number(batch), number(low), number(high))
+    return keystream(key, 32 * session.roster.batch)
+
+
+def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes]) -> Drawn:
+    """Fresh secrets of `me` for all indices of `batch`, with the deposit that goes to the server."""
+    count = session.roster.batch
+    secrets = np.frombuffer(os.urandom(count * 64), np.uint8).reshape(count, 2, 32)
+    holders = session.holders[me]
+    rows = shamir.share(secrets.reshape(-1), len(holders), session.threshold)
+    shares = dict(zip(holders, rows, strict=True))
+
+    neighbours = session.neighbours[me]
+    seeds = b"".join(pair_seeds(session, batch, pair_secrets[v], me, v) for v in neighbours)
+    by_index = np.frombuffer(seeds, np.uint8).reshape(len(neighbours), count, 32).swapaxes(0, 1)
+    commitments, sealed = [], []
+    for at, (b, e) in enumerate(secrets):
+        index = batch * count + at
+        commitments.append(secret_commitment(session.binding, me, index, b"b", b.tobytes()))
+        commitments.append(secret_commitment(session.binding, me, index, b"e", e.tobytes()))
+        sealed.append(
+            _sealing(session, me, index, e.tobytes()).encrypt(bytes(_NONCE), by_index[at].tobytes(), b"")
+        )
+    envelopes = [
+        _seal_envelope(session, batch, me, v, pair_secrets[v], shares[v].tobytes()) for v in neighbours
+    ]
+    own = shares.get(me)
+    return Drawn(
+        secrets,
+        None if own is None else own.reshape(count, 2, 32),
+        Deposit(batch, b"".join(commitments), b"".join(sealed), envelopes),
+    )
+
+
+def _sealing(session: Session, owner: int, index: int, e: bytes) -> AESGCM:
+    """The cipher of one index's pairwise seeds; its key is used once, so the nonce may be constant."""
+    return AESGCM(derive_key(e, LABEL_SEALED_SEEDS, session.binding, number(owner), number(index)))
+
+
+def sealed_length(session: Session, owner: int) -> int:
+    """Bytes of one index's sealed seeds."""
+    return 32 * len(session.neighbours[owner]) + _TAG
+
+
+def open_seeds(session: Session, owner: int, index: int, e: bytes, sealed_seeds: bytes) -> dict[int, bytes]:
+    """The seeds that `owner` shared with each neighbour at `index`; raises ProtocolError when they were altered."""
+    length = sealed_length(session, owner)
+    at = index % session.roster.batch
+    try:
+        plain = _sealing(session, owner, index, e).decrypt(
+            bytes(_NONCE), sealed_seeds[at * length : (at + 1) * length], b""
+        )
+    except InvalidTag:
+        raise ProtocolError(f"the sealed seeds of silo '{session.roster.ids[owner]}' do not open") from None
+    return {v: plain[32 * i : 32 * i + 32] for i, v in enumerate(session.neighbours[owner])}
+
+
+def _envelope_fields(session: Session, batch: int, sender: int, receiver: int) -> tuple[bytes, ...]:
+    count = session.roster.batch
+    return session.binding, number(batch * count), number(count), number(sender), number(receiver)
+
+
+def _seal_envelope(
+    session: Session, batch: int, sender: int, receiver: int, pair_secret: bytes, shares: bytes
+) -> bytes:
+    """`shares` encrypted end to end; index range, sender and receiver are bound by key and associated data."""
+    fields = _envelope_fields(session, batch, sender, receiver)
+    nonce = os.urandom(_NONCE)
+    cipher = AESGCM(derive_key(pair_secret, LABEL_ENVELOPE, *fields))
+    return nonce + cipher.encrypt(nonce, shares, b"".join(fields))
+
+
+def open_envelope(
+    session: Session, batch: int, sender: int, receiver: int, pair_secret: bytes, envelope: bytes
+) -> Secrets | None:
+    """The shares that `sender` addressed to `receiver`, (indices, 2, 32); None when the envelope is not authentic."""
+    fields = _envelope_fields(session, batch, sender, receiver)
+    cipher = AESGCM(derive_key(pair_secret, LABEL_ENVELOPE, *fields))
+    count = session.roster.batch
+    if len(envelope) != _NONCE + count * 64 + _TAG:
+        return None
+    try:
+        plain = cipher.decrypt(envelope[:_NONCE], envelope[_NONCE:], b"".join(fields))
+    except InvalidTag:
+        return None
+    return np.frombuffer(plain, np.uint8).reshape(count, 2, 32)

@@ -1,0 +1,98 @@
+"""Plain sums: no protection. The server sees every contribution; the reference for the other kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from secure_fvi.aggregation.base import (
+    BlockTable,
+    Exchanges,
+    FloatArray,
+    SumServer,
+    SumSilo,
+    Total,
+    check_silo_ids,
+)
+from secure_fvi.errors import AggregationError, ProtocolError
+
+_WIRE = np.dtype("<f8")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Sums in clear, in float64: the server, and whoever reads its transcript, sees each silo's term."""
+
+    @property
+    def kind(self) -> str:
+        return "plain"
+
+    def local_parties(self, silo_ids: Sequence[str]) -> tuple[SumServer, dict[str, SumSilo]]:
+        """Both halves, for the engine that runs all parties in one process."""
+        ids = check_silo_ids(silo_ids)
+        return PlainServer(ids), {silo: PlainSilo(silo) for silo in ids}
+
+
+class PlainSilo:
+    """A silo's half: checks the values as every kind does, then sends them as they are."""
+
+    def __init__(self, silo_id: str) -> None:
+        self.silo_id = silo_id
+        self._last_index = -1
+
+    def contribute(
+        self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
+    ) -> bytes:
+        """The values as little-endian float64; errors as in `SumSilo.contribute`."""
+        if self.silo_id not in cohort:
+            raise ProtocolError(f"silo '{self.silo_id}' is not in the cohort of sum {index}")
+        if index <= self._last_index:
+            raise ProtocolError(f"sum index {index} was used already")
+        if values.shape != (table.size,):
+            raise AggregationError(f"expected {table.size} values in one dimension, got shape {values.shape}")
+        if not (np.abs(values) <= table.bounds).all():
+            for block, part in zip(table.blocks, table.split(values).values(), strict=True):
+                if not (np.abs(part) <= block.bound).all():
+                    what = "past its bound" if np.isfinite(part).all() else "that is not finite; its bound is"
+                    raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
+        self._last_index = index
+        return values.astype(_WIRE, copy=False).tobytes()
+
+    def handle(self, message: bytes) -> bytes:
+        """Plain sums exchange nothing besides the contributions."""
+        raise ProtocolError("a plain sum has no further messages")
+
+
+class PlainServer:
+    """The server's half: adds in the order of the silo ids, so that the float total is deterministic."""
+
+    def __init__(self, silo_ids: Sequence[str]) -> None:
+        self._ids = frozenset(silo_ids)
+
+    def prepare(self, index: int) -> Exchanges[None]:
+        """Nothing to prepare."""
+        yield from ()
+
+    def total(
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        contributions: Mapping[str, bytes],
+        context: bytes,
+    ) -> Exchanges[Total]:
+        """Add what arrived from the cohort; raises AggregationError when nothing did."""
+        yield from ()
+        survivors = []
+        values = np.zeros(table.size)
+        for silo in sorted(set(cohort) & self._ids):
+            data = contributions.get(silo)
+            if data is None or len(data) != table.size * _WIRE.itemsize:
+                continue
+            values += np.frombuffer(data, _WIRE)
+            survivors.append(silo)
+        if not survivors:
+            raise AggregationError(f"sum {index}: no silo answered")
+        return Total(values, tuple(survivors))

@@ -1,0 +1,136 @@
+"""Fixed point in Z_2^w: how real numbers become ring elements that can be masked and added exactly.
+
+Each block has its own power-of-two scale, the largest with which the sum of `terms` contributions within the
+block's bound cannot leave [-2^(w-1), 2^(w-1)). The scale follows from the bound, the number of terms and w, so
+that all parties derive the same one and nobody sends it. A sum of at most `terms` encodings never wraps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.errors import AggregationError, InputError
+
+RingArray = npt.NDArray[Any]  # uint32 or uint64, little endian
+
+#: Integers above this are not all representable in float64, in which totals are handed out.
+_EXACT = 2**53
+_MAX_EXPONENT = 1000
+#: Values encoded at a time: the temporaries stay in the second-level cache.
+_CHUNK = 1 << 15
+
+
+def scale_exponent(block: Block, bits: int, terms: int) -> int:
+    """The e for which values of `block` are multiplied by 2^e.
+
+    `terms * ceil(bound * 2^e + 1) < 2^(bits-1)`: the 1 leaves room for either kind of rounding.
+    Raises InputError for an integer block whose sum could not be exact.
+    """
+    limit = 2 ** (bits - 1) - 1
+    if block.integer:
+        largest = terms * math.floor(block.bound)
+        if largest > min(limit, _EXACT):
+            allowed = min(limit, _EXACT) // terms
+            raise InputError(
+                f"integer block '{block.name}': bound {block.bound:g} does not fit, at most {allowed} for "
+                f"{terms} silos in {bits} bits"
+            )
+        return 0
+    mantissa, exponent = math.frexp(block.bound)  # bound = mantissa * 2^exponent <= 2^exponent
+    room = limit // terms - 1
+    if room < 1:
+        raise InputError(f"a sum of {terms} terms does not fit in {bits} bits")
+    best: int = room.bit_length() - exponent
+    # 2^(bit_length - exponent) * bound = mantissa * 2^bit_length lies in [2^(l-1), 2^l): one step down may be needed.
+    if math.ldexp(mantissa, room.bit_length()) > room:
+        best -= 1
+    return max(min(best, _MAX_EXPONENT), -_MAX_EXPONENT)
+
+
+class Ring:
+    """Encoder and decoder of one block table for sums of at most `terms` contributions."""
+
+    def __init__(self, table: BlockTable, bits: int, terms: int) -> None:
+        """`bits` is 32 or 64. Raises InputError when an integer block's bound cannot fit."""
+        if bits not in (32, 64):
+            raise InputError(f"bits must be 32 or 64, not {bits}")
+        self.table = table
+        self.bits = bits
+        self.terms = terms
+        self.dtype = np.dtype("<u4" if bits == 32 else "<u8")
+        self._signed = np.dtype("<i4" if bits == 32 else "<i8")
+        self._exponents = [scale_exponent(b, bits, terms) for b in table.blocks]
+        sizes = [b.size for b in table.blocks]
+        self._scales = np.repeat([math.ldexp(1.0, e) for e in self._exponents], sizes)
+        self._inverse = np.repeat([math.ldexp(1.0, -e) for e in self._exponents], sizes)
+        self._bounds = table.bounds
+        self._integer = np.repeat(np.array([b.integer for b in table.blocks], bool), sizes)
+        self._any_integer = bool(self._integer.any())
+
+    @property
+    def resolution(self) -> FloatArray:
+        """The step of each element, shape (size,); a sum of J terms is off by at most J/2 steps (nearest)."""
+        return self._inverse
+
+    def encode(self, values: FloatArray, uniforms: FloatArray | None = None) -> RingArray:
+        """Ring elements of `values`, shape (size,).
+
+        Rounds to nearest, or stochastically (unbiased) when `uniforms` in [0, 1), shape (size,), are given.
+        Raises AggregationError for a value that is not finite, past its bound, or not whole in an integer
+        block; the message names the block and its bound, never the value.
+        """
+        size = self.table.size
+        if values.shape != (size,):
+            raise AggregationError(f"expected {size} values in one dimension, got shape {values.shape}")
+        if size <= _CHUNK:
+            out = np.empty(size, self.dtype)
+            self.encode_part(values, slice(0, size), out, uniforms)
+            return out
+        out = np.empty(size, self.dtype)
+        for start in range(0, size, _CHUNK):
+            part = slice(start, min(start + _CHUNK, size))
+            self.encode_part(values, part, out[part], uniforms)
+        return out
+
+    def encode_part(
+        self, values: FloatArray, part: slice, out: RingArray, uniforms: FloatArray | None = None
+    ) -> None:
+        """Encode `values[part]` into `out`, of the part's length; errors as in `encode`."""
+        x = values[part]
+        # A comparison with NaN is false, so this refuses NaN and infinities too.
+        if not (np.abs(x) <= self._bounds[part]).all():
+            self._refuse(values)
+        scaled = x * self._scales[part]
+        if uniforms is None:
+            rounded = np.rint(scaled)
+        else:
+            rounded = np.floor(np.add(scaled, uniforms[part], out=scaled.copy()))
+        if self._any_integer:
+            fractional = rounded != scaled
+            if (fractional & self._integer[part]).any():
+                self._refuse(values)
+        out.view(self._signed)[:] = rounded
+
+    def decode(self, total: RingArray) -> FloatArray:
+        """The sum that `total` (size,) stands for, float64, shape (size,)."""
+        return np.asarray(total.view(self._signed) * self._inverse, dtype=np.float64)
+
+    def _refuse(self, values: FloatArray) -> None:
+        """Raise the AggregationError that names the first offending block."""
+        for block, part in zip(self.table.blocks, self.table.split(values).values(), strict=True):
+            if not np.isfinite(part).all():
+                raise AggregationError(
+                    f"block '{block.name}' (bound {block.bound:g}) holds a value that is not finite"
+                )
+            if not (np.abs(part) <= block.bound).all():
+                raise AggregationError(f"block '{block.name}' holds a value past its bound {block.bound:g}")
+            if block.integer and (part != np.rint(part)).any():
+                raise AggregationError(
+                    f"integer block '{block.name}' (bound {block.bound:g}) holds a fraction"
+                )
+        raise AggregationError("a value cannot be encoded")

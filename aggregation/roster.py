@@ -1,0 +1,125 @@
+"""The roster: who takes part in a session, with which identity keys and under which settings.
+
+Every silo pins the roster that its site agreed to; all that is signed later names the roster's hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgpack
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from secure_fvi.aggregation.base import check_silo_ids
+from secure_fvi.aggregation.graph import Neighbourhood, neighbourhood
+from secure_fvi.aggregation.kdf import digest
+from secure_fvi.errors import InputError, ProtocolError
+
+LABEL_ROSTER = b"roster"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """One session's members and settings. Public; equal at all parties, or their hashes differ."""
+
+    session: bytes  # 32 random bytes that no other session has
+    members: tuple[tuple[str, bytes], ...]  # (silo id, Ed25519 public key of 32 bytes), sorted by id
+    min_cohort: int = 3
+    bits: int = 64
+    consistency_check: bool = True
+    batch: int = 64  # indices whose secrets are shared at once
+    corrupt: float = 0.1  # shares of the silos assumed, for the k-regular graph
+    lost: float = 0.1
+    key_holder: bytes = b""  # identity key and public-key hash of a homomorphic sum's key holder, or nothing
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids = check_silo_ids(m for m, _ in self.members)
+        if tuple(m for m, _ in self.members) != ids:
+            raise InputError("the roster's members must be sorted by id")
+        if len({k for _, k in self.members}) != len(ids) or any(len(k) != 32 for _, k in self.members):
+            raise InputError("each silo of the roster needs its own Ed25519 public key of 32 bytes")
+        if len(self.session) != 32:
+            raise InputError("a session is named by 32 bytes")
+        if self.bits not in (32, 64):
+            raise InputError(f"bits must be 32 or 64, not {self.bits}")
+        if self.min_cohort < 2:
+            raise InputError(f"min_cohort must be at least 2, not {self.min_cohort}; a sum of one is no sum")
+        if not 1 <= self.batch <= 4096:
+            raise InputError(f"batch must lie in 1..4096 indices, not {self.batch}")
+        if len(ids) < self.min_cohort:
+            hint = (
+                "; with two silos each learns the other's term; set min_cohort = 2 to accept that"
+                if len(ids) == 2
+                else ""
+            )
+            raise InputError(f"masked sums need at least {self.min_cohort} silos, got {len(ids)}{hint}")
+        object.__setattr__(self, "size", len(ids))
+
+    @cached_property
+    def hash(self) -> bytes:
+        """SHA-256 over everything above: 32 bytes."""
+        members = [[m, k] for m, k in self.members]
+        settings = [self.min_cohort, self.bits, self.consistency_check, self.batch, self.corrupt, self.lost]
+        return digest(LABEL_ROSTER, msgpack.packb([self.session, members, settings, self.key_holder]))
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(m for m, _ in self.members)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Place in the roster by silo id."""
+        return {m: at for at, m in enumerate(self.ids)}
+
+    @cached_property
+    def _keys(self) -> tuple[Ed25519PublicKey, ...]:
+        return tuple(Ed25519PublicKey.from_public_bytes(k) for _, k in self.members)
+
+    @property
+    def signatures_needed(self) -> int:
+        """T = floor(2n/3) + 1: two sets cannot both have that many signatures below n/3 colluders."""
+        return 2 * self.size // 3 + 1
+
+    @cached_property
+    def neighbourhood(self) -> Neighbourhood:
+        """Degree and threshold of the graph."""
+        return neighbourhood(self.size, self.corrupt, self.lost)
+
+    def verify(self, place: int, signature: bytes, statement: bytes) -> bool:
+        """Whether member `place` signed `statement`."""
+        try:
+            self._keys[place].verify(signature, statement)
+        except InvalidSignature:
+            return False
+        return True
+
+    def bitmap(self, places: frozenset[int]) -> bytes:
+        """A set of members, as in messages."""
+        bits = 0
+        for place in places:
+            bits |= 1 << place
+        return bits.to_bytes((self.size + 7) // 8, "little")
+
+    def members_of(self, bitmap: bytes) -> tuple[int, ...]:
+        """The members in `bitmap`, ascending; raises ProtocolError for a wrong length or a stray bit."""
+        bits = int.from_bytes(bitmap, "little")
+        if len(bitmap) != (self.size + 7) // 8 or bits >> self.size:
+            raise ProtocolError("a set of members does not fit the roster")
+        return tuple(at for at in range(self.size) if bits >> at & 1)
+
+
+class Identity:
+    """A silo's long-term Ed25519 key. Signs only; never encrypts, never leaves."""
+
+    def __init__(self, private_key: Ed25519PrivateKey | None = None) -> None:
+        self._private = private_key or Ed25519PrivateKey.generate()
+        self.public_key = self._private.public_key().public_bytes_raw()
+
+    def sign(self, statement: bytes) -> bytes:
+        return self._private.sign(statement)
+
+    def __repr__(self) -> str:
+        return "Identity(...)"

@@ -1,0 +1,100 @@
+"""What all parties agree on once keys are exchanged: the key set, the graph, and the statements that are signed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from secure_fvi.aggregation.graph import complete_threshold, ring_neighbours
+from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation.roster import Roster
+
+LABEL_ADVERT = b"key-advert"
+LABEL_NONCE = b"nonce-commitment"
+LABEL_KEY_SET = b"key-set"
+LABEL_ORDER = b"graph-order"
+LABEL_DEPOSIT = b"deposit"
+LABEL_BATCH = b"batch"
+LABEL_BATCH_SIGNATURE = b"batch-signature"
+LABEL_SURVIVORS = b"survivors"
+LABEL_SET_SIGNATURE = b"survivors-signature"
+LABEL_COMMITMENT = b"secret-commitment"
+
+
+def number(value: int) -> bytes:
+    """An index, a place or a batch as 8 bytes."""
+    return value.to_bytes(8, "big")
+
+
+def nonce_commitment(roster: Roster, attempt: int, place: int, nonce: bytes) -> bytes:
+    """What a silo publishes before any nonce is revealed."""
+    return digest(LABEL_NONCE, roster.hash, number(attempt), number(place), nonce)
+
+
+def advert_statement(roster: Roster, attempt: int, place: int, public_key: bytes, commitment: bytes) -> bytes:
+    """What a silo signs for its ephemeral key; with the roster's hash in it, this signs the roster too."""
+    return digest(
+        LABEL_ADVERT, roster.session, roster.hash, number(attempt), number(place), public_key, commitment
+    )
+
+
+def key_set_hash(
+    roster: Roster, attempt: int, members: bytes, public_keys: Sequence[bytes], commitments: Sequence[bytes]
+) -> bytes:
+    """Names the keys in use; two silos with different key sets share no mask."""
+    return digest(LABEL_KEY_SET, roster.hash, number(attempt), members, *public_keys, *commitments)
+
+
+def graph_order(key_set: bytes, members: Sequence[int], nonces: Sequence[bytes]) -> tuple[int, ...]:
+    """The members in the order that all nonces together determine: unpredictable before the last is revealed."""
+    seed = digest(LABEL_ORDER, key_set, *nonces)
+    return tuple(sorted(members, key=lambda place: digest(LABEL_ORDER, seed, number(place))))
+
+
+def secret_commitment(binding: bytes, owner: int, index: int, kind: bytes, secret: bytes) -> bytes:
+    """Commitment to a one-time secret of 32 random bytes; `kind` is b"b" or b"e"."""
+    return digest(LABEL_COMMITMENT, binding, number(owner), number(index), kind, secret)
+
+
+class Session:
+    """A fixed key set with its graph. Public; the same object serves both halves of the protocol."""
+
+    def __init__(self, roster: Roster, key_set: bytes, members: Sequence[int], order: Sequence[int]) -> None:
+        """`members` (ascending places) exchanged keys; `order` is `members` as the nonces arranged them."""
+        self.roster = roster
+        self.key_set = key_set
+        self.members = tuple(members)
+        self.binding = roster.session + roster.hash + key_set
+        hood = roster.neighbourhood
+        complete = hood.complete or hood.k >= len(self.members) - 1
+        self.neighbours = ring_neighbours(tuple(order), len(self.members) if complete else hood.k)
+        # In a complete graph a silo holds a share of its own too, so that three silos can lose one.
+        self.holders = {m: self.members if complete else self.neighbours[m] for m in self.members}
+        self.threshold = complete_threshold(len(self.members)) if complete else hood.threshold
+        self.position = lru_cache(maxsize=None)(self._position)
+
+    def _position(self, owner: int, holder: int) -> int:
+        """The point 1, 2, ... at which `holder`'s shares of `owner`'s secrets are taken."""
+        return self.holders[owner].index(holder) + 1
+
+    def deposit_digest(self, batch: int, owner: int, commitments: bytes, sealed_seeds: bytes) -> bytes:
+        """Names the public part of one silo's deposit."""
+        return digest(LABEL_DEPOSIT, self.binding, number(batch), number(owner), commitments, sealed_seeds)
+
+    def batch_digest(self, batch: int, depositors: bytes, digests: Sequence[bytes]) -> bytes:
+        """Names a batch: who deposited what."""
+        return digest(LABEL_BATCH, self.binding, number(batch), depositors, *digests)
+
+    def batch_statement(self, batch_digest: bytes) -> bytes:
+        """What is signed before a batch is used."""
+        return digest(LABEL_BATCH_SIGNATURE, self.binding, batch_digest)
+
+    def survivors_statement(
+        self, batch_digest: bytes, index: int, survivors: bytes, table: bytes, context: bytes
+    ) -> bytes:
+        """Names the survivors of one index under one block table and one broadcast."""
+        return digest(LABEL_SURVIVORS, self.binding, batch_digest, number(index), survivors, table, context)
+
+    def set_statement(self, survivors_statement: bytes, contribution: bytes) -> bytes:
+        """What a silo signs: the survivors, and the digest of what it contributed itself (32 zero bytes for nothing)."""
+        return digest(LABEL_SET_SIGNATURE, survivors_statement, contribution)

@@ -1,0 +1,70 @@
+"""Shamir secret sharing over GF(2^8), byte by byte and vectorised over many secrets (Shamir 1979).
+
+Field arithmetic is galois'; a share belongs to a holder's position x = 1, 2, ..., at most 255 of them.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ByteArray = npt.NDArray[np.uint8]
+
+MAX_HOLDERS = 255
+
+
+@lru_cache(maxsize=1)
+def _field() -> Any:
+    """GF(2^8) with galois' default polynomial; importing galois takes seconds, so it waits until needed."""
+    import galois
+
+    return galois.GF(2**8)
+
+
+@lru_cache(maxsize=64)
+def _vandermonde(holders: int, threshold: int) -> Any:
+    """Rows (1, x, ..., x^(t-1)) for x = 1..holders, shape (holders, threshold)."""
+    field = _field()
+    x = field(np.arange(1, holders + 1, dtype=np.uint8))
+    return x[:, None] ** np.arange(threshold)[None, :]
+
+
+def share(secrets: ByteArray, holders: int, threshold: int) -> ByteArray:
+    """Shares of `secrets` (length,), shape (holders, length); any `threshold` rows recover, fewer show nothing.
+
+    The coefficients come from the operating system's randomness.
+    """
+    if not 1 <= threshold <= holders <= MAX_HOLDERS:
+        raise ValueError(f"cannot share among {holders} holders with threshold {threshold}")
+    field = _field()
+    coefficients = np.empty((threshold, secrets.size), np.uint8)
+    coefficients[0] = secrets
+    noise = os.urandom((threshold - 1) * secrets.size)
+    coefficients[1:] = np.frombuffer(noise, np.uint8).reshape(threshold - 1, secrets.size)
+    return np.asarray(_vandermonde(holders, threshold) @ coefficients.view(field)).view(np.uint8)
+
+
+@lru_cache(maxsize=4096)
+def lagrange_at_zero(positions: tuple[int, ...]) -> Any:
+    """Weights (1, t) with which the shares at `positions` (distinct, 1..255) add up to the secret."""
+    field = _field()
+    x = field(np.array(positions, dtype=np.uint8))
+    off_diagonal = ~np.eye(len(positions), dtype=bool)
+    one = field(1)
+    # In characteristic 2 subtraction is addition; the diagonal is replaced by the neutral element.
+    differences = x[None, :] + x[:, None]
+    numerators = np.where(off_diagonal, np.broadcast_to(x, differences.shape), one).view(field)
+    denominators = np.where(off_diagonal, differences, one).view(field)
+    weights: Any = np.multiply.reduce(numerators, axis=1) / np.multiply.reduce(denominators, axis=1)
+    return weights[None, :]
+
+
+def recover(positions: tuple[int, ...], shares: ByteArray) -> ByteArray:
+    """The secrets (length,) from `shares` (t, length), row i held at `positions[i]`."""
+    field = _field()
+    recovered: ByteArray = np.asarray(lagrange_at_zero(positions) @ shares.view(field)).view(np.uint8)[0]
+    return recovered

@@ -1,0 +1,110 @@
+"""What one silo keeps of one batch of indices: its own secrets, the seeds shared with neighbours, shares it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from secure_fvi.aggregation.messages import Deliver
+from secure_fvi.aggregation.onetime import (
+    PAIR,
+    SELF,
+    Secrets,
+    draw,
+    mask_key,
+    open_envelope,
+    pair_seeds,
+)
+from secure_fvi.aggregation.prg import Mask
+from secure_fvi.aggregation.session import Session
+from secure_fvi.errors import ProtocolError
+
+
+class SiloBatch:
+    """From the drawing of secrets to the last share revealed."""
+
+    def __init__(self, session: Session, me: int, number: int, pair_secrets: Mapping[int, bytes]) -> None:
+        self.session = session
+        self.me = me
+        self.number = number
+        self.active = False
+        self.depositors: frozenset[int] = frozenset()
+        self.digest = b""
+        self._pair_secrets = pair_secrets
+        drawn = draw(session, me, number, pair_secrets)
+        self.deposit = drawn.deposit
+        self._self_seeds = [row[SELF].tobytes() for row in drawn.secrets]
+        self._held: dict[int, Secrets] = {} if drawn.own_shares is None else {me: drawn.own_shares}
+        self._peers: list[tuple[bytes, bool]] = []  # seeds of all indices; whether the mask is subtracted
+        self._owners: list[int] = []  # whose shares this silo may be asked for, ascending
+        self._delivery: Deliver | None = None
+
+    def __repr__(self) -> str:
+        return f"SiloBatch({self.number})"
+
+    def accept(self, delivery: Deliver) -> None:
+        """Take in the shares. Raises ProtocolError when the delivery is not of this batch or not the first one.
+
+        An envelope that is not authentic is left out: this silo then holds no share of that owner.
+        """
+        if self._delivery is not None:
+            if delivery != self._delivery:
+                raise ProtocolError(f"batch {self.number} was delivered already, with other content")
+            return
+        session, roster = self.session, self.session.roster
+        depositors = roster.members_of(delivery.depositors)
+        if not set(session.members).issuperset(depositors) or self.me not in depositors:
+            raise ProtocolError(
+                "the depositors of a batch must be members of the key set, this silo among them"
+            )
+        needed = max(roster.min_cohort, roster.signatures_needed if roster.consistency_check else 0)
+        if len(depositors) < needed:
+            raise ProtocolError(f"a batch of {len(depositors)} silos; at least {needed} are needed")
+        own = session.deposit_digest(
+            self.number, self.me, self.deposit.commitments, self.deposit.sealed_seeds
+        )
+        if len(delivery.digests) != len(depositors) or own != delivery.digests[depositors.index(self.me)]:
+            raise ProtocolError("the digests of a batch do not fit its depositors")
+        present = frozenset(depositors)
+        senders = [v for v in session.neighbours[self.me] if v in present]
+        if len(delivery.envelopes) != len(senders):
+            raise ProtocolError("a batch needs one envelope from each neighbour that deposited")
+        for sender, envelope in zip(senders, delivery.envelopes, strict=True):
+            secret = self._pair_secrets[sender]
+            shares = open_envelope(session, self.number, sender, self.me, secret, envelope)
+            if shares is not None:
+                self._held[sender] = shares
+            seeds = pair_seeds(session, self.number, secret, self.me, sender)
+            self._peers.append((seeds, self.me > sender))
+        self._owners = [v for v in session.holders[self.me] if v in present]
+        self.depositors = present
+        self.digest = session.batch_digest(self.number, delivery.depositors, delivery.digests)
+        self._delivery = delivery
+
+    @property
+    def statement(self) -> bytes:
+        """What this silo signs before the batch is used; raises ProtocolError before the shares are delivered."""
+        if self._delivery is None:
+            raise ProtocolError(f"batch {self.number} is not delivered yet")
+        return self.session.batch_statement(self.digest)
+
+    def masks(self, index: int, table: bytes, context: bytes) -> list[Mask]:
+        """The self mask and a mask for each neighbour: added by the member earlier in the roster, subtracted by the other."""
+        at = index % self.session.roster.batch
+        masks = [Mask(self._key(index, table, context, self._self_seeds[at]), False)]
+        for seeds, negative in self._peers:
+            seed = seeds[32 * at : 32 * at + 32]
+            masks.append(Mask(self._key(index, table, context, seed), negative))
+        return masks
+
+    def _key(self, index: int, table: bytes, context: bytes, seed: bytes) -> bytes:
+        return mask_key(self.session, self.digest, index, table, context, seed)
+
+    def shares(self, index: int, survivors: frozenset[int]) -> list[bytes]:
+        """One share per owner: of b for a survivor, of e for a dropped one, never of both."""
+        at = index % self.session.roster.batch
+        out = []
+        for owner in self._owners:
+            held = self._held.get(owner)
+            kind = SELF if owner in survivors else PAIR
+            out.append(b"" if held is None else held[at, kind].tobytes())
+        return out

@@ -1,0 +1,214 @@
+"""Every kind of sum: the total of those who answered, the same for plain and masked, recovered after dropouts."""
+
+import numpy as np
+import pytest
+from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
+
+from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+
+KINDS = [
+    Plain(),
+    Masked(),
+    Masked(bits=32),
+    Masked(consistency_check=False),
+    Masked(batch=2),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("silos", [3, 5, 8])
+def test_total_is_the_sum(kind, silos):
+    ids, table = names(silos), table_of(50)
+    server, parties = kind.local_parties(ids)
+    for index in range(5):
+        values = random_values(ids, table, seed=index)
+        total = run_sum(server, parties, index, table, values)
+        assert total.survivors == tuple(sorted(ids))
+        tolerance = silos * 2.0**-25 * silos if getattr(kind, "bits", 64) == 32 else 1e-12
+        np.testing.assert_allclose(total.values, sum(values.values()), rtol=0, atol=tolerance)
+        assert total.values[-1] == sum(v[-1] for v in values.values())
+
+
+@pytest.mark.parametrize("kind", [Plain(), Masked(), Masked(bits=32)], ids=repr)
+def test_totals_are_deterministic(kind):
+    ids, table = names(5), table_of(30)
+    values = random_values(ids, table)
+    totals = []
+    for order in (ids, ids[::-1]):
+        server, parties = kind.local_parties(order)
+        shuffled = {s: values[s] for s in order}
+        totals.append(run_sum(server, parties, 3, table, shuffled).values.tobytes())
+    assert totals[0] == totals[1]
+
+
+def test_a_long_vector_takes_the_chunked_road():
+    ids, table = names(3), table_of(100_003)
+    values = random_values(ids, table)
+    server, parties = Masked(bits=32).local_parties(ids)
+    total = run_sum(server, parties, 0, table, values)
+    np.testing.assert_allclose(total.values, sum(values.values()), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 10.5])
+@pytest.mark.parametrize("kind", [Plain(), Masked()], ids=repr)
+def test_a_bad_value_is_refused_and_the_index_stays_unused(kind, bad):
+    ids, table = names(3), table_of(10)
+    server, parties = kind.local_parties(ids)
+    carry(server.prepare(0), parties)
+    values = random_values(ids, table)
+    spoilt = values[ids[0]].copy()
+    spoilt[2] = bad
+    with pytest.raises(AggregationError, match="'gradient'"):
+        parties[ids[0]].contribute(0, ids, table, spoilt, CONTEXT)
+    total = run_sum(server, parties, 0, table, values)
+    np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+def test_several_tables_alternate():
+    ids = names(4)
+    server, parties = Masked().local_parties(ids)
+    tables = [table_of(5), table_of(9, bound=3.0)]
+    for index in range(6):
+        table = tables[index % 2]
+        values = random_values(ids, table, seed=index, bound=3.0)
+        total = run_sum(server, parties, index, table, values)
+        np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+STAGES = ["contribute", "sign", "reveal"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_dropout_at_each_stage_of_a_sum(stage, check):
+    ids, table = names(7), table_of(20)
+    if stage == "sign" and not check:
+        pytest.skip("there is no such exchange")
+    server, parties = Masked(consistency_check=check).local_parties(ids)
+    values = random_values(ids, table)
+    away = set(ids[2:4])
+    present = {s: v for s, v in values.items() if stage != "contribute" or s not in away}
+    lost = {"contribute": [], "sign": [away, away], "reveal": [(), away] if check else [away]}[stage]
+    total = run_sum(server, parties, 0, table, present, lost=lost)
+    assert total.survivors == tuple(sorted(present))
+    np.testing.assert_allclose(total.values, sum(present.values()), atol=1e-12)
+    # The next sum has everybody again.
+    after = run_sum(server, parties, 1, table, values)
+    np.testing.assert_allclose(after.values, sum(values.values()), atol=1e-12)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("check", [True, False])
+def test_dropout_at_each_stage_of_preparation(step, check):
+    """Exchanges of a first `prepare`: keys, key set, deposits, delivery, activation."""
+    ids, table = names(7), table_of(20)
+    server, parties = Masked(consistency_check=check).local_parties(ids)
+    away = ids[4]
+    carry(server.prepare(0), parties, lost=[() if s != step else (away,) for s in range(5)])
+    values = random_values(ids, table)
+    messages = {}
+    for silo, v in values.items():
+        try:
+            messages.update(contribute(parties, 0, table, {silo: v}, ids))
+        except ProtocolError:
+            assert silo == away
+    total = carry(server.total(0, ids, table, messages, CONTEXT), parties)
+    assert set(total.survivors) == set(messages) >= set(ids) - {away}
+    np.testing.assert_allclose(total.values, sum(values[s] for s in messages), atol=1e-12)
+
+
+def test_a_silo_that_missed_a_delivery_catches_up():
+    ids, table = names(5), table_of(20)
+    server, parties = Masked().local_parties(ids)
+    carry(server.prepare(0), parties, lost=[(), (), (), (ids[1],)])
+    rest = {s: v for s, v in random_values(ids, table).items() if s != ids[1]}
+    assert len(run_sum(server, parties, 0, table, rest).survivors) == 4
+    assert len(run_sum(server, parties, 1, table, random_values(ids, table)).survivors) == 5
+
+
+def test_a_sampled_cohort_sums_its_members_only():
+    ids, table = names(8), table_of(20)
+    server, parties = Masked().local_parties(ids)
+    values = random_values(ids, table)
+    for index, cohort in enumerate([ids[:3], ids[2:7], ids]):
+        cohort_values = {s: values[s] for s in cohort}
+        total = run_sum(server, parties, index, table, cohort_values, cohort=cohort)
+        assert total.survivors == tuple(sorted(cohort))
+        np.testing.assert_allclose(total.values, sum(cohort_values.values()), atol=1e-12)
+
+
+def test_abandoned_indices_are_skipped():
+    ids, table = names(3), table_of(20)
+    server, parties = Masked(batch=4).local_parties(ids)
+    for index in (0, 3, 4, 13, 40):
+        values = random_values(ids, table, seed=index)
+        total = run_sum(server, parties, index, table, values)
+        np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+def test_too_few_get_no_sum():
+    ids, table = names(4), table_of(20)
+    server, parties = Masked().local_parties(ids)
+    values = random_values(ids, table)
+    with pytest.raises(AggregationError, match="min_cohort = 3"):
+        run_sum(server, parties, 0, table, {s: values[s] for s in ids[:2]})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_roster_below_min_cohort_is_refused(count):
+    with pytest.raises(InputError, match=f"at least 3 silos, got {count}"):
+        Masked().local_parties(names(count))
+
+
+def test_two_silos_need_the_explicit_setting():
+    with pytest.raises(InputError, match="set min_cohort = 2 to accept that"):
+        Masked().local_parties(names(2))
+    ids, table = names(2), table_of(20)
+    server, parties = Masked(min_cohort=2).local_parties(ids)
+    values = random_values(ids, table)
+    total = run_sum(server, parties, 0, table, values)
+    np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"min_cohort": 1}, {"bits": 16}, {"batch": 0}, {"batch": 10_000}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(InputError):
+        Masked(**options).local_parties(names(4))
+
+
+def test_equal_silo_ids_are_refused():
+    with pytest.raises(InputError, match="ids must differ"):
+        Masked().local_parties(["a", "b", "a"])
+
+
+def test_steady_state_takes_two_exchanges_or_three_with_the_check():
+    ids, table = names(3), table_of(20)
+    for check, expected in ((False, 1), (True, 2)):
+        server, parties = Masked(consistency_check=check).local_parties(ids)
+        values = random_values(ids, table)
+        run_sum(server, parties, 0, table, values)
+        asked = []
+
+        class Counting:
+            def __init__(self, silo, log=asked):
+                self._silo, self._log = silo, log
+
+            def handle(self, message):
+                self._log.append(message)
+                return self._silo.handle(message)
+
+        counting = {s: Counting(p) for s, p in parties.items()}
+        carry(server.prepare(1), counting)
+        assert asked == []
+        messages = contribute(parties, 1, table, values)
+        carry(server.total(1, ids, table, messages, CONTEXT), counting)
+        assert len(asked) == expected * len(ids)  # and the contribution itself makes two or three
+
+
+def test_upload_is_the_ring_payload_and_little_more():
+    ids, table = names(3), BlockTable((Block("b", (1000,), 1.0),))
+    server, parties = Masked(bits=32).local_parties(ids)
+    carry(server.prepare(0), parties)
+    message = parties[ids[0]].contribute(0, ids, table, np.zeros(1000), CONTEXT)
+    assert 4000 <= len(message) <= 1.02 * 4000
