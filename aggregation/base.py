@@ -15,6 +15,7 @@ business of each kind (docs/threat-model.md).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The blocks of one phase, in order. Every party derives the same table, and its digest enters the mask keys."""
+    """The blocks of one phase, in order. Every party derives the same table; its digest enters mask keys."""
 
     blocks: tuple[Block, ...]
     size: int = field(init=False)
@@ -104,10 +105,10 @@ class SumSilo(Protocol):
     ) -> bytes:
         """Protect `values` (table.size,) for sum `index`.
 
-        `cohort` are the ids asked to contribute; `context` (32 bytes) is the SHA-256 of the broadcast that the
-        values answer, so that a server which shows two silos different broadcasts gets noise. An index is used
-        at most once. Raises AggregationError for a value that is not finite or past its bound, ProtocolError for
-        a used index or a cohort under the minimum; nothing is revealed then.
+        `cohort` are the ids asked to contribute; `context` (32 bytes) is the SHA-256 of the broadcast that
+        the values answer, so that a server which shows two silos different broadcasts gets noise. An index is
+        used at most once. Raises AggregationError for a value that is not finite or past its bound,
+        ProtocolError for a used index or a cohort under the minimum; nothing is revealed then.
         """
         ...
 
@@ -120,7 +121,7 @@ class SumServer(Protocol):
     """The server's half, as generators over exchanges; a silo missing from the replies has dropped out."""
 
     def prepare(self, index: int) -> Exchanges[None]:
-        """Whatever must be in place before sum `index` (keys, one-time secrets); usually no exchange at all."""
+        """Put in place what sum `index` needs (keys, one-time secrets); usually no exchange at all."""
         ...
 
     def total(
@@ -151,7 +152,7 @@ def check_silo_ids(silo_ids: Iterable[str]) -> tuple[str, ...]:
     ids = sorted(silo_ids)
     if not ids:
         raise InputError("a secure sum needs at least one silo")
-    for a, b in zip(ids, ids[1:], strict=False):
+    for a, b in itertools.pairwise(ids):
         if a == b:
             raise InputError(f"two silos have the id '{a}'; ids must differ")
     if "" in ids:

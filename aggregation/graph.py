@@ -1,4 +1,4 @@
-"""Who masks with whom and who holds whose shares: complete, or k-regular with the bound of Bell et al. (2020).
+"""Who masks with whom and who holds whose shares: complete, or k-regular (Bell et al. 2020).
 
 In the k-regular graph (a Harary ring over a random order) each silo shares with its k neighbours, threshold
 t = floor(2k/3) + 1. A neighbourhood fails
@@ -45,7 +45,7 @@ class Neighbourhood(NamedTuple):
 
 
 def complete_threshold(silos: int) -> int:
-    """Shares needed where all `silos` hold one: floor(2n/3)+1, but a majority and, from 3 on, one may be lost."""
+    """Shares needed where all hold one: floor(2n/3)+1, but a majority and, from 3 silos on, one to spare."""
     return max(silos // 2 + 1, min(2 * silos // 3 + 1, silos - 1))
 
 
@@ -68,10 +68,10 @@ def log2_hypergeometric_tail(population: int, marked: int, draws: int, at_least:
 
 @lru_cache(maxsize=64)
 def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
-    """The smallest even k (complete where that is no smaller) for `silos`, given the corrupt and lost shares of them.
+    """The smallest even k for `silos` of which the given shares are corrupt and lost; else complete.
 
-    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40, recovery with 2^-30 over all of them. Raises
-    InputError when no k within 255 does.
+    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40, recovery with 2^-30 over all of
+    them. Raises InputError when no k within 255 does.
     """
     if not (0 <= corrupt < 1 / 3 and 0 <= lost < 1 / 3):
         raise InputError(f"corrupt and lost must lie in [0, 1/3), got {corrupt:g} and {lost:g}")
@@ -85,7 +85,7 @@ def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
         t = 2 * k // 3 + 1
         secrecy = log2_hypergeometric_tail(others, min(bad, others), k, 2 * t - k)
         recovery = math.log2(silos) + log2_hypergeometric_tail(others, min(gone, others), k, k - t + 1)
-        # A run of k/2 consecutive silos, corrupt or lost, must stand somewhere on the ring (union over its places).
+        # To split it, k/2 consecutive silos must be corrupt or lost somewhere on the ring.
         share_gone = corrupt + lost
         disconnected = math.log2(silos) + (k // 2) * math.log2(share_gone) if share_gone else -math.inf
         if max(secrecy, disconnected) <= -SECRECY_BITS and recovery <= -RECOVERY_BITS:
@@ -93,8 +93,8 @@ def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
     if silos <= MAX_HOLDERS:
         return complete
     raise InputError(
-        f"no neighbourhood of at most {MAX_HOLDERS} silos withstands {corrupt:.0%} corrupt and {lost:.0%} lost of "
-        f"{silos}; assume less"
+        f"no neighbourhood of at most {MAX_HOLDERS} silos withstands {corrupt:.0%} corrupt and {lost:.0%} "
+        f"lost of {silos}; assume less"
     )
 
 

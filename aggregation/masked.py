@@ -29,11 +29,11 @@ from secure_fvi.errors import InputError
 class Masked:
     """Sums of which the server learns the total alone, with recovery from dropouts.
 
-    `min_cohort`: fewer survivors get no sum. `bits`: width of the ring, 32 or 64. `consistency_check`: survivors
-    are signed by T = floor(2n/3)+1 silos before anything is revealed, which a lying server cannot get round with
-    fewer than n/3 colluders; without it the server is trusted to tell all silos the same. `batch`: indices whose
-    secrets are shared at once (None: chosen by the number of silos). `corrupt`, `lost`: the shares of the silos
-    that the k-regular graph of a large roster is to withstand.
+    `min_cohort`: fewer survivors get no sum. `bits`: width of the ring, 32 or 64. `consistency_check`:
+    survivors are signed by T = floor(2n/3)+1 silos before anything is revealed, which a lying server cannot
+    get round with fewer than n/3 colluders; without it the server is trusted to tell all silos the same.
+    `batch`: indices whose secrets are shared at once (None: chosen by the number of silos). `corrupt`,
+    `lost`: the shares of the silos that the k-regular graph of a large roster is to withstand.
     """
 
     min_cohort: int = 3
@@ -54,7 +54,7 @@ class Masked:
         return "masked"
 
     def roster(self, identity_keys: Mapping[str, bytes], session: bytes | None = None) -> Roster:
-        """The roster of `identity_keys` (Ed25519 public keys by silo id) under these settings; a fresh session by default.
+        """The roster of `identity_keys` (Ed25519 public keys by silo id), of a fresh session by default.
 
         Raises InputError when there are fewer silos than `min_cohort`.
         """

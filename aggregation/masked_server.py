@@ -80,7 +80,7 @@ class MaskedServer:
             yield from self._deliver(batch, batch.lagging)
 
     def _set_up(self) -> Exchanges[None]:
-        """Exchange keys; on a k-regular graph also nonces, all of which are needed (or the set-up starts anew)."""
+        """Exchange keys; on a k-regular graph also nonces, and anew unless all are revealed."""
         roster = self._roster
         while self._attempt < MAX_ATTEMPTS:
             attempt, self._attempt = self._attempt, self._attempt + 1
@@ -212,7 +212,8 @@ class MaskedServer:
         roster = self._roster
         if len(payloads) < roster.min_cohort:
             raise AggregationError(
-                f"sum {index}: {len(payloads)} silos contributed, at least min_cohort = {roster.min_cohort} are needed"
+                f"sum {index}: {len(payloads)} silos contributed, at least min_cohort = {roster.min_cohort} "
+                "are needed"
             )
         bitmap = roster.bitmap(frozenset(payloads))
         survivors = roster.members_of(self._store.claim(f"survivors/{index}", bitmap))
@@ -223,7 +224,7 @@ class MaskedServer:
     def _sign(
         self, request: RevealRequest, batch: ServerBatch, payloads: Mapping[int, bytes]
     ) -> Exchanges[RevealRequest]:
-        """Collect signatures on the survivors; each must also confirm the contribution received from its silo."""
+        """Collect signatures on the survivors; each also confirms the contribution received from its silo."""
         roster, session = self._roster, batch.session
         statement = session.survivors_statement(
             batch.digest, request.sum_index, request.survivors, request.table, request.context
@@ -238,14 +239,14 @@ class MaskedServer:
                 continue
             if place in payloads and hashlib.sha256(payloads[place]).digest() != reply.contribution:
                 raise AggregationError(
-                    f"sum {request.sum_index}: the contribution received for silo '{roster.ids[place]}' is not the one "
-                    "that it sent"
+                    f"sum {request.sum_index}: what came in for silo '{roster.ids[place]}' is not what it sent"
                 )
             signed[place] = reply
         needed = roster.signatures_needed
         if len(signed) < needed:
             raise AggregationError(
-                f"sum {request.sum_index}: {len(signed)} of {roster.size} silos signed the survivors, {needed} are needed"
+                f"sum {request.sum_index}: {len(signed)} of {roster.size} silos signed the survivors, "
+                f"{needed} are needed"
             )
         signers = sorted(signed)[:needed]
         return request._replace(

@@ -18,7 +18,7 @@ from secure_fvi.aggregation.session import (
 )
 from secure_fvi.errors import ProtocolError
 
-#: Set-ups that a silo takes part in within one session; each is one try of a cheating server at the graph's seed.
+#: Set-ups that a silo takes part in: each gives a cheating server one try at the graph's seed.
 MAX_ATTEMPTS = 8
 
 

@@ -1,4 +1,4 @@
-"""A silo's half of masked sums: a state machine over bytes that refuses whatever could open its contribution."""
+"""A silo's half of masked sums: refuses whatever could open its contribution."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MaskedSilo:
         store: Store | None = None,
         min_cohort: int | None = None,
     ) -> None:
-        """`roster` is what this site agreed to; `min_cohort` (default: the roster's) the least that the site accepts."""
+        """`roster` is what this site agreed to; `min_cohort` the least it accepts (default: the roster's)."""
         if silo_id not in roster.places:
             raise InputError(f"silo '{silo_id}' is not in the roster")
         if roster.members[roster.places[silo_id]][1] != identity.public_key:
@@ -122,7 +122,7 @@ class MaskedSilo:
         return message
 
     def outgoing(self, index: int) -> bytes:
-        """The stored bytes of the latest contribution, for a retry; raises ProtocolError when `index` is another."""
+        """The stored bytes of the latest contribution, for a retry; ProtocolError if that was another sum's."""
         message = self._store.get("outgoing")
         if message is None or index != self._last_index:
             raise ProtocolError(f"no contribution to sum {index} is kept")
@@ -136,7 +136,8 @@ class MaskedSilo:
             raise ProtocolError(f"the cohort of sum {index} does not fit the roster")
         if len(members) < self._roster.min_cohort:
             raise ProtocolError(
-                f"the cohort of sum {index} has {len(members)} silos, below min_cohort = {self._roster.min_cohort}"
+                f"the cohort of sum {index} has {len(members)} silos, "
+                f"below min_cohort = {self._roster.min_cohort}"
             )
 
     def _ring(self, table: BlockTable) -> Ring:
@@ -229,7 +230,7 @@ class MaskedSilo:
             raise ProtocolError("a signature of each signer is needed")
         if len(signers) < self._roster.signatures_needed:
             raise ProtocolError(
-                f"{len(signers)} signatures, at least {self._roster.signatures_needed} of the roster are needed"
+                f"{len(signers)} signatures; {self._roster.signatures_needed} of the roster are needed"
             )
         for place, signature, statement in zip(signers, signatures, statements, strict=True):
             if not self._roster.verify(place, signature, statement):
@@ -238,7 +239,7 @@ class MaskedSilo:
     # Survivors
 
     def _agree(self, request: SignRequest | RevealRequest) -> tuple[SiloBatch, tuple[int, ...], bytes, bytes]:
-        """Write down the survivors of an index before anything about them leaves; the first set named is the only one."""
+        """Write down the survivors of an index before anything leaves; the first set named is the only one."""
         index = request.sum_index
         batch = self._batch_of(index)
         survivors = self._roster.members_of(request.survivors)
@@ -279,7 +280,7 @@ class MaskedSilo:
 
 
 def _masked(ring: Ring, values: FloatArray, masks: Sequence[Mask]) -> np.ndarray[Any, Any]:
-    """Encoded and masked values; long vectors go chunk by chunk through encoder and ciphers, within the cache."""
+    """Encoded and masked values; long vectors go through encoder and ciphers chunk by chunk, in the cache."""
     if values.nbytes <= CHUNK_BYTES or values.shape != (ring.table.size,):
         out = ring.encode(values)
         apply_masks(out, masks)

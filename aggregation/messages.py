@@ -1,7 +1,7 @@
-"""The messages of masked sums: MessagePack arrays [version, tag, fields...] of fixed schema, strictly checked.
+"""The messages of masked sums: MessagePack arrays [version, tag, fields...] of fixed schema.
 
-Members are named by their place in the roster; a set of them is a bitmap of ceil(n/8) bytes, least significant
-bit first. Digests and public keys have 32 bytes, signatures 64.
+Members are named by their place in the roster; a set of them is a bitmap of ceil(n/8) bytes, least
+significant bit first. Digests and public keys have 32 bytes, signatures 64.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DepositRequest(NamedTuple):
 
 
 class Deposit(NamedTuple):
-    """Silo to server: commitments to b and e of each index, the pair seeds sealed under e, shares for each holder."""
+    """Silo to server: commitments to each b and e, pair seeds sealed under e, shares for each holder."""
 
     batch: int
     commitments: bytes
@@ -85,7 +85,7 @@ class Deliver(NamedTuple):
 
 
 class BatchSignature(NamedTuple):
-    """Silo to server: its signature over key set, depositors and digests (empty without the consistency check)."""
+    """Silo to server: its signature over key set and deposits (empty without the consistency check)."""
 
     batch: int
     signature: bytes
@@ -124,7 +124,7 @@ class SetSignature(NamedTuple):
 
 
 class RevealRequest(NamedTuple):
-    """Server to silo: reveal the shares of one index, with enough of the roster's signatures on the survivors."""
+    """Server to silo: reveal the shares of one index, given enough signatures on the survivors."""
 
     sum_index: int
     survivors: bytes

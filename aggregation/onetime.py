@@ -1,4 +1,4 @@
-"""One-time secrets of a batch of sum indices: drawn, committed to, sealed and shared by their owner; opened by others.
+"""One-time secrets of a batch of indices: drawn, committed to, sealed and shared; opened by others.
 
 For each index an owner draws b, the seed of its self mask, and e, under which it seals its pairwise seeds of
 that index. Both are shared among its holders. Of one index and owner at most one of the two is ever revealed.
@@ -104,7 +104,7 @@ def sealed_length(session: Session, owner: int) -> int:
 
 
 def open_seeds(session: Session, owner: int, index: int, e: bytes, sealed_seeds: bytes) -> dict[int, bytes]:
-    """The seeds that `owner` shared with each neighbour at `index`; raises ProtocolError when they were altered."""
+    """The seeds that `owner` shared with its neighbours at `index`; ProtocolError if they were altered."""
     length = sealed_length(session, owner)
     at = index % session.roster.batch
     try:
@@ -124,7 +124,7 @@ def _envelope_fields(session: Session, batch: int, sender: int, receiver: int) -
 def _seal_envelope(
     session: Session, batch: int, sender: int, receiver: int, pair_secret: bytes, shares: bytes
 ) -> bytes:
-    """`shares` encrypted end to end; index range, sender and receiver are bound by key and associated data."""
+    """`shares` encrypted end to end; index range, sender and receiver bound by key and associated data."""
     fields = _envelope_fields(session, batch, sender, receiver)
     nonce = os.urandom(_NONCE)
     cipher = AESGCM(derive_key(pair_secret, LABEL_ENVELOPE, *fields))
@@ -134,7 +134,7 @@ def _seal_envelope(
 def open_envelope(
     session: Session, batch: int, sender: int, receiver: int, pair_secret: bytes, envelope: bytes
 ) -> Secrets | None:
-    """The shares that `sender` addressed to `receiver`, (indices, 2, 32); None when the envelope is not authentic."""
+    """The shares that `sender` addressed to `receiver`, (indices, 2, 32); None unless authentic."""
     fields = _envelope_fields(session, batch, sender, receiver)
     cipher = AESGCM(derive_key(pair_secret, LABEL_ENVELOPE, *fields))
     count = session.roster.batch

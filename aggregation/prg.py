@@ -17,7 +17,7 @@ _START = modes.CTR(bytes(16))
 
 
 class Mask(NamedTuple):
-    """One keystream and the sign it enters with. A key is used for one sum only, so the counter starts at zero."""
+    """One keystream and its sign. A key is used for one sum only, so the counter starts at zero."""
 
     key: bytes  # 32 bytes, secret
     negative: bool

@@ -1,8 +1,8 @@
 """Fixed point in Z_2^w: how real numbers become ring elements that can be masked and added exactly.
 
 Each block has its own power-of-two scale, the largest with which the sum of `terms` contributions within the
-block's bound cannot leave [-2^(w-1), 2^(w-1)). The scale follows from the bound, the number of terms and w, so
-that all parties derive the same one and nobody sends it. A sum of at most `terms` encodings never wraps.
+block's bound cannot leave [-2^(w-1), 2^(w-1)). The scale follows from the bound, the number of terms and w,
+so that all parties derive the same one and nobody sends it. A sum of at most `terms` encodings never wraps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def scale_exponent(block: Block, bits: int, terms: int) -> int:
     if room < 1:
         raise InputError(f"a sum of {terms} terms does not fit in {bits} bits")
     best: int = room.bit_length() - exponent
-    # 2^(bit_length - exponent) * bound = mantissa * 2^bit_length lies in [2^(l-1), 2^l): one step down may be needed.
+    # mantissa * 2^bit_length has as many bits as room, so that at most one step down is needed.
     if math.ldexp(mantissa, room.bit_length()) > room:
         best -= 1
     return max(min(best, _MAX_EXPONENT), -_MAX_EXPONENT)

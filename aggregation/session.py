@@ -1,4 +1,4 @@
-"""What all parties agree on once keys are exchanged: the key set, the graph, and the statements that are signed."""
+"""What all parties agree on once keys are exchanged: key set, graph, signed statements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def key_set_hash(
 
 
 def graph_order(key_set: bytes, members: Sequence[int], nonces: Sequence[bytes]) -> tuple[int, ...]:
-    """The members in the order that all nonces together determine: unpredictable before the last is revealed."""
+    """The members as all nonces together order them: unpredictable before the last is revealed."""
     seed = digest(LABEL_ORDER, key_set, *nonces)
     return tuple(sorted(members, key=lambda place: digest(LABEL_ORDER, seed, number(place))))
 
@@ -96,5 +96,5 @@ class Session:
         return digest(LABEL_SURVIVORS, self.binding, batch_digest, number(index), survivors, table, context)
 
     def set_statement(self, survivors_statement: bytes, contribution: bytes) -> bytes:
-        """What a silo signs: the survivors, and the digest of what it contributed itself (32 zero bytes for nothing)."""
+        """What a silo signs: the survivors, and its own contribution's digest (32 zero bytes if none)."""
         return digest(LABEL_SET_SIGNATURE, survivors_statement, contribution)

@@ -34,7 +34,7 @@ def _vandermonde(holders: int, threshold: int) -> Any:
 
 
 def share(secrets: ByteArray, holders: int, threshold: int) -> ByteArray:
-    """Shares of `secrets` (length,), shape (holders, length); any `threshold` rows recover, fewer show nothing.
+    """Shares of `secrets` (length,), shape (holders, length); `threshold` rows recover, fewer show nothing.
 
     The coefficients come from the operating system's randomness.
     """

@@ -1,4 +1,4 @@
-"""What one silo keeps of one batch of indices: its own secrets, the seeds shared with neighbours, shares it holds."""
+"""What one silo keeps of a batch of indices: its own secrets, neighbours' seeds, the shares it holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SiloBatch:
         return f"SiloBatch({self.number})"
 
     def accept(self, delivery: Deliver) -> None:
-        """Take in the shares. Raises ProtocolError when the delivery is not of this batch or not the first one.
+        """Take in the shares. Raises ProtocolError for a delivery that does not fit or is a second one.
 
         An envelope that is not authentic is left out: this silo then holds no share of that owner.
         """
@@ -82,13 +82,13 @@ class SiloBatch:
 
     @property
     def statement(self) -> bytes:
-        """What this silo signs before the batch is used; raises ProtocolError before the shares are delivered."""
+        """What this silo signs before the batch is used; ProtocolError before the shares are delivered."""
         if self._delivery is None:
             raise ProtocolError(f"batch {self.number} is not delivered yet")
         return self.session.batch_statement(self.digest)
 
     def masks(self, index: int, table: bytes, context: bytes) -> list[Mask]:
-        """The self mask and a mask for each neighbour: added by the member earlier in the roster, subtracted by the other."""
+        """The self mask and one for each neighbour, which the later of the two in the roster subtracts."""
         at = index % self.session.roster.batch
         masks = [Mask(self._key(index, table, context, self._self_seeds[at]), False)]
         for seeds, negative in self._peers:

@@ -1,4 +1,4 @@
-"""What a party must not forget: the one place where "already answered" is written down before an answer leaves."""
+"""What a party must not forget: "already answered" is written down here before an answer leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's batch of deposits, and the removal of masks: recover what survivors and dropouts left, then subtract."""
+"""The server's batch of deposits, and the removal of masks by what survivors and dropouts left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRIES = 256
 
 
 class ServerBatch:
-    """Deposits of one batch: public to the server, except that envelopes and sealed seeds are closed to it."""
+    """Deposits of one batch: public, but envelopes and sealed seeds are closed to the server."""
 
     def __init__(self, session: Session, number: int, deposits: Mapping[int, Deposit]) -> None:
         self.session = session
@@ -132,7 +132,8 @@ def _recover(
     for owner in wanted:
         if len(found[owner]) < t:
             raise AggregationError(
-                f"sum {index}: {len(found[owner])} shares of silo '{session.roster.ids[owner]}' came in, {t} are needed"
+                f"sum {index}: {len(found[owner])} shares of silo '{session.roster.ids[owner]}' came in, "
+                f"{t} are needed"
             )
         groups[tuple(sorted(found[owner])[:t])].append(owner)
     secrets: dict[int, bytes] = {}

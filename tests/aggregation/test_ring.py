@@ -93,9 +93,9 @@ def test_integer_blocks_are_exact_and_refuse_fractions_and_bounds_that_cannot_fi
     ring = ring_of(Block("count", (2,), 1e9, integer=True), bits=64, terms=100)
     total = sum((ring.encode(np.array([999_999_999.0, -1.0])) for _ in range(100)), np.zeros(2, ring.dtype))
     assert ring.decode(total).tolist() == [99_999_999_900.0, -100.0]
-    with pytest.raises(AggregationError, match="'count'.*fraction"):
+    with pytest.raises(AggregationError, match=r"'count'.*fraction"):
         ring.encode(np.array([0.5, 1.0]))
-    with pytest.raises(InputError, match="'count'.*does not fit"):
+    with pytest.raises(InputError, match=r"'count'.*does not fit"):
         ring_of(Block("count", (1,), 1e9, integer=True), bits=32, terms=100)
     with pytest.raises(InputError, match="'count'"):
         ring_of(Block("count", (1,), 2.0**52, integer=True), bits=64, terms=3)

@@ -1,4 +1,4 @@
-"""Every kind of sum: the total of those who answered, the same for plain and masked, recovered after dropouts."""
+"""Every kind of sum: the total of those who answered, the same for plain and masked."""
 
 import numpy as np
 import pytest
