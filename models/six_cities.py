@@ -24,10 +24,11 @@ VISITS = ("age_7", "age_8", "age_9", "age_10")
 
 
 def six_cities(smoke: Tensor, wheeze: Tensor) -> None:
-    """The model for N children: `smoke` (N,) is 1 for a smoking mother, `wheeze` (N, 4) is 1 for a wheezing child.
+    """The model for N children.
 
-    Global sites: `beta` (4,), the coefficients of 1, smoke, age and smoke x age on the logit scale, and `omega`,
-    with exp(-omega) the standard deviation of the children's intercepts `b`. Age is in years, 0 at nine.
+    `smoke` (N,) is 1 for a smoking mother, `wheeze` (N, 4) is 1 for a wheezing child. Global sites: `beta`
+    (4,), the coefficients of 1, smoke, age and smoke x age on the logit scale, and `omega`, with exp(-omega)
+    the standard deviation of the children's intercepts `b`. Age is in years, 0 at nine.
     """
     beta = pyro.sample("beta", Normal(smoke.new_zeros(4), 10.0).to_event(1))
     omega = pyro.sample("omega", Normal(smoke.new_zeros(()), 10.0))

@@ -1,0 +1,211 @@
+"""The configuration file of a run: what may stand in it, and how it is read, overridden and written back."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from secure_fvi.errors import InputError
+from secure_fvi.runs import toml
+from secure_fvi.runs.wording import first_error
+
+Name = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Table(BaseModel):
+    """A table of the file: unknown keys are refused, values are never converted behind the user's back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Table):
+    """Either a shipped program, or a function `path/to/file.py:name` with the roles of its sites."""
+
+    program: Name | None = None
+    function: Name | None = None
+    record_plate: Name | None = None
+    silo_sites: tuple[Name, ...] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.program is None) == (self.function is None):
+            raise ValueError('give either program = "six-cities" or function = "path/to/file.py:name"')
+        if self.program is not None and (self.record_plate is not None or self.silo_sites is not None):
+            raise ValueError("a program knows its record_plate and silo_sites; leave them out")
+        if self.function is not None and not self.function.rpartition(":")[0].endswith(".py"):
+            raise ValueError(f"function = '{self.function}' must look like 'path/to/file.py:name'")
+        return self
+
+
+class Partition(Table):
+    """A random split of a program's records, by `seed` (the run's own unless given)."""
+
+    sizes: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
+    count: Annotated[int, Field(ge=1)] | None = None
+    ids: tuple[Name, ...] | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.sizes is None) == (self.count is None):
+            raise ValueError("give either sizes = [300, 237] or count = 3")
+        for silo, size in zip(self.silo_ids, self.sizes or (), strict=False):
+            if size < 1:
+                raise ValueError(f"sizes gives silo '{silo}' {size} records; each silo needs at least one")
+        silos = self.count or len(self.sizes or ())
+        if self.ids is not None and len(self.ids) != silos:
+            raise ValueError(f"ids names {len(self.ids)} silos, but there are {silos}")
+        _differ(self.silo_ids)
+        return self
+
+    @property
+    def silo_ids(self) -> tuple[str, ...]:
+        silos = self.count or len(self.sizes or ())
+        return self.ids or tuple(f"silo-{j + 1}" for j in range(silos))
+
+
+class SiloFile(Table):
+    """One silo with a data file (.csv, .npz or .safetensors)."""
+
+    id: Name
+    data: Name
+
+
+class Options(BaseModel):
+    """A table whose other keys are the options of the class it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Algorithm(Options):
+    name: Name = "sfvi"
+
+
+class Aggregation(Options):
+    kind: Name = "masked"
+
+
+class Run(Table):
+    """How the run is carried out; none of it changes what is estimated."""
+
+    device: Name = "cpu"
+    dtype: Literal["float64", "float32"] = "float64"
+    compile: bool | Literal["auto"] = "auto"
+    checkpoint_seconds: Positive = 5.0
+
+
+class Config(Table):
+    """A whole file."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    model: Model
+    data: dict[str, Any] = Field(default_factory=dict)
+    partition: Partition | None = None
+    silo: tuple[SiloFile, ...] = ()
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    aggregation: Aggregation = Field(default_factory=Aggregation)
+    run: Run = Field(default_factory=Run)
+
+    @model_validator(mode="after")
+    def _silos_given_once(self) -> Self:
+        if self.partition is not None and self.silo:
+            raise ValueError("give either [partition] or [[silo]] tables, not both")
+        if self.partition is None and not self.silo:
+            raise ValueError("no silos: give a [partition] of the program's records, or [[silo]] tables")
+        if self.partition is not None and self.model.function is not None:
+            raise ValueError("[partition] splits a program's records; a function needs [[silo]] tables")
+        if self.silo and self.data:
+            raise ValueError("[data] is for a program's loader; [[silo]] tables name their own files")
+        _differ([silo.id for silo in self.silo])
+        return self
+
+    def to_toml(self) -> str:
+        """The file that reads back to this configuration."""
+        table = self.model_dump(mode="json", exclude_none=True)
+        return toml.dumps({key: value for key, value in table.items() if value != []})
+
+
+def _differ(ids: Sequence[str]) -> None:
+    for silo in ids:
+        if ids.count(silo) > 1:
+            raise ValueError(f"two silos have the id '{silo}'; ids must differ")
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
+    """The keys of each table by its dotted name, for suggestions."""
+    found = {prefix: list(model.model_fields)}
+    for name, inner in (("model", Model), ("partition", Partition), ("silo", SiloFile), ("run", Run)):
+        if not prefix and model is Config:
+            found |= _keys(inner, name)
+    return found
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in `path` with `overrides` ("a.b=c") applied; paths in it become absolute.
+
+    Raises InputError with the file, the dotted key, the value and what would be right.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no configuration file '{path}'") from None
+    except IsADirectoryError:
+        raise InputError(f"'{path}' is a folder; give a configuration file") from None
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a TOML file: not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not a TOML file: {str(error).splitlines()[0]}") from error
+    for text in overrides:
+        override(table, text)
+    config = parse(table, str(path))
+    return _absolute(config, path.resolve().parent)
+
+
+def parse(table: Mapping[str, Any], source: str) -> Config:
+    """The configuration that a parsed file stands for. Raises InputError, prefixed with `source`."""
+    try:
+        return Config.model_validate_json(json.dumps(table, default=str), strict=True)
+    except ValidationError as error:
+        raise InputError(f"{source}: {first_error(error, table, allowed=_keys(Config))}") from error
+
+
+def override(table: dict[str, Any], text: str) -> None:
+    """Set one dotted key of `table` from "a.b=c"; c is a TOML value, or a string where it is none."""
+    key, separator, value = text.partition("=")
+    steps = [step.strip() for step in key.split(".")]
+    if not separator or not all(steps):
+        raise InputError(f"--set '{text}': must look like table.key=value")
+    for depth, step in enumerate(steps[:-1]):
+        table = table.setdefault(step, {})
+        if not isinstance(table, dict):
+            raise InputError(f"--set '{text}': '{'.'.join(steps[: depth + 1])}' is no table")
+    table[steps[-1]] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _absolute(config: Config, folder: Path) -> Config:
+    """Files named in a configuration are relative to its own folder, so that it can be run from anywhere."""
+    silos = tuple(s.model_copy(update={"data": str(folder / s.data)}) for s in config.silo)
+    model = config.model
+    if model.function is not None:
+        model = model.model_copy(update={"function": str(folder / model.function)})
+    return config.model_copy(update={"silo": silos, "model": model})

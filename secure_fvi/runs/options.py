@@ -1,0 +1,96 @@
+"""A dataclass of options from a TOML table: names, types and allowed values are read off the dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from secure_fvi.errors import InputError
+from secure_fvi.runs.wording import first_error, nearest, unknown_key
+
+#: What `[algorithm] name` may be, and where its dataclass is.
+ALGORITHMS = {"sfvi": "secure_fvi.algorithms.sfvi:SFVI"}
+#: What `[aggregation] kind` may be.
+AGGREGATIONS = {
+    "masked": "secure_fvi.aggregation.masked:Masked",
+    "plain": "secure_fvi.aggregation.plain:Plain",
+}
+
+
+def named(choices: Mapping[str, str], key: str, name: str) -> type[Any]:
+    """The class that `name` stands for in `choices`; raises InputError naming the dotted `key` otherwise."""
+    if name not in choices:
+        raise InputError(
+            f"{key} = '{name}': must be one of {', '.join(sorted(choices))}{nearest(name, choices)}"
+        )
+    module, attribute = choices[name].split(":")
+    found: type[Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
+    """`cls(**table)` with each value checked against its field's type; `where` is the table's dotted key.
+
+    A field whose default is a dataclass itself is given as a nested table. Raises InputError for an unknown
+    key, a value of the wrong type, and whatever the class refuses.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in fields:
+            raise InputError(unknown_key(where, key, fields))
+        nested = _nested(fields[key])
+        if nested is not None:
+            if not isinstance(value, Mapping):
+                raise InputError(f"{where}.{key} must be a table, [{where}.{key}]")
+            values[key] = build(nested, value, f"{where}.{key}")
+        else:
+            values[key] = checked(hints[key], value, f"{where}.{key}")
+    try:
+        return cls(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    except TypeError as error:
+        raise InputError(f"{where}: {str(error).replace(f'{cls.__name__}.__init__() ', '')}") from error
+
+
+def checked(hint: Any, value: Any, key: str) -> Any:
+    """`value`, parsed from TOML, as a `hint`; raises InputError naming `key` when it is none.
+
+    JSON's strict rules are the ones wanted: a whole number passes for a float and a list for a tuple, but a
+    string never passes for a number nor true for 1.
+    """
+    adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        return adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        raise InputError(first_error(error, value, key)) from error
+
+
+def resolved(instance: Any) -> dict[str, Any]:
+    """All options of a dataclass that a file can hold, defaults included; the inverse of `build`."""
+    table: dict[str, Any] = {}
+    for f in dataclasses.fields(instance):
+        value = getattr(instance, f.name)
+        if dataclasses.is_dataclass(value):
+            table[f.name] = resolved(value)
+        elif isinstance(value, Mapping):
+            table[f.name] = dict(value)
+        elif isinstance(value, bool | int | str | list | tuple) or (
+            isinstance(value, float) and not math.isnan(value)
+        ):
+            table[f.name] = list(value) if isinstance(value, tuple) else value
+    return table
+
+
+def _nested(field: dataclasses.Field[Any]) -> type[Any] | None:
+    made = field.default_factory is not dataclasses.MISSING
+    default: Any = field.default_factory() if made else field.default  # type: ignore[misc, operator]
+    return type(default) if dataclasses.is_dataclass(default) and not isinstance(default, type) else None

@@ -1,0 +1,110 @@
+"""Error messages about configuration: one line that says what is wrong, where, and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+#: Kinds of value that no file can hold; an option that takes them as well is not described by them.
+_NOT_IN_FILES = {"callable_type", "is_instance_of"}
+#: Plain words for pydantic's types of error; anything else keeps its own words.
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "model_type": "a table",
+    "dict_type": "a table",
+    "mapping_type": "a table",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt}",
+    "less_than": "less than {lt}",
+    "literal_error": "{expected}",
+    "string_too_short": "a string that is not empty",
+    "too_short": "a list that is not empty",
+}
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the closest of `allowed`, or nothing."""
+    close = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def unknown_key(where: str, name: str, allowed: Iterable[str]) -> str:
+    """The message for a key that does not exist in table `where` ("" at the top level)."""
+    options = sorted(allowed)
+    key = f"{where}.{name}" if where else name
+    return f"unknown key '{key}'{nearest(name, options)} (allowed: {', '.join(options) or 'none'})"
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """("silo", 1, "data") as "silo[1].data"."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def first_error(
+    error: ValidationError, given: Any, where: str = "", allowed: Mapping[str, Iterable[str]] | None = None
+) -> str:
+    """The first mistake that `error` reports about the parsed value `given`, in one line.
+
+    `where` is the dotted key of `given` itself; `allowed` holds the keys of each table, by dotted key, for
+    naming those that an unknown one may have meant.
+    """
+    rows = error.errors(include_url=False)
+    # A misspelt key comes before the key that is missing because of it.
+    row = next((r for r in rows if r["type"] == "extra_forbidden"), rows[0])
+    path = _existing(row["loc"], given)
+    key = ".".join(part for part in (where, dotted(path)) if part)
+    if row["type"] == "extra_forbidden":
+        keys = (allowed or {}).get(".".join(step for step in path[:-1] if isinstance(step, str)), ())
+        return unknown_key(dotted(path[:-1]), str(path[-1]), keys)
+    if row["type"] == "missing":
+        return f"'{'.'.join(part for part in (key, str(row['loc'][-1])) if part)}' is missing"
+    if row["type"] == "value_error":
+        text = str(row["ctx"]["error"])
+        return f"{key}: {text}" if key else text
+    same = [r for r in rows if _existing(r["loc"], given) == path and r["type"] not in _NOT_IN_FILES]
+    wanted = " or ".join(dict.fromkeys(_wanted(r) for r in same))
+    hint = "".join(nearest(r["input"], _choices(r)) for r in same)
+    return f"{key} = {_shown(row['input'])}: must be {wanted}{hint}"
+
+
+def _existing(loc: Sequence[str | int], given: Any) -> tuple[str | int, ...]:
+    """The part of a pydantic location that is a path in the data; what follows names a branch of a union."""
+    path: list[str | int] = []
+    for step in loc:
+        if isinstance(given, Mapping) and step in given:
+            given = given[str(step)]
+        elif isinstance(given, list) and isinstance(step, int) and step < len(given):
+            given = given[step]
+        else:
+            break
+        path.append(step)
+    return tuple(path)
+
+
+def _choices(row: Any) -> list[str]:
+    if row["type"] != "literal_error":
+        return []
+    return [part.strip(" '") for part in row["ctx"]["expected"].replace(" or ", ",").split(",")]
+
+
+def _wanted(row: Any) -> str:
+    if row["type"] in _WANTED:
+        return _WANTED[row["type"]].format(**row.get("ctx", {}))
+    return str(row["msg"]).removeprefix("Input should be ")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 60 else text[:57] + "..."
