@@ -5,9 +5,10 @@ from __future__ import annotations
 import hmac
 import os
 
+import msgpack
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from secure_fvi.aggregation.messages import KeyAdvert, KeySet, KeysRequest, NonceReveal, Nonces
+from secure_fvi.aggregation.messages import KeyAdvert, KeySet, KeysRequest, NonceReveal, Nonces, pack, unpack
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.session import (
     Session,
@@ -25,19 +26,20 @@ MAX_ATTEMPTS = 8
 class Setup:
     """Keys of one set-up attempt, from advert to session. Holds the ephemeral private key."""
 
-    def __init__(self, roster: Roster, me: int, identity: Identity, request: KeysRequest) -> None:
-        if request.attempt >= MAX_ATTEMPTS:
-            raise ProtocolError(f"more than {MAX_ATTEMPTS} set-ups in one session")
+    def __init__(
+        self, roster: Roster, me: int, identity: Identity, attempt: int, private_key: bytes, nonce: bytes
+    ) -> None:
         self.roster = roster
         self.me = me
-        self.attempt = request.attempt
-        self._private = X25519PrivateKey.generate()
-        self._nonce = os.urandom(32)
+        self.attempt = attempt
+        self._private = X25519PrivateKey.from_private_bytes(private_key)
+        self._nonce = nonce
         public_key = self._private.public_key().public_bytes_raw()
-        commitment = nonce_commitment(roster, self.attempt, me, self._nonce)
-        statement = advert_statement(roster, self.attempt, me, public_key, commitment)
-        self.advert = KeyAdvert(self.attempt, public_key, commitment, identity.sign(statement))
+        commitment = nonce_commitment(roster, attempt, me, nonce)
+        statement = advert_statement(roster, attempt, me, public_key, commitment)
+        self.advert = KeyAdvert(attempt, public_key, commitment, identity.sign(statement))
         self._key_set: KeySet | None = None
+        self._nonces: Nonces | None = None
         self._members: tuple[int, ...] = ()
         self._hash = b""
         self.pair_secrets: dict[int, bytes] = {}
@@ -45,6 +47,30 @@ class Setup:
 
     def __repr__(self) -> str:
         return f"Setup(attempt={self.attempt})"
+
+    @classmethod
+    def fresh(cls, roster: Roster, me: int, identity: Identity, request: KeysRequest) -> Setup:
+        """New ephemeral keys; raises ProtocolError after MAX_ATTEMPTS of them."""
+        if request.attempt >= MAX_ATTEMPTS:
+            raise ProtocolError(f"more than {MAX_ATTEMPTS} set-ups in one session")
+        private_key = X25519PrivateKey.generate().private_bytes_raw()
+        return cls(roster, me, identity, request.attempt, private_key, os.urandom(32))
+
+    def to_bytes(self) -> bytes:
+        """Everything that `restore` needs, the private key included: for the store alone."""
+        messages = [b"" if m is None else pack(m) for m in (self._key_set, self._nonces)]
+        return bytes(msgpack.packb([self.attempt, self._private.private_bytes_raw(), self._nonce, *messages]))
+
+    @classmethod
+    def restore(cls, roster: Roster, me: int, identity: Identity, data: bytes) -> Setup:
+        """The set-up as it was when `data` was made by `to_bytes`."""
+        attempt, private_key, nonce, key_set, nonces = msgpack.unpackb(data)
+        setup = cls(roster, me, identity, attempt, private_key, nonce)
+        if key_set:
+            setup.accept_keys(unpack(key_set, KeySet))
+        if nonces:
+            setup.accept_nonces(unpack(nonces, Nonces))
+        return setup
 
     def accept_keys(self, message: KeySet) -> NonceReveal:
         """Check everybody's advert and fix the key set; the nonce is revealed for the first key set only."""
@@ -97,6 +123,7 @@ class Setup:
                     f"the nonce of silo '{self.roster.ids[place]}' is not what it committed to"
                 )
         self._fix(graph_order(self._hash, self._members, message.nonces))
+        self._nonces = message
 
     def _fix(self, order: tuple[int, ...]) -> None:
         """Build the session and the secrets shared with each neighbour."""

@@ -9,17 +9,8 @@ from typing import Any
 import numpy as np
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
-from secure_fvi.aggregation.masked_setup import Setup
 from secure_fvi.aggregation.messages import (
-    Activate,
-    BatchSignature,
     Contribution,
-    Deliver,
-    DepositRequest,
-    Done,
-    KeySet,
-    KeysRequest,
-    Nonces,
     RevealRequest,
     SetSignature,
     Shares,
@@ -30,16 +21,19 @@ from secure_fvi.aggregation.messages import (
 from secure_fvi.aggregation.prg import CHUNK_BYTES, Mask, MaskStream, apply_masks
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Identity, Roster
-from secure_fvi.aggregation.session import Session
 from secure_fvi.aggregation.silo_batch import SiloBatch
+from secure_fvi.aggregation.silo_state import CONTRIBUTED, SURVIVORS, SiloState
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import InputError, ProtocolError
 
-NOTHING = bytes(32)
+_NOTHING = bytes(32)
 
 
 class MaskedSilo:
-    """One silo. `contribute` sees values; `handle` answers the server's requests or raises ProtocolError."""
+    """One silo. `contribute` sees values; `handle` answers the server's requests or raises ProtocolError.
+
+    With a durable store, a new object over the same store goes on where the old one was killed.
+    """
 
     def __init__(
         self,
@@ -52,7 +46,8 @@ class MaskedSilo:
         """`roster` is what this site agreed to; `min_cohort` the least it accepts (default: the roster's)."""
         if silo_id not in roster.places:
             raise InputError(f"silo '{silo_id}' is not in the roster")
-        if roster.members[roster.places[silo_id]][1] != identity.public_key:
+        self._me = roster.places[silo_id]
+        if roster.members[self._me][1] != identity.public_key:
             raise InputError(f"the roster holds another identity key for silo '{silo_id}'")
         if min_cohort is not None and roster.min_cohort < min_cohort:
             raise InputError(
@@ -60,20 +55,14 @@ class MaskedSilo:
             )
         self.silo_id = silo_id
         self._roster = roster
-        self._me = roster.places[silo_id]
         self._identity = identity
-        self._store = store or MemoryStore()
-        self._setup: Setup | None = None
-        self._batches: dict[int, SiloBatch] = {}
+        self._store = MemoryStore() if store is None else store
+        self._state = SiloState(roster, self._me, identity, self._store)
         self._rings: dict[bytes, Ring] = {}
-        self._last_index = -1
+        last = self._store.get("last")
+        self._last_index = -1 if last is None else int.from_bytes(last, "big")
         self._handlers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-            KeysRequest: self._on_keys_request,
-            KeySet: self._on_key_set,
-            Nonces: self._on_nonces,
-            DepositRequest: self._on_deposit_request,
-            Deliver: self._on_deliver,
-            Activate: self._on_activate,
+            **self._state.handlers(),
             SignRequest: self._on_sign,
             RevealRequest: self._on_reveal,
         }
@@ -89,8 +78,6 @@ class MaskedSilo:
             raise ProtocolError(f"a silo does not take {type(request).__name__}")
         return pack(handler(request))
 
-    # Contribution
-
     def contribute(
         self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
     ) -> bytes:
@@ -102,27 +89,27 @@ class MaskedSilo:
         self._check_cohort(index, cohort)
         if len(context) != 32:
             raise ProtocolError("a context has 32 bytes")
-        batch = self._batch_of(index)
+        batch = self._state.batch_of(index)
         if index <= self._last_index:
             raise ProtocolError(f"sum index {index} was used already, or skipped")
-        if self._store.get(f"survivors/{index}") is not None:
-            raise ProtocolError(
-                f"the survivors of sum {index} were named already; it is too late for this silo"
-            )
-        ring = self._ring(table)
-        masks = batch.masks(index, table.digest, context)
-        payload = _masked(ring, values, masks).data.cast("B")
+        if self._store.get(f"{SURVIVORS}/{index}") is not None:
+            raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
+        masked = _masked(self._ring(table), values, batch.masks(index, table.digest, context))
+        payload = masked.view(np.uint8).data
         message = pack(Contribution(index, payload))  # type: ignore[arg-type]
-        contribution = hashlib.sha256(payload).digest() if self._roster.consistency_check else NOTHING
-        record = table.digest + context + contribution
+        own = hashlib.sha256(payload).digest() if self._roster.consistency_check else _NOTHING
         self._store.put(
-            {"outgoing": message, f"contributed/{index}": record, "last": index.to_bytes(8, "big")}
+            {
+                "outgoing": message,
+                "last": index.to_bytes(8, "big"),
+                f"{CONTRIBUTED}/{index}": table.digest + context + own,
+            }
         )
         self._last_index = index
         return message
 
     def outgoing(self, index: int) -> bytes:
-        """The stored bytes of the latest contribution, for a retry; ProtocolError if that was another sum's."""
+        """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""
         message = self._store.get("outgoing")
         if message is None or index != self._last_index:
             raise ProtocolError(f"no contribution to sum {index} is kept")
@@ -146,102 +133,13 @@ class MaskedSilo:
             ring = self._rings[table.digest] = Ring(table, self._roster.bits, self._roster.size)
         return ring
 
-    # Set-up and refill
-
-    @property
-    def _session(self) -> Session:
-        if self._setup is None or self._setup.session is None:
-            raise ProtocolError("keys are not exchanged yet")
-        return self._setup.session
-
-    def _on_keys_request(self, request: KeysRequest) -> tuple[Any, ...]:
-        if self._setup is not None and request.attempt == self._setup.attempt:
-            return self._setup.advert
-        if self._setup is not None and request.attempt < self._setup.attempt:
-            raise ProtocolError("an old set-up")
-        self._setup = Setup(self._roster, self._me, self._identity, request)
-        self._batches = {}
-        return self._setup.advert
-
-    def _on_key_set(self, request: KeySet) -> tuple[Any, ...]:
-        if self._setup is None:
-            raise ProtocolError("a key set before a request for keys")
-        return self._setup.accept_keys(request)
-
-    def _on_nonces(self, request: Nonces) -> tuple[Any, ...]:
-        if self._setup is None:
-            raise ProtocolError("nonces before a request for keys")
-        self._setup.accept_nonces(request)
-        return Done()
-
-    def _on_deposit_request(self, request: DepositRequest) -> tuple[Any, ...]:
-        session = self._session
-        batch = self._batches.get(request.batch)
-        if batch is None:
-            if self._batches and request.batch < max(self._batches):
-                raise ProtocolError("an old batch")
-            assert self._setup is not None
-            batch = SiloBatch(session, self._me, request.batch, self._setup.pair_secrets)
-            self._batches[request.batch] = batch
-            self._forget_old_batches()
-        return batch.deposit
-
-    def _forget_old_batches(self) -> None:
-        """Keep the latest two batches; what is forgotten can be revealed to nobody."""
-        for number in sorted(self._batches)[:-2]:
-            del self._batches[number]
-            first = number * self._roster.batch
-            indices = range(first, first + self._roster.batch)
-            self._store.drop(f"{kind}/{i}" for i in indices for kind in ("contributed", "survivors"))
-
-    def _on_deliver(self, request: Deliver) -> tuple[Any, ...]:
-        batch = self._numbered(request.batch)
-        batch.accept(request)
-        if not self._roster.consistency_check:
-            batch.active = True
-            return BatchSignature(request.batch, b"")
-        return BatchSignature(request.batch, self._identity.sign(batch.statement))
-
-    def _on_activate(self, request: Activate) -> tuple[Any, ...]:
-        batch = self._numbered(request.batch)
-        statement = batch.statement
-        signers = self._roster.members_of(request.signers)
-        self._check_signatures(signers, request.signatures, [statement] * len(signers))
-        batch.active = True
-        return Done()
-
-    def _numbered(self, number: int) -> SiloBatch:
-        batch = self._batches.get(number)
-        if batch is None:
-            raise ProtocolError(f"batch {number} is unknown here")
-        return batch
-
-    def _batch_of(self, index: int) -> SiloBatch:
-        batch = self._numbered(index // self._roster.batch)
-        if not batch.active:
-            raise ProtocolError(f"batch {batch.number} is not agreed on yet")
-        return batch
-
-    def _check_signatures(
-        self, signers: Sequence[int], signatures: Sequence[bytes], statements: Sequence[bytes]
-    ) -> None:
-        """Raise ProtocolError unless T members signed, each its statement, and all signatures are right."""
-        if not len(signers) == len(signatures) == len(statements):
-            raise ProtocolError("a signature of each signer is needed")
-        if len(signers) < self._roster.signatures_needed:
-            raise ProtocolError(
-                f"{len(signers)} signatures; {self._roster.signatures_needed} of the roster are needed"
-            )
-        for place, signature, statement in zip(signers, signatures, statements, strict=True):
-            if not self._roster.verify(place, signature, statement):
-                raise ProtocolError(f"the signature of silo '{self._roster.ids[place]}' is not valid here")
-
-    # Survivors
-
     def _agree(self, request: SignRequest | RevealRequest) -> tuple[SiloBatch, tuple[int, ...], bytes, bytes]:
-        """Write down the survivors of an index before anything leaves; the first set named is the only one."""
+        """Write down the survivors of an index before anything leaves; the first set named is the only one.
+
+        The batch, the survivors, the statement that names them, and the digest of the own contribution.
+        """
         index = request.sum_index
-        batch = self._batch_of(index)
+        batch = self._state.batch_of(index)
         survivors = self._roster.members_of(request.survivors)
         if len(survivors) < self._roster.min_cohort:
             raise ProtocolError(
@@ -249,7 +147,7 @@ class MaskedSilo:
             )
         if not batch.depositors.issuperset(survivors):
             raise ProtocolError(f"a survivor of sum {index} has no secrets for it")
-        record = self._store.get(f"contributed/{index}")
+        record = self._store.get(f"{CONTRIBUTED}/{index}")
         if record is None and self._me in survivors:
             raise ProtocolError(f"silo '{self.silo_id}' did not contribute to sum {index}")
         if record is not None and record[:64] != request.table + request.context:
@@ -257,25 +155,23 @@ class MaskedSilo:
         statement = batch.session.survivors_statement(
             batch.digest, index, request.survivors, request.table, request.context
         )
-        if self._store.claim(f"survivors/{index}", statement) != statement:
+        if self._store.claim(f"{SURVIVORS}/{index}", statement) != statement:
             raise ProtocolError(f"other survivors of sum {index} were named before")
-        return batch, survivors, statement, record[64:] if record is not None else NOTHING
+        return batch, survivors, statement, _NOTHING if record is None else record[64:]
 
-    def _on_sign(self, request: SignRequest) -> tuple[Any, ...]:
+    def _on_sign(self, request: SignRequest) -> SetSignature:
         if not self._roster.consistency_check:
             raise ProtocolError("this session has no consistency check")
-        batch, _, statement, contribution = self._agree(request)
-        signature = self._identity.sign(batch.session.set_statement(statement, contribution))
-        return SetSignature(request.sum_index, contribution, signature)
+        batch, _, statement, own = self._agree(request)
+        signature = self._identity.sign(batch.session.set_statement(statement, own))
+        return SetSignature(request.sum_index, own, signature)
 
-    def _on_reveal(self, request: RevealRequest) -> tuple[Any, ...]:
+    def _on_reveal(self, request: RevealRequest) -> Shares:
         batch, survivors, statement, _ = self._agree(request)
         if self._roster.consistency_check:
             signers = self._roster.members_of(request.signers)
-            if len(request.contributions) != len(signers):
-                raise ProtocolError("a contribution's digest of each signer is needed")
-            statements = [batch.session.set_statement(statement, c) for c in request.contributions]
-            self._check_signatures(signers, request.signatures, statements)
+            statements = [batch.session.set_statement(statement, own) for own in request.contributions]
+            self._state.check_signatures(signers, request.signatures, statements)
         return Shares(request.sum_index, batch.shares(request.sum_index, frozenset(survivors)))
 
 

@@ -38,7 +38,7 @@ _NONCE = 12
 class Drawn(NamedTuple):
     """What an owner keeps of a batch, and what it hands out. Everything but `deposit` is secret."""
 
-    secrets: Secrets
+    self_seeds: bytes  # b of each index, 32 bytes each; e is needed no more once it is shared
     own_shares: Secrets | None  # its share of its own secrets, where it is a holder of them
     deposit: Deposit
 
@@ -87,7 +87,7 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
     ]
     own = shares.get(me)
     return Drawn(
-        secrets,
+        secrets[:, SELF].tobytes(),
         None if own is None else own.reshape(count, 2, 32),
         Deposit(batch, b"".join(commitments), b"".join(sealed), envelopes),
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from secure_fvi.aggregation.messages import Deliver
+import msgpack
+import numpy as np
+
+from secure_fvi.aggregation.messages import Deliver, Deposit, pack, unpack
 from secure_fvi.aggregation.onetime import (
     PAIR,
     SELF,
+    Drawn,
     Secrets,
-    draw,
     mask_key,
     open_envelope,
     pair_seeds,
@@ -22,17 +25,16 @@ from secure_fvi.errors import ProtocolError
 class SiloBatch:
     """From the drawing of secrets to the last share revealed."""
 
-    def __init__(self, session: Session, me: int, number: int, pair_secrets: Mapping[int, bytes]) -> None:
+    def __init__(self, session: Session, me: int, drawn: Drawn, pair_secrets: Mapping[int, bytes]) -> None:
         self.session = session
         self.me = me
-        self.number = number
+        self.number = drawn.deposit.batch
         self.active = False
         self.depositors: frozenset[int] = frozenset()
         self.digest = b""
         self._pair_secrets = pair_secrets
-        drawn = draw(session, me, number, pair_secrets)
+        self._drawn = drawn
         self.deposit = drawn.deposit
-        self._self_seeds = [row[SELF].tobytes() for row in drawn.secrets]
         self._held: dict[int, Secrets] = {} if drawn.own_shares is None else {me: drawn.own_shares}
         self._peers: list[tuple[bytes, bool]] = []  # seeds of all indices; whether the mask is subtracted
         self._owners: list[int] = []  # whose shares this silo may be asked for, ascending
@@ -40,6 +42,24 @@ class SiloBatch:
 
     def __repr__(self) -> str:
         return f"SiloBatch({self.number})"
+
+    def to_bytes(self) -> bytes:
+        """Everything that `restore` needs, secrets included: for the store alone."""
+        own = b"" if self._drawn.own_shares is None else self._drawn.own_shares.tobytes()
+        delivery = b"" if self._delivery is None else pack(self._delivery)
+        state = [self._drawn.self_seeds, own, pack(self.deposit), delivery, self.active]
+        return bytes(msgpack.packb(state))
+
+    @classmethod
+    def restore(cls, session: Session, me: int, data: bytes, pair_secrets: Mapping[int, bytes]) -> SiloBatch:
+        """The batch as it was when `data` was made by `to_bytes`."""
+        self_seeds, own, deposit, delivery, active = msgpack.unpackb(data)
+        shares = np.frombuffer(own, np.uint8).reshape(-1, 2, 32) if own else None
+        batch = cls(session, me, Drawn(self_seeds, shares, unpack(deposit, Deposit)), pair_secrets)
+        if delivery:
+            batch.accept(unpack(delivery, Deliver))
+        batch.active = active
+        return batch
 
     def accept(self, delivery: Deliver) -> None:
         """Take in the shares. Raises ProtocolError for a delivery that does not fit or is a second one.
@@ -90,7 +110,8 @@ class SiloBatch:
     def masks(self, index: int, table: bytes, context: bytes) -> list[Mask]:
         """The self mask and one for each neighbour, which the later of the two in the roster subtracts."""
         at = index % self.session.roster.batch
-        masks = [Mask(self._key(index, table, context, self._self_seeds[at]), False)]
+        self_seed = self._drawn.self_seeds[32 * at : 32 * at + 32]
+        masks = [Mask(self._key(index, table, context, self_seed), False)]
         for seeds, negative in self._peers:
             seed = seeds[32 * at : 32 * at + 32]
             masks.append(Mask(self._key(index, table, context, seed), negative))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 
@@ -47,3 +51,57 @@ class MemoryStore:
     def drop(self, slots: Iterable[str]) -> None:
         for slot in slots:
             self._slots.pop(slot, None)
+
+
+class SqliteStore:
+    """A store in one SQLite file, readable by its owner only: write-ahead log, one fsync a write.
+
+    It holds private keys and shares in clear unless wrapped. A file restored from a backup must not be used:
+    it has forgotten answers; start a new session instead.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).touch(mode=0o600)
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("PRAGMA secure_delete = ON")
+        self._connection.execute(
+            "CREATE TABLE IF NOT EXISTS slots (slot TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+        )
+
+    def __repr__(self) -> str:
+        return "SqliteStore(...)"
+
+    def claim(self, slot: str, value: bytes) -> bytes:
+        # One statement is one transaction, so that of two processes over one file only one can be first.
+        self._connection.execute("INSERT OR IGNORE INTO slots VALUES (?, ?)", (slot, value))
+        held = self.get(slot)
+        assert held is not None
+        return held
+
+    def put(self, slots: Mapping[str, bytes]) -> None:
+        with self._transaction():
+            self._connection.executemany("INSERT OR REPLACE INTO slots VALUES (?, ?)", list(slots.items()))
+
+    def get(self, slot: str) -> bytes | None:
+        row = self._connection.execute("SELECT value FROM slots WHERE slot = ?", (slot,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def drop(self, slots: Iterable[str]) -> None:
+        with self._transaction():
+            self._connection.executemany("DELETE FROM slots WHERE slot = ?", [(s,) for s in slots])
+
+    def close(self) -> None:
+        """Let go of the file; what was written stays."""
+        self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")

@@ -1,0 +1,216 @@
+"""The server's session and batches: set-up, refill, and how they outlive a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgpack
+
+from secure_fvi.aggregation.base import Exchanges
+from secure_fvi.aggregation.masked_setup import MAX_ATTEMPTS
+from secure_fvi.aggregation.messages import (
+    Activate,
+    BatchSignature,
+    Deposit,
+    DepositRequest,
+    Done,
+    KeyAdvert,
+    KeySet,
+    KeysRequest,
+    NonceReveal,
+    Nonces,
+    pack,
+    unpack,
+)
+from secure_fvi.aggregation.onetime import sealed_length
+from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.session import Session, graph_order, key_set_hash
+from secure_fvi.aggregation.store import Store
+from secure_fvi.aggregation.unmask import ServerBatch
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+
+M = TypeVar("M", bound=tuple[Any, ...])
+_KEPT_BATCHES = 2
+
+
+class ServerState:
+    """Runs set-up and refills; a reply that is missing, malformed or refused counts as a dropout."""
+
+    def __init__(self, roster: Roster, store: Store) -> None:
+        """Take up what `store` holds. Raises InputError when that is another session's."""
+        if store.claim("roster", roster.hash) != roster.hash:
+            raise InputError("the store holds the state of another session; a new session needs its own")
+        self.roster = roster
+        self.store = store
+        self.session: Session | None = None
+        self.batches: dict[int, ServerBatch] = {}
+        self._keys: tuple[KeySet, Nonces] | None = None
+        self._ready: set[int] = set()  # members known to have the session
+        self.faults: dict[str, str] = {}
+        self._restore()
+
+    def _restore(self) -> None:
+        key_set, nonces = (self.store.get(slot) for slot in ("key_set", "nonces"))
+        if key_set is None or nonces is None:
+            return
+        self._keys = unpack(key_set, KeySet), unpack(nonces, Nonces)
+        self.session = self._session_of(*self._keys)
+        for number in msgpack.unpackb(self.store.get("batches") or b"\x90"):
+            kept = self.store.get(f"batch/{number}")
+            if kept is None:
+                continue
+            deposits, signatures, active = msgpack.unpackb(kept, strict_map_key=False)
+            batch = ServerBatch(
+                self.session, number, {place: unpack(d, Deposit) for place, d in deposits.items()}
+            )
+            batch.signatures.update(signatures)
+            batch.active.update(active)
+            self.batches[number] = batch
+
+    def _session_of(self, key_set: KeySet, nonces: Nonces) -> Session:
+        roster = self.roster
+        members = roster.members_of(key_set.members)
+        named = key_set_hash(
+            roster, key_set.attempt, key_set.members, key_set.public_keys, key_set.nonce_commitments
+        )
+        complete = roster.neighbourhood.complete
+        order = members if complete else graph_order(named, members, nonces.nonces)
+        return Session(roster, named, members, order)
+
+    def _keep(self, batch: ServerBatch) -> None:
+        self.batches[batch.number] = batch
+        gone = sorted(self.batches)[:-_KEPT_BATCHES]
+        for old in gone:
+            del self.batches[old]
+        deposits = {place: pack(d) for place, d in batch.deposits.items()}
+        state = [deposits, batch.signatures, sorted(batch.active)]
+        self.store.put(
+            {f"batch/{batch.number}": msgpack.packb(state), "batches": msgpack.packb(sorted(self.batches))}
+        )
+        first = [old * self.roster.batch for old in gone]
+        indices = [i for f in first for i in range(f, f + self.roster.batch)]
+        self.store.drop([*(f"batch/{old}" for old in gone), *(f"survivors/{i}" for i in indices)])
+
+    def set_up(self) -> Exchanges[None]:
+        """Exchange keys; on a k-regular graph also nonces, and anew unless all are revealed."""
+        roster = self.roster
+        for attempt in range(int.from_bytes(self.store.get("attempt") or b"", "big"), MAX_ATTEMPTS):
+            self.store.put({"attempt": (attempt + 1).to_bytes(8, "big")})
+            adverts = yield from self.ask(range(roster.size), KeysRequest(attempt), KeyAdvert)
+            members = tuple(sorted(adverts))
+            self._require(len(members), "set-up")
+            bitmap = roster.bitmap(frozenset(members))
+            columns = [list(c) for c in zip(*(adverts[m][1:] for m in members), strict=True)]
+            key_set = KeySet(attempt, bitmap, *columns)
+            named = key_set_hash(roster, attempt, bitmap, key_set.public_keys, key_set.nonce_commitments)
+            reveals = yield from self.ask(members, key_set, NonceReveal)
+            reveals = {m: r for m, r in reveals.items() if r.key_set == named}
+            nonces = Nonces(attempt, [])
+            if roster.neighbourhood.complete:
+                self._require(len(reveals), "set-up")
+                self._ready.update(reveals)
+            elif len(reveals) < len(members):
+                continue
+            else:
+                nonces = Nonces(attempt, [reveals[m].nonce for m in members])
+                self._ready.update((yield from self.ask(members, nonces, Done)))
+            self._keys = key_set, nonces
+            self.session = self._session_of(key_set, nonces)
+            self.store.put({"key_set": pack(key_set), "nonces": pack(nonces)})
+            return
+        raise AggregationError(
+            f"no set-up in {MAX_ATTEMPTS} attempts: silos dropped out between its exchanges"
+        )
+
+    def _bring_up(self, session: Session) -> Exchanges[None]:
+        """Send the session to members that missed it; after a restart of the server, to all."""
+        late = set(session.members) - self._ready
+        if not late or self._keys is None:
+            return
+        key_set, nonces = self._keys
+        answered: Iterable[int] = yield from self.ask(sorted(late), key_set, NonceReveal)
+        if nonces.nonces:
+            answered = yield from self.ask(sorted(answered), nonces, Done)
+        self._ready.update(answered)
+
+    def refill(self, number: int) -> Exchanges[ServerBatch]:
+        """Collect deposits of a batch, hand out the shares, have the batch signed, activate it."""
+        session = self.session
+        assert session is not None
+        yield from self._bring_up(session)
+        deposits = yield from self.ask(session.members, DepositRequest(number), Deposit)
+        for place in list(deposits):
+            if not _well_formed(session, place, number, deposits[place]):
+                self.fault(place, "a deposit of the wrong form")
+                del deposits[place]
+        self._require(len(deposits), "refill")
+        batch = ServerBatch(session, number, deposits)
+        yield from self.deliver(batch, batch.depositors)
+        return batch
+
+    def deliver(self, batch: ServerBatch, places: Iterable[int]) -> Exchanges[None]:
+        """Hand each of `places` its shares; with the consistency check, then the signatures on the batch."""
+        roster, number = self.roster, batch.number
+        replies = yield from self.ask_each({p: batch.delivery(p) for p in places}, BatchSignature)
+        if not roster.consistency_check:
+            batch.active.update(replies)
+            self._keep(batch)
+            return
+        for place, reply in replies.items():
+            if roster.verify(place, reply.signature, batch.statement):
+                batch.signatures[place] = reply.signature
+            else:
+                self.fault(place, "a wrong signature on the batch")
+        signers = sorted(batch.signatures)[: roster.signatures_needed]
+        self._require(len(signers), "refill")
+        activate = Activate(number, roster.bitmap(frozenset(signers)), [batch.signatures[s] for s in signers])
+        done = yield from self.ask([p for p in replies if p in batch.signatures], activate, Done)
+        batch.active.update(done)
+        self._keep(batch)
+
+    def _require(self, present: int, stage: str) -> None:
+        needed = self.roster.signatures_needed if self.roster.consistency_check else 0
+        needed = max(needed, self.roster.min_cohort)
+        if present < needed:
+            raise AggregationError(
+                f"{stage}: {present} of {self.roster.size} silos answered, {needed} are needed"
+            )
+
+    # Exchanges
+
+    def ask(self, places: Iterable[int], message: tuple[Any, ...], kind: type[M]) -> Exchanges[dict[int, M]]:
+        """Send one message to several silos; the well-formed replies by place."""
+        data = pack(message)
+        return (yield from self._exchange(dict.fromkeys(places, data), kind))
+
+    def ask_each(self, messages: Mapping[int, tuple[Any, ...]], kind: type[M]) -> Exchanges[dict[int, M]]:
+        """Send each silo its own message; the well-formed replies by place."""
+        return (yield from self._exchange({p: pack(m) for p, m in messages.items()}, kind))
+
+    def _exchange(self, messages: Mapping[int, bytes], kind: type[M]) -> Exchanges[dict[int, M]]:
+        ids = self.roster.ids
+        replies = yield {ids[place]: data for place, data in messages.items()}
+        out: dict[int, M] = {}
+        for place in messages:
+            data = replies.get(ids[place])
+            if data is None:
+                continue
+            try:
+                out[place] = unpack(data, kind)
+            except ProtocolError as error:
+                self.fault(place, str(error))
+        return out
+
+    def fault(self, place: int, reason: str) -> None:
+        self.faults[self.roster.ids[place]] = reason
+
+
+def _well_formed(session: Session, place: int, number: int, deposit: Deposit) -> bool:
+    count = session.roster.batch
+    return (
+        deposit.batch == number
+        and len(deposit.commitments) == 64 * count
+        and len(deposit.sealed_seeds) == count * sealed_length(session, place)
+        and len(deposit.envelopes) == len(session.neighbours[place])
+    )

@@ -1,0 +1,171 @@
+"""Parties that are killed and come back over the same store; retries; the durable store itself."""
+
+import stat
+
+import numpy as np
+import pytest
+from sum_network import CONTEXT, carry, contribute, names, random_values, table_of
+
+from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import MemoryStore, SqliteStore
+from secure_fvi.errors import InputError, ProtocolError
+
+
+class Deployment:
+    """Parties over stores that outlive them."""
+
+    def __init__(self, count=4, make_store=lambda name: MemoryStore(), **options):
+        self.ids = names(count)
+        self.identities = {s: Identity() for s in self.ids}
+        self.roster = Masked(**options).roster({s: i.public_key for s, i in self.identities.items()})
+        self.stores = {s: make_store(s) for s in [*self.ids, "server"]}
+        self.silos = {s: self.silo(s) for s in self.ids}
+        self.server = MaskedServer(self.roster, self.stores["server"])
+
+    def silo(self, name):
+        return MaskedSilo(self.roster, name, self.identities[name], self.stores[name])
+
+    def restart(self):
+        self.silos = {s: self.silo(s) for s in self.ids}
+        self.server = MaskedServer(self.roster, self.stores["server"])
+
+
+def sqlite_in(folder):
+    return lambda name: SqliteStore(folder / f"{name}.sqlite")
+
+
+@pytest.mark.parametrize("count", [4, 35])
+def test_all_parties_restart_between_and_within_sums(count):
+    # 35 silos without assumed losses are on a 2-regular graph, so that nonces and order are restored too.
+    d = Deployment(count, batch=2, corrupt=0.0, lost=0.0)
+    assert d.roster.neighbourhood.complete == (count == 4)
+    table = table_of(12)
+    for index in range(5):
+        values = random_values(d.ids, table, seed=index)
+        carry(d.server.prepare(index), d.silos)
+        d.restart()
+        messages = contribute(d.silos, index, table, values)
+        d.restart()
+        total = carry(d.server.total(index, d.ids, table, messages, CONTEXT), d.silos)
+        d.restart()
+        np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+def test_a_silo_restarts_during_preparation(tmp_path):
+    d = Deployment(4, sqlite_in(tmp_path))
+    table = table_of(12)
+    victim = d.ids[1]
+    exchanges = d.server.prepare(0)
+    messages = next(exchanges, None)
+    steps = 0
+    while messages is not None:
+        replies = {s: d.silos[s].handle(m) for s, m in messages.items()}
+        d.silos[victim] = d.silo(victim)
+        # A retry after the crash is answered with the same bytes.
+        assert d.silos[victim].handle(messages[victim]) == replies[victim]
+        steps += 1
+        try:
+            messages = exchanges.send(replies)
+        except StopIteration:
+            messages = None
+    assert steps == 5
+    values = random_values(d.ids, table)
+    contributions = contribute(d.silos, 0, table, values)
+    total = carry(d.server.total(0, d.ids, table, contributions, CONTEXT), d.silos)
+    np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+def test_retry_sends_the_stored_bytes_also_after_a_restart(tmp_path):
+    d = Deployment(4, sqlite_in(tmp_path))
+    table = table_of(12)
+    carry(d.server.prepare(0), d.silos)
+    values = random_values(d.ids, table)
+    sent = contribute(d.silos, 3, table, values)
+    d.restart()
+    for silo in d.ids:
+        assert d.silos[silo].outgoing(3) == sent[silo]
+        with pytest.raises(ProtocolError, match="used already"):
+            d.silos[silo].contribute(3, d.ids, table, values[silo], CONTEXT)
+        with pytest.raises(ProtocolError, match="no contribution to sum 2"):
+            d.silos[silo].outgoing(2)
+
+
+def test_reveal_is_repeated_byte_for_byte(tmp_path):
+    d = Deployment(4, sqlite_in(tmp_path))
+    table = table_of(12)
+    carry(d.server.prepare(0), d.silos)
+    messages = contribute(d.silos, 0, table, random_values(d.ids, table))
+    exchanges = d.server.total(0, d.ids, table, messages, CONTEXT)
+    requests = next(exchanges)
+    signed = {s: d.silos[s].handle(m) for s, m in requests.items()}
+    reveal = exchanges.send(signed)
+    shares = {s: d.silos[s].handle(m) for s, m in reveal.items()}
+    d.restart()
+    assert {s: d.silos[s].handle(m) for s, m in requests.items()} == signed
+    assert {s: d.silos[s].handle(m) for s, m in reveal.items()} == shares
+
+
+def test_a_server_that_restarts_keeps_to_the_survivors_it_named():
+    d = Deployment(5)
+    table = table_of(12)
+    values = random_values(d.ids, table)
+    carry(d.server.prepare(0), d.silos)
+    messages = contribute(d.silos, 0, table, values)
+    first = {s: messages[s] for s in d.ids[:4]}
+    next(d.server.total(0, d.ids, table, first, CONTEXT))  # names them, then dies
+    d.restart()
+    total = carry(d.server.total(0, d.ids, table, messages, CONTEXT), d.silos)
+    assert total.survivors == tuple(sorted(first))
+    np.testing.assert_allclose(total.values, sum(values[s] for s in first), atol=1e-12)
+
+
+def test_a_store_of_another_session_is_refused():
+    d = Deployment(4)
+    other = Deployment(4)
+    with pytest.raises(InputError, match="another session"):
+        MaskedSilo(other.roster, d.ids[0], other.identities[d.ids[0]], d.stores[d.ids[0]])
+    with pytest.raises(InputError, match="another session"):
+        MaskedServer(other.roster, d.stores["server"])
+
+
+def test_a_silo_without_its_store_takes_no_part_but_the_others_go_on():
+    d = Deployment(5)
+    table = table_of(12)
+    values = random_values(d.ids, table)
+    carry(d.server.prepare(0), d.silos)
+    d.stores[d.ids[0]] = MemoryStore()
+    d.silos[d.ids[0]] = d.silo(d.ids[0])
+    with pytest.raises(ProtocolError):
+        contribute(d.silos, 0, table, values)
+    rest = {s: values[s] for s in d.ids[1:]}
+    messages = contribute(d.silos, 0, table, rest)
+    total = carry(d.server.total(0, d.ids, table, messages, CONTEXT), d.silos)
+    np.testing.assert_allclose(total.values, sum(rest.values()), atol=1e-12)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_store_contract(tmp_path, durable):
+    store = SqliteStore(tmp_path / "s.sqlite") if durable else MemoryStore()
+    assert store.get("a") is None
+    assert store.claim("a", b"1") == b"1"
+    assert store.claim("a", b"2") == b"1"
+    store.put({"a": b"3", "b": b""})
+    assert (store.get("a"), store.get("b")) == (b"3", b"")
+    store.drop(["a", "missing"])
+    assert store.claim("a", b"4") == b"4"
+    if durable:
+        again = SqliteStore(tmp_path / "s.sqlite")
+        assert (again.get("a"), again.get("b")) == (b"4", b"")
+        assert stat.S_IMODE((tmp_path / "s.sqlite").stat().st_mode) == 0o600
+
+
+def test_a_failed_write_of_several_slots_changes_none(tmp_path):
+    store = SqliteStore(tmp_path / "s.sqlite")
+    with pytest.raises(Exception, match="NOT NULL"):
+        store.put({"a": b"1", "b": None})
+    assert store.get("a") is None
+    store.put({"a": b"2"})
+    assert store.get("a") == b"2"
