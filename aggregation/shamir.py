@@ -25,14 +25,6 @@ def _field() -> Any:
     return galois.GF(2**8)
 
 
-@lru_cache(maxsize=64)
-def _vandermonde(holders: int, threshold: int) -> Any:
-    """Rows (1, x, ..., x^(t-1)) for x = 1..holders, shape (holders, threshold)."""
-    field = _field()
-    x = field(np.arange(1, holders + 1, dtype=np.uint8))
-    return x[:, None] ** np.arange(threshold)[None, :]
-
-
 def share(secrets: ByteArray, holders: int, threshold: int) -> ByteArray:
     """Shares of `secrets` (length,), shape (holders, length); `threshold` rows recover, fewer show nothing.
 
@@ -45,12 +37,20 @@ def share(secrets: ByteArray, holders: int, threshold: int) -> ByteArray:
     coefficients[0] = secrets
     noise = os.urandom((threshold - 1) * secrets.size)
     coefficients[1:] = np.frombuffer(noise, np.uint8).reshape(threshold - 1, secrets.size)
-    return np.asarray(_vandermonde(holders, threshold) @ coefficients.view(field)).view(np.uint8)
+    # Horner's rule at all positions at once. Not a matrix product: galois runs that on a pool of threads, which
+    # takes milliseconds to start where other work keeps the cores busy.
+    terms = coefficients.view(field)
+    x = field(np.arange(1, holders + 1, dtype=np.uint8))[:, None]
+    values = field(np.tile(coefficients[-1], (holders, 1)))
+    for row in terms[-2::-1]:
+        np.multiply(values, x, out=values)
+        np.add(values, row, out=values)
+    return np.asarray(values).view(np.uint8)
 
 
 @lru_cache(maxsize=4096)
 def lagrange_at_zero(positions: tuple[int, ...]) -> Any:
-    """Weights (1, t) with which the shares at `positions` (distinct, 1..255) add up to the secret."""
+    """Weights (t, 1) with which the shares at `positions` (distinct, 1..255) add up to the secret."""
     field = _field()
     x = field(np.array(positions, dtype=np.uint8))
     off_diagonal = ~np.eye(len(positions), dtype=bool)
@@ -60,11 +60,13 @@ def lagrange_at_zero(positions: tuple[int, ...]) -> Any:
     numerators = np.where(off_diagonal, np.broadcast_to(x, differences.shape), one).view(field)
     denominators = np.where(off_diagonal, differences, one).view(field)
     weights: Any = np.multiply.reduce(numerators, axis=1) / np.multiply.reduce(denominators, axis=1)
-    return weights[None, :]
+    return weights[:, None]
 
 
 def recover(positions: tuple[int, ...], shares: ByteArray) -> ByteArray:
     """The secrets (length,) from `shares` (t, length), row i held at `positions[i]`."""
     field = _field()
-    recovered: ByteArray = np.asarray(lagrange_at_zero(positions) @ shares.view(field)).view(np.uint8)[0]
+    recovered: ByteArray = np.asarray(np.add.reduce(lagrange_at_zero(positions) * shares.view(field))).view(
+        np.uint8
+    )
     return recovered
