@@ -1,0 +1,1 @@
+"""What may leave a silo: the gate that every contribution passes."""

@@ -1,0 +1,52 @@
+"""Federated variational inference under secure sums. `import secure_fvi as sf`; heavy modules load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from secure_fvi.aggregation import Masked as Masked
+    from secure_fvi.aggregation import Plain as Plain
+    from secure_fvi.algorithms.sfvi import SFVI as SFVI
+    from secure_fvi.errors import InputError as InputError
+    from secure_fvi.errors import SecureFVIError as SecureFVIError
+    from secure_fvi.errors import SecureFVIWarning as SecureFVIWarning
+    from secure_fvi.families import Amortised as Amortised
+    from secure_fvi.families import Conditional as Conditional
+    from secure_fvi.federated_model import FederatedModel as FederatedModel
+    from secure_fvi.federated_model import Shared as Shared
+    from secure_fvi.fitting import Progress as Progress
+    from secure_fvi.fitting import fit as fit
+    from secure_fvi.results import Result as Result
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Amortised": "secure_fvi.families",
+    "Conditional": "secure_fvi.families",
+    "FederatedModel": "secure_fvi.federated_model",
+    "InputError": "secure_fvi.errors",
+    "Masked": "secure_fvi.aggregation",
+    "Plain": "secure_fvi.aggregation",
+    "Progress": "secure_fvi.fitting",
+    "Result": "secure_fvi.results",
+    "SFVI": "secure_fvi.algorithms.sfvi",
+    "SecureFVIError": "secure_fvi.errors",
+    "SecureFVIWarning": "secure_fvi.errors",
+    "Shared": "secure_fvi.federated_model",
+    "fit": "secure_fvi.fitting",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'secure_fvi' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

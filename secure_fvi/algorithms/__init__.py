@@ -1,0 +1,1 @@
+"""Federated algorithms, one paper's a file."""

@@ -1,0 +1,123 @@
+"""What every algorithm is made of, and the messages between its halves.
+
+An algorithm is a frozen configuration; `program(problem)` binds it to a model and gives the four verbs. Each half
+of the driver builds its own program, so the server's never meets data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import BlockTable, FloatArray
+from secure_fvi.compiled import Mode
+from secure_fvi.density import Layout, LogDensity, Params
+from secure_fvi.discovery import Start
+from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.randomness import KeyedDraws
+
+
+class Problem(NamedTuple):
+    """What all parties know before the first round."""
+
+    model: FederatedModel
+    schema: Schema
+    layout: Layout
+    density: LogDensity
+    start: Start  # centre of the prior, from made data
+    silos: tuple[str, ...]  # all ids, sorted
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    mode: Mode
+
+
+class SiloView(NamedTuple):
+    """What a silo's half of an algorithm may use. Never leaves the silo."""
+
+    silo: str
+    rows: Params  # (N + 1, ...): the silo's records and one spare row of weight zero
+    weights: Tensor  # (N + 1,): one for records, zero for the spare row
+    size: int  # N
+    start: Start  # with the silo's own records, N + 1 rows
+    record_draws: KeyedDraws  # keyed by record id, N + 1 rows
+    batch_draws: KeyedDraws
+    silo_draws: KeyedDraws
+
+
+class Broadcast(NamedTuple):
+    """What the server sends in a round. May be seen by everyone."""
+
+    round: int
+    sum_index: int  # of the secure sum that answers it; never used twice
+    accepted: int  # index of the last sum that the server used; silos commit on it, 0 at the start
+    cohort: tuple[str, ...]
+    scalars: Mapping[str, float]
+    tensors: Mapping[str, Tensor]
+
+
+class Step(NamedTuple):
+    """What a round told the server, for logs and progress. Derived from broadcasts and totals only."""
+
+    objective: float  # noisy estimate of the bound, nats
+    learning_rate: float
+    r_hat: float | None
+    phase: str
+    finished: bool
+
+
+class Posterior(NamedTuple):
+    """Where a fit ended. Everyone may see it."""
+
+    family: Any  # the GlobalFamily
+    eta: Params
+    theta: Params
+
+
+class Program(Protocol):
+    """One algorithm on one problem. State and local state are NamedTuples of tensors and plain values."""
+
+    def table(self) -> BlockTable:
+        """The blocks of a contribution, the same at every party."""
+        ...
+
+    def init(self) -> Any:
+        """The server's state before the first round."""
+        ...
+
+    def broadcast(self, state: Any, index: int, accepted: int) -> Broadcast:
+        """The next round's message. Randomness in it is public."""
+        ...
+
+    def init_local(self, view: SiloView) -> Any:
+        """A silo's state before the first round."""
+        ...
+
+    def contribute(self, message: Broadcast, local: Any, view: SiloView) -> tuple[FloatArray, Any]:
+        """At a silo: the contribution (table.size,), and the local state to adopt if the server uses it."""
+        ...
+
+    def update(self, state: Any, message: Broadcast, total: Mapping[str, FloatArray], scale: float) -> tuple[Any, Step]:
+        """At the server: the next state, from the total over survivors times `scale` (silos that were absent)."""
+        ...
+
+    def posterior(self, state: Any) -> Posterior:
+        """What the state stands for now."""
+        ...
+
+    def converged(self, state: Any) -> bool:
+        """Whether the result deserves trust; a run that ends without is reported as such."""
+        ...
+
+
+def choose_cohort(silos: tuple[str, ...], participation: float, seed: int, round_: int) -> tuple[str, ...]:
+    """A fixed number of silos drawn without replacement by a public coin; all of them at participation 1."""
+    size = max(1, round(participation * len(silos)))
+    if size == len(silos):
+        return silos
+    rng = np.random.default_rng([abs(seed), round_])
+    return tuple(sorted(silos[i] for i in rng.choice(len(silos), size, replace=False)))

@@ -1,0 +1,350 @@
+"""Structured federated variational inference (Hassan et al. 2023, Algorithm 1): one secure sum a round.
+
+    server:  draws eps_G, sends Z_G, d = Z_G - mu_G and theta
+    silo:    draws eps_L, takes a step on its own eta_L, contributes gradients in Z_G, d and theta
+    server:  adds L0 = log p(Z_G) / q(Z_G), pulls the total back through f_G, takes a step on eta_G and theta
+
+The result does not depend on how records are spread over silos. The paper's Algorithm 1 writes the silo's term with
+p(y | ...); it is p(y, Z_L | Z_G) / q(Z_L | Z_G), and the server's L0 enters its own step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.algorithms import stopping
+from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, SiloView, Step, choose_cohort
+from secure_fvi.compiled import Traced
+from secure_fvi.errors import InputError
+from secure_fvi.families import Amortised, Conditional, Params, global_family
+from secure_fvi.families.amortised import ENCODER
+from secure_fvi.objective import ServerGradient, SiloGradient, server_gradient, silo_gradient
+from secure_fvi.optimizers import Optimizer
+from secure_fvi.randomness import server_normals
+from secure_fvi.trees import merge, part, put, running_average, take, to_numpy
+
+#: Factor on the learning rate after a share `t` in [0, 1) of the rounds.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda t: 1.0,
+    "linear": lambda t: 1.0 - 0.99 * t,
+    "cosine": lambda t: 0.005 + 0.4975 * (1 + math.cos(math.pi * t)),
+    "exponential": lambda t: 0.01**t,
+}
+
+
+@dataclass(frozen=True)
+class SFVI:
+    """Configuration. With every option at its default a model of moderate size converges and stops by itself.
+
+    family: q(Z_G), "auto" is full up to 256 dimensions and diagonal above. importance_samples: K; 1 is the ELBO.
+    iterations: rounds to run; None runs until the rule of `stopping` is met, at most max_iterations.
+    schedule: of the learning rate over `iterations`, a name or a function of the share done; needs `iterations`.
+    average_last: with `iterations` set, the share of last iterates that is averaged (0 keeps the last one).
+    sampling_rate: each record joins a round with this probability. participation: share of silos asked a round.
+    bound: largest absolute value of any element of a contribution; past it a silo refuses.
+    """
+
+    family: Literal["auto", "diagonal", "full", "low_rank"] = "auto"
+    rank: int = 8
+    importance_samples: int = 1
+    iterations: int | None = None
+    max_iterations: int = 30_000
+    optimizer: str = "adam"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float = 0.05
+    schedule: str | Callable[[float], float] = "constant"
+    average_last: float = 0.25
+    sampling_rate: float = 1.0
+    participation: float = 1.0
+    bound: float = 2.0**30
+    local_family: Conditional | Amortised = field(default_factory=Conditional)
+    silo_family: Conditional = field(default_factory=Conditional)
+
+    name = "sfvi"
+
+    def __post_init__(self) -> None:
+        if self.family not in ("auto", "diagonal", "full", "low_rank"):
+            raise InputError(f"family '{self.family}' is unknown; choose auto, diagonal, full or low_rank")
+        for option, least in (
+            ("rank", 1),
+            ("importance_samples", 1),
+            ("iterations", 1),
+            ("max_iterations", 1),
+        ):
+            value = getattr(self, option)
+            if not (value is None and option == "iterations") and (type(value) is not int or value < least):
+                raise InputError(f"{option} must be a whole number of at least {least}, not {value!r}")
+        for option in ("sampling_rate", "participation"):
+            if not 0 < getattr(self, option) <= 1:
+                raise InputError(f"{option} must lie in (0, 1], not {getattr(self, option)}")
+        if not 0 <= self.average_last <= 1:
+            raise InputError(f"average_last must lie in [0, 1], not {self.average_last}")
+        if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
+            raise InputError(f"schedule '{self.schedule}' is unknown; choose {', '.join(SCHEDULES)}, or a function")
+        if self.schedule != "constant" and self.iterations is None:
+            raise InputError("a learning-rate schedule needs `iterations`; without it the stopping rule sets the rate")
+        Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)
+        if not (math.isfinite(self.bound) and self.bound > 0):
+            raise InputError(f"bound must be positive and finite, not {self.bound}")
+
+    @property
+    def most_rounds(self) -> int:
+        return self.iterations or self.max_iterations
+
+    def multiplier(self, round_: int) -> float:
+        """Of the learning rate in a run of fixed length."""
+        schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
+        return float(schedule(round_ / self.most_rounds))
+
+    def program(self, problem: Problem) -> SFVIProgram:
+        return SFVIProgram(self, problem)
+
+
+class SFVIState(NamedTuple):
+    """The server's state. All of it follows from broadcasts and totals."""
+
+    round: int
+    eta: Params
+    theta: Params
+    moments: Params  # optimiser state
+    average: Params  # running average of eta and theta, keys "eta/..." and "theta/..."
+    averaged: int  # iterates in it
+    monitor: stopping.Monitor
+
+
+class SFVILocal(NamedTuple):
+    """A silo's state. Never leaves the silo."""
+
+    record: Params  # variational parameters of its records, (N + 1, ...) each
+    record_moments: Params
+    silo: Params  # of its silo-level latents, (1, ...) each
+    silo_moments: Params
+    record_average: Params
+    silo_average: Params
+    averaged: int  # iterates in the averages
+    stage: int  # to which they belong
+
+
+class SFVIProgram:
+    """SFVI bound to a problem."""
+
+    def __init__(self, config: SFVI, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        layout, samples = problem.layout, config.importance_samples
+        n_global, n_record, n_silo = (layout.size(r) for r in ("global", "record", "silo"))
+        self.family = global_family(config.family, n_global, config.rank)
+        self.local_family = config.local_family.build(n_record, n_global, samples)
+        self.silo_family = config.silo_family.build(n_silo, n_global, 1)
+        self.optimizer = Optimizer(config.optimizer, config.learning_rate, config.optimizer_options)
+        self.samples = samples if n_record else 1
+        self.minibatch = config.sampling_rate < 1
+        if self.minibatch and self.local_family.couples_records:
+            raise InputError(
+                "a dense local scale couples all records of a silo; use sampling_rate = 1 or another scale"
+            )
+        if self.minibatch and not self.optimizer.traceable:
+            raise InputError(
+                f"optimizer '{config.optimizer}' has no step count by record; for minibatches use adam or sgd"
+            )
+        self.theta_start = {**problem.start.theta, **self.local_family.init_theta(problem.dtype)}
+        if any(name.startswith(ENCODER) for name in problem.start.theta):
+            raise InputError(f"no pyro.param may start with '{ENCODER}'")
+        self.couples = self.local_family.sees_shift or self.silo_family.sees_shift
+        self._draw = Traced(self._draw_function, (None, None), problem.mode)
+        self._gradient: Callable[..., SiloGradient] = silo_gradient(
+            problem.density, self.local_family, self.silo_family, self.samples
+        )
+        self._server_gradient: Callable[..., ServerGradient] = server_gradient(problem.density, self.family)
+        by_shape = self.local_family.couples_records
+        record, draws = (None, None) if by_shape else (0, 1)
+        axes = (None, None, None, record, None, record, record, draws, None)
+        self._silo_step: Callable[..., Any] = self._silo_step_function
+        self._server_step: Callable[..., Any] = self._server_step_function
+        if self.optimizer.traceable:
+            self._silo_step = Traced(self._silo_step_function, (*axes, record, None, None), problem.mode, by_shape)
+            self._server_step = Traced(self._server_step_function, (None,) * 11, problem.mode)
+        else:
+            self._gradient = Traced(self._gradient, axes, problem.mode, by_shape)
+            self._server_gradient = Traced(self._server_gradient, (None,) * 6, problem.mode)
+
+    # ---- shared ----
+
+    def table(self) -> BlockTable:
+        bound, n = self.config.bound, self.family.n
+        blocks = [Block("direct", (n,), bound)]
+        blocks += [Block("path", (n,), bound)] if self.couples else []
+        blocks += [Block(f"theta/{name}", tuple(v.shape), bound) for name, v in sorted(self.theta_start.items())]
+        blocks += [Block("objective", (), bound), Block("records", (), 2.0**31, integer=True)]
+        return BlockTable(tuple(blocks))
+
+    # ---- server ----
+
+    def init(self) -> SFVIState:
+        eta = self.family.init(self._move(self.problem.start.z_global))
+        theta = {name: self._move(value) for name, value in self.theta_start.items()}
+        merged = merge(eta=eta, theta=theta)
+        return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, stopping.start())
+
+    def broadcast(self, state: SFVIState, index: int, accepted: int) -> Broadcast:
+        eps = self._noise(state.round)
+        z_global, shift = self._draw(state.eta, eps)
+        tensors = {"z_global": z_global, "shift": shift, **{f"theta/{k}": v for k, v in state.theta.items()}}
+        scalars = {
+            "scale": self._scale(state),
+            "averaging": float(self._averages(state)),
+            "stage": float(state.monitor.stage),
+        }
+        cohort = choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, state.round)
+        return Broadcast(state.round, index, accepted, cohort, scalars, tensors)
+
+    def update(
+        self, state: SFVIState, message: Broadcast, total: Mapping[str, FloatArray], scale: float
+    ) -> tuple[SFVIState, Step]:
+        sums = {name: self._move(torch.as_tensor(value * scale)) for name, value in total.items()}
+        theta_total = {name: sums[f"theta/{name}"] for name in state.theta}
+        path = sums["path"] if self.couples else torch.zeros_like(sums["direct"])
+        averages = self._averages(state)
+        averaged = state.averaged + 1 if averages else 0
+        value, eta, theta, moments, average, sd = self._server_step(
+            state.eta, state.theta, state.moments, state.average, self._noise(state.round),
+            sums["direct"], path, theta_total, sums["objective"],
+            self._scalar(message.scalars["scale"]), self._scalar(1.0 / max(averaged, 1)),
+        )  # fmt: skip
+        if not math.isfinite(float(value)):
+            raise InputError(
+                f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
+            )
+        monitor = stopping.observe(state.monitor, to_numpy(eta["loc"]), to_numpy(sd.log()))
+        finished = message.round + 1 >= self.config.most_rounds
+        if self.config.iterations is None:
+            monitor, stage_ended = stopping.assess(monitor)
+            finished = finished or monitor.converged
+            if stage_ended:  # the next stage starts from this one's average
+                eta, theta = part(average, "eta"), part(average, "theta")
+                averaged = averaged if monitor.converged else 0
+        else:
+            monitor = stopping.watch(monitor)
+        rate = self.config.learning_rate * message.scalars["scale"]
+        step = Step(float(value), rate, monitor.r_hat, self._phase(state), finished)
+        return SFVIState(state.round + 1, eta, theta, moments, average, averaged, monitor), step
+
+    def posterior(self, state: SFVIState) -> Posterior:
+        if state.averaged:
+            return Posterior(self.family, part(state.average, "eta"), part(state.average, "theta"))
+        return Posterior(self.family, state.eta, state.theta)
+
+    def converged(self, state: SFVIState) -> bool:
+        """Whether the stopping rule was met, or, in a run of fixed length, whether the iterates stopped drifting."""
+        if self.config.iterations is None:
+            return state.monitor.converged
+        return state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
+
+    def _noise(self, round_: int) -> Tensor:
+        eps = server_normals(self.problem.seed, round_, self.family.noise_size)
+        return self._move(eps)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.problem.device, self.problem.dtype)
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self.problem.dtype, device=self.problem.device)
+
+    def _scale(self, state: SFVIState) -> float:
+        return state.monitor.scale if self.config.iterations is None else self.config.multiplier(state.round)
+
+    def _averages(self, state: SFVIState) -> bool:
+        """Whether this round's iterate enters the average."""
+        if self.config.iterations is None:
+            return state.monitor.averaging > 0
+        return state.round >= self.config.iterations * (1 - self.config.average_last)
+
+    def _phase(self, state: SFVIState) -> str:
+        return "averaging" if self._averages(state) else "approach"
+
+    def _draw_function(self, eta: Params, eps: Tensor) -> tuple[Tensor, Tensor]:
+        z_global = self.family.transform(eta, eps)
+        return z_global, z_global - eta["loc"]
+
+    def _server_step_function(
+        self,
+        eta: Params, theta: Params, moments: Params, average: Params, eps: Tensor,
+        direct: Tensor, path: Tensor, theta_total: Params, objective: Tensor, scale: Tensor, weight: Tensor,
+    ) -> tuple[Tensor, Params, Params, Params, Params, Tensor]:  # fmt: skip
+        gradient = self._server_gradient(eta, theta, eps, direct, path, theta_total)
+        params, moments = self.optimizer.step(
+            merge(eta=eta, theta=theta), merge(eta=gradient.eta, theta=gradient.theta), moments, scale
+        )
+        average = {name: old + weight * (params[name] - old) for name, old in average.items()}
+        new_eta = part(params, "eta")
+        value = gradient.value + objective
+        return value, new_eta, part(params, "theta"), moments, average, self.family.stddev(new_eta)
+
+    # ---- silo ----
+
+    def init_local(self, view: SiloView) -> SFVILocal:
+        record = self.local_family.init(self._move(view.start.z_record))
+        silo = self.silo_family.init(self._move(view.start.z_silo).unsqueeze(0))
+        record_moments = self.optimizer.init(record, by_row=self.optimizer.traceable)
+        return SFVILocal(record, record_moments, silo, self.optimizer.init(silo), record, silo, 0, 0)
+
+    def contribute(self, message: Broadcast, local: SFVILocal, view: SiloView) -> tuple[FloatArray, SFVILocal]:
+        t = {name: self._move(value) for name, value in message.tensors.items()}
+        theta = {name: t[f"theta/{name}"] for name in self.theta_start}
+        n = self.problem.layout.size("record")
+        scale = self._scalar(message.scalars["scale"])
+        batch = self._batch(message.round, view)
+        at = None if batch is None else torch.fromto_numpy(batch).to(self.problem.device)
+        eps = view.record_draws.normals(message.round, self.samples * n, batch)
+        eps_record = eps.reshape(len(eps), self.samples, n).transpose(0, 1).contiguous()
+        eps_silo = view.silo_draws.normals(message.round, self.problem.layout.size("silo"))
+        weights = view.weights if at is None else view.weights[at] / self.config.sampling_rate
+        flat, record, record_moments, silo, silo_moments = self._silo_step(
+            t["z_global"], t["shift"], theta, take(local.record, at), local.silo, take(view.rows, at), weights,
+            self._move(eps_record), self._move(eps_silo),
+            take(local.record_moments, at), local.silo_moments, scale,
+        )  # fmt: skip
+        record, record_moments = (
+            put(local.record, at, record),
+            put(local.record_moments, at, record_moments),
+        )
+
+        stage, averages = int(message.scalars["stage"]), message.scalars["averaging"] > 0
+        averaged = (local.averaged + 1 if stage == local.stage else 1) if averages else 0
+        after = SFVILocal(
+            record, record_moments, silo, silo_moments,
+            running_average(local.record_average, record, averaged),
+            running_average(local.silo_average, silo, averaged), averaged, stage,
+        )  # fmt: skip
+        return np.append(flat.cpu().numpy().astype(np.float64), float(view.size)), after
+
+    def _batch(self, round_: int, view: SiloView) -> npt.NDArray[np.int64] | None:
+        """Rows of this round's Poisson sample; drawn from the silo's secret, so nobody else knows who took part."""
+        if not self.minibatch:
+            return None
+        joined = view.batch_draws.uniforms(round_, 1)[: view.size, 0] < self.config.sampling_rate
+        rows = np.flatnonzero(joined)
+        # At least two rows, filled up with the spare one: a traced graph treats sizes 0 and 1 as special.
+        return np.concatenate([rows, np.full(max(2 - len(rows), 0), view.size, np.int64)])
+
+    def _silo_step_function(
+        self,
+        z_global: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, rows: Params, weights: Tensor,
+        eps_record: Tensor, eps_silo: Tensor, record_moments: Params, silo_moments: Params, scale: Tensor,
+    ) -> tuple[Tensor, Params, Params, Params, Params]:  # fmt: skip
+        g = self._gradient(z_global, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
+        parts = [g.direct] + ([g.path] if self.couples else []) + [g.theta[k].reshape(-1) for k in sorted(theta)]
+        flat = torch.cat([*parts, g.value.reshape(1)])
+        return (
+            flat,
+            *self.optimizer.step(record, g.local, record_moments, scale),
+            *self.optimizer.step(silo, g.silo, silo_moments, scale),
+        )

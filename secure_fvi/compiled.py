@@ -1,0 +1,212 @@
+"""Pyro out of the loop: a pure function of tensors is traced once and, when it pays, compiled.
+
+`make_fx` records the tensor operations of one call, Pyro's handlers and PyTorch's transforms included, with the
+number of records left symbolic, so that one graph serves silos of every size. The graph computes the same
+numbers to the last bit; `torch.compile` then fuses it (equal up to float rounding).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Mode = Literal["compiled", "traced", "eager"]
+
+#: Calls from which compilation repays its 5 to 20 s: a compiled call saves about half a millisecond.
+COMPILE_FROM_CALLS = 40_000
+_PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079)
+_Run = Callable[..., Sequence[Tensor]]
+_Build = Callable[[Iterator[Tensor]], Any]
+_log = logging.getLogger(__name__)
+
+
+def choose_mode(requested: bool | Literal["auto"], calls: int) -> Mode:
+    """ "auto" compiles when there is a C++ compiler and the run is long enough to pay for it."""
+    if requested == "auto":
+        return "compiled" if calls >= COMPILE_FROM_CALLS and shutil.which("c++") else "traced"
+    return "compiled" if requested else "traced"
+
+
+class Traced:
+    """A pure function over nested dicts, tuples and tensors, traced at its first call.
+
+    `record_axis[i]` is the axis of argument i's tensors that counts records, or None; other sizes are fixed by the
+    first call, or, with `by_shape`, there is a trace for each. Where tracing fails (Python control flow on values,
+    say) the function runs as it is, and `mode` says so.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], record_axis: Sequence[int | None], mode: Mode, by_shape: bool = False
+    ) -> None:
+        self.fn, self.record_axis, self.mode, self.by_shape = fn, tuple(record_axis), mode, by_shape
+        self._traces: dict[tuple[torch.Size, ...], tuple[_Run, _Build]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if self.mode == "eager":
+            return self.fn(*args)
+        flat: list[Tensor] = []
+        for arg in args:
+            _flatten(arg, flat)
+        key = tuple(t.shape for t in flat) if self.by_shape else ()
+        known = self._traces.get(key)
+        if known is None:
+            return self._trace(key, args, flat)
+        run, build = known
+        return build(iter(run(*flat)))
+
+    def _trace(self, key: tuple[torch.Size, ...], args: Sequence[Any], flat: list[Tensor]) -> Any:
+        """The first call: trace, compare with the function itself, keep the graph only if they agree."""
+        expected: list[Tensor] = []
+        result = self.fn(*args)
+        _flatten(result, expected)
+        rebuild = [_structure(a) for a in args]
+
+        def on_flat(*tensors: Tensor) -> list[Tensor]:
+            supply = iter(tensors)
+            out: list[Tensor] = []
+            _flatten(self.fn(*(build(supply) for build in rebuild)), out)
+            return out
+
+        axes: list[int | None] = [
+            axis for arg, axis in zip(args, self.record_axis, strict=True) for _ in range(_count(arg))
+        ]
+        fixed: list[int | None] = [None] * len(axes)
+        attempts: list[list[int | None]] = [axes] if self.by_shape else [axes, fixed]
+        for attempt in attempts:
+            run, got = self._attempt(on_flat, flat, attempt)
+            if got is not None and _close(got, expected):
+                if attempt is not axes:  # the graph holds for this number of records only
+                    self.by_shape, key = True, tuple(t.shape for t in flat)
+                build = _structure(result)
+                self._traces[key] = (run, build)
+                return build(iter(got))
+        _log.warning("%s cannot be traced and runs as it is, slowly", getattr(self.fn, "__qualname__", "model"))
+        self.mode = "eager"
+        return result
+
+    def _attempt(
+        self, fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]
+    ) -> tuple[_Run, Sequence[Tensor] | None]:
+        run: _Run = fn
+        try:
+            run = graph = _graph(fn, flat, axes)
+            if self.mode == "compiled":
+                for tensor, axis in zip(flat, axes, strict=True):
+                    if axis is not None:
+                        torch._dynamo.mark_dynamic(tensor, axis)
+                run = torch.compile(graph)
+            return run, run(*flat)
+        except Exception:  # whatever a user's program does that a tracer cannot follow
+            _log.debug("tracing failed", exc_info=True)
+            return run, None
+
+
+def _graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]) -> GraphModule:
+    """Trace on stand-ins whose record axis has a length that no other axis has, so that it alone is symbolic."""
+    lengths = {size for tensor in flat for size in tensor.shape}
+    records = next(p for p in _PRIMES if p not in lengths)
+    examples = []
+    for tensor, axis in zip(flat, axes, strict=True):
+        shape = list(tensor.shape)
+        if axis is not None:
+            shape[axis] = records
+        examples.append(tensor.new_zeros(shape))
+    known = next(((i, axis) for i, axis in enumerate(axes) if axis is not None), None)
+    mode: Literal["fake", "symbolic"] = "fake" if known is None else "symbolic"
+    module = make_fx(fn, tracing_mode=mode, _allow_non_fake_inputs=True)(*examples)
+    for node in reversed(module.graph.nodes):
+        # Optimisers mark their steps for the profiler; the marks cannot be compiled and cost time.
+        if "_record_function" in str(node.target):
+            module.graph.erase_node(node)
+    if known is not None:
+        _free_record_count(module.graph, records, *known)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _free_record_count(graph: Graph, records: int, position: int, axis: int) -> None:
+    """Turn the number of records into a symbol where Python fixed it: `len(x)` is an int, even of a traced tensor.
+
+    `records` is a prime that no other size has, so every multiple of it in the graph stands for a multiple of the
+    number of records. The caller compares the graph with the function itself.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]):
+        count = graph.call_function(torch.ops.aten.sym_size.int, (inputs[position], axis))
+    multiples: dict[int, Node] = {1: count}
+
+    def free(value: Any) -> Any:
+        if type(value) is int and value >= records and value % records == 0:
+            factor = value // records
+            if factor not in multiples:
+                with graph.inserting_after(count):
+                    multiples[factor] = graph.call_function(operator.mul, (count, factor))
+            return multiples[factor]
+        if isinstance(value, (list, tuple)):
+            return type(value)(free(v) for v in value)
+        return value
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node is not count and node not in multiples.values():
+            node.args = tuple(free(a) for a in node.args)
+            node.kwargs = {k: free(v) for k, v in node.kwargs.items()}
+
+
+def _close(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    def same(g: Tensor, e: Tensor) -> bool:
+        scale = float(e.abs().max()) if e.numel() else 0.0
+        return g.shape == e.shape and torch.allclose(g, e, rtol=1e-3, atol=1e-5 * scale, equal_nan=True)
+
+    return len(got) == len(expected) and all(map(same, got, expected))
+
+
+def _flatten(value: Any, out: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        out.append(value)
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            _flatten(value[key], out)
+    else:
+        for item in value:
+            _flatten(item, out)
+
+
+def _count(value: Any) -> int:
+    out: list[Tensor] = []
+    _flatten(value, out)
+    return len(out)
+
+
+def _structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
+    """A function that builds the same nesting from the tensors of `_flatten`."""
+    if isinstance(value, Tensor):
+        return next
+    if isinstance(value, Mapping):
+        parts = [(key, _structure(value[key])) for key in sorted(value)]
+        return lambda supply: {key: build(supply) for key, build in parts}
+    builders = [_structure(item) for item in value]
+    if hasattr(value, "_fields"):
+        make = type(value)
+        return lambda supply: make(*(build(supply) for build in builders))
+    return lambda supply: tuple(build(supply) for build in builders)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Refuse kernels whose result depends on scheduling, so that a resumed run repeats itself bit for bit."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

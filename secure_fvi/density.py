@@ -1,0 +1,191 @@
+"""The log density of a federated model, split by who owns which part, as a pure function of tensors.
+
+log p(Z_G) + sum_j [ log p(Z_Sj | Z_G) + sum_i log p(y_ji, Z_Lji | Z_G, Z_Sj) ]
+
+All latents are unconstrained (`biject_to` of each site's support), with the log Jacobian inside each term. The
+Pyro program runs once an evaluation under one effect handler; `secure_fvi.compiled` then removes Pyro
+from the loop by tracing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import msgpack
+import pyro
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.constraints import Constraint
+
+from secure_fvi.errors import InputError
+from secure_fvi.federated_model import FederatedModel, Schema
+
+Role = Literal["global", "silo", "record"]
+Params = dict[str, Tensor]
+
+
+class Site(NamedTuple):
+    """A latent site in unconstrained space."""
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]  # unconstrained; for a record site: of one record
+    event_dim: int  # of the unconstrained value
+    plate_dim: int  # batch dimension of the record plate (negative), 0 outside it
+    support: str  # text of the constraint, part of the model's fingerprint
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each latent site stands in the flat vectors Z_G (n_global,), Z_S (n_silo,), Z_L (N, n_record)."""
+
+    sites: tuple[Site, ...]
+    theta: tuple[tuple[str, tuple[int, ...]], ...]  # name and unconstrained shape of each pyro.param
+
+    def of(self, role: Role) -> tuple[Site, ...]:
+        return tuple(s for s in self.sites if s.role == role)
+
+    def size(self, role: Role) -> int:
+        return sum(s.size for s in self.of(role))
+
+    def split(self, z: Tensor, role: Role) -> Params:
+        """Flat (..., n) to {site: (..., *shape)}; record sites get their record axis where the plate wants it."""
+        out, start = {}, 0
+        for site in self.of(role):
+            value = z[..., start : start + site.size].reshape((*z.shape[:-1], *site.shape))
+            if role == "record":
+                value = value.movedim(z.dim() - 2, site.plate_dim - site.event_dim)
+            out[site.name] = value
+            start += site.size
+        return out
+
+    def shared_fingerprint(self) -> bytes:
+        """SHA-256 over what all silos must agree on: global sites and theta."""
+        rows = [[s.name, list(s.shape), s.support] for s in self.of("global")]
+        rows += [[name, list(shape), "theta"] for name, shape in self.theta]
+        return hashlib.sha256(b"secure-fvi/model/1" + msgpack.packb(rows)).digest()
+
+
+class LogTerms(NamedTuple):
+    """Values of one evaluation, in nats."""
+
+    shared: Tensor  # () log p(Z_G)
+    silo: Tensor  # () log p(Z_S | Z_G)
+    records: Tensor  # (N,) log p(y_i, Z_i | Z_G, Z_S)
+
+
+class _Evaluate(Messenger):  # type: ignore[misc]
+    """Puts given unconstrained values into the latent sites and adds up the log densities by role."""
+
+    def __init__(self, model: FederatedModel, latents: Mapping[str, Tensor], theta: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.model, self.latents, self.theta = model, latents, theta
+        self.constrained: Params = {}
+        self.terms: dict[Role, list[Tensor]] = {"global": [], "silo": [], "record": []}
+
+    def _pyro_param(self, msg: Any) -> None:
+        name = msg["name"]
+        value = transform_to(param_constraint(msg))(self.theta[name])
+        msg["value"] = self.constrained[name] = value
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, name = msg["fn"], msg["name"]
+        if isinstance(fn, _Subsample):
+            return
+        log_jacobian: Tensor | float = 0.0
+        if not msg["is_observed"]:
+            transform, unconstrained = biject_to(fn.support), self.latents[name]
+            value = transform(unconstrained)
+            log_jacobian = transform.log_abs_det_jacobian(unconstrained, value)
+            msg["value"], msg["done"] = value, True
+            self.constrained[name] = value
+        term = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"]) + log_jacobian
+        plate_dim = record_dim(msg, self.model.record_plate)
+        if plate_dim:
+            self.terms["record"].append(term.movedim(plate_dim, 0).reshape(term.shape[plate_dim], -1).sum(1))
+        else:
+            self.terms["silo" if name in self.model.silo_sites else "global"].append(term.sum())
+
+
+def record_dim(msg: Any, record_plate: str) -> int:
+    """The batch dimension (negative) of the record plate around a site, 0 when it is outside."""
+    return next((frame.dim for frame in msg["cond_indep_stack"] if frame.name == record_plate), 0)
+
+
+def param_constraint(msg: Any) -> Constraint:
+    """The constraint that a `pyro.param` statement names, real numbers by default."""
+    return msg["kwargs"].get("constraint", constraints.real)
+
+
+class LogDensity:
+    """The split log density of one model for one schema.
+
+    The schema is shared, so the server builds the same object as the silos; only a silo ever calls
+    `evaluate` with data.
+    """
+
+    def __init__(self, model: FederatedModel, layout: Layout, schema: Schema) -> None:
+        self.model, self.layout, self.schema = model, layout, schema
+
+    def evaluate(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> LogTerms:
+        """Z_G (n_global,), Z_S (n_silo,), Z_L (N, n_record), theta unconstrained, `rows` of N records."""
+        terms = self._run(z_global, z_silo, z_record, theta, rows).terms
+        zero = z_global.new_zeros(())
+        return LogTerms(
+            sum(terms["global"], zero),
+            sum(terms["silo"], zero),
+            sum(terms["record"], zero.expand(z_record.shape[-2])),
+        )
+
+    def log_prior(self, z_global: Tensor, theta: Params) -> Tensor:
+        """log p_theta(Z_G), in nats, from made data: the server's part."""
+        return sum(self._run_on_dummy(z_global, theta).terms["global"], z_global.new_zeros(()))
+
+    def constrain(self, z_global: Tensor, theta: Params) -> tuple[Params, Params]:
+        """Global sites and theta in the model's own space, for one Z_G (n_global,)."""
+        values = self._run_on_dummy(z_global, theta).constrained
+        return (
+            {site.name: values[site.name] for site in self.layout.of("global")},
+            {name: values[name] for name, _ in self.layout.theta},
+        )
+
+    def check_global_density(self, rows: Params, silo: str) -> None:
+        """At a silo: refuse a model whose global densities depend on the silo's data.
+
+        The server's L0 is computed on made data and would miss them.
+        """
+        some = next(iter(rows.values()))
+        dtype = next((r.dtype for r in rows.values() if r.is_floating_point()), torch.get_default_dtype())
+        probe = torch.linspace(-0.5, 0.5, self.layout.size("global"), dtype=dtype, device=some.device)
+        theta = {n: probe.new_full(shape, 0.1) for n, shape in self.layout.theta}
+        z_record = probe.new_zeros(some.shape[0], self.layout.size("record"))
+        real = self.evaluate(probe, probe.new_zeros(self.layout.size("silo")), z_record, theta, rows).shared
+        if not torch.allclose(real, self.log_prior(probe, theta), rtol=1e-6, atol=1e-8, equal_nan=True):
+            raise InputError(
+                f"silo '{silo}': the prior of a global site depends on the data; move what depends on data "
+                f"into the plate '{self.model.record_plate}', or share it with sf.Shared"
+            )
+
+    def _run_on_dummy(self, z_global: Tensor, theta: Params) -> _Evaluate:
+        # Two records: a single one would be specialised away when the shapes are symbolic.
+        rows = {n: v.to(z_global.device) for n, v in self.schema.dummy_rows(2).items()}
+        z_silo = z_global.new_zeros(self.layout.size("silo"))
+        return self._run(z_global, z_silo, z_global.new_zeros(2, self.layout.size("record")), theta, rows)
+
+    def _run(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> _Evaluate:
+        split = self.layout.split
+        latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
+        with pyro.validation_enabled(False), _Evaluate(self.model, latents, theta) as run:
+            self.model.fn(**rows, **self.schema.constants)
+        return run

@@ -1,0 +1,116 @@
+"""Conditional Gaussian families for local latent variables, q(Z_L | Z_G).
+
+Z_i = m_i + C_i d + exp(a_i + D_i d) * (T_i eps_i),   d = Z_G - mu_G
+
+(Tan, Bhaskaran and Nott 2020 for the conditional mean; Hassan et al. 2023, section 3). One row of every
+parameter belongs to one record, is seen by its silo only and never leaves it. Silo-level latents use the same
+family with a single row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+from secure_fvi.families.gaussian import INITIAL_SCALE, Params, unit_lower
+
+#: With more global dimensions than this, `coupling="auto"` leaves C_i out: it has n_local * n_global numbers a record.
+COUPLED_UP_TO = 256
+
+
+class LocalFamily(Protocol):
+    """q(Z_L | Z_G) for fixed sizes. All functions are pure and can be traced; N is the number of rows."""
+
+    #: One record's distribution depends on the other records of its silo.
+    couples_records: bool
+    #: Its moments depend on d = Z_G - mu_G.
+    sees_shift: bool
+
+    def init(self, loc: Tensor) -> Params:
+        """The silo's own parameters, rows centred at `loc` (N, n_local)."""
+        ...
+
+    def init_theta(self, dtype: torch.dtype) -> Params:
+        """Parameters that all silos share and that are fitted as part of theta."""
+        ...
+
+    def moments(
+        self, params: Params, theta: Params, rows: Mapping[str, Tensor], z_global: Tensor, shift: Tensor
+    ) -> Params:
+        """Moments (families.rows) given Z_G and shift d = Z_G - mu_G, both (n_global,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """Choices for q(Z_L | Z_G).
+
+    `scale`: "diagonal"; "block" for a full covariance within a record; "dense" for one over all records of a
+    silo, which couples records (full-batch only, no record-level privacy). `coupling`: the mean depends on Z_G.
+    `varying_scale`: the scale does as well; "auto" turns it on for the importance-weighted bound.
+    """
+
+    scale: Literal["diagonal", "block", "dense"] = "block"
+    coupling: bool | Literal["auto"] = "auto"
+    varying_scale: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("diagonal", "block", "dense"):
+            raise InputError(f"local scale '{self.scale}' is unknown; choose diagonal, block or dense")
+
+    def build(self, n_local: int, n_global: int, importance_samples: int) -> ConditionalGaussian:
+        """The family for a model's sizes; raises InputError for a combination that has no meaning."""
+        coupling = n_global <= COUPLED_UP_TO if self.coupling == "auto" else self.coupling
+        varying = coupling and importance_samples > 1 if self.varying_scale == "auto" else self.varying_scale
+        if self.scale == "dense" and importance_samples > 1:
+            raise InputError("a dense local scale couples records, so they cannot be importance-weighted one by one")
+        return ConditionalGaussian(n_local, n_global, self.scale, coupling, varying)
+
+
+class ConditionalGaussian:
+    """`Conditional` for fixed sizes."""
+
+    def __init__(self, n_local: int, n_global: int, scale: str, coupling: bool, varying: bool) -> None:
+        self.n_local, self.n_global = n_local, n_global
+        self.coupling, self.varying = coupling, varying
+        self.couples_records = scale == "dense"
+        self.correlated = scale == "block" and n_local > 1
+        self.sees_shift = (coupling or varying) and n_local > 0
+
+    def init(self, loc: Tensor) -> Params:
+        rows, n = loc.shape
+        params = {"loc": loc.clone(), "log_scale": torch.full_like(loc, math.log(INITIAL_SCALE))}
+        if self.coupling:
+            params["coupling"] = loc.new_zeros(rows, n, self.n_global)
+        if self.varying:
+            params["scale_coupling"] = loc.new_zeros(rows, n, self.n_global)
+        if self.correlated:
+            params["lower"] = loc.new_zeros(rows, n * (n - 1) // 2)
+        if self.couples_records:
+            # One matrix over the silo, stored a row a record: row i holds the factor's rows of record i.
+            params["dense"] = loc.new_zeros(rows, n, rows * n)
+        return params
+
+    def init_theta(self, dtype: torch.dtype) -> Params:
+        return {}
+
+    def moments(
+        self, params: Params, theta: Params, rows: Mapping[str, Tensor], z_global: Tensor, shift: Tensor
+    ) -> Params:
+        out = {"loc": params["loc"], "log_scale": params["log_scale"]}
+        if self.coupling:
+            out["loc"] = out["loc"] + (params["coupling"] * shift).sum(-1)
+        if self.varying:
+            out["log_scale"] = out["log_scale"] + (params["scale_coupling"] * shift).sum(-1)
+        if self.correlated:
+            out["lower"] = unit_lower(params["lower"], self.n_local)
+        if self.couples_records:
+            square = params["dense"].flatten(0, 1)
+            out["dense"] = torch.tril(square, -1) + torch.eye(square.shape[0], dtype=square.dtype, device=square.device)
+        return out

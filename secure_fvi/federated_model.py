@@ -1,0 +1,139 @@
+"""A Pyro program read as a federated model: which of its sites are global, a silo's, or a record's.
+
+The program is an ordinary Pyro function of a silo's data. Sites inside the record plate belong to one record,
+the named silo sites to one silo, all other latent sites to everybody (Hassan et al. 2023, eqs. 1 to 3);
+`pyro.param`s are theta, fitted by empirical Bayes. Nothing in the program knows about federation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A tensor that every silo passes to the program unchanged (a design constant, a grid), not one row a record."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class FederatedModel:
+    """A Pyro function with the roles of its sites.
+
+    `fn(**data)` is called with a silo's data. `record_plate` names the plate whose size is the number of
+    records. `silo_sites` are latent sites outside that plate of which each silo has its own copy.
+    """
+
+    fn: Callable[..., Any]
+    record_plate: str = "records"
+    silo_sites: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise InputError(f"FederatedModel needs a Pyro function, not {type(self.fn).__name__}")
+        if isinstance(self.silo_sites, str):
+            raise InputError(f"silo_sites is a tuple of site names; write ('{self.silo_sites}',)")
+        object.__setattr__(self, "silo_sites", tuple(self.silo_sites))
+
+
+class Schema(NamedTuple):
+    """What all parties know of the data: names, shapes and types, never a value that is not shared."""
+
+    fields: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # per record: name, shape of one record, dtype
+    constants: dict[str, Any]  # values that every silo passes unchanged
+
+    def dummy_rows(self, records: int, fill: float = 1.0) -> dict[str, Tensor]:
+        """Made data of `records` rows, for tracing; integers are zero, so that they index safely."""
+        return {
+            name: torch.full((records, *shape), fill if dtype.is_floating_point else 0, dtype=dtype)
+            for name, shape, dtype in self.fields
+        }
+
+    def to(self, device: torch.device) -> Schema:
+        """The same schema with its shared tensors on `device`."""
+        move = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.constants.items()}
+        return Schema(self.fields, move)
+
+
+class Records(NamedTuple):
+    """One silo's data, checked. Seen by that silo only."""
+
+    rows: dict[str, Tensor]  # (N_j, ...) each
+    size: int  # N_j
+
+
+def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Records]:
+    """Check a silo's data and tell its schema.
+
+    Floating point tensors are cast to `dtype`; no error message quotes a value. Raises InputError when the
+    first dimensions disagree, a value is not finite, or there is no record.
+    """
+    rows: dict[str, Tensor] = {}
+    constants: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, Shared):
+            constants[name] = _cast(value.tensor, dtype)
+        elif isinstance(value, Tensor):
+            rows[name] = _cast(value, dtype)
+        else:
+            constants[name] = value
+    if not rows:
+        raise InputError(f"silo '{silo}': no tensor in its data; each record needs one row of at least one tensor")
+    for name, tensor in rows.items():
+        if tensor.dim() == 0:
+            raise InputError(f"silo '{silo}': '{name}' has no first dimension; wrap a shared value in sf.Shared")
+    first = next(iter(rows))
+    count = rows[first].shape[0]
+    for name, tensor in rows.items():
+        if tensor.shape[0] != count:
+            raise InputError(
+                f"silo '{silo}': '{name}' has {tensor.shape[0]} rows and '{first}' has {count}; "
+                "the first dimension is the record (wrap tensors without it in sf.Shared)"
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"silo '{silo}': '{name}' holds NaN or infinite values; remove or impute them first")
+    if count == 0:
+        raise InputError(f"silo '{silo}' has no records; leave it out of the run")
+    fields = tuple((n, tuple(t.shape[1:]), t.dtype) for n, t in sorted(rows.items()))
+    return Schema(fields, constants), Records({n: rows[n] for n, _, _ in fields}, count)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:
+    """The one schema of all silos; raises InputError naming the first silo and field that differ."""
+    (first_id, first), *others = schemas.items()
+    for silo, schema in others:
+        if {f[0] for f in schema.fields} != {f[0] for f in first.fields}:
+            raise InputError(
+                f"silos '{first_id}' and '{silo}' hold different tensors: "
+                f"{sorted(f[0] for f in first.fields)} and {sorted(f[0] for f in schema.fields)}"
+            )
+        for mine, theirs in zip(first.fields, schema.fields, strict=True):
+            if mine != theirs:
+                raise InputError(
+                    f"'{mine[0]}' has shape {mine[1]} a record and type {mine[2]} at silo '{first_id}', "
+                    f"but {theirs[1]} and {theirs[2]} at silo '{silo}'"
+                )
+        for name in first.constants.keys() | schema.constants.keys():
+            if not _same(first.constants.get(name), schema.constants.get(name)):
+                raise InputError(f"shared value '{name}' differs between silos '{first_id}' and '{silo}'")
+    return first
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,84 @@
+"""Messages between server and silos: MessagePack of a fixed schema, with tensors as raw bytes. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.errors import ProtocolError
+
+VERSION = 1
+#: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
+ROUND, SUM = b"R", b"S"
+
+_DTYPES = {"f8": torch.float64, "f4": torch.float32}
+_NAMES = {v: k for k, v in _DTYPES.items()}
+
+
+def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """{name: [dtype, shape, bytes]}, little endian."""
+    return {
+        name: [_NAMES[t.dtype], list(t.shape), t.detach().cpu().contiguous().numpy().tobytes()]
+        for name, t in tensors.items()
+    }
+
+
+def unpack_tensors(packed: Any) -> dict[str, Tensor]:
+    """The inverse of `pack_tensors`; raises ProtocolError for anything else."""
+    out = {}
+    _require(isinstance(packed, dict), "tensors must be a map")
+    for name, entry in packed.items():
+        _require(isinstance(name, str) and isinstance(entry, list) and len(entry) == 3, "malformed tensor")
+        kind, shape, raw = entry
+        _require(kind in _DTYPES and isinstance(shape, list) and isinstance(raw, bytes), "malformed tensor")
+        _require(all(isinstance(n, int) and n >= 0 for n in shape), "malformed tensor shape")
+        _require(len(raw) == math.prod(shape) * int(kind[1]), "tensor of the wrong length")
+        out[name] = torch.from_numpy(np.frombuffer(raw, "<" + kind).reshape(shape).copy())
+    return out
+
+
+def encode_broadcast(message: Broadcast) -> bytes:
+    """Canonical bytes: their SHA-256 is the context that a contribution answers."""
+    packed: bytes = msgpack.packb(
+        [
+            VERSION,
+            message.round,
+            message.sum_index,
+            message.accepted,
+            list(message.cohort),
+            dict(message.scalars),
+            pack_tensors(message.tensors),
+        ]
+    )
+    return packed
+
+
+def decode_broadcast(raw: bytes) -> Broadcast:
+    """Raises ProtocolError unless `raw` has exactly the schema."""
+    try:
+        fields = msgpack.unpackb(raw)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError("a broadcast is not MessagePack") from error
+    _require(isinstance(fields, list) and len(fields) == 7, "a broadcast has seven fields")
+    version, round_, index, accepted, cohort, scalars, tensors = fields
+    _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
+    _require(all(type(n) is int and n >= 0 for n in (round_, index, accepted)), "malformed round numbers")
+    _require(isinstance(cohort, list) and all(isinstance(s, str) for s in cohort), "malformed cohort")
+    _require(
+        isinstance(scalars, dict)
+        and all(isinstance(k, str) and type(v) in (int, float) and math.isfinite(v) for k, v in scalars.items()),
+        "malformed scalars",
+    )
+    return Broadcast(round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors))
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ProtocolError(what)

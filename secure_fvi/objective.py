@@ -1,0 +1,153 @@
+"""Gradients of the federated bound, at a silo and at the server.
+
+For every record the bound is log (1/K) sum_k w_k with w_k = p(y_i, Z_ik | Z_G) / q(Z_ik | Z_G); K = 1 is the
+ELBO. Gradients are sticking the landing for K = 1 (Roeder et al. 2017; Hassan et al. 2023, eqs. S4 to S8) and
+doubly reparametrised for K > 1 (Tucker et al. 2019): with normalised weights v_k,
+
+- direct derivatives of log p(y, Z_k | Z_G) in Z_G, Z_S and theta are weighted by v_k;
+- derivatives along the paths through Z_k by v_k^2, log q's own parameters held fixed;
+- -(1/K) sum_k d/dZ_G log q(Z_k | Z_G), whose mean is zero, is kept as a control variate: with it K = 1 is
+  exactly sticking the landing.
+
+What a silo contributes about Z_G are two vectors of length n_global, not a gradient in eta_G of length
+n (n + 3) / 2: the server knows eps_G and pulls them back through f_G itself (docs/decisions/0001).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from secure_fvi.density import LogDensity
+from secure_fvi.families import GlobalFamily, LocalFamily, Params
+from secure_fvi.families import rows as gaussian_rows
+
+
+def vjp(fn: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:
+    """fn(*args), and the function that pulls a cotangent of it back to the arguments."""
+    value, pull_back = torch.func.vjp(fn, *args)[:2]
+    return value, pull_back
+
+
+class SiloGradient(NamedTuple):
+    """One silo's terms. The first four are summed over silos; `local` and `silo` stay."""
+
+    value: Tensor  # () the silo's part of the bound, nats
+    direct: Tensor  # (n_global,) gradient in Z_G with Z_L, Z_S held fixed
+    path: Tensor  # (n_global,) gradient in d = Z_G - mu_G, along Z_L and Z_S
+    theta: Params
+    local: Params  # gradient of the record-level variational parameters
+    silo: Params  # gradient of the silo-level variational parameters
+
+
+SiloFunction = Callable[..., SiloGradient]
+
+
+def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, importance_samples: int) -> SiloFunction:
+    """A pure function for one model and family.
+
+    It takes Z_G (n_global,), d = Z_G - mu_G (n_global,), theta, local and silo parameters, the rows of N
+    records, their weights (N,) (0 for padding, 1/q in a minibatch), eps_L (K, N, n_record) and eps_S (1, n_silo).
+    """
+    samples = importance_samples
+
+    def run(
+        z_global: Tensor,
+        shift: Tensor,
+        theta: Params,
+        local_params: Params,
+        silo_params: Params,
+        rows: Params,
+        weights: Tensor,
+        eps_local: Tensor,
+        eps_silo: Tensor,
+    ) -> SiloGradient:
+        def draw(params: Params, theta: Params, z_global: Tensor, shift: Tensor) -> Tensor:
+            return gaussian_rows.transform(local.moments(params, theta, rows, z_global, shift), eps_local)
+
+        def draw_silo(params: Params, shift: Tensor) -> Tensor:
+            return gaussian_rows.transform(silo.moments(params, {}, {}, z_global, shift), eps_silo)
+
+        def log_joint(z_global: Tensor, z_silo: Tensor, z_local: Tensor, theta: Params) -> tuple[Tensor, Tensor]:
+            def one(z: Tensor) -> tuple[Tensor, Tensor]:
+                terms = density.evaluate(z_global, z_silo[0], z, theta, rows)
+                return terms.records, terms.silo
+
+            if samples == 1:
+                records, silo_term = one(z_local[0])
+                return records.unsqueeze(0), silo_term
+            records, silo_terms = vmap(one)(z_local)
+            return records, silo_terms[0]
+
+        def log_local(z_local: Tensor, z_global: Tensor, shift: Tensor) -> Tensor:
+            return gaussian_rows.log_prob(local.moments(local_params, theta, rows, z_global, shift), z_local)
+
+        def log_silo(z_silo: Tensor, shift: Tensor) -> Tensor:
+            return gaussian_rows.log_prob(silo.moments(silo_params, {}, {}, z_global, shift), z_silo).sum()
+
+        z_local, draw_vjp = vjp(draw, local_params, theta, z_global, shift)
+        z_silo, draw_silo_vjp = vjp(draw_silo, silo_params, shift)
+        (log_p, log_p_silo), joint_vjp = vjp(log_joint, z_global, z_silo, z_local, theta)
+        log_q, log_q_vjp = vjp(log_local, z_local, z_global, shift)
+        log_q_silo, log_q_silo_vjp = vjp(log_silo, z_silo, shift)
+
+        log_w = log_p - log_q
+        share = torch.softmax(log_w, 0)
+        one = torch.ones_like(log_q_silo)
+        p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, one))
+        q_local, q_global, q_shift = log_q_vjp(share.square() * weights)
+        if samples > 1:
+            _, q_global, q_shift = log_q_vjp((weights / samples).expand_as(log_q))
+        q_silo, q_silo_shift = log_q_silo_vjp(one)
+
+        local_grad, path_theta, path_global, path_local = draw_vjp(share.unsqueeze(-1) * p_local - q_local)
+        silo_grad, path_silo = draw_silo_vjp(p_silo - q_silo)
+
+        bound = torch.logsumexp(log_w, 0) - math.log(samples)
+        return SiloGradient(
+            value=(weights * bound).sum() + log_p_silo - log_q_silo,
+            direct=p_global + path_global - q_global - q_shift - q_silo_shift,
+            path=path_local + path_silo,
+            theta={name: p_theta[name] + path_theta[name] for name in theta},
+            local=local_grad,
+            silo=silo_grad,
+        )
+
+    return run
+
+
+class ServerGradient(NamedTuple):
+    """Gradients of the whole bound. Everyone may see them: they follow from broadcasts and the total."""
+
+    value: Tensor  # () L0 = log p(Z_G) - log q(Z_G), nats
+    eta: Params
+    theta: Params
+
+
+def server_gradient(density: LogDensity, family: GlobalFamily) -> Callable[..., ServerGradient]:
+    """A pure function that adds L0 and pulls the silos' totals back to eta_G.
+
+    It takes eta_G, theta, eps_G and the sums over silos of `direct`, `path` and `theta`. Z_G moves with every
+    parameter of f_G, d = Z_G - mu_G with all but the mean, hence the correction of `loc`.
+    """
+
+    def run(
+        eta: Params, theta: Params, eps: Tensor, direct: Tensor, path: Tensor, theta_total: Params
+    ) -> ServerGradient:
+        z_global, transform_vjp = vjp(lambda eta: family.transform(eta, eps), eta)
+        log_p, prior_vjp = vjp(density.log_prior, z_global, theta)
+        log_q, log_q_vjp = vjp(lambda z: family.log_prob(eta, z), z_global)
+        one = torch.ones_like(log_q)
+        prior_global, prior_theta = prior_vjp(one)
+        (q_global,) = log_q_vjp(one)
+        (eta_grad,) = transform_vjp(direct + path + prior_global - q_global)
+        eta_grad["loc"] = eta_grad["loc"] - path
+        theta_grad: dict[str, Any] = {name: theta_total[name] + prior_theta[name] for name in theta}
+        return ServerGradient(log_p - log_q, eta_grad, theta_grad)
+
+    return run

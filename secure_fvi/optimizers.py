@@ -1,0 +1,102 @@
+"""Any torch optimiser as a pure function of tensors.
+
+`torch.optim` keeps its state in objects; algorithms here keep state in NamedTuples that are checkpointed, gathered
+for a minibatch and traced into the step's graph. The optimiser is therefore built anew in each call around the
+given state, with `differentiable=True`, which makes its step counter a tensor: one a record where needed, so
+that the state of a record that is absent from a minibatch stays frozen.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+
+Params = dict[str, Tensor]
+
+#: Optimisers whose step counter may be a tensor, so that their step can be traced and counted by record.
+TRACEABLE = ("adam", "adamw", "sgd", "rmsprop")
+#: What one step changes even along a zero gradient, before that step.
+_INITIAL_SCALARS = {"step": 0.0, "mu_product": 1.0}
+_BY_NAME = {
+    name.lower(): cls
+    for name, cls in vars(torch.optim).items()
+    if inspect.isclass(cls)
+    and issubclass(cls, torch.optim.Optimizer)
+    and "differentiable" in inspect.signature(cls).parameters
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A `torch.optim` class by its lower-case name, with its options (betas, momentum, ...)."""
+
+    name: str = "adam"
+    learning_rate: float = 0.05
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in _BY_NAME:
+            raise InputError(f"optimizer '{self.name}' is unknown; choose one of {', '.join(sorted(_BY_NAME))}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
+        try:
+            self._build([torch.zeros(1)])
+        except (TypeError, ValueError) as error:
+            raise InputError(f"optimizer '{self.name}' does not take these options: {error}") from None
+
+    @property
+    def traceable(self) -> bool:
+        return self.name in TRACEABLE
+
+    def _build(self, params: list[Tensor]) -> torch.optim.Optimizer:
+        cls: Any = _BY_NAME[self.name]
+        extra = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
+        built: torch.optim.Optimizer = cls(
+            params, lr=self.learning_rate, maximize=True, differentiable=True, **extra, **self.options
+        )
+        return built
+
+    def init(self, params: Params, by_row: bool = False) -> Params:
+        """State for `params`, named "<parameter>/<quantity>"; step counts are a row each when `by_row`."""
+        state = {}
+        for name, value in params.items():
+            # A step along a zero gradient leaves every moment at its initial value and shows which there are.
+            probe = torch.zeros_like(value)
+            probe.grad = torch.zeros_like(value)
+            optimizer = self._build([probe])
+            optimizer.step()
+            for key, entry in optimizer.state[probe].items():
+                if not isinstance(entry, Tensor):
+                    continue
+                if entry.dim() == 0:
+                    entry = _INITIAL_SCALARS.get(key, entry)
+                    shape = (value.shape[0],) + (1,) * (value.dim() - 1) if by_row else ()
+                    state[f"{name}/{key}"] = value.new_zeros(shape) + entry
+                else:
+                    state[f"{name}/{key}"] = entry.clone()
+        return state
+
+    def step(self, params: Params, gradients: Params, state: Params, scale: Tensor) -> tuple[Params, Params]:
+        """Ascend: parameters and state after one step whose length is multiplied by `scale` ()."""
+        new_params, new_state = dict(params), dict(state)
+        for name, value in params.items():
+            if value.numel() == 0:
+                continue
+            moved = value.clone()
+            moved.grad = gradients[name]
+            optimizer = self._build([moved])
+            prefix = f"{name}/"
+            entries = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
+            optimizer.state[moved].update(entries)
+            optimizer.step()
+            new_params[name] = value + scale * (moved.detach() - value)
+            for key in entries:
+                new_state[prefix + key] = optimizer.state[moved][key]
+        return new_params, new_state

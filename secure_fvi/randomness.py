@@ -1,0 +1,57 @@
+"""Random numbers that depend on who a record is, not on where it stands.
+
+eps_L comes from a counter-based generator: AES-256 under a key derived from the silo's secret, applied to
+(record id, round, position). The same records under another partition get the same draws (SFVI's invariance),
+and a server without the secret can never replay them. Distinct counters in, independent 64-bit words out: this
+is AES as a pseudorandom function, which is what "ECB" computes; no message is encrypted here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from torch import Tensor
+
+_LABEL = b"secure-fvi/draws/1/"
+UNIT_ID = -1  # the "record" that stands for the silo itself
+
+
+def derive_key(secret: bytes, purpose: bytes) -> bytes:
+    """A 32-byte key for one purpose."""
+    return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=_LABEL + purpose).derive(secret)
+
+
+class KeyedDraws:
+    """Draws for a fixed set of ids under one key. `ids` is int64 (N,)."""
+
+    def __init__(self, secret: bytes, purpose: bytes, ids: npt.NDArray[np.int64]) -> None:
+        self._cipher = Cipher(algorithms.AES(derive_key(secret, purpose)), modes.ECB())
+        self._ids = ids.astype(np.int64).view(np.uint64)
+
+    def __repr__(self) -> str:
+        return f"KeyedDraws({len(self._ids)} ids)"
+
+    def uniforms(self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
+        """Numbers in (0, 1), shape (N or len(rows), width), of 53 bits each."""
+        ids = self._ids if rows is None else self._ids[rows]
+        blocks = (width + 1) // 2
+        counters = np.empty((len(ids), blocks, 2), np.uint64)
+        counters[..., 0] = ids[:, None]
+        counters[..., 1] = np.arange(blocks, dtype=np.uint64) | np.uint64(round_ << 32)
+        words = np.frombuffer(self._cipher.encryptor().update(counters.tobytes()), np.uint64)
+        words = words.reshape(len(ids), 2 * blocks)[:, :width]
+        return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+    def normals(self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
+        """Standard normals, float64 (N or len(rows), width)."""
+        return torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, rows)))
+
+
+def server_normals(seed: int, round_: int, size: int) -> Tensor:
+    """eps_G of a round, float64 (size,). Everyone sees it; it depends on the seed and the round alone."""
+    secret = seed.to_bytes(16, "big", signed=True)
+    return KeyedDraws(secret, b"global", np.array([UNIT_ID])).normals(round_, size)[0]

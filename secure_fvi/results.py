@@ -1,0 +1,135 @@
+"""What a fit returns: the posterior of the global sites, and what is needed to draw from it and to predict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from secure_fvi.algorithms.base import Posterior, Problem
+from secure_fvi.density import Params
+from secure_fvi.errors import InputError
+from secure_fvi.runs.checkpoint import write_atomically
+
+_MOMENT_DRAWS = 20_000
+_MOMENT_SEED = 20_230_208
+
+
+class SitePosterior(NamedTuple):
+    """Mean and standard deviation of a global site in the model's own space, in the site's shape."""
+
+    mean: Tensor
+    sd: Tensor
+
+
+class SitePosteriors(dict[str, SitePosterior]):
+    """Posteriors by site; a name that does not exist is answered with those that do."""
+
+    def __missing__(self, name: str) -> SitePosterior:
+        raise InputError(f"no global site '{name}'; there are: {', '.join(self) or 'none'}")
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A fitted model. Everything in it follows from broadcasts and totals; local posteriors stay with the silos."""
+
+    algorithm: str
+    seed: int
+    silos: list[str]
+    rounds: int
+    seconds: float
+    elbo: float  # nats; mean over the last rounds (with importance samples: the tighter bound)
+    converged: bool
+    posterior: SitePosteriors
+    theta: Params  # in the model's own space
+    metrics: dict[str, Any]
+    aggregation: dict[str, Any]
+    privacy: dict[str, Any] | None
+    problem: Problem = field(repr=False)
+    variational: Posterior = field(repr=False)
+
+    def __repr__(self) -> str:
+        sites = ", ".join(self.posterior)
+        return f"Result({self.algorithm}, {self.rounds} rounds, converged={self.converged}, sites: {sites})"
+
+    def sample(self, n: int, seed: int = 0) -> Params:
+        """`n` draws of every global site, (n, *shape) each, in the model's own space."""
+        return draw_global(self.problem, self.variational, n, seed)
+
+    def predict(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Params:
+        """Posterior predictive draws for new records, (n, ...) for every observed site.
+
+        `data` holds the program's arguments; what the program observes is replaced by draws, so its values do not
+        matter. The records' own latents are drawn from their prior given the global draw.
+        """
+        from secure_fvi.prediction import predict
+
+        return predict(self.problem, self.variational, data, n, seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json."""
+        return {
+            "algorithm": self.algorithm,
+            "seed": self.seed,
+            "silos": self.silos,
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+            "elbo": self.elbo,
+            "converged": self.converged,
+            "posterior": {s: {"mean": p.mean.tolist(), "sd": p.sd.tolist()} for s, p in self.posterior.items()},
+            "theta": {name: value.tolist() for name, value in self.theta.items()},
+            "metrics": self.metrics,
+            "aggregation": self.aggregation,
+            "privacy": self.privacy,
+        }
+
+    def save(self, directory: str | Path) -> None:
+        """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {f"eta/{k}": v for k, v in self.variational.eta.items()}
+        tensors |= {f"theta/{k}": v for k, v in self.variational.theta.items()}
+        for site, moments in self.posterior.items():
+            tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+        write_atomically(directory / "posterior.safetensors", save(tensors, {"family": self.variational.family.name}))
+        write_atomically(directory / "result.json", json.dumps(self.to_json(), indent=2).encode())
+
+
+def draw_global(problem: Problem, posterior: Posterior, n: int, seed: int) -> Params:
+    """Draws of q(Z_G), constrained, (n, *shape) a site."""
+    if n < 1:
+        raise InputError(f"the number of draws must be at least 1, not {n}")
+    z = draw_unconstrained(posterior, n, seed)
+    return torch.func.vmap(lambda z: problem.density.constrain(z, posterior.theta)[0])(z)
+
+
+def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:
+    """Draws of Z_G (n, n_global)."""
+    loc = posterior.eta["loc"]
+    rng = torch.Generator().manual_seed(seed)
+    eps = torch.randn(n, posterior.family.noise_size, generator=rng, dtype=torch.float64).to(loc)
+    return torch.func.vmap(lambda e: posterior.family.transform(posterior.eta, e))(eps)
+
+
+def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:
+    """Moments of each global site: exact for real-valued sites, by a fixed set of draws for constrained ones."""
+    sd = posterior.family.stddev(posterior.eta)
+    exact_mean = problem.layout.split(posterior.eta["loc"], "global")
+    exact_sd = problem.layout.split(sd, "global")
+    real = {s.name for s in problem.layout.of("global") if "Real" in s.support}
+    draws = {} if len(real) == len(exact_mean) else draw_global(problem, posterior, _MOMENT_DRAWS, _MOMENT_SEED)
+    return SitePosteriors(
+        {
+            name: SitePosterior(exact_mean[name], exact_sd[name])
+            if name in real
+            else SitePosterior(draws[name].mean(0), draws[name].std(0))
+            for name in exact_mean
+        }
+    )

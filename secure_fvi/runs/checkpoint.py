@@ -1,0 +1,128 @@
+"""Checkpoints of the local engine: one safetensors file a party, switched over together.
+
+A party's state is a NamedTuple of tensors, arrays, dicts of tensors and plain values. Tensors go to safetensors,
+the rest to its JSON metadata; nothing is pickled. A checkpoint is a folder named by its round; the file LATEST,
+replaced atomically once the folder is on disk, says which one counts. Keys and masks of a secure sum are not
+part of it: a resumed run opens a new session, and sums do not depend on masks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+
+_LATEST = "LATEST"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file holds either its old content or all of the new, whatever happens in between."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) -> None:
+    """Write the state of every party after `round_` rounds and make it the one to resume from."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = directory / f"round-{round_:09d}"
+    if folder.exists():  # left over from a crash before it counted
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for number, (party, state) in enumerate(sorted(parties.items())):
+        tensors: dict[str, Tensor] = {}
+        skeleton = _take_apart(state, "s", tensors)
+        metadata = {"party": party, "state": json.dumps(skeleton)}
+        # The party's name may be any text, so it goes into the file, not into its name.
+        write_atomically(folder / f"{number:04d}.safetensors", save(tensors, metadata))
+    _sync_folder(directory)
+    write_atomically(directory / _LATEST, folder.name.encode())
+    for old in directory.glob("round-*"):
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def latest_round(directory: Path) -> int | None:
+    """Rounds done at the checkpoint to resume from; None when there is none."""
+    latest = directory / _LATEST
+    return int(latest.read_text().removeprefix("round-")) if latest.exists() else None
+
+
+def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+    """States by party, shaped like `templates`; None when there is no checkpoint.
+
+    Raises InputError when the checkpoint belongs to other parties or another configuration.
+    """
+    latest = directory / _LATEST
+    if not latest.exists():
+        return None
+    states = {}
+    for path in sorted((directory / latest.read_text()).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        party = metadata["party"]
+        if party not in templates:
+            raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
+        states[party] = _put_together(json.loads(metadata["state"]), templates[party], tensors, directory)
+    if states.keys() != templates.keys():
+        raise InputError(f"the checkpoint in {directory} is of another set of silos")
+    return states
+
+
+def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().cpu().contiguous().clone()
+        return {"t": path}
+    if isinstance(value, np.ndarray):
+        tensors[path] = torch.from_numpy(np.ascontiguousarray(value))
+        return {"n": path}
+    if isinstance(value, Mapping):
+        return {"d": {k: _take_apart(v, f"{path}/{k}", tensors) for k, v in value.items()}}
+    if isinstance(value, tuple):
+        return {"l": [_take_apart(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"v": value}
+    raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
+
+
+def _put_together(node: Any, template: Any, tensors: Mapping[str, Tensor], directory: Path) -> Any:
+    (kind, content), *_ = node.items()
+    if kind == "t":
+        value = tensors[content]
+        return value.to(template.device) if isinstance(template, Tensor) else value
+    if kind == "n":
+        return tensors[content].numpy()
+    if kind == "d":
+        known = template if isinstance(template, Mapping) else {}
+        return {k: _put_together(v, known.get(k), tensors, directory) for k, v in content.items()}
+    if kind == "l":
+        fields = template if isinstance(template, tuple) else (None,) * len(content)
+        if len(fields) != len(content):
+            raise InputError(f"the checkpoint in {directory} was written by another version or algorithm")
+        parts = [_put_together(c, f, tensors, directory) for c, f in zip(content, fields, strict=True)]
+        return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
+    return content
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

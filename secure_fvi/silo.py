@@ -1,0 +1,112 @@
+"""A silo: the only party that holds data. A state machine over bytes; it opens no connection.
+
+Data, local variational parameters and the silo's secret stay in this object. What leaves is what `handle` returns:
+contributions, which pass the gate and then the secure sum, and the sum's own protocol messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import SumSilo
+from secure_fvi.algorithms.base import Problem, Program, SiloView
+from secure_fvi.discovery import Start, start_at_silo
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.federated_model import Records
+from secure_fvi.messages import ROUND, SUM, decode_broadcast
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.randomness import UNIT_ID, KeyedDraws
+
+_SPARE_ID = -2
+
+
+class Pending(NamedTuple):
+    """A local state that waits for the server's word that sum `index` was used."""
+
+    sum_index: int
+    local: Any
+
+
+class Silo:
+    """One institution's party."""
+
+    def __init__(
+        self,
+        name: str,
+        problem: Problem,
+        program: Program,
+        records: Records,
+        record_ids: npt.NDArray[np.int64],
+        secret: bytes,
+        secure_sum: SumSilo,
+    ) -> None:
+        self.name, self.problem, self.program, self.size = name, problem, program, records.size
+        self._sum, self._gate, self._table = secure_sum, Gate(name), program.table()
+        self.view = _view(name, problem, records, record_ids, secret)
+        problem.density.check_global_density(records.rows, name)
+        self.local = program.init_local(self.view)
+        self.pending: Pending | None = None
+
+    def __repr__(self) -> str:
+        return f"Silo('{self.name}')"
+
+    def handle(self, message: bytes) -> bytes:
+        """Answer the server. Raises ProtocolError or AggregationError; nothing is released then."""
+        kind, body = message[:1], message[1:]
+        if kind == SUM:
+            return self._sum.handle(body)
+        if kind != ROUND:
+            raise ProtocolError(f"silo '{self.name}': a message of unknown kind")
+        broadcast = decode_broadcast(body)
+        self.settle(broadcast.accepted)
+        values, local = self.program.contribute(broadcast, self.local, self.view)
+        released = self._gate.release(self._table, values)
+        answer = self._sum.contribute(
+            broadcast.sum_index, broadcast.cohort, self._table, released, hashlib.sha256(body).digest()
+        )
+        self.pending = Pending(broadcast.sum_index, local)
+        return answer
+
+    def settle(self, accepted: int) -> None:
+        """Adopt the pending local state if the server used the sum it belongs to, forget it otherwise."""
+        if self.pending is not None:
+            if self.pending.sum_index == accepted:
+                self.local = self.pending.local
+            self.pending = None
+
+
+def _view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int64], secret: bytes) -> SiloView:
+    """Records with one spare row at the end (a copy of the first, of weight zero), and the silo's draws."""
+    if ids.shape != (records.size,):
+        raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
+    if len(np.unique(ids)) != len(ids) or (ids < 0).any():
+        raise InputError(f"silo '{silo}': record ids must be different whole numbers of at least 0")
+    rows = {name: torch.cat([t, t[:1]]).to(problem.device) for name, t in records.rows.items()}
+    weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
+    weights[-1] = 0.0
+    keyed = np.append(ids, _SPARE_ID)
+    start = start_at_silo(
+        problem.model, {n: t.cpu() for n, t in rows.items()}, problem.schema.constants, problem.dtype, silo
+    )
+    return SiloView(
+        silo,
+        rows,
+        weights,
+        records.size,
+        Start(*(_move(v, problem.device) for v in start)),  # type: ignore[arg-type]
+        KeyedDraws(secret, b"records", keyed),
+        KeyedDraws(secret, b"batches", keyed),
+        KeyedDraws(secret, b"silo/" + silo.encode(), np.array([UNIT_ID])),
+    )
+
+
+def _move(value: Tensor | dict[str, Tensor], device: torch.device) -> Tensor | dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return {name: tensor.to(device) for name, tensor in value.items()}

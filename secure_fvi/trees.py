@@ -1,0 +1,42 @@
+"""Small operations on dicts of tensors, which is what parameters, optimiser state and rows of data are."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+
+
+def merge(**parts: Params) -> Params:
+    """One dict with keys "<part>/<name>"."""
+    return {f"{prefix}/{name}": value for prefix, part in parts.items() for name, value in part.items()}
+
+
+def part(merged: Params, prefix: str) -> Params:
+    """The part of a merged dict, its prefix removed."""
+    return {k.removeprefix(prefix + "/"): v for k, v in merged.items() if k.startswith(prefix + "/")}
+
+
+def take(rows: Params, at: Tensor | None) -> Params:
+    """The rows at the given positions; None means all."""
+    return rows if at is None else {name: value.index_select(0, at) for name, value in rows.items()}
+
+
+def put(rows: Params, at: Tensor | None, new: Params) -> Params:
+    """`rows` with `new` at the given positions: records that took no part keep their state."""
+    return new if at is None else {name: value.index_copy(0, at, new[name]) for name, value in rows.items()}
+
+
+def running_average(average: Params, latest: Params, count: int) -> Params:
+    """The average including `latest` as its `count`-th term; `latest` itself outside the averaging phase."""
+    if count <= 1:
+        return latest
+    return {name: torch.lerp(old, latest[name], 1.0 / count) for name, old in average.items()}
+
+
+def to_numpy(tensor: Tensor) -> npt.NDArray[np.float64]:
+    """Float64 on the CPU."""
+    return tensor.detach().cpu().numpy().astype(np.float64)
