@@ -12,6 +12,7 @@ Tails are hypergeometric and computed with exact integers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -98,10 +99,9 @@ def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
     )
 
 
-def ring_neighbours(order: tuple[int, ...], k: int) -> dict[int, tuple[int, ...]]:
-    """Each member's k neighbours (sorted): the k/2 before and after it in the circular `order`."""
+def ring_neighbours(order: Sequence[int], at: int, k: int) -> tuple[int, ...]:
+    """The k neighbours (sorted) of the member at place `at` of the circular `order`: k/2 before it, k/2 after."""
     n = len(order)
     if k >= n - 1:
-        return {m: tuple(sorted(set(order) - {m})) for m in order}
-    steps = [*range(-(k // 2), 0), *range(1, k // 2 + 1)]
-    return {m: tuple(sorted(order[(at + s) % n] for s in steps)) for at, m in enumerate(order)}
+        return tuple(sorted(set(order) - {order[at]}))
+    return tuple(sorted(order[(at + step) % n] for step in range(-(k // 2), k // 2 + 1) if step))

@@ -123,8 +123,7 @@ class MaskedServer:
         roster = self._roster
         if len(payloads) < roster.min_cohort:
             raise AggregationError(
-                f"sum {index}: {len(payloads)} silos contributed, at least min_cohort = {roster.min_cohort} "
-                "are needed"
+                f"sum {index}: {len(payloads)} silos contributed, at least min_cohort = {roster.min_cohort} are needed"
             )
         bitmap = roster.bitmap(frozenset(payloads))
         survivors = roster.members_of(self._store.claim(f"survivors/{index}", bitmap))

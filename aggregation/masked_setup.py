@@ -95,9 +95,7 @@ class Setup:
         if len(set(message.public_keys)) != len(members):
             raise ProtocolError("two silos have the same ephemeral key")
         self._key_set, self._members = message, members
-        self._hash = key_set_hash(
-            roster, self.attempt, message.members, message.public_keys, message.nonce_commitments
-        )
+        self._hash = key_set_hash(roster, self.attempt, message.members, message.public_keys, message.nonce_commitments)
         if roster.neighbourhood.complete:
             self._fix(members)
         return NonceReveal(self.attempt, self._hash, self._nonce)
@@ -119,9 +117,7 @@ class Setup:
         rows = zip(self._members, message.nonces, self._key_set.nonce_commitments, strict=True)
         for place, nonce, commitment in rows:
             if not hmac.compare_digest(nonce_commitment(self.roster, self.attempt, place, nonce), commitment):
-                raise ProtocolError(
-                    f"the nonce of silo '{self.roster.ids[place]}' is not what it committed to"
-                )
+                raise ProtocolError(f"the nonce of silo '{self.roster.ids[place]}' is not what it committed to")
         self._fix(graph_order(self._hash, self._members, message.nonces))
         self._nonces = message
 
@@ -132,7 +128,7 @@ class Setup:
         assert self._key_set is not None
         session = Session(self.roster, self._hash, self._members, order)
         keys = dict(zip(self._members, self._key_set.public_keys, strict=True))
-        for place in session.neighbours[self.me]:
+        for place in session.neighbours(self.me):
             try:
                 secret = self._private.exchange(X25519PublicKey.from_public_bytes(keys[place]))
             except ValueError:  # a point of small order, whose shared secret would be all zeros

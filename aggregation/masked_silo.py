@@ -50,9 +50,7 @@ class MaskedSilo:
         if roster.members[self._me][1] != identity.public_key:
             raise InputError(f"the roster holds another identity key for silo '{silo_id}'")
         if min_cohort is not None and roster.min_cohort < min_cohort:
-            raise InputError(
-                f"the roster's min_cohort {roster.min_cohort} is below this site's, {min_cohort}"
-            )
+            raise InputError(f"the roster's min_cohort {roster.min_cohort} is below this site's, {min_cohort}")
         self.silo_id = silo_id
         self._roster = roster
         self._identity = identity
@@ -123,8 +121,7 @@ class MaskedSilo:
             raise ProtocolError(f"the cohort of sum {index} does not fit the roster")
         if len(members) < self._roster.min_cohort:
             raise ProtocolError(
-                f"the cohort of sum {index} has {len(members)} silos, "
-                f"below min_cohort = {self._roster.min_cohort}"
+                f"the cohort of sum {index} has {len(members)} silos, below min_cohort = {self._roster.min_cohort}"
             )
 
     def _ring(self, table: BlockTable) -> Ring:

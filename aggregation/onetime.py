@@ -46,9 +46,7 @@ class Drawn(NamedTuple):
         return "Drawn(...)"
 
 
-def mask_key(
-    session: Session, batch_digest: bytes, index: int, table: bytes, context: bytes, seed: bytes
-) -> bytes:
+def mask_key(session: Session, batch_digest: bytes, index: int, table: bytes, context: bytes, seed: bytes) -> bytes:
     """The key of one mask of one sum; any party that differs in a field gets an unrelated one."""
     return derive_key(seed, LABEL_MASK, session.binding, batch_digest, number(index), table, context)
 
@@ -67,11 +65,11 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
     """Fresh secrets of `me` for all indices of `batch`, with the deposit that goes to the server."""
     count = session.roster.batch
     secrets = np.frombuffer(os.urandom(count * 64), np.uint8).reshape(count, 2, 32)
-    holders = session.holders[me]
+    holders = session.holders(me)
     rows = shamir.share(secrets.reshape(-1), len(holders), session.threshold)
     shares = dict(zip(holders, rows, strict=True))
 
-    neighbours = session.neighbours[me]
+    neighbours = session.neighbours(me)
     seeds = b"".join(pair_seeds(session, batch, pair_secrets[v], me, v) for v in neighbours)
     by_index = np.frombuffer(seeds, np.uint8).reshape(len(neighbours), count, 32).swapaxes(0, 1)
     commitments, sealed = [], []
@@ -79,12 +77,8 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
         index = batch * count + at
         commitments.append(secret_commitment(session.binding, me, index, b"b", b.tobytes()))
         commitments.append(secret_commitment(session.binding, me, index, b"e", e.tobytes()))
-        sealed.append(
-            _sealing(session, me, index, e.tobytes()).encrypt(bytes(_NONCE), by_index[at].tobytes(), b"")
-        )
-    envelopes = [
-        _seal_envelope(session, batch, me, v, pair_secrets[v], shares[v].tobytes()) for v in neighbours
-    ]
+        sealed.append(_sealing(session, me, index, e.tobytes()).encrypt(bytes(_NONCE), by_index[at].tobytes(), b""))
+    envelopes = [_seal_envelope(session, batch, me, v, pair_secrets[v], shares[v].tobytes()) for v in neighbours]
     own = shares.get(me)
     return Drawn(
         secrets[:, SELF].tobytes(),
@@ -100,7 +94,7 @@ def _sealing(session: Session, owner: int, index: int, e: bytes) -> AESGCM:
 
 def sealed_length(session: Session, owner: int) -> int:
     """Bytes of one index's sealed seeds."""
-    return 32 * len(session.neighbours[owner]) + _TAG
+    return 32 * len(session.neighbours(owner)) + _TAG
 
 
 def open_seeds(session: Session, owner: int, index: int, e: bytes, sealed_seeds: bytes) -> dict[int, bytes]:
@@ -113,7 +107,7 @@ def open_seeds(session: Session, owner: int, index: int, e: bytes, sealed_seeds:
         )
     except InvalidTag:
         raise ProtocolError(f"the sealed seeds of silo '{session.roster.ids[owner]}' do not open") from None
-    return {v: plain[32 * i : 32 * i + 32] for i, v in enumerate(session.neighbours[owner])}
+    return {v: plain[32 * i : 32 * i + 32] for i, v in enumerate(session.neighbours(owner))}
 
 
 def _envelope_fields(session: Session, batch: int, sender: int, receiver: int) -> tuple[bytes, ...]:

@@ -48,8 +48,7 @@ class MaskStream:
 
     def __init__(self, masks: Sequence[Mask], dtype: np.dtype[np.generic]) -> None:
         self._encryptors = [
-            (Cipher(algorithms.AES(m.key), _START).encryptor(), np.subtract if m.negative else np.add)
-            for m in masks
+            (Cipher(algorithms.AES(m.key), _START).encryptor(), np.subtract if m.negative else np.add) for m in masks
         ]
         self._buffer = bytearray(CHUNK_BYTES + 15)
         self._stream = np.frombuffer(self._buffer, dtype, CHUNK_BYTES // dtype.itemsize)

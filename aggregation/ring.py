@@ -97,19 +97,14 @@ class Ring:
             self.encode_part(values, part, out[part], uniforms)
         return out
 
-    def encode_part(
-        self, values: FloatArray, part: slice, out: RingArray, uniforms: FloatArray | None = None
-    ) -> None:
+    def encode_part(self, values: FloatArray, part: slice, out: RingArray, uniforms: FloatArray | None = None) -> None:
         """Encode `values[part]` into `out`, of the part's length; errors as in `encode`."""
         x = values[part]
         # A comparison with NaN is false, so this refuses NaN and infinities too.
         if not (np.abs(x) <= self._bounds[part]).all():
             self._refuse(values)
         scaled = x * self._scales[part]
-        if uniforms is None:
-            rounded = np.rint(scaled)
-        else:
-            rounded = np.floor(np.add(scaled, uniforms[part], out=scaled.copy()))
+        rounded = np.rint(scaled) if uniforms is None else np.floor(scaled + uniforms[part])
         if self._any_integer:
             fractional = rounded != scaled
             if (fractional & self._integer[part]).any():
@@ -124,13 +119,9 @@ class Ring:
         """Raise the AggregationError that names the first offending block."""
         for block, part in zip(self.table.blocks, self.table.split(values).values(), strict=True):
             if not np.isfinite(part).all():
-                raise AggregationError(
-                    f"block '{block.name}' (bound {block.bound:g}) holds a value that is not finite"
-                )
+                raise AggregationError(f"block '{block.name}' (bound {block.bound:g}) holds a value that is not finite")
             if not (np.abs(part) <= block.bound).all():
                 raise AggregationError(f"block '{block.name}' holds a value past its bound {block.bound:g}")
             if block.integer and (part != np.rint(part)).any():
-                raise AggregationError(
-                    f"integer block '{block.name}' (bound {block.bound:g}) holds a fraction"
-                )
+                raise AggregationError(f"integer block '{block.name}' (bound {block.bound:g}) holds a fraction")
         raise AggregationError("a value cannot be encoded")

@@ -61,9 +61,7 @@ class ServerState:
             if kept is None:
                 continue
             deposits, signatures, active = msgpack.unpackb(kept, strict_map_key=False)
-            batch = ServerBatch(
-                self.session, number, {place: unpack(d, Deposit) for place, d in deposits.items()}
-            )
+            batch = ServerBatch(self.session, number, {place: unpack(d, Deposit) for place, d in deposits.items()})
             batch.signatures.update(signatures)
             batch.active.update(active)
             self.batches[number] = batch
@@ -71,9 +69,7 @@ class ServerState:
     def _session_of(self, key_set: KeySet, nonces: Nonces) -> Session:
         roster = self.roster
         members = roster.members_of(key_set.members)
-        named = key_set_hash(
-            roster, key_set.attempt, key_set.members, key_set.public_keys, key_set.nonce_commitments
-        )
+        named = key_set_hash(roster, key_set.attempt, key_set.members, key_set.public_keys, key_set.nonce_commitments)
         complete = roster.neighbourhood.complete
         order = members if complete else graph_order(named, members, nonces.nonces)
         return Session(roster, named, members, order)
@@ -85,9 +81,7 @@ class ServerState:
             del self.batches[old]
         deposits = {place: pack(d) for place, d in batch.deposits.items()}
         state = [deposits, batch.signatures, sorted(batch.active)]
-        self.store.put(
-            {f"batch/{batch.number}": msgpack.packb(state), "batches": msgpack.packb(sorted(self.batches))}
-        )
+        self.store.put({f"batch/{batch.number}": msgpack.packb(state), "batches": msgpack.packb(sorted(self.batches))})
         first = [old * self.roster.batch for old in gone]
         indices = [i for f in first for i in range(f, f + self.roster.batch)]
         self.store.drop([*(f"batch/{old}" for old in gone), *(f"survivors/{i}" for i in indices)])
@@ -119,9 +113,7 @@ class ServerState:
             self.session = self._session_of(key_set, nonces)
             self.store.put({"key_set": pack(key_set), "nonces": pack(nonces)})
             return
-        raise AggregationError(
-            f"no set-up in {MAX_ATTEMPTS} attempts: silos dropped out between its exchanges"
-        )
+        raise AggregationError(f"no set-up in {MAX_ATTEMPTS} attempts: silos dropped out between its exchanges")
 
     def _bring_up(self, session: Session) -> Exchanges[None]:
         """Send the session to members that missed it; after a restart of the server, to all."""
@@ -173,9 +165,7 @@ class ServerState:
         needed = self.roster.signatures_needed if self.roster.consistency_check else 0
         needed = max(needed, self.roster.min_cohort)
         if present < needed:
-            raise AggregationError(
-                f"{stage}: {present} of {self.roster.size} silos answered, {needed} are needed"
-            )
+            raise AggregationError(f"{stage}: {present} of {self.roster.size} silos answered, {needed} are needed")
 
     # Exchanges
 
@@ -212,5 +202,5 @@ def _well_formed(session: Session, place: int, number: int, deposit: Deposit) ->
         deposit.batch == number
         and len(deposit.commitments) == 64 * count
         and len(deposit.sealed_seeds) == count * sealed_length(session, place)
-        and len(deposit.envelopes) == len(session.neighbours[place])
+        and len(deposit.envelopes) == len(session.neighbours(place))
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from secure_fvi.aggregation.graph import complete_threshold, ring_neighbours
 from secure_fvi.aggregation.kdf import digest
@@ -33,9 +32,7 @@ def nonce_commitment(roster: Roster, attempt: int, place: int, nonce: bytes) -> 
 
 def advert_statement(roster: Roster, attempt: int, place: int, public_key: bytes, commitment: bytes) -> bytes:
     """What a silo signs for its ephemeral key; with the roster's hash in it, this signs the roster too."""
-    return digest(
-        LABEL_ADVERT, roster.session, roster.hash, number(attempt), number(place), public_key, commitment
-    )
+    return digest(LABEL_ADVERT, roster.session, roster.hash, number(attempt), number(place), public_key, commitment)
 
 
 def key_set_hash(
@@ -67,15 +64,37 @@ class Session:
         self.binding = roster.session + roster.hash + key_set
         hood = roster.neighbourhood
         complete = hood.complete or hood.k >= len(self.members) - 1
-        self.neighbours = ring_neighbours(tuple(order), len(self.members) if complete else hood.k)
-        # In a complete graph a silo holds a share of its own too, so that three silos can lose one.
-        self.holders = {m: self.members if complete else self.neighbours[m] for m in self.members}
+        self._complete = complete
+        self._degree = len(self.members) if complete else hood.k
+        self._order = tuple(order)
+        self._place_in_order = {member: at for at, member in enumerate(order)}
+        self._neighbours: dict[int, tuple[int, ...]] = {}
+        self._positions: dict[int, dict[int, int]] = {}
         self.threshold = complete_threshold(len(self.members)) if complete else hood.threshold
-        self.position = lru_cache(maxsize=None)(self._position)
 
-    def _position(self, owner: int, holder: int) -> int:
+    def neighbours(self, member: int) -> tuple[int, ...]:
+        """With whom `member` shares masks, ascending."""
+        known = self._neighbours.get(member)
+        if known is None:
+            known = ring_neighbours(self._order, self._place_in_order[member], self._degree)
+            self._neighbours[member] = known
+        return known
+
+    def holders(self, owner: int) -> tuple[int, ...]:
+        """Who holds shares of `owner`'s secrets, ascending: its neighbours.
+
+        In a complete graph `owner` itself holds one too, so that three silos can lose one.
+        """
+        return self.members if self._complete else self.neighbours(owner)
+
+    def position(self, owner: int, holder: int) -> int:
         """The point 1, 2, ... at which `holder`'s shares of `owner`'s secrets are taken."""
-        return self.holders[owner].index(holder) + 1
+        key = 0 if self._complete else owner
+        known = self._positions.get(key)
+        if known is None:
+            known = {member: at for at, member in enumerate(self.holders(owner), 1)}
+            self._positions[key] = known
+        return known[holder]
 
     def deposit_digest(self, batch: int, owner: int, commitments: bytes, sealed_seeds: bytes) -> bytes:
         """Names the public part of one silo's deposit."""

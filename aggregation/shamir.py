@@ -66,7 +66,5 @@ def lagrange_at_zero(positions: tuple[int, ...]) -> Any:
 def recover(positions: tuple[int, ...], shares: ByteArray) -> ByteArray:
     """The secrets (length,) from `shares` (t, length), row i held at `positions[i]`."""
     field = _field()
-    recovered: ByteArray = np.asarray(np.add.reduce(lagrange_at_zero(positions) * shares.view(field))).view(
-        np.uint8
-    )
+    recovered: ByteArray = np.asarray(np.add.reduce(lagrange_at_zero(positions) * shares.view(field))).view(np.uint8)
     return recovered

@@ -73,19 +73,15 @@ class SiloBatch:
         session, roster = self.session, self.session.roster
         depositors = roster.members_of(delivery.depositors)
         if not set(session.members).issuperset(depositors) or self.me not in depositors:
-            raise ProtocolError(
-                "the depositors of a batch must be members of the key set, this silo among them"
-            )
+            raise ProtocolError("the depositors of a batch must be members of the key set, this silo among them")
         needed = max(roster.min_cohort, roster.signatures_needed if roster.consistency_check else 0)
         if len(depositors) < needed:
             raise ProtocolError(f"a batch of {len(depositors)} silos; at least {needed} are needed")
-        own = session.deposit_digest(
-            self.number, self.me, self.deposit.commitments, self.deposit.sealed_seeds
-        )
+        own = session.deposit_digest(self.number, self.me, self.deposit.commitments, self.deposit.sealed_seeds)
         if len(delivery.digests) != len(depositors) or own != delivery.digests[depositors.index(self.me)]:
             raise ProtocolError("the digests of a batch do not fit its depositors")
         present = frozenset(depositors)
-        senders = [v for v in session.neighbours[self.me] if v in present]
+        senders = [v for v in session.neighbours(self.me) if v in present]
         if len(delivery.envelopes) != len(senders):
             raise ProtocolError("a batch needs one envelope from each neighbour that deposited")
         for sender, envelope in zip(senders, delivery.envelopes, strict=True):
@@ -95,7 +91,7 @@ class SiloBatch:
                 self._held[sender] = shares
             seeds = pair_seeds(session, self.number, secret, self.me, sender)
             self._peers.append((seeds, self.me > sender))
-        self._owners = [v for v in session.holders[self.me] if v in present]
+        self._owners = [v for v in session.holders(self.me) if v in present]
         self.depositors = present
         self.digest = session.batch_digest(self.number, delivery.depositors, delivery.digests)
         self._delivery = delivery

@@ -62,14 +62,10 @@ class SiloState:
         for number in msgpack.unpackb(self.store.get("batches") or b"\x90"):
             kept = self.store.get(f"batch/{number}")
             if kept is not None and self._setup.session is not None:
-                self._batches[number] = SiloBatch.restore(
-                    self._setup.session, self.me, kept, self._setup.pair_secrets
-                )
+                self._batches[number] = SiloBatch.restore(self._setup.session, self.me, kept, self._setup.pair_secrets)
 
     def _keep(self, batch: SiloBatch) -> None:
-        self.store.put(
-            {f"batch/{batch.number}": batch.to_bytes(), "batches": msgpack.packb(sorted(self._batches))}
-        )
+        self.store.put({f"batch/{batch.number}": batch.to_bytes(), "batches": msgpack.packb(sorted(self._batches))})
 
     def _keep_setup(self, setup: Setup) -> None:
         self.store.put({"setup": setup.to_bytes()})
@@ -172,9 +168,7 @@ class SiloState:
         if not len(signers) == len(signatures) == len(statements):
             raise ProtocolError("a signature of each signer is needed")
         if len(signers) < self.roster.signatures_needed:
-            raise ProtocolError(
-                f"{len(signers)} signatures; {self.roster.signatures_needed} of the roster are needed"
-            )
+            raise ProtocolError(f"{len(signers)} signatures; {self.roster.signatures_needed} of the roster are needed")
         for place, signature, statement in zip(signers, signatures, statements, strict=True):
             if not self.roster.verify(place, signature, statement):
                 raise ProtocolError(f"the signature of silo '{self.roster.ids[place]}' is not valid here")

@@ -45,8 +45,8 @@ class ServerBatch:
         """What `receiver` gets: the batch's digests, and its envelope from each neighbour that deposited."""
         session = self.session
         envelopes = [
-            self.deposits[v].envelopes[session.neighbours[v].index(receiver)]
-            for v in session.neighbours[receiver]
+            self.deposits[v].envelopes[session.neighbours(v).index(receiver)]
+            for v in session.neighbours(receiver)
             if v in self.present
         ]
         return Deliver(self.number, self._bitmap, self._digests, envelopes)
@@ -66,7 +66,7 @@ class ServerBatch:
 
     def held_by(self, holder: int) -> list[int]:
         """The owners of the shares in `holder`'s answer, in its order."""
-        return [v for v in self.session.holders[holder] if v in self.present]
+        return [v for v in self.session.holders(holder) if v in self.present]
 
     def commitment(self, owner: int, index: int, kind: bytes) -> bytes:
         """What `owner` committed to for its b or e of `index`."""
@@ -89,9 +89,7 @@ def unmask(
     recovered or does not match its commitment.
     """
     session = batch.session
-    dropped = [
-        d for d in batch.depositors if d not in payloads and any(v in payloads for v in session.neighbours[d])
-    ]
+    dropped = [d for d in batch.depositors if d not in payloads and any(v in payloads for v in session.neighbours(d))]
     wanted = {**dict.fromkeys(payloads, b"b"), **dict.fromkeys(dropped, b"e")}
     secrets = _recover(batch, index, wanted, shares)
 
@@ -105,7 +103,7 @@ def unmask(
             seeds = open_seeds(session, d, index, secrets[d], batch.deposits[d].sealed_seeds)
         except ProtocolError as error:
             raise AggregationError(f"sum {index}: {error}") from None
-        masks += [Mask(key(seeds[v]), v < d) for v in session.neighbours[d] if v in payloads]
+        masks += [Mask(key(seeds[v]), v < d) for v in session.neighbours(d) if v in payloads]
 
     total = np.zeros(ring.table.size, ring.dtype)
     for payload in payloads.values():
@@ -132,8 +130,7 @@ def _recover(
     for owner in wanted:
         if len(found[owner]) < t:
             raise AggregationError(
-                f"sum {index}: {len(found[owner])} shares of silo '{session.roster.ids[owner]}' came in, "
-                f"{t} are needed"
+                f"sum {index}: {len(found[owner])} shares of silo '{session.roster.ids[owner]}' came in, {t} are needed"
             )
         groups[tuple(sorted(found[owner])[:t])].append(owner)
     secrets: dict[int, bytes] = {}
@@ -154,9 +151,7 @@ def _matches(batch: ServerBatch, owner: int, index: int, kind: bytes, secret: by
     return hmac.compare_digest(commitment, batch.commitment(owner, index, kind))
 
 
-def _recover_around(
-    batch: ServerBatch, owner: int, index: int, kind: bytes, found: Mapping[int, bytes]
-) -> bytes:
+def _recover_around(batch: ServerBatch, owner: int, index: int, kind: bytes, found: Mapping[int, bytes]) -> bytes:
     """Try other subsets of the shares, since some holder sent a wrong one."""
     for positions in islice(combinations(sorted(found, reverse=True), batch.session.threshold), _TRIES):
         stacked = np.frombuffer(b"".join(found[p] for p in positions), np.uint8)

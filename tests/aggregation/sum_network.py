@@ -78,11 +78,7 @@ def table_of(size: int, bound: float = 10.0) -> BlockTable:
     return BlockTable((Block("gradient", (size - 1,), bound), Block("count", (1,), 1e6, integer=True)))
 
 
-def random_values(
-    ids: Sequence[str], table: BlockTable, seed: int = 0, bound: float = 10.0
-) -> dict[str, FloatArray]:
+def random_values(ids: Sequence[str], table: BlockTable, seed: int = 0, bound: float = 10.0) -> dict[str, FloatArray]:
     """Values within `table_of`'s bounds."""
     rng = np.random.default_rng(seed)
-    return {
-        s: np.append(rng.uniform(-bound, bound, table.size - 1), float(rng.integers(0, 1000))) for s in ids
-    }
+    return {s: np.append(rng.uniform(-bound, bound, table.size - 1), float(rng.integers(0, 1000))) for s in ids}
