@@ -26,9 +26,7 @@ AGGREGATIONS = {
 def named(choices: Mapping[str, str], key: str, name: str) -> type[Any]:
     """The class that `name` stands for in `choices`; raises InputError naming the dotted `key` otherwise."""
     if name not in choices:
-        raise InputError(
-            f"{key} = '{name}': must be one of {', '.join(sorted(choices))}{nearest(name, choices)}"
-        )
+        raise InputError(f"{key} = '{name}': must be one of {', '.join(sorted(choices))}{nearest(name, choices)}")
     module, attribute = choices[name].split(":")
     found: type[Any] = getattr(importlib.import_module(module), attribute)
     return found
@@ -83,9 +81,7 @@ def resolved(instance: Any) -> dict[str, Any]:
             table[f.name] = resolved(value)
         elif isinstance(value, Mapping):
             table[f.name] = dict(value)
-        elif isinstance(value, bool | int | str | list | tuple) or (
-            isinstance(value, float) and not math.isnan(value)
-        ):
+        elif isinstance(value, bool | int | str | list | tuple) or (isinstance(value, float) and not math.isnan(value)):
             table[f.name] = list(value) if isinstance(value, tuple) else value
     return table
 

@@ -1,0 +1,159 @@
+"""The folder of one run: who may write to it, what it already holds, and how it begins and ends.
+
+config.toml is written first and atomically, so a folder either holds a run that can be continued or nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from secure_fvi.errors import InputError
+from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.runs.config import Config, parse
+
+State = Literal["empty", "begun", "finished"]
+
+#: Names that only a run writes; `discard` removes these and nothing else.
+_OURS = (
+    "config.toml",
+    "run.json",
+    "metrics.jsonl",
+    "result.json",
+    "posterior.safetensors",
+    "marginals.json",
+    "compare.json",
+    "report.html",
+    "checkpoint",
+)
+
+
+class RunDirectory:
+    """The folder `path`. Nothing is written before `begin`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._existed = path.exists()
+        self._handle: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def state(self) -> State:
+        if (self.path / "result.json").exists():
+            return "finished"
+        return "begun" if (self.path / "config.toml").exists() else "empty"
+
+    def check_new(self) -> None:
+        """Raises InputError unless a new run may begin here: the folder does not exist or is empty."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"--out '{self.path}' is a file; give a folder")
+        if self.state == "finished":
+            raise InputError(f"--out '{self.path}' holds a finished run; give another folder")
+        if self.state == "begun":
+            raise InputError(f"--out '{self.path}' holds an unfinished run; add --resume, or give another folder")
+        if self._foreign():
+            raise InputError(f"--out '{self.path}' holds other files; give a new or empty folder")
+
+    def check_same(self, config: Config, digest: str) -> None:
+        """Raises InputError unless the run in this folder has this configuration and these data."""
+        before, now = _flat(self.read_config().model_dump()), _flat(config.model_dump())
+        for key in sorted(before.keys() | now.keys()):
+            old, new = before.get(key), now.get(key)
+            if old != new:
+                raise InputError(
+                    f"--out '{self.path}' holds a run with {key} = {old!r}, not {new!r}; "
+                    "resume with the same configuration, or give another folder"
+                )
+        self.check_data(digest)
+
+    def check_data(self, digest: str) -> None:
+        """Raises InputError when the data are not those the run began with."""
+        if self.read_run()["data_sha256"] != digest:
+            raise InputError(f"the data are not those that the run in '{self.path}' began with")
+
+    def begin(self, config: Config, digest: str) -> None:
+        """Take the folder and write down what runs in it. Raises InputError when another process has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        if self.state == "empty":
+            run = {"data_sha256": digest}
+            write_atomically(self.path / "run.json", json.dumps(run, indent=2).encode())
+            write_atomically(self.path / "config.toml", config.to_toml().encode())
+
+    def discard(self) -> None:
+        """Undo `begin` of a new run that turned out impossible: the folder is as it was before."""
+        for name in _OURS:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        if not self._existed and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def read_config(self) -> Config:
+        """The configuration of the run in this folder. Raises InputError when there is none."""
+        path = self.path / "config.toml"
+        try:
+            return parse(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        except FileNotFoundError:
+            raise InputError(f"'{self.path}' holds no run (no config.toml)") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: damaged: {error}") from error
+
+    def read_run(self) -> dict[str, Any]:
+        return read_json(self.path / "run.json")
+
+    def read_result(self) -> dict[str, Any]:
+        """result.json. Raises InputError when the run has not finished."""
+        if self.state != "finished":
+            self.read_config()
+            raise InputError(f"the run in '{self.path}' has not finished; continue it with --resume")
+        return read_json(self.path / "result.json")
+
+    def _foreign(self) -> list[str]:
+        """Files that are not a run's; what a crash before config.toml left behind does not count."""
+        if not self.path.is_dir():
+            return []
+        return [p.name for p in self.path.iterdir() if not p.name.endswith(".tmp") and p.name != "run.json"]
+
+    def _lock(self) -> None:
+        # A lock on the folder itself leaves no file behind, and the system drops it when the process dies.
+        self._handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"another process is writing to '{self.path}'") from None
+
+    def release(self) -> None:
+        """Let other processes have the folder."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`. Raises InputError when the file is missing or damaged."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no file '{path}'") from None
+    except ValueError as error:
+        raise InputError(f"{path}: damaged: {error}") from error
+    return content
+
+
+def _flat(table: Any, key: str = "") -> dict[str, Any]:
+    """Leaves by dotted key, without those that do not change the result."""
+    if isinstance(table, dict):
+        inner = [_flat(value, f"{key}.{name}" if key else name) for name, value in table.items()]
+        return {k: v for part in inner for k, v in part.items() if k != "run.checkpoint_seconds" and v is not None}
+    return {key: list(table) if isinstance(table, tuple) else table}
