@@ -92,8 +92,6 @@ class Setup:
             statement = advert_statement(roster, self.attempt, place, public_key, commitment)
             if not roster.verify(place, signature, statement):
                 raise ProtocolError(f"the key of silo '{roster.ids[place]}' is not signed with its identity")
-        if len(set(message.public_keys)) != len(members):
-            raise ProtocolError("two silos have the same ephemeral key")
         self._key_set, self._members = message, members
         self._hash = key_set_hash(roster, self.attempt, message.members, message.public_keys, message.nonce_commitments)
         if roster.neighbourhood.complete:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgpack
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from secure_fvi.aggregation.base import Exchanges
 from secure_fvi.aggregation.masked_setup import MAX_ATTEMPTS
@@ -25,7 +28,7 @@ from secure_fvi.aggregation.messages import (
 )
 from secure_fvi.aggregation.onetime import sealed_length
 from secure_fvi.aggregation.roster import Roster
-from secure_fvi.aggregation.session import Session, graph_order, key_set_hash
+from secure_fvi.aggregation.session import Session, advert_statement, graph_order, key_set_hash, nonce_commitment
 from secure_fvi.aggregation.store import Store
 from secure_fvi.aggregation.unmask import ServerBatch
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -89,22 +92,26 @@ class ServerState:
     def set_up(self) -> Exchanges[None]:
         """Exchange keys; on a k-regular graph also nonces, and anew unless all are revealed."""
         roster = self.roster
+        failures: Counter[int] = Counter()
         for attempt in range(int.from_bytes(self.store.get("attempt") or b"", "big"), MAX_ATTEMPTS):
             self.store.put({"attempt": (attempt + 1).to_bytes(8, "big")})
-            adverts = yield from self.ask(range(roster.size), KeysRequest(attempt), KeyAdvert)
-            members = tuple(sorted(adverts))
+            asked = [p for p in range(roster.size) if failures[p] < 2]
+            adverts = yield from self.ask(asked, KeysRequest(attempt), KeyAdvert)
+            members = tuple(p for p in sorted(adverts) if self._usable(p, attempt, adverts[p]))
             self._require(len(members), "set-up")
             bitmap = roster.bitmap(frozenset(members))
             columns = [list(c) for c in zip(*(adverts[m][1:] for m in members), strict=True)]
             key_set = KeySet(attempt, bitmap, *columns)
             named = key_set_hash(roster, attempt, bitmap, key_set.public_keys, key_set.nonce_commitments)
             reveals = yield from self.ask(members, key_set, NonceReveal)
-            reveals = {m: r for m, r in reveals.items() if r.key_set == named}
+            reveals = {m: r for m, r in reveals.items() if r.key_set == named and self._opens(m, r, adverts[m])}
             nonces = Nonces(attempt, [])
             if roster.neighbourhood.complete:
                 self._require(len(reveals), "set-up")
                 self._ready.update(reveals)
             elif len(reveals) < len(members):
+                # Who fails twice between its advert and its nonce cannot keep the others from a set-up.
+                failures.update(set(members) - reveals.keys())
                 continue
             else:
                 nonces = Nonces(attempt, [reveals[m].nonce for m in members])
@@ -114,6 +121,27 @@ class ServerState:
             self.store.put({"key_set": pack(key_set), "nonces": pack(nonces)})
             return
         raise AggregationError(f"no set-up in {MAX_ATTEMPTS} attempts: silos dropped out between its exchanges")
+
+    def _usable(self, place: int, attempt: int, advert: KeyAdvert) -> bool:
+        """Whether the silos will take this advert; one that they refuse would cost all of them the set-up."""
+        statement = advert_statement(self.roster, attempt, place, advert.public_key, advert.nonce_commitment)
+        if advert.attempt != attempt or not self.roster.verify(place, advert.signature, statement):
+            self.fault(place, "a key that is not signed for this set-up")
+            return False
+        try:
+            X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(advert.public_key))
+        except ValueError:
+            self.fault(place, "an unusable key")
+            return False
+        return True
+
+    def _opens(self, place: int, reveal: NonceReveal, advert: KeyAdvert) -> bool:
+        """Whether a nonce is the one committed to."""
+        commitment = nonce_commitment(self.roster, advert.attempt, place, reveal.nonce)
+        if not hmac.compare_digest(commitment, advert.nonce_commitment):
+            self.fault(place, "a nonce that it did not commit to")
+            return False
+        return True
 
     def _bring_up(self, session: Session) -> Exchanges[None]:
         """Send the session to members that missed it; after a restart of the server, to all."""

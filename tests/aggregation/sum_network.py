@@ -27,7 +27,7 @@ def carry(exchanges: Exchanges[T], silos: Mapping[str, SumSilo], lost: Collectio
             away = gone[step] if step < len(gone) else ()
             reply = {}
             for silo, message in messages.items():
-                if silo in away:
+                if silo in away or silo not in silos:
                     continue
                 try:
                     reply[silo] = silos[silo].handle(message)
