@@ -1,0 +1,52 @@
+"""Sums at the sizes that issue 3 names. Slow; each prints how long its parts took, and asserts exactness only."""
+
+import time
+
+import numpy as np
+import pytest
+from sum_network import CONTEXT, carry, contribute, names
+
+from secure_fvi.aggregation import Block, BlockTable, Masked
+
+
+def run(count, size, stage, **options):
+    """One sum with 10% lost at `stage`; the survivors' total must be exact to the ring's resolution."""
+    ids = names(count)
+    server, silos = Masked(bits=32, batch=2, **options).local_parties(ids)
+    table = BlockTable((Block("g", (size,), 1.0), Block("n", (1,), 1000.0, integer=True)))
+    rng = np.random.default_rng(0)
+    values = {s: np.append(rng.uniform(-1, 1, size), float(rng.integers(1000))) for s in ids}
+    away = set(ids[::10])
+    present = {s: v for s, v in values.items() if stage != "contribute" or s not in away}
+    times = [time.perf_counter()]
+    carry(server.prepare(0), silos)
+    times.append(time.perf_counter())
+    messages = contribute(silos, 0, table, present)
+    times.append(time.perf_counter())
+    check = options.get("consistency_check", True)
+    lost = {"sign": [away, away], "reveal": [(), away] if check else [away]}.get(stage, [])
+    total = carry(server.total(0, ids, table, messages, CONTEXT), silos, lost)
+    times.append(time.perf_counter())
+    prepared, contributed, summed = np.diff(times)
+    print(f"\n{server.neighbourhood}")
+    print(
+        f"{count} silos, {size} values, 10% lost at {stage}, check {check}: set-up and refill {prepared:.1f} s, "
+        f"contributions {contributed:.2f} s, total {summed:.2f} s"
+    )
+    assert total.survivors == tuple(sorted(present))
+    exact = sum(present.values())
+    # Each term is rounded to a step of 2^-24 (100 silos) or 2^-21 (1,000) at most: half a step a term.
+    assert np.abs(total.values - exact)[:-1].max() <= count * 2.0**-21 / 2
+    assert total.values[-1] == exact[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["nowhere", "contribute", "sign", "reveal"])
+def test_a_hundred_silos_lose_a_tenth(stage):
+    run(100, 100_000, stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [False, True])
+def test_a_thousand_silos_on_the_regular_graph(check):
+    run(1000, 10_000, "contribute", consistency_check=check)
