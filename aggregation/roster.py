@@ -62,7 +62,14 @@ class Roster:
     def hash(self) -> bytes:
         """SHA-256 over everything above: 32 bytes."""
         members = [[m, k] for m, k in self.members]
-        settings = [self.min_cohort, self.bits, self.consistency_check, self.batch, self.corrupt, self.lost]
+        settings = [
+            self.min_cohort,
+            self.bits,
+            self.consistency_check,
+            self.batch,
+            float(self.corrupt),
+            float(self.lost),
+        ]
         return digest(LABEL_ROSTER, msgpack.packb([self.session, members, settings, self.key_holder]))
 
     @cached_property

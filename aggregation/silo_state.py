@@ -32,6 +32,8 @@ from secure_fvi.aggregation.store import Store
 from secure_fvi.errors import InputError, ProtocolError
 
 _KEPT_BATCHES = 2
+#: Indices stay below 2^63, the most that a message can name.
+_LAST_BATCH = 2**50
 #: Slots that a silo keeps for each index of the kept batches.
 CONTRIBUTED, SURVIVORS = "contributed", "survivors"
 
@@ -113,6 +115,8 @@ class SiloState:
         if batch is None:
             if self._batches and request.batch < max(self._batches):
                 raise ProtocolError("an old batch")
+            if request.batch > _LAST_BATCH:
+                raise ProtocolError("a batch past the last")
             drawn = draw(setup.session, self.me, request.batch, setup.pair_secrets)
             batch = SiloBatch(setup.session, self.me, drawn, setup.pair_secrets)
             self._batches[request.batch] = batch

@@ -14,8 +14,14 @@ from sum_network import CONTEXT, carry, contribute, names, random_values, run_su
 
 from secure_fvi.aggregation import Masked, onetime, unmask
 from secure_fvi.aggregation.messages import (
+    Activate,
     Contribution,
     Deliver,
+    DepositRequest,
+    Done,
+    KeySet,
+    KeysRequest,
+    Nonces,
     RevealRequest,
     SetSignature,
     Shares,
@@ -444,3 +450,73 @@ def test_messages_of_a_stranger_change_nothing():
     statement = hashlib.sha256(b"anything").digest()
     assert not world.roster.verify(0, stranger.sign(statement), statement)
     assert own.signature != stranger.sign(statement)
+
+
+def test_numbers_at_the_edge_of_their_range_are_refused():
+    world = World(5)
+    silo = world.silos[world.ids[0]]
+    bitmap = world.roster.bitmap(frozenset(range(5)))
+    top = 2**63 - 1
+    for request in (
+        KeysRequest(top),
+        DepositRequest(top),
+        Activate(top, bitmap, []),
+        SignRequest(top, bitmap, TABLE.digest, CONTEXT),
+        RevealRequest(top, bitmap, TABLE.digest, CONTEXT, bitmap, [], []),
+    ):
+        with pytest.raises(ProtocolError):
+            silo.handle(pack(request))
+    with pytest.raises(ProtocolError):
+        world.contribute(top, ids=[world.ids[0]])
+    assert is_input(world.total(world.contribute()).values, exact(world))
+
+
+@pytest.mark.parametrize(
+    ("cohort", "context", "reason"),
+    [
+        (lambda ids: ids[1:], CONTEXT, "is not in the cohort"),
+        (lambda ids: [*ids, ids[0]], CONTEXT, "does not fit the roster"),
+        (lambda ids: [*ids, "stranger"], CONTEXT, "does not fit the roster"),
+        (lambda ids: ids, CONTEXT[:-1], "32 bytes"),
+    ],
+)
+def test_a_contribution_to_a_malformed_question_is_refused(cohort, context, reason):
+    world = World(5)
+    silo = world.ids[0]
+    with pytest.raises(ProtocolError, match=reason):
+        world.silos[silo].contribute(0, cohort(world.ids), TABLE, world.values[silo], context)
+    assert is_input(world.total(world.contribute()).values, exact(world))
+
+
+def test_questions_out_of_turn_are_refused():
+    world = World(5, prepared=False)
+    silo = world.silos[world.ids[0]]
+    bitmap = world.roster.bitmap(frozenset(range(5)))
+    early = [
+        KeySet(0, bitmap, [], [], []),
+        Nonces(0, []),
+        DepositRequest(0),
+        Deliver(0, bitmap, [], []),
+        Activate(0, bitmap, []),
+        SignRequest(0, bitmap, TABLE.digest, CONTEXT),
+        Contribution(0, b""),
+        Done(),
+    ]
+    for request in early:
+        with pytest.raises(ProtocolError):
+            silo.handle(pack(request))
+    carry(world.server.prepare(0), world.silos)
+    assert is_input(world.total(world.contribute()).values, exact(world))
+
+
+def test_a_second_delivery_with_other_content_is_refused():
+    world = World(5)
+    silo = world.silos[world.ids[0]]
+    delivery = world.batch.delivery(0)
+    silo.handle(pack(delivery))  # the same again is answered again
+    for other in (
+        delivery._replace(envelopes=delivery.envelopes[::-1]),
+        delivery._replace(depositors=world.roster.bitmap(frozenset({0, 1, 2, 3})), digests=delivery.digests[:4]),
+    ):
+        with pytest.raises(ProtocolError, match="delivered already"):
+            silo.handle(pack(other))

@@ -5,6 +5,7 @@ import pytest
 from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
+from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 KINDS = [
@@ -76,15 +77,12 @@ def test_several_tables_alternate():
         np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
 
 
-STAGES = ["contribute", "sign", "reveal"]
-
-
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "check"),
+    [("contribute", True), ("sign", True), ("reveal", True), ("contribute", False), ("reveal", False)],
+)
 def test_dropout_at_each_stage_of_a_sum(stage, check):
     ids, table = names(7), table_of(20)
-    if stage == "sign" and not check:
-        pytest.skip("there is no such exchange")
     server, parties = Masked(consistency_check=check).local_parties(ids)
     values = random_values(ids, table)
     away = set(ids[2:4])
@@ -212,3 +210,80 @@ def test_upload_is_the_ring_payload_and_little_more():
     carry(server.prepare(0), parties)
     message = parties[ids[0]].contribute(0, ids, table, np.zeros(1000), CONTEXT)
     assert 4000 <= len(message) <= 1.02 * 4000
+
+
+@pytest.mark.parametrize("kind", [Plain(), Masked()], ids=repr)
+def test_a_used_index_a_wrong_shape_and_a_stranger_are_refused(kind):
+    ids, table = names(3), table_of(6)
+    server, parties = kind.local_parties(ids)
+    carry(server.prepare(0), parties)
+    values = random_values(ids, table)
+    silo = parties[ids[0]]
+    with pytest.raises(AggregationError, match="expected 6 values"):
+        silo.contribute(0, ids, table, values[ids[0]][:-1], CONTEXT)
+    with pytest.raises(ProtocolError, match="not in the cohort"):
+        silo.contribute(0, ids[1:], table, values[ids[0]], CONTEXT)
+    silo.contribute(0, ids, table, values[ids[0]], CONTEXT)
+    with pytest.raises(ProtocolError, match="used already"):
+        silo.contribute(0, ids, table, values[ids[0]], CONTEXT)
+
+
+def test_plain_sums_skip_what_is_missing_or_malformed_and_need_one_answer():
+    ids, table = names(3), table_of(6)
+    server, parties = Plain().local_parties(ids)
+    messages = contribute(parties, 0, table, random_values(ids, table))
+    messages[ids[0]] = messages[ids[0]][:-1]
+    total = carry(server.total(0, ids, table, messages, CONTEXT), parties)
+    assert total.survivors == tuple(sorted(ids[1:]))
+    with pytest.raises(AggregationError, match="no silo answered"):
+        carry(server.total(1, ids, table, {}, CONTEXT), parties)
+    with pytest.raises(ProtocolError):
+        parties[ids[0]].handle(b"")
+
+
+def test_a_sum_that_was_not_prepared_or_is_of_an_old_batch_is_an_error():
+    ids, table = names(3), table_of(6)
+    server, parties = Masked(batch=2).local_parties(ids)
+    with pytest.raises(AggregationError, match="was not prepared"):
+        carry(server.total(0, ids, table, {}, CONTEXT), parties)
+    for index in (0, 2, 4):
+        carry(server.prepare(index), parties)
+    with pytest.raises(AggregationError, match="old batch"):
+        carry(server.prepare(0), parties)
+    with pytest.raises(InputError, match="cannot be negative"):
+        carry(server.prepare(-1), parties)
+
+
+def test_rosters_that_make_no_sense_are_refused():
+    session, keys = bytes(32), [bytes([i]) * 32 for i in range(3)]
+    members = tuple(zip("abc", keys, strict=True))
+    assert Roster(session, members).size == 3
+    for arguments in (
+        {"members": members[::-1]},
+        {"members": (*members[:2], ("c", keys[0]))},
+        {"members": (*members[:2], ("c", b"short"))},
+        {"session": b"short"},
+        {"bits": 16},
+        {"min_cohort": 1},
+    ):
+        with pytest.raises(InputError):
+            Roster(**{"session": session, "members": members} | arguments)
+
+
+def test_a_roster_hash_covers_every_setting():
+    session, members = bytes(32), tuple((s, bytes([i]) * 32) for i, s in enumerate("abcd"))
+    base = Roster(session, members)
+    others = [
+        Roster(bytes([1]) * 32, members),
+        Roster(session, members[:3]),
+        Roster(session, (*members[:3], ("d", bytes([9]) * 32))),
+        Roster(session, members, min_cohort=4),
+        Roster(session, members, bits=32),
+        Roster(session, members, consistency_check=False),
+        Roster(session, members, batch=8),
+        Roster(session, members, corrupt=0.2),
+        Roster(session, members, lost=0.2),
+        Roster(session, members, key_holder=b"holder"),
+    ]
+    assert len({base.hash, *(r.hash for r in others)}) == 11
+    assert Roster(session, members, corrupt=0, lost=0).hash == Roster(session, members, corrupt=0.0, lost=0.0).hash
