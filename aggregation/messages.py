@@ -201,8 +201,8 @@ def unpack_any(data: bytes) -> tuple[Any, ...]:
         raise ProtocolError("a message must be bytes of at most 2 GiB")
     try:
         fields = msgpack.unpackb(data)
-    except (ValueError, RecursionError) as error:  # msgpack's own errors are ValueErrors too
-        raise ProtocolError("a message is not well-formed MessagePack") from error.with_traceback(None)
+    except (ValueError, RecursionError):  # msgpack's own errors are ValueErrors too, and may hold the content
+        raise ProtocolError("a message is not well-formed MessagePack") from None
     if type(fields) is not list or len(fields) < 2:
         raise ProtocolError("a message must be an array of version, tag and fields")
     version, tag, *values = fields

@@ -208,6 +208,8 @@ class ServerState:
 
     def _exchange(self, messages: Mapping[int, bytes], kind: type[M]) -> Exchanges[dict[int, M]]:
         ids = self.roster.ids
+        if not messages:
+            return {}
         replies = yield {ids[place]: data for place, data in messages.items()}
         out: dict[int, M] = {}
         for place in messages:

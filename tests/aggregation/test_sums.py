@@ -287,3 +287,29 @@ def test_a_roster_hash_covers_every_setting():
     ]
     assert len({base.hash, *(r.hash for r in others)}) == 11
     assert Roster(session, members, corrupt=0, lost=0).hash == Roster(session, members, corrupt=0.0, lost=0.0).hash
+
+
+def test_no_exchange_is_empty_while_a_silo_stays_away():
+    ids, table = names(5), table_of(6)
+    server, parties = Masked().local_parties(ids)
+    rest = {s: p for s, p in parties.items() if s != ids[1]}
+    carry(server.prepare(0), parties, lost=[(), (), (), (ids[1],)])  # it has deposited, then it is gone
+    values = random_values(ids, table)
+    sizes = []
+
+    def watched(exchanges):
+        try:
+            messages = next(exchanges)
+            while True:
+                sizes.append(len(messages))
+                messages = exchanges.send({s: rest[s].handle(m) for s, m in messages.items() if s in rest})
+        except StopIteration as end:
+            return end.value
+
+    for index in range(12):
+        watched(server.prepare(index))
+        messages = contribute(rest, index, table, {s: values[s] for s in rest}, ids)
+        total = watched(server.total(index, ids, table, messages, CONTEXT))
+        assert total.survivors == tuple(sorted(rest))
+    assert min(sizes) > 0
+    assert sizes.count(1) == 4  # tried again before sums 1, 2, 4 and 8
