@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from secure_fvi.aggregation.base import BlockTable, Exchanges, Total
 from secure_fvi.aggregation.messages import (
@@ -14,12 +17,21 @@ from secure_fvi.aggregation.messages import (
     SignRequest,
     unpack,
 )
+from secure_fvi.aggregation.prg import Mask, apply_masks
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.server_state import ServerState
 from secure_fvi.aggregation.store import MemoryStore, Store
-from secure_fvi.aggregation.unmask import ServerBatch, unmask
+from secure_fvi.aggregation.unmask import ServerBatch, masks_left
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
+
+
+class Agreed(NamedTuple):
+    """Survivors of one index, as signed, and what each of them sent (by place)."""
+
+    batch: ServerBatch
+    request: RevealRequest
+    payloads: dict[int, bytes]
 
 
 class MaskedServer:
@@ -76,34 +88,58 @@ class MaskedServer:
         Raises AggregationError when fewer than min_cohort contributed, too few signed, or too few revealed.
         """
         roster = self._roster
-        batch = self._state.batches.get(index // roster.batch)
-        if batch is None:
-            raise AggregationError(f"sum {index} was not prepared")
         ring = self._rings.get(table.digest)
         if ring is None:
             ring = self._rings[table.digest] = Ring(table, roster.bits, roster.size)
-        payloads = self._payloads(index, cohort, ring, contributions, batch)
+        length = table.size * ring.dtype.itemsize
+        agreed = yield from self.agree(index, cohort, table, contributions, context, length)
+        masks = yield from self.masks_left(agreed)
+        total = np.zeros(table.size, ring.dtype)
+        for payload in agreed.payloads.values():
+            np.add(total, np.frombuffer(payload, ring.dtype), out=total)
+        apply_masks(total, masks)
+        return Total(ring.decode(total), tuple(roster.ids[p] for p in agreed.payloads))
+
+    def agree(
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        contributions: Mapping[str, bytes],
+        context: bytes,
+        length: int | None,
+    ) -> Exchanges[Agreed]:
+        """Name the survivors among those whose payload has `length` bytes (None: any), and have them signed."""
+        roster = self._roster
+        batch = self._state.batches.get(index // roster.batch)
+        if batch is None:
+            raise AggregationError(f"sum {index} was not prepared")
+        payloads = self._payloads(index, cohort, length, contributions, batch)
         survivors = self._name_survivors(index, payloads)
         payloads = {p: payloads[p] for p in survivors}
         bitmap = roster.bitmap(frozenset(survivors))
         request = RevealRequest(index, bitmap, table.digest, context, b"", [], [])
         if roster.consistency_check:
             request = yield from self._sign(request, batch, payloads)
+        return Agreed(batch, request, payloads)
+
+    def masks_left(self, agreed: Agreed) -> Exchanges[list[Mask]]:
+        """Have shares revealed; what is still to be applied to the sum of the payloads."""
+        batch, request, payloads = agreed
+        index = request.sum_index
         reveals = yield from self._state.ask(sorted(batch.active), request, Shares)
         shares = {place: reply.shares for place, reply in reveals.items() if reply.sum_index == index}
-        total = unmask(batch, index, ring, payloads, shares, table.digest, context)
-        return Total(ring.decode(total), tuple(roster.ids[p] for p in survivors))
+        return masks_left(batch, index, payloads, shares, request.table, request.context)
 
     def _payloads(
         self,
         index: int,
         cohort: Sequence[str],
-        ring: Ring,
+        length: int | None,
         contributions: Mapping[str, bytes],
         batch: ServerBatch,
     ) -> dict[int, bytes]:
         """The well-formed contributions of the cohort, by place, ascending."""
-        length = ring.table.size * ring.dtype.itemsize
         payloads: dict[int, bytes] = {}
         for silo in sorted(set(cohort) & contributions.keys() & self._roster.places.keys()):
             place = self._roster.places[silo]
@@ -112,7 +148,8 @@ class MaskedServer:
             except ProtocolError as error:
                 self._state.fault(place, str(error))
                 continue
-            if message.sum_index != index or len(message.payload) != length or place not in batch.present:
+            right_length = length is None or len(message.payload) == length
+            if message.sum_index != index or not right_length or place not in batch.present:
                 self._state.fault(place, "a contribution of another sum or another length")
                 continue
             payloads[place] = message.payload

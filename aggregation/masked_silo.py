@@ -28,6 +28,8 @@ from secure_fvi.errors import InputError, ProtocolError
 
 _NOTHING = bytes(32)
 
+Seal = Callable[[BlockTable, FloatArray, Sequence[Mask]], bytes]
+
 
 class MaskedSilo:
     """One silo. `contribute` sees values; `handle` answers the server's requests or raises ProtocolError.
@@ -42,8 +44,12 @@ class MaskedSilo:
         identity: Identity,
         store: Store | None = None,
         min_cohort: int | None = None,
+        seal: Seal | None = None,
     ) -> None:
-        """`roster` is what this site agreed to; `min_cohort` the least it accepts (default: the roster's)."""
+        """`roster` is what this site agreed to; `min_cohort` the least it accepts (default: the roster's).
+
+        `seal` makes another kind's payload from table, values and masks; it replaces ring encoding and masking.
+        """
         if silo_id not in roster.places:
             raise InputError(f"silo '{silo_id}' is not in the roster")
         self._me = roster.places[silo_id]
@@ -57,6 +63,7 @@ class MaskedSilo:
         self._store = MemoryStore() if store is None else store
         self._state = SiloState(roster, self._me, identity, self._store)
         self._rings: dict[bytes, Ring] = {}
+        self._seal = seal
         last = self._store.get("last")
         self._last_index = -1 if last is None else int.from_bytes(last, "big")
         self._handlers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
@@ -92,8 +99,8 @@ class MaskedSilo:
             raise ProtocolError(f"sum index {index} was used already, or skipped")
         if self._store.get(f"{SURVIVORS}/{index}") is not None:
             raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
-        masked = _masked(self._ring(table), values, batch.masks(index, table.digest, context))
-        payload = masked.view(np.uint8).data
+        masks = batch.masks(index, table.digest, context)
+        payload = self._masked(table, values, masks) if self._seal is None else self._seal(table, values, masks)
         message = pack(Contribution(index, payload))  # type: ignore[arg-type]
         own = hashlib.sha256(payload).digest() if self._roster.consistency_check else _NOTHING
         self._store.put(
@@ -124,11 +131,11 @@ class MaskedSilo:
                 f"the cohort of sum {index} has {len(members)} silos, below min_cohort = {self._roster.min_cohort}"
             )
 
-    def _ring(self, table: BlockTable) -> Ring:
+    def _masked(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask]) -> memoryview:
         ring = self._rings.get(table.digest)
         if ring is None:
             ring = self._rings[table.digest] = Ring(table, self._roster.bits, self._roster.size)
-        return ring
+        return _masked(ring, values, masks).view(np.uint8).data
 
     def _agree(self, request: SignRequest | RevealRequest) -> tuple[SiloBatch, tuple[int, ...], bytes, bytes]:
         """Write down the survivors of an index before anything leaves; the first set named is the only one.

@@ -25,13 +25,14 @@ _MAX_EXPONENT = 1000
 _CHUNK = 1 << 15
 
 
-def scale_exponent(block: Block, bits: int, terms: int) -> int:
+def scale_exponent(block: Block, bits: int, terms: int, limit: int | None = None) -> int:
     """The e for which values of `block` are multiplied by 2^e.
 
-    `terms * ceil(bound * 2^e + 1) < 2^(bits-1)`: the 1 leaves room for either kind of rounding.
+    `terms * ceil(bound * 2^e + 1) < 2^(bits-1)`: the 1 leaves room for either kind of rounding. `limit` is
+    the largest sum where the ring is not Z_2^bits.
     Raises InputError for an integer block whose sum could not be exact.
     """
-    limit = 2 ** (bits - 1) - 1
+    limit = 2 ** (bits - 1) - 1 if limit is None else limit
     if block.integer:
         largest = terms * math.floor(block.bound)
         if largest > min(limit, _EXACT):
@@ -55,8 +56,8 @@ def scale_exponent(block: Block, bits: int, terms: int) -> int:
 class Ring:
     """Encoder and decoder of one block table for sums of at most `terms` contributions."""
 
-    def __init__(self, table: BlockTable, bits: int, terms: int) -> None:
-        """`bits` is 32 or 64. Raises InputError when an integer block's bound cannot fit."""
+    def __init__(self, table: BlockTable, bits: int, terms: int, limit: int | None = None) -> None:
+        """`bits` is 32 or 64; `limit` as in `scale_exponent`. Raises InputError when an integer block cannot fit."""
         if bits not in (32, 64):
             raise InputError(f"bits must be 32 or 64, not {bits}")
         self.table = table
@@ -64,7 +65,7 @@ class Ring:
         self.terms = terms
         self.dtype = np.dtype("<u4" if bits == 32 else "<u8")
         self._signed = np.dtype("<i4" if bits == 32 else "<i8")
-        self._exponents = [scale_exponent(b, bits, terms) for b in table.blocks]
+        self._exponents = [scale_exponent(b, bits, terms, limit) for b in table.blocks]
         sizes = [b.size for b in table.blocks]
         self._scales = np.repeat([math.ldexp(1.0, e) for e in self._exponents], sizes)
         self._inverse = np.repeat([math.ldexp(1.0, -e) for e in self._exponents], sizes)

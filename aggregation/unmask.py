@@ -12,8 +12,7 @@ import numpy as np
 from secure_fvi.aggregation import shamir
 from secure_fvi.aggregation.messages import Deliver, Deposit
 from secure_fvi.aggregation.onetime import mask_key, open_seeds
-from secure_fvi.aggregation.prg import Mask, apply_masks
-from secure_fvi.aggregation.ring import Ring, RingArray
+from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.session import Session, secret_commitment
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -74,16 +73,15 @@ class ServerBatch:
         return self.deposits[owner].commitments[at : at + 32]
 
 
-def unmask(
+def masks_left(
     batch: ServerBatch,
     index: int,
-    ring: Ring,
     payloads: Mapping[int, bytes],
     shares: Mapping[int, list[bytes]],
     table: bytes,
     context: bytes,
-) -> RingArray:
-    """The ring sum of the survivors' values, (size,).
+) -> list[Mask]:
+    """What is to be applied to the ring sum of the survivors' payloads to leave the sum of their values.
 
     `payloads` by survivor, `shares` by responding holder. Raises AggregationError when a secret cannot be
     recovered or does not match its commitment.
@@ -104,12 +102,7 @@ def unmask(
         except ProtocolError as error:
             raise AggregationError(f"sum {index}: {error}") from None
         masks += [Mask(key(seeds[v]), v < d) for v in session.neighbours(d) if v in payloads]
-
-    total = np.zeros(ring.table.size, ring.dtype)
-    for payload in payloads.values():
-        np.add(total, np.frombuffer(payload, ring.dtype), out=total)
-    apply_masks(total, masks)
-    return total
+    return masks
 
 
 def _recover(
