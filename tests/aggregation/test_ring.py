@@ -81,11 +81,38 @@ def test_refusal_names_block_and_bound_but_not_the_value(bad):
     assert repr(bad) not in message
 
 
-def test_refusal_reaches_the_last_chunk_of_a_long_vector():
-    ring = ring_of(Block("long", (200_001,), 1.0), bits=32)
-    values = np.zeros(200_001)
-    values[-1] = math.nan
+@pytest.mark.parametrize("at", [0, 100_000, 200_000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.0001, -1.0001])
+def test_refusal_reaches_all_of_a_long_vector(at, bad):
+    ring = ring_of(Block("long", (200_001,), 1.0), Block("next", (3,), 9.0), bits=32)
+    values = np.append(np.zeros(200_001), [9.0, -9.0, 9.0])
+    ring.encode(values)
+    values[at] = bad
     with pytest.raises(AggregationError, match="'long'"):
+        ring.encode(values)
+
+
+def test_long_vectors_are_encoded_as_short_ones():
+    # Chunks within a block, chunks across blocks and single elements take different roads to the same result.
+    blocks = [
+        Block("a", (40_000,), 1.0),
+        Block("n", (30_000,), 1e6, integer=True),
+        Block("b", (7,), 1e-3),
+        Block("c", (50_000,), 5.0),
+    ]
+    rng = np.random.default_rng(0)
+    parts = [rng.uniform(-b.bound, b.bound, b.size) for b in blocks]
+    parts[1] = np.rint(parts[1])
+    ring, values = ring_of(*blocks), np.concatenate(parts)
+    scaled = [p * 2.0 ** scale_exponent(b, 64, 3) for b, p in zip(blocks, parts, strict=True)]
+    expected = np.rint(np.concatenate(scaled)).astype(np.int64).view(np.uint64)
+    assert (ring.encode(values) == expected).all()
+    uniforms = rng.random(values.size)
+    stochastic = ring.decode(ring.encode(values, uniforms))
+    assert (np.abs(stochastic - values) <= ring.resolution).all()
+    assert (stochastic[40_000:70_000] == values[40_000:70_000]).all()
+    values[50_000] += 0.5
+    with pytest.raises(AggregationError, match=r"'n'.*fraction"):
         ring.encode(values)
 
 
