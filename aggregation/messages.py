@@ -67,12 +67,13 @@ class DepositRequest(NamedTuple):
 
 
 class Deposit(NamedTuple):
-    """Silo to server: commitments to each b and e, pair seeds sealed under e, shares for each holder."""
+    """Silo to server: commitments to each b and e, pair seeds sealed under e, shares for each holder; signed."""
 
     batch: int
     commitments: bytes
     sealed_seeds: bytes
     envelopes: list[bytes]
+    signature: bytes
 
 
 class Deliver(NamedTuple):
@@ -176,7 +177,7 @@ _SCHEMAS: dict[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]] = {
     NonceReveal: (4, (_uint, _32, _32)),
     Nonces: (5, (_uint, _32s)),
     DepositRequest: (6, (_uint,)),
-    Deposit: (7, (_uint, _any_bytes, _any_bytes, _bytes_list)),
+    Deposit: (7, (_uint, _any_bytes, _any_bytes, _bytes_list, _64)),
     Deliver: (8, (_uint, _any_bytes, _32s, _bytes_list)),
     BatchSignature: (9, (_uint, _either(0, 64))),
     Activate: (10, (_uint, _any_bytes, _64s)),

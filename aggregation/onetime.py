@@ -62,7 +62,7 @@ def pair_seeds(session: Session, batch: int, pair_secret: bytes, one: int, other
 
 
 def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes]) -> Drawn:
-    """Fresh secrets of `me` for all indices of `batch`, with the deposit that goes to the server."""
+    """Fresh secrets of `me` for all indices of `batch`, with the deposit, not yet signed, for the server."""
     count = session.roster.batch
     secrets = np.frombuffer(os.urandom(count * 64), np.uint8).reshape(count, 2, 32)
     holders = session.holders(me)
@@ -83,7 +83,7 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
     return Drawn(
         secrets[:, SELF].tobytes(),
         None if own is None else own.reshape(count, 2, 32),
-        Deposit(batch, b"".join(commitments), b"".join(sealed), envelopes),
+        Deposit(batch, b"".join(commitments), b"".join(sealed), envelopes, b""),
     )
 
 

@@ -162,7 +162,7 @@ class ServerState:
         deposits = yield from self.ask(session.members, DepositRequest(number), Deposit)
         for place in list(deposits):
             if not _well_formed(session, place, number, deposits[place]):
-                self.fault(place, "a deposit of the wrong form")
+                self.fault(place, "a deposit of the wrong form or without its signature")
                 del deposits[place]
         self._require(len(deposits), "refill")
         batch = ServerBatch(session, number, deposits)
@@ -233,4 +233,5 @@ def _well_formed(session: Session, place: int, number: int, deposit: Deposit) ->
         and len(deposit.commitments) == 64 * count
         and len(deposit.sealed_seeds) == count * sealed_length(session, place)
         and len(deposit.envelopes) == len(session.neighbours(place))
+        and session.roster.verify(place, deposit.signature, session.deposit_statement(place, deposit))
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from secure_fvi.aggregation.graph import complete_threshold, ring_neighbours
 from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation.messages import Deposit
 from secure_fvi.aggregation.roster import Roster
 
 LABEL_ADVERT = b"key-advert"
@@ -13,6 +14,7 @@ LABEL_NONCE = b"nonce-commitment"
 LABEL_KEY_SET = b"key-set"
 LABEL_ORDER = b"graph-order"
 LABEL_DEPOSIT = b"deposit"
+LABEL_DEPOSIT_SIGNATURE = b"deposit-signature"
 LABEL_BATCH = b"batch"
 LABEL_BATCH_SIGNATURE = b"batch-signature"
 LABEL_SURVIVORS = b"survivors"
@@ -99,6 +101,11 @@ class Session:
     def deposit_digest(self, batch: int, owner: int, commitments: bytes, sealed_seeds: bytes) -> bytes:
         """Names the public part of one silo's deposit."""
         return digest(LABEL_DEPOSIT, self.binding, number(batch), number(owner), commitments, sealed_seeds)
+
+    def deposit_statement(self, owner: int, deposit: Deposit) -> bytes:
+        """What an owner signs, so that a deposit damaged on its way counts as none."""
+        public = self.deposit_digest(deposit.batch, owner, deposit.commitments, deposit.sealed_seeds)
+        return digest(LABEL_DEPOSIT_SIGNATURE, public, *deposit.envelopes)
 
     def batch_digest(self, batch: int, depositors: bytes, digests: Sequence[bytes]) -> bytes:
         """Names a batch: who deposited what."""

@@ -118,6 +118,8 @@ class SiloState:
             if request.batch > _LAST_BATCH:
                 raise ProtocolError("a batch past the last")
             drawn = draw(setup.session, self.me, request.batch, setup.pair_secrets)
+            signature = self.identity.sign(setup.session.deposit_statement(self.me, drawn.deposit))
+            drawn = drawn._replace(deposit=drawn.deposit._replace(signature=signature))
             batch = SiloBatch(setup.session, self.me, drawn, setup.pair_secrets)
             self._batches[request.batch] = batch
             for number in sorted(self._batches)[:-_KEPT_BATCHES]:
