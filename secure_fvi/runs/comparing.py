@@ -13,7 +13,7 @@ from torch import Tensor
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.draws import Draws
+from secure_fvi.runs.draws import Draws, threads
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.marginals import marginals
 from secure_fvi.runs.pooling import Program, pooled_program
@@ -41,7 +41,8 @@ def compare(
     run.check_data(federation.digest())
     sites = list(result["posterior"])
     say = on_progress or (lambda _: None)
-    found = _fit(federation, result, sites, reference, chains, draws, say)
+    with threads(federation.threads):
+        found = _fit(federation, result, sites, reference, chains, draws, say)
     content = {
         "reference": reference,
         "seconds": found.seconds,
@@ -83,9 +84,10 @@ def _fit(
         )
     from secure_fvi.runs.pyro_svi import sample_svi
 
-    steps = 6000
+    steps = 4000
     return sample_svi(
         program,
+        model.record_plate,
         sites,
         dtype,
         steps=steps,

@@ -101,6 +101,7 @@ class Run(Table):
     device: Name = "cpu"
     dtype: Literal["float64", "float32"] = "float64"
     compile: bool | Literal["auto"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     checkpoint_seconds: Positive = 5.0
 
 

@@ -22,6 +22,9 @@ from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, build, named, reso
 from secure_fvi.runs.tables import RECORD_ID, read_table
 from secure_fvi.runs.wording import nearest, unknown_key
 
+#: Numbers in a silo's data, times samples a record, below which more than one thread costs more than it gives.
+SMALL = 2_000_000
+
 
 @dataclass(frozen=True)
 class Federation:
@@ -39,6 +42,11 @@ class Federation:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.config.run.dtype == "float64" else torch.float32
+
+    @property
+    def threads(self) -> int:
+        assert self.config.run.threads != "auto"
+        return self.config.run.threads
 
     def digest(self) -> str:
         """SHA-256 of all silos' data, in hex: a run is continued and compared on the data it began with."""
@@ -63,8 +71,10 @@ def federate(config: Config, data_dir: Path | None = None) -> Federation:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
     else:
         ids, silos, record_ids = _from_files(config)
+    threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads
     complete = config.model_copy(
         update={
+            "run": config.run.model_copy(update={"threads": threads}),
             "algorithm": type(config.algorithm)(name=config.algorithm.name, **resolved(algorithm)),
             "aggregation": type(config.aggregation)(kind=config.aggregation.kind, **resolved(aggregation)),
         }
@@ -115,6 +125,15 @@ def _dataset(config: Config, data_dir: Path | None) -> Dataset:
             raise InputError(unknown_key("data", key, options))
     dataset: Dataset = load(data_dir, **config.data)
     return dataset
+
+
+def _threads(silos: Sequence[Mapping[str, Tensor]], algorithm: Any) -> int:
+    """PyTorch's threads: one for small data, where several only wait for each other (ten times slower on a
+    machine that does other work as well); written into the configuration, as sums depend on it in their last bits.
+    """
+    samples = getattr(algorithm, "importance_samples", 1)
+    largest = max(sum(t.numel() for t in silo.values()) for silo in silos) * samples
+    return 1 if largest < SMALL else torch.get_num_threads()
 
 
 Parts = tuple[tuple[str, ...], tuple[dict[str, Tensor], ...], tuple[Tensor, ...]]

@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.infer import MCMC, NUTS
 from pyro.infer.mcmc.util import initialize_model
-from pyro.infer.reparam import LocScaleReparam
 from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from secure_fvi.errors import SecureFVIError
 from secure_fvi.runs.draws import Draws, default_dtype, seeded
-from secure_fvi.runs.pooling import Program, is_record_site
+from secure_fvi.runs.pooling import Program, non_centred
 
 
 class _Potential(NamedTuple):
@@ -51,7 +49,7 @@ def sample_nuts(
     """Sample `program`. Raises SecureFVIError when no starting point has a finite density."""
     began = time.monotonic()
     with default_dtype(dtype), pyro.validation_enabled(False), seeded(seed):
-        potential = _build(_non_centred(program, record_plate), global_sites)
+        potential = _build(non_centred(program, record_plate), global_sites)
         found = []
         for chain in range(chains):
             if on_chain is not None:
@@ -63,22 +61,6 @@ def sample_nuts(
         ess = effective_sample_size(z, chain_dim=0, sample_dim=1).min()
         sites = potential.constrain(z)
     return Draws(sites, float(r_hat), float(ess), time.monotonic() - began)
-
-
-def _non_centred(program: Program, record_plate: str) -> Program:
-    """Record-level sites of location-scale families as loc + scale * standardised."""
-    with poutine.block():
-        trace = poutine.trace(program).get_trace()
-    config = {}
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not site["is_observed"] and is_record_site(site, record_plate):
-            base = site["fn"]
-            while isinstance(base, torch.distributions.Independent):
-                base = base.base_dist
-            if {"loc", "scale"} <= set(base.arg_constraints) and base.support is torch.distributions.constraints.real:
-                config[name] = LocScaleReparam(0.0)
-    reparametrised: Program = poutine.reparam(program, config=config)
-    return reparametrised
 
 
 def _build(program: Program, global_sites: list[str]) -> _Potential:
@@ -134,7 +116,7 @@ def _chain(potential: _Potential, warmup: int, draws: int) -> Tensor:
             return value
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
             first, second = ctx.saved_tensors
             return grad * first, grad * second
 

@@ -88,5 +88,5 @@ def resolved(instance: Any) -> dict[str, Any]:
 
 def _nested(field: dataclasses.Field[Any]) -> type[Any] | None:
     made = field.default_factory is not dataclasses.MISSING
-    default: Any = field.default_factory() if made else field.default  # type: ignore[misc, operator]
+    default: Any = field.default_factory() if made else field.default  # type: ignore[operator]
     return type(default) if dataclasses.is_dataclass(default) and not isinstance(default, type) else None

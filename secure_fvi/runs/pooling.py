@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from pyro import poutine
+from pyro.infer.reparam import LocScaleReparam
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
@@ -56,6 +58,22 @@ def is_record_site(site: Any, record_plate: str) -> bool:
     """Whether a site of a trace, or a message about one, lies in the record plate (of any silo)."""
     frames = site["cond_indep_stack"]
     return any(frame.name == record_plate or frame.name.endswith(f"/{record_plate}") for frame in frames)
+
+
+def non_centred(program: Program, record_plate: str) -> Program:
+    """Record-level sites of location-scale families as loc + scale * standardised."""
+    with poutine.block():
+        trace = poutine.trace(program).get_trace()
+    config = {}
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and not site["is_observed"] and is_record_site(site, record_plate):
+            base = site["fn"]
+            while isinstance(base, torch.distributions.Independent):
+                base = base.base_dist
+            if {"loc", "scale"} <= set(base.arg_constraints) and base.support is torch.distributions.constraints.real:
+                config[name] = LocScaleReparam(0.0)
+    reparametrised: Program = poutine.reparam(program, config=config)
+    return reparametrised
 
 
 class _Fixed(Messenger):  # type: ignore[misc]

@@ -1,0 +1,31 @@
+"""`secure-fvi bench`: what an iteration costs on this machine."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed on this machine."""
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed blocks of each.")
+@click.option("--iterations", type=click.IntRange(1), default=100, show_default=True, help="Iterations a block.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def step(as_json: bool, repeats: int, iterations: int, debug: bool) -> None:
+    """Time one iteration on six cities: ours beside Pyro's SVI and, where installed, NumPyro's jitted SVI."""
+    import json
+
+    from secure_fvi.cli.bench_step import measure
+
+    found = measure(repeats, iterations)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for name, milliseconds in found["ms_per_iteration"].items():
+        text = "not installed" if milliseconds is None else f"{milliseconds:8.3f} ms"
+        ratio = found["speed_relative_to_pyro_svi"].get(name)
+        click.echo(f"{name:12} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else ""))

@@ -1,0 +1,48 @@
+"""`secure-fvi compare`: a finished run beside a centralised fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--reference", type=click.Choice(["nuts", "svi"]), default="nuts", show_default=True, help="What to compare with."
+)
+@click.option("--chains", type=click.IntRange(2), default=2, show_default=True, help="Chains of NUTS.")
+@click.option("--draws", type=click.IntRange(100), default=1000, show_default=True, help="Draws of each chain.")
+@click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def compare(directory: Path, reference: str, chains: int, draws: int, data: Path | None, debug: bool) -> None:
+    """Pool the data of the finished run in DIR, fit the same model centrally, and set the two side by side.
+
+    For data that may be pooled: simulations, published data, a rehearsal. Writes compare.json and renews
+    report.html.
+    """
+    from secure_fvi.runs.directory import RunDirectory
+
+    RunDirectory(directory).read_result()
+
+    from rich.console import Console
+
+    from secure_fvi.cli.tables import print_comparison
+    from secure_fvi.runs.comparing import compare as run_reference
+    from secure_fvi.runs.report import write_report
+
+    console = Console(stderr=True)
+    with console.status("pooling the silos' data in this process") as status:
+        content = run_reference(
+            directory,
+            "nuts" if reference == "nuts" else "svi",
+            data,
+            chains,
+            draws,
+            lambda text: status.update(f"pooled data: {text}"),
+        )
+    write_report(directory)
+    click.echo("The reference pooled the data of all silos in this process.")
+    print_comparison(content)
+    click.echo(f"report: {directory / 'report.html'}")

@@ -1,0 +1,44 @@
+"""`secure-fvi run`: a configured fit, from the file to the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the results; new or empty.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
+@click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
+@click.option("--resume", is_flag=True, help="Continue the run that --out holds.")
+@click.option("--quiet", is_flag=True, help="No progress, no table.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def run(
+    config: Path, out: Path, overrides: tuple[str, ...], data: Path | None, resume: bool, quiet: bool, debug: bool
+) -> None:
+    """Fit the model that CONFIG (a TOML file) describes; all parties run in this process.
+
+    Writes result.json, posterior.safetensors, metrics.jsonl and report.html to the folder --out.
+    """
+    from secure_fvi.runs.directory import RunDirectory
+
+    folder = RunDirectory(out)
+    if not resume:
+        folder.check_new()
+
+    from secure_fvi.cli.progress import RunProgress
+    from secure_fvi.cli.tables import print_posterior
+    from secure_fvi.runs.config import read
+    from secure_fvi.runs.running import execute
+
+    settings = read(config, overrides)
+    with RunProgress(quiet) as progress:
+        result = execute(settings, folder, data, resume, progress.update)
+    if result is None:
+        click.echo(f"the run in '{out}' is finished; its results are in {out / 'result.json'}")
+        return
+    if not quiet:
+        print_posterior(result.to_json())
+        click.echo(f"report: {out / 'report.html'}")

@@ -1,0 +1,45 @@
+"""Tables on stdout: the posterior of a run, and a run beside its reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from secure_fvi.runs.rows import comparison_rows, posterior_rows
+
+
+def print_posterior(result: dict[str, Any]) -> None:
+    """The global sites of result.json."""
+    state = "converged" if result["converged"] else "not converged"
+    title = f"{result['algorithm']}, {result['aggregation']['kind']} sums: {result['rounds']} rounds, {state}"
+    table = Table(title=f"{title}, {result['seconds']:.0f} s", title_justify="left")
+    table.add_column("site")
+    table.add_column("mean", justify="right")
+    table.add_column("sd", justify="right")
+    for row in posterior_rows(result):
+        table.add_row(row.label, f"{row.mean:.4g}", f"{row.sd:.4g}")
+    Console().print(table)
+
+
+def print_comparison(comparison: dict[str, Any]) -> None:
+    """The sites of compare.json."""
+    name = comparison["reference"].upper()
+    ess = f"smallest effective sample size {comparison['ess']:.0f}"
+    r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"
+    table = Table(title=f"the run beside {name} on the pooled data ({ess}{r_hat})", title_justify="left")
+    table.add_column("site")
+    for heading in (f"{name} mean", f"{name} sd", "run mean", "run sd", "error / sd", "sd ratio"):
+        table.add_column(heading, justify="right")
+    for row in comparison_rows(comparison):
+        table.add_row(
+            row.label,
+            f"{row.mean:.4g}",
+            f"{row.sd:.4g}",
+            f"{row.run_mean:.4g}",
+            f"{row.run_sd:.4g}",
+            f"{row.error:+.3f}",
+            f"{row.ratio:.3f}",
+        )
+    Console().print(table)

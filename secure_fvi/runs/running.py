@@ -1,0 +1,98 @@
+"""One run from its configuration to the last file in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from secure_fvi.errors import InputError
+from secure_fvi.fitting import Progress, fit
+from secure_fvi.runs.checkpoint import latest_round, write_atomically
+from secure_fvi.runs.config import Config
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.draws import threads
+from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.marginals import marginals
+from secure_fvi.runs.metrics import MetricsLog
+from secure_fvi.runs.report import write_report
+
+if TYPE_CHECKING:
+    from secure_fvi.results import Result
+
+_MARGINAL_DRAWS = 4000
+
+
+def execute(
+    config: Config,
+    folder: RunDirectory,
+    data_dir: Path | None = None,
+    resume: bool = False,
+    on_round: Callable[[Progress], None] | None = None,
+) -> Result | None:
+    """Fit what `config` says and write everything to `folder`; None when the run there was finished before.
+
+    With `resume` the run in the folder is continued, or begun where there is none yet. Raises InputError before
+    anything is written, and leaves the folder as it was when the model or its data turn out to be unusable.
+    """
+    federation = federate(config, data_dir)
+    digest = federation.digest()
+    known = resume and folder.state != "empty"
+    if known:
+        folder.check_same(federation.config, digest)
+        if folder.state == "finished":
+            return None
+    else:
+        folder.check_new()
+    folder.begin(federation.config, digest)
+    try:
+        result = _fit(federation, folder, resume, on_round)
+    except InputError:
+        if not known and latest_round(folder.checkpoints) is None:
+            folder.discard()
+        raise
+    finally:
+        folder.release()
+    return result
+
+
+def _fit(
+    federation: Federation, folder: RunDirectory, resume: bool, on_round: Callable[[Progress], None] | None
+) -> Result:
+    log = MetricsLog(folder.path / "metrics.jsonl", resumed_from=latest_round(folder.checkpoints) or 0)
+    last: Progress | None = None
+
+    def note(progress: Progress) -> None:
+        nonlocal last
+        last = progress
+        log.add(progress)
+        if on_round is not None:
+            on_round(progress)
+
+    settings = federation.config.run
+    try:
+        with threads(federation.threads):
+            result = fit(
+                federation.model,
+                federation.silos,
+                federation.algorithm,
+                federation.aggregation,
+                seed=federation.config.seed,
+                silo_ids=federation.silo_ids,
+                record_ids=federation.record_ids,
+                device=settings.device,
+                dtype=federation.dtype,
+                compile=settings.compile,
+                checkpoint_dir=folder.checkpoints,
+                checkpoint_seconds=settings.checkpoint_seconds,
+                resume=resume,
+                on_round=note,
+            )
+    finally:
+        log.close(last)
+    found = json.dumps(marginals(result.sample(_MARGINAL_DRAWS)))
+    write_atomically(folder.path / "marginals.json", found.encode())
+    result.save(folder.path)
+    write_report(folder.path)
+    return result
