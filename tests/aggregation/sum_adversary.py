@@ -8,7 +8,7 @@ from sum_network import CONTEXT, carry, contribute, names, random_values, table_
 from secure_fvi.aggregation import Masked, shamir
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.messages import RevealRequest, Shares, pack, unpack
+from secure_fvi.aggregation.messages import Contribution, RevealRequest, Shares, pack, unpack
 from secure_fvi.aggregation.onetime import mask_key, open_seeds
 from secure_fvi.aggregation.prg import Mask, apply_masks
 from secure_fvi.aggregation.ring import Ring
@@ -86,3 +86,26 @@ class World:
 def is_input(decoded, values):
     """Whether the adversary has a silo's input."""
     return bool(np.allclose(decoded, values, rtol=0, atol=1e-9))
+
+
+def payload_of(message):
+    """The masked ring elements of a contribution."""
+    return unpack(message, Contribution).payload
+
+
+class Tampering:
+    """A silo whose messages somebody on the way may change."""
+
+    def __init__(self, silo, request=lambda data: data, reply=lambda data: data):
+        self._silo, self._request, self._reply = silo, request, reply
+
+    def handle(self, message):
+        return self._reply(self._silo.handle(self._request(message)))
+
+    def contribute(self, *arguments):
+        return self._reply(self._silo.contribute(*arguments))
+
+
+def exact(world, ids=None):
+    """The true sum."""
+    return sum(world.values[s] for s in (ids or world.ids))

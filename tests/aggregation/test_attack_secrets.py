@@ -5,21 +5,17 @@ import itertools
 import msgpack
 import numpy as np
 import pytest
-from sum_adversary import TABLE, World, is_input
+from sum_adversary import TABLE, World, is_input, payload_of
 from sum_network import CONTEXT, carry
 
 from secure_fvi.aggregation import onetime, shamir
-from secure_fvi.aggregation.messages import Contribution, RevealRequest, SignRequest, pack, unpack
+from secure_fvi.aggregation.messages import RevealRequest, SignRequest, pack
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.silo_batch import SiloBatch
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import AggregationError, ProtocolError
 
 VICTIM = 1
-
-
-def payload_of(message):
-    return unpack(message, Contribution).payload
 
 
 class TestIndexUsedTwice:
