@@ -147,6 +147,47 @@ class Done(NamedTuple):
     """Silo to server: understood."""
 
 
+class HolderKeyRequest(NamedTuple):
+    """Server to key holder: send your public key."""
+
+
+class HolderKey(NamedTuple):
+    """Key holder to server, and on to each silo: its public encryption key, signed with its identity."""
+
+    public_key: bytes
+    signature: bytes
+
+
+class Ciphertexts(NamedTuple):
+    """A vector over as many ciphertexts as it needs: the payload of a homomorphic contribution."""
+
+    parts: list[bytes]
+
+
+class DecryptRequest(NamedTuple):
+    """Server to key holder: decrypt the total of one index, given enough signatures on its survivors."""
+
+    sum_index: int
+    key_set: bytes
+    batch: bytes
+    survivors: bytes
+    table: bytes
+    context: bytes
+    signers: bytes
+    contributions: list[bytes]
+    signatures: list[bytes]
+    size: int
+    parts: list[bytes]
+
+
+class Decrypted(NamedTuple):
+    """Key holder to server: the total's slots as little-endian int64, signed with its identity."""
+
+    sum_index: int
+    values: bytes
+    signature: bytes
+
+
 def _uint(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
@@ -187,6 +228,11 @@ _SCHEMAS: dict[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]] = {
     RevealRequest: (14, (_uint, _any_bytes, _32, _32, _any_bytes, _32s, _64s)),
     Shares: (15, (_uint, _list(_either(0, 32)))),
     Done: (16, ()),
+    HolderKeyRequest: (17, ()),
+    HolderKey: (18, (_any_bytes, _64)),
+    Ciphertexts: (19, (_bytes_list,)),
+    DecryptRequest: (20, (_uint, _32, _32, _any_bytes, _32, _32, _any_bytes, _32s, _64s, _uint, _bytes_list)),
+    Decrypted: (21, (_uint, _any_bytes, _64)),
 }
 _KINDS = {tag: kind for kind, (tag, _) in _SCHEMAS.items()}
 
