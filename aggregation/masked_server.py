@@ -72,7 +72,7 @@ class MaskedServer:
             if state.batches and number < max(state.batches):
                 raise AggregationError(f"the secrets of sum {index} are of an old batch")
             batch = yield from state.refill(number)
-        if batch.catch_up_due(index):
+        if not state.active_enough(batch) or batch.catch_up_due(index):
             yield from state.deliver(batch, batch.lagging)
 
     def total(

@@ -94,7 +94,6 @@ class ServerState:
         roster = self.roster
         failures: Counter[int] = Counter()
         for attempt in range(int.from_bytes(self.store.get("attempt") or b"", "big"), MAX_ATTEMPTS):
-            self.store.put({"attempt": (attempt + 1).to_bytes(8, "big")})
             asked = [p for p in range(roster.size) if failures[p] < 2]
             adverts = yield from self.ask(asked, KeysRequest(attempt), KeyAdvert)
             members = tuple(p for p in sorted(adverts) if self._usable(p, attempt, adverts[p]))
@@ -102,12 +101,13 @@ class ServerState:
             bitmap = roster.bitmap(frozenset(members))
             columns = [list(c) for c in zip(*(adverts[m][1:] for m in members), strict=True)]
             key_set = KeySet(attempt, bitmap, *columns)
+            # Asked again, silos repeat their adverts; the attempt is used up once a key set is shown.
+            self.store.put({"attempt": (attempt + 1).to_bytes(8, "big")})
             named = key_set_hash(roster, attempt, bitmap, key_set.public_keys, key_set.nonce_commitments)
             reveals = yield from self.ask(members, key_set, NonceReveal)
             reveals = {m: r for m, r in reveals.items() if r.key_set == named and self._opens(m, r, adverts[m])}
             nonces = Nonces(attempt, [])
             if roster.neighbourhood.complete:
-                self._require(len(reveals), "set-up")
                 self._ready.update(reveals)
             elif len(reveals) < len(members):
                 # Who fails twice between its advert and its nonce cannot keep the others from a set-up.
@@ -155,7 +155,7 @@ class ServerState:
         self._ready.update(answered)
 
     def refill(self, number: int) -> Exchanges[ServerBatch]:
-        """Collect deposits of a batch, hand out the shares, have the batch signed, activate it."""
+        """Collect the deposits of a batch, and fix who made one."""
         session = self.session
         assert session is not None
         yield from self._bring_up(session)
@@ -166,8 +166,13 @@ class ServerState:
                 del deposits[place]
         self._require(len(deposits), "refill")
         batch = ServerBatch(session, number, deposits)
-        yield from self.deliver(batch, batch.depositors)
+        # Stored, then named: whoever is told of these depositors takes no others.
+        self._keep(batch)
         return batch
+
+    def active_enough(self, batch: ServerBatch) -> bool:
+        """Whether enough silos have their shares for a sum to succeed."""
+        return len(batch.active) >= self._needed
 
     def deliver(self, batch: ServerBatch, places: Iterable[int]) -> Exchanges[None]:
         """Hand each of `places` its shares; with the consistency check, then the signatures on the batch."""
@@ -176,6 +181,7 @@ class ServerState:
         if not roster.consistency_check:
             batch.active.update(replies)
             self._keep(batch)
+            self._require(len(batch.active), "refill")
             return
         for place, reply in replies.items():
             if roster.verify(place, reply.signature, batch.statement):
@@ -183,17 +189,23 @@ class ServerState:
             else:
                 self.fault(place, "a wrong signature on the batch")
         signers = sorted(batch.signatures)[: roster.signatures_needed]
-        self._require(len(signers), "refill")
+        self._require(len(batch.signatures), "refill")
         activate = Activate(number, roster.bitmap(frozenset(signers)), [batch.signatures[s] for s in signers])
         done = yield from self.ask([p for p in replies if p in batch.signatures], activate, Done)
         batch.active.update(done)
         self._keep(batch)
+        self._require(len(batch.active), "refill")
 
     def _require(self, present: int, stage: str) -> None:
-        needed = self.roster.signatures_needed if self.roster.consistency_check else 0
-        needed = max(needed, self.roster.min_cohort)
-        if present < needed:
-            raise AggregationError(f"{stage}: {present} of {self.roster.size} silos answered, {needed} are needed")
+        if present < self._needed:
+            raise AggregationError(
+                f"{stage}: {present} of {self.roster.size} silos answered, {self._needed} are needed"
+            )
+
+    @property
+    def _needed(self) -> int:
+        signatures = self.roster.signatures_needed if self.roster.consistency_check else 0
+        return max(signatures, self.roster.min_cohort)
 
     # Exchanges
 

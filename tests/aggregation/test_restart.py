@@ -11,7 +11,7 @@ from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 
 class Deployment:
@@ -169,3 +169,30 @@ def test_a_failed_write_of_several_slots_changes_none(tmp_path):
     assert store.get("a") is None
     store.put({"a": b"2"})
     assert store.get("a") == b"2"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
+def test_a_preparation_that_lost_too_many_is_taken_up_again(step, restart):
+    d = Deployment(5)
+    table = table_of(12)
+    values = random_values(d.ids, table)
+    away = set(d.ids[:3])
+    with pytest.raises(AggregationError, match="2 of 5 silos answered, 4 are needed"):
+        carry(d.server.prepare(0), d.silos, [() if at < step else away for at in range(6)])
+    if restart:
+        d.restart()
+    carry(d.server.prepare(0), d.silos)
+    messages = contribute(d.silos, 0, table, values)
+    total = carry(d.server.total(0, d.ids, table, messages, CONTEXT), d.silos)
+    assert total.survivors == tuple(sorted(d.ids))
+    np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+
+
+def test_waiting_for_silos_uses_up_no_set_up():
+    d = Deployment(4)
+    for _ in range(20):
+        with pytest.raises(AggregationError, match="set-up: 1 of 4 silos answered, 3 are needed"):
+            carry(d.server.prepare(0), {d.ids[0]: d.silos[d.ids[0]]})
+    carry(d.server.prepare(0), d.silos)
+    assert d.server._state.session.members == (0, 1, 2, 3)

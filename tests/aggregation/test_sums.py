@@ -159,6 +159,17 @@ def test_a_roster_below_min_cohort_is_refused(count):
         Masked().local_parties(names(count))
 
 
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_min_cohort_may_be_everybody(count):
+    ids, table = names(count), table_of(6)
+    server, parties = Masked(min_cohort=count).local_parties(ids)
+    values = random_values(ids, table)
+    total = run_sum(server, parties, 0, table, values)
+    np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
+    with pytest.raises(AggregationError, match=f"{count - 1} silos contributed"):
+        run_sum(server, parties, 1, table, {s: values[s] for s in ids[1:]})
+
+
 def test_two_silos_need_the_explicit_setting():
     with pytest.raises(InputError, match="set min_cohort = 2 to accept that"):
         Masked().local_parties(names(2))
