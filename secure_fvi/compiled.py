@@ -11,13 +11,18 @@ import contextlib
 import logging
 import operator
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._dynamo import lookup_backend
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 Mode = Literal["compiled", "traced", "eager"]
 
@@ -100,10 +105,7 @@ class Traced:
         try:
             run = graph = _graph(fn, flat, axes)
             if self.mode == "compiled":
-                for tensor, axis in zip(flat, axes, strict=True):
-                    if axis is not None:
-                        torch._dynamo.mark_dynamic(tensor, axis)
-                run = torch.compile(graph)
+                run = _compile(graph, flat, axes)
             return run, run(*flat)
         except Exception:  # whatever a user's program does that a tracer cannot follow
             _log.debug("tracing failed", exc_info=True)
@@ -132,6 +134,37 @@ def _graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequen
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | None]) -> _Run:
+    """Fuse a traced graph, the number of records symbolic and all other sizes fixed.
+
+    The graph goes to PyTorch's compiler backend directly. `torch.compile` would analyse Python bytecode first, of
+    which there is none here, and check its assumptions again in every call, at twice the cost of a small step.
+    """
+    for attempt in range(4):
+        try:
+            with torch.no_grad():
+                compiled: _Run = lookup_backend("inductor")(graph, _stand_ins(flat, axes))
+            return compiled
+        except RestartAnalysis:  # the backend has learned something and asks to begin again
+            if attempt == 3:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _stand_ins(flat: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    stand_ins: list[Tensor] = []
+    for tensor, axis in zip(flat, axes, strict=True):
+        shape = list(tensor.shape)
+        kinds = [DimDynamic.STATIC] * len(shape)
+        if axis is not None:
+            shape[axis], kinds[axis] = _PRIMES[0], DimDynamic.DYNAMIC
+        real = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+        stand_ins.append(fake.from_tensor(real, symbolic_context=context, source=ConstantSource(f"x{len(stand_ins)}")))
+    return stand_ins
 
 
 def _free_record_count(graph: Graph, records: int, position: int, axis: int) -> None:
@@ -173,7 +206,7 @@ def _close(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 def _flatten(value: Any, out: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         out.append(value)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         for key in sorted(value):
             _flatten(value[key], out)
     else:
@@ -191,7 +224,7 @@ def _structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
     """A function that builds the same nesting from the tensors of `_flatten`."""
     if isinstance(value, Tensor):
         return next
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         parts = [(key, _structure(value[key])) for key in sorted(value)]
         return lambda supply: {key: build(supply) for key, build in parts}
     builders = [_structure(item) for item in value]
@@ -201,12 +234,21 @@ def _structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
     return lambda supply: tuple(build(supply) for build in builders)
 
 
+#: Numbers a call works on, below which a second thread costs more in waiting than it saves.
+_ONE_THREAD_BELOW = 500_000
+
+
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Refuse kernels whose result depends on scheduling, so that a resumed run repeats itself bit for bit."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def threads_for(numbers: int) -> Iterator[None]:
+    """One thread for small work, PyTorch's own choice for large.
+
+    Threads of a small kernel mostly wait for each other, and badly so on a busy machine. Kernels also fix their
+    number of threads when they are compiled, so the same choice makes a resumed run repeat itself.
+    """
+    before = torch.get_num_threads()
+    if numbers < _ONE_THREAD_BELOW:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(before)

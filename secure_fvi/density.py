@@ -9,8 +9,9 @@ from the loop by tracing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -118,6 +119,19 @@ class _Evaluate(Messenger):  # type: ignore[misc]
             self.terms["silo" if name in self.model.silo_sites else "global"].append(term.sum())
 
 
+@contextlib.contextmanager
+def running(dtype: torch.dtype) -> Iterator[None]:
+    """How a Pyro program is run here: constants that it makes have the run's type, and no validation (it would
+    branch on values, which cannot be traced)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with pyro.validation_enabled(False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def record_dim(msg: Any, record_plate: str) -> int:
     """The batch dimension (negative) of the record plate around a site, 0 when it is outside."""
     return next((frame.dim for frame in msg["cond_indep_stack"] if frame.name == record_plate), 0)
@@ -186,6 +200,6 @@ class LogDensity:
     def _run(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> _Evaluate:
         split = self.layout.split
         latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
-        with pyro.validation_enabled(False), _Evaluate(self.model, latents, theta) as run:
+        with running(z_global.dtype), _Evaluate(self.model, latents, theta) as run:
             self.model.fn(**rows, **self.schema.constants)
         return run

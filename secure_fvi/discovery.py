@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, transform_to
 
-from secure_fvi.density import Layout, Params, Role, Site, param_constraint, record_dim
+from secure_fvi.density import Layout, Params, Role, Site, param_constraint, record_dim, running
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, Schema
 
@@ -129,7 +128,7 @@ def _centre(fn: Any) -> Tensor:
 
 def _discover(model: FederatedModel, rows: Params, constants: dict[str, Any], dtype: torch.dtype) -> _Discover:
     count = next(iter(rows.values())).shape[0]
-    with pyro.validation_enabled(False), torch.no_grad(), _Discover(model, count, dtype) as run:
+    with running(dtype), torch.no_grad(), _Discover(model, count, dtype) as run:
         model.fn(**rows, **constants)
     return run
 

@@ -17,7 +17,7 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.algorithms.base import Problem, Step
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.compiled import choose_mode
+from secure_fvi.compiled import choose_mode, threads_for
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.engines.local import LocalEngine
@@ -77,20 +77,21 @@ def fit(
         raise InputError("privacy must be None: this version has no differential privacy yet")
     parties = build_parties(model, silos, algorithm, aggregation, seed, silo_ids, record_ids, device, dtype, compile)
     server, engine = parties
-    done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _Done((), False)
-    objectives = list(done.objectives)
-    last_save = time.monotonic()
-    finished = done.finished
-    while not finished:
-        step = engine.run(server.round())
-        finished = step.finished
-        objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
-        due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
-        if checkpoint_dir is not None and (due or finished):
-            _save(server, engine, checkpoint_dir, _Done(tuple(objectives), finished))
-            last_save = time.monotonic()
-        if on_round is not None:
-            on_round(_progress(server, engine, algorithm, step))
+    with threads_for(_work(engine, algorithm)):
+        done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _Done((), False)
+        objectives = list(done.objectives)
+        last_save = time.monotonic()
+        finished = done.finished
+        while not finished:
+            step = engine.run(server.round())
+            finished = step.finished
+            objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
+            due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
+            if checkpoint_dir is not None and (due or finished):
+                _save(server, engine, checkpoint_dir, _Done(tuple(objectives), finished))
+                last_save = time.monotonic()
+            if on_round is not None:
+                on_round(_progress(server, engine, algorithm, step))
     return _result(server, engine, algorithm, aggregation, objectives, time.monotonic() - began)
 
 
@@ -140,6 +141,12 @@ def build_parties(
         for name in ordered
     }
     return Server(problem, algorithm.program(problem), server_sum), LocalEngine(built)
+
+
+def _work(engine: LocalEngine, algorithm: SFVI) -> int:
+    """Numbers that the largest silo's step goes through."""
+    rows = (sum(t.numel() for t in silo.view.rows.values()) for silo in engine.silos.values())
+    return max(rows) * algorithm.importance_samples
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from secure_fvi.algorithms.base import Posterior, Problem
-from secure_fvi.density import Params, param_constraint
+from secure_fvi.density import Params, param_constraint, running
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
 from secure_fvi.results import draw_unconstrained
@@ -56,7 +55,7 @@ def predict(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: 
         torch.manual_seed(seed)
         for z in draw_unconstrained(posterior, n, seed):
             values, _ = problem.density.constrain(z, posterior.theta)
-            with pyro.validation_enabled(False), torch.no_grad(), _Forward(values, posterior.theta) as run:
+            with running(problem.dtype), torch.no_grad(), _Forward(values, posterior.theta) as run:
                 problem.model.fn(**records.rows, **problem.schema.constants)
             draws.append(run.observed)
     return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
 _LABEL = b"secure-fvi/draws/1/"
+_AHEAD = 40_000  # numbers drawn ahead at most
 UNIT_ID = -1  # the "record" that stands for the silo itself
 
 
@@ -31,27 +32,39 @@ class KeyedDraws:
     def __init__(self, secret: bytes, purpose: bytes, ids: npt.NDArray[np.int64]) -> None:
         self._cipher = Cipher(algorithms.AES(derive_key(secret, purpose)), modes.ECB())
         self._ids = ids.astype(np.int64).view(np.uint64)
+        self._ahead: tuple[int, Tensor] = (0, torch.empty(0, len(ids), 0, dtype=torch.float64))
 
     def __repr__(self) -> str:
         return f"KeyedDraws({len(self._ids)} ids)"
 
-    def uniforms(self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
-        """Numbers in (0, 1), shape (N or len(rows), width), of 53 bits each."""
+    def uniforms(
+        self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None, rounds: int = 1
+    ) -> npt.NDArray[np.float64]:
+        """Numbers in (0, 1) of 53 bits for `rounds` rounds from `round_`: (rounds, N or len(rows), width)."""
         ids = self._ids if rows is None else self._ids[rows]
         blocks = (width + 1) // 2
-        counters = np.empty((len(ids), blocks, 2), np.uint64)
+        counters = np.empty((rounds, len(ids), blocks, 2), np.uint64)
         counters[..., 0] = ids[:, None]
-        counters[..., 1] = np.arange(blocks, dtype=np.uint64) | np.uint64(round_ << 32)
+        counters[..., 1] = np.arange(blocks, dtype=np.uint64)
+        counters[..., 1] |= np.arange(round_, round_ + rounds, dtype=np.uint64)[:, None, None] << np.uint64(32)
         words = np.frombuffer(self._cipher.encryptor().update(counters.tobytes()), np.uint64)
-        words = words.reshape(len(ids), 2 * blocks)[:, :width]
+        words = words.reshape(rounds, len(ids), 2 * blocks)[..., :width]
         return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
     def normals(self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
         """Standard normals, float64 (N or len(rows), width)."""
-        return torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, rows)))
+        if rows is not None:
+            return torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, rows)[0]))
+        # Rounds come one after the other, so small draws are made for several at once.
+        start, ahead = self._ahead
+        if ahead.shape[2] != width or not start <= round_ < start + len(ahead):
+            rounds = max(1, min(64, _AHEAD // max(len(self._ids) * width, 1)))
+            ahead = torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, None, rounds)))
+            start = round_
+            self._ahead = (start, ahead)
+        return ahead[round_ - start]
 
 
-def server_normals(seed: int, round_: int, size: int) -> Tensor:
-    """eps_G of a round, float64 (size,). Everyone sees it; it depends on the seed and the round alone."""
-    secret = seed.to_bytes(16, "big", signed=True)
-    return KeyedDraws(secret, b"global", np.array([UNIT_ID])).normals(round_, size)[0]
+def server_draws(seed: int) -> KeyedDraws:
+    """The source of eps_G. Everyone may see the draws; they depend on the seed and the round alone."""
+    return KeyedDraws(seed.to_bytes(16, "big", signed=True), b"global", np.array([UNIT_ID]))

@@ -29,7 +29,7 @@ from secure_fvi.families import Amortised, Conditional, Params, global_family
 from secure_fvi.families.amortised import ENCODER
 from secure_fvi.objective import ServerGradient, SiloGradient, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.randomness import server_normals
+from secure_fvi.randomness import server_draws
 from secure_fvi.trees import merge, part, put, running_average, take, to_numpy
 
 #: Factor on the learning rate after a share `t` in [0, 1) of the rounds.
@@ -146,6 +146,7 @@ class SFVIProgram:
         self.silo_family = config.silo_family.build(n_silo, n_global, 1)
         self.optimizer = Optimizer(config.optimizer, config.learning_rate, config.optimizer_options)
         self.samples = samples if n_record else 1
+        self._draws = server_draws(problem.seed)
         self.minibatch = config.sampling_rate < 1
         if self.minibatch and self.local_family.couples_records:
             raise InputError(
@@ -249,8 +250,7 @@ class SFVIProgram:
         return state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
 
     def _noise(self, round_: int) -> Tensor:
-        eps = server_normals(self.problem.seed, round_, self.family.noise_size)
-        return self._move(eps)
+        return self._move(self._draws.normals(round_, self.family.noise_size)[0])
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.problem.device, self.problem.dtype)
@@ -302,7 +302,7 @@ class SFVIProgram:
         n = self.problem.layout.size("record")
         scale = self._scalar(message.scalars["scale"])
         batch = self._batch(message.round, view)
-        at = None if batch is None else torch.fromto_numpy(batch).to(self.problem.device)
+        at = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
         eps = view.record_draws.normals(message.round, self.samples * n, batch)
         eps_record = eps.reshape(len(eps), self.samples, n).transpose(0, 1).contiguous()
         eps_silo = view.silo_draws.normals(message.round, self.problem.layout.size("silo"))
@@ -330,7 +330,7 @@ class SFVIProgram:
         """Rows of this round's Poisson sample; drawn from the silo's secret, so nobody else knows who took part."""
         if not self.minibatch:
             return None
-        joined = view.batch_draws.uniforms(round_, 1)[: view.size, 0] < self.config.sampling_rate
+        joined = view.batch_draws.uniforms(round_, 1)[0, : view.size, 0] < self.config.sampling_rate
         rows = np.flatnonzero(joined)
         # At least two rows, filled up with the spare one: a traced graph treats sizes 0 and 1 as special.
         return np.concatenate([rows, np.full(max(2 - len(rows), 0), view.size, np.int64)])

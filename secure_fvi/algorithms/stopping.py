@@ -98,7 +98,7 @@ def watch(monitor: Monitor) -> Monitor:
     kept = monitor.stage_rounds // monitor.stride
     if monitor.stage_rounds % CHECK_EVERY or kept < WINDOW_LEAST:
         return monitor
-    return monitor._replace(r_hat=_worst_r_hat(monitor.history[kept - kept // 4 : kept]))
+    return monitor._replace(r_hat=_worst_r_hat(monitor.history[kept - kept // 4 : kept], AGREE_WITHIN))
 
 
 def _units(series: FloatArray) -> FloatArray:
@@ -108,14 +108,14 @@ def _units(series: FloatArray) -> FloatArray:
     return np.concatenate([sd, np.ones(n)])
 
 
-def _worst_r_hat(window: FloatArray) -> float:
-    """Split R-hat (Gelman et al. 2013) of the worst coordinate; one that drifts by less than DRIFT_BELOW passes."""
+def _worst_r_hat(window: FloatArray, drift: float = DRIFT_BELOW) -> float:
+    """Split R-hat (Gelman et al. 2013) of the worst coordinate; one that drifts by less than `drift` passes."""
     half = len(window) // 2
     a, b = window[:half] / _units(window), window[-half:] / _units(window)
     within = 0.5 * (a.var(0, ddof=1) + b.var(0, ddof=1))
     between = 0.5 * (a.mean(0) - b.mean(0)) ** 2
     r_hat = np.sqrt(np.where(within > 0, 1 - 1 / half + between / np.maximum(within, 1e-300), 1.0))
-    still = np.abs(a.mean(0) - b.mean(0)) < DRIFT_BELOW
+    still = np.abs(a.mean(0) - b.mean(0)) < drift
     return float(np.where(still, np.minimum(r_hat, 1.0), r_hat).max())
 
 

@@ -112,11 +112,12 @@ def _put_together(node: Any, template: Any, tensors: Mapping[str, Tensor], direc
         known = template if isinstance(template, Mapping) else {}
         return {k: _put_together(v, known.get(k), tensors, directory) for k, v in content.items()}
     if kind == "l":
-        fields = template if isinstance(template, tuple) else (None,) * len(content)
-        if len(fields) != len(content):
+        if not hasattr(template, "_fields"):
+            return tuple(_put_together(c, None, tensors, directory) for c in content)
+        if len(template) != len(content):
             raise InputError(f"the checkpoint in {directory} was written by another version or algorithm")
-        parts = [_put_together(c, f, tensors, directory) for c, f in zip(content, fields, strict=True)]
-        return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)
+        parts = [_put_together(c, f, tensors, directory) for c, f in zip(content, template, strict=True)]
+        return type(template)(*parts)
     return content
 
 

@@ -1,0 +1,111 @@
+"""Tracing and compiling: the same numbers, for silos of every size, and a way out when a program resists."""
+
+from __future__ import annotations
+
+import shutil
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from programs import make_intercepts
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.compiled import Traced, choose_mode, threads_for
+from secure_fvi.fitting import build_parties
+
+
+def _eta(fn: object, mode: object, rounds: int = 5) -> tuple[Tensor, str]:
+    model = sf.FederatedModel(fn, "person")  # type: ignore[arg-type]
+    server, engine = build_parties(
+        model, make_intercepts().silos, sf.SFVI(iterations=9, schedule="linear"), sf.Plain(), compile=mode
+    )  # type: ignore[arg-type]
+    for _ in range(rounds):
+        engine.run(server.round())
+    return server.state.algorithm.eta["loc"], engine.silos["silo-1"].program._silo_step.mode  # type: ignore[attr-defined]
+
+
+def _by_shape(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("person", y.shape[0]):
+        b = pyro.sample("b", dist.Normal(0.0, 0.7))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+def _by_len(y: Tensor) -> None:
+    """`len` turns a symbolic number of records into a fixed one."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("person", len(y)):
+        b = pyro.sample("b", dist.Normal(torch.zeros(len(y)), 0.7))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+def _by_branch(y: Tensor) -> None:
+    """Branches on the number of records, so one graph cannot serve all silos."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    extra = torch.zeros(()) if y.shape[0] < 20 else torch.ones(()) * 0.0
+    with pyro.plate("person", y.shape[0]):
+        b = pyro.sample("b", dist.Normal(0.0, 0.7))
+        weight = torch.ones(3) * 0.5 * (1.0 + 0.0 * float(y.shape[0]))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1) + extra, weight).to_event(1), obs=y)
+
+
+def _by_value(y: Tensor) -> None:
+    """Branches on a datum: no graph can follow, so the program runs as it is."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    sign = 1.0 if float(y.sum()) > -1e9 else -1.0
+    with pyro.plate("person", y.shape[0]):
+        b = pyro.sample("b", dist.Normal(0.0, 0.7))
+        pyro.sample("y", dist.Normal(sign * mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("fn", "mode"), [(_by_shape, "traced"), (_by_len, "traced"), (_by_branch, "traced"), (_by_value, "eager")]
+)
+def test_every_program_runs_and_gives_the_same_numbers(fn: object, mode: str) -> None:
+    reference, _ = _eta(_by_shape, False)
+    eta, got = _eta(fn, False)
+    torch.testing.assert_close(eta, reference, rtol=1e-12, atol=1e-12)
+    assert got == mode
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_compiled_equals_traced_up_to_rounding() -> None:
+    traced, _ = _eta(_by_len, False)
+    compiled, mode = _eta(_by_len, True)
+    assert mode == "compiled"
+    torch.testing.assert_close(compiled, traced, rtol=1e-10, atol=1e-12)
+
+
+def test_one_trace_serves_all_sizes() -> None:
+    calls = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(x.shape[0])
+        return (x * x.shape[0]).sum(0)
+
+    traced = Traced(fn, (0,), "traced")
+    for n in (5, 11, 300):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(traced(x), (x * n).sum(0))
+    assert len(calls) == 2  # once as it is, once on the stand-in
+
+
+def test_auto_compiles_long_runs_only() -> None:
+    assert choose_mode("auto", 100) == "traced"
+    assert choose_mode(True, 1) == "compiled"
+    assert choose_mode(False, 10**9) == "traced"
+
+
+def test_small_work_takes_one_thread_and_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with threads_for(1000):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with threads_for(10**9):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

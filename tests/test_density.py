@@ -1,0 +1,207 @@
+"""The split log density: equal to Pyro's own, part by part, in the right layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from programs import clinics
+from pyro import poutine
+from torch import Tensor
+from torch.distributions import biject_to
+
+import secure_fvi as sf
+from secure_fvi.density import LogDensity
+from secure_fvi.discovery import read_layout
+from secure_fvi.errors import InputError
+from secure_fvi.federated_model import read_data
+
+
+def _rich(x: Tensor, label: Tensor, levels: int, grid: Tensor) -> None:
+    """Constrained globals, a simplex a record, a plate to the left of the record plate, theta, shared values."""
+    strength = pyro.param("strength", torch.tensor(2.0), constraint=dist.constraints.positive)
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    with pyro.plate("levels", levels):
+        level = pyro.sample("level", dist.Normal(0.0, scale))
+    with pyro.plate("row", x.shape[0], dim=-1):
+        share = pyro.sample("share", dist.Dirichlet(strength * torch.ones(3)))
+        with pyro.plate("twice", 2, dim=-2):
+            shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+        mean = level[label] + shift.sum(0) + (share * grid).sum(-1)
+        pyro.sample("x", dist.Normal(mean, scale), obs=x)
+
+
+def _density(model: sf.FederatedModel, data: dict[str, Any]) -> tuple[LogDensity, dict[str, Tensor]]:
+    schema, records = read_data(data, "here", torch.float64)
+    layout, _ = read_layout(model, schema, torch.float64)
+    return LogDensity(model, layout, schema), records.rows
+
+
+def _pyro_log_joint(fn: Any, data: dict[str, Any], latents: dict[str, Tensor], params: dict[str, Tensor]) -> Tensor:
+    """log p(y, z) by Pyro's own trace, plus the log Jacobians, at unconstrained latents."""
+    pyro.clear_param_store()
+    for name, value in params.items():
+        pyro.param(name, value)
+    spied = poutine.trace(fn).get_trace(**data)
+    values = {n: biject_to(spied.nodes[n]["fn"].support)(u) for n, u in latents.items()}
+    trace = poutine.trace(poutine.condition(fn, values)).get_trace(**data)
+    total = trace.log_prob_sum()
+    for name, u in latents.items():
+        total = total + biject_to(trace.nodes[name]["fn"].support).log_abs_det_jacobian(u, values[name]).sum()
+    return total
+
+
+def test_parts_add_up_to_pyros_log_joint() -> None:
+    torch.manual_seed(0)
+    data = {"x": torch.randn(6), "label": torch.tensor([0, 1, 2, 0, 1, 2]), "levels": 3, "grid": torch.arange(3.0)}
+    model = sf.FederatedModel(_rich, "row")
+    density, rows = _density(model, {**data, "grid": sf.Shared(data["grid"])})
+    layout = density.layout
+    assert (layout.size("global"), layout.size("silo"), layout.size("record")) == (4, 0, 4)
+    z_global, z_record = torch.randn(4), torch.randn(6, 4)
+    theta = {"strength": torch.tensor(0.4)}
+    terms = density.evaluate(z_global, torch.zeros(0), z_record, theta, rows)
+    latents = {
+        "scale": z_global[0],
+        "level": z_global[1:],
+        "share": z_record[:, :2],
+        "shift": z_record[:, 2:].T,
+    }
+    expected = _pyro_log_joint(_rich, data, latents, {"strength": torch.tensor(0.4).exp()})
+    torch.testing.assert_close(terms.shared + terms.silo + terms.records.sum(), expected)
+    torch.testing.assert_close(density.log_prior(z_global, theta), terms.shared)
+
+
+def test_each_record_has_its_own_term() -> None:
+    """Changing one record's latents changes its own term and no other."""
+    torch.manual_seed(0)
+    data = {
+        "x": torch.randn(5),
+        "label": torch.zeros(5, dtype=torch.long),
+        "levels": 1,
+        "grid": sf.Shared(torch.ones(3)),
+    }
+    density, rows = _density(sf.FederatedModel(_rich, "row"), data)
+    z_record = torch.randn(5, 4)
+    theta = {"strength": torch.tensor(0.0)}
+    before = density.evaluate(torch.zeros(2), torch.zeros(0), z_record, theta, rows).records
+    z_record[3] += 1.0
+    after = density.evaluate(torch.zeros(2), torch.zeros(0), z_record, theta, rows).records
+    assert (before != after).tolist() == [False, False, False, True, False]
+
+
+def test_silo_sites_have_a_term_of_their_own() -> None:
+    density, rows = _density(sf.FederatedModel(clinics, "person", ("u",)), {"y": torch.randn(4)})
+    terms = density.evaluate(torch.tensor([0.3]), torch.tensor([0.2]), torch.zeros(4, 1), {}, rows)
+    torch.testing.assert_close(terms.silo, dist.Normal(0.0, 0.6).log_prob(torch.tensor(0.2)))
+    torch.testing.assert_close(terms.shared, dist.Normal(0.0, 10.0).log_prob(torch.tensor(0.3)))
+
+
+def test_constrain_maps_sites_and_theta_to_the_models_space() -> None:
+    data = {
+        "x": torch.randn(3),
+        "label": torch.zeros(3, dtype=torch.long),
+        "levels": 2,
+        "grid": sf.Shared(torch.ones(3)),
+    }
+    density, _ = _density(sf.FederatedModel(_rich, "row"), data)
+    sites, theta = density.constrain(torch.tensor([0.5, 1.0, 2.0]), {"strength": torch.tensor(-1.0)})
+    torch.testing.assert_close(sites["scale"], torch.tensor(0.5).exp())
+    assert sites["level"].tolist() == [1.0, 2.0]
+    torch.testing.assert_close(theta["strength"], torch.tensor(-1.0).exp())
+
+
+def _leaks_into_prior(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(y.mean(), 1.0))
+    with pyro.plate("person", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def _no_plate(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(mu, 1.0).expand([len(y)]).to_event(1), obs=y)
+
+
+def _local_outside(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    b = pyro.sample("b", dist.Normal(0.0, 1.0).expand([len(y)]).to_event(1))
+    with pyro.plate("person", len(y)):
+        pyro.sample("y", dist.Normal(mu + b, 1.0), obs=y)
+
+
+def _discrete(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("person", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
+
+
+def _wrong_size(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("person", y.shape[0] + 1):
+        pyro.sample("b", dist.Normal(mu, 1.0))
+
+
+def _subsamples(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("person", len(y), subsample_size=1) as at:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[at])
+
+
+def _no_globals(y: Tensor) -> None:
+    with pyro.plate("person", len(y)):
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+
+def _breaks(y: Tensor) -> None:
+    raise RuntimeError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "message"),
+    [
+        (_leaks_into_prior, {}, "the prior of a global site depends on the data"),
+        (_no_plate, {}, "observed site 'y' is outside the record plate 'person'"),
+        (_local_outside, {}, "latent site 'b' grows with the number of records"),
+        (_discrete, {}, "latent site 'z' is discrete"),
+        (_wrong_size, {}, "record plate 'person' has size 3 where the data has 2 records"),
+        (_subsamples, {}, "plate 'person' subsamples"),
+        (_no_globals, {}, "no global latent site"),
+        (_breaks, {}, "_breaks fails on made data of the given shapes .RuntimeError: no such thing"),
+        (clinics, {"silo_sites": ("v",)}, "silo site 'v' does not exist; latent sites: mu, u, b"),
+        (clinics, {"silo_sites": ("b",)}, "silo site 'b' is inside the record plate"),
+        (clinics, {"record_plate": "people"}, "observed site 'y' is outside the record plate 'people'"),
+    ],
+)
+def test_models_that_cannot_be_federated(fn: Any, options: dict[str, Any], message: str) -> None:
+    model = sf.FederatedModel(fn, **{"record_plate": "person", **options})
+    with pytest.raises(InputError, match=message):
+        sf.fit(model, [{"y": torch.randn(4)}] * 3, sf.SFVI(iterations=1))
+
+
+@pytest.mark.parametrize(
+    ("silos", "message"),
+    [
+        ([{"y": torch.tensor([1.0, torch.nan])}], "silo 'silo-1': 'y' holds NaN or infinite values"),
+        ([{"y": torch.zeros(0)}], "silo 'silo-1' has no records"),
+        ([{"y": torch.tensor(1.0)}], "'y' has no first dimension"),
+        ([{}], "no tensor in its data"),
+        ([{"y": torch.zeros(3), "x": torch.zeros(2)}], "has 3 rows and 'y' has|has 2 rows and 'y' has 3"),
+        ([{"y": torch.zeros(3)}, {"z": torch.zeros(3)}], "hold different tensors"),
+        ([{"y": torch.zeros(3)}, {"y": torch.zeros(3, 2)}], "'y' has shape .. a record"),
+        ([{"w": torch.zeros(3)}], "does not take the data's names .'w'"),
+    ],
+)
+def test_data_that_cannot_be_used(silos: list[dict[str, Tensor]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sf.fit(sf.FederatedModel(clinics, "person", ("u",)), silos, sf.SFVI(iterations=1), sf.Plain())
+
+
+def test_errors_quote_no_datum() -> None:
+    data = {"y": torch.tensor([123456.789, torch.inf])}
+    with pytest.raises(InputError) as caught:
+        sf.fit(sf.FederatedModel(clinics, "person", ("u",)), [data], sf.SFVI(iterations=1), sf.Plain())
+    assert "123456" not in str(caught.value)

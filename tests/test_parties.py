@@ -1,0 +1,168 @@
+"""Who holds what: the server never has data, messages are checked, silos commit only what the server used."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import make_clinics, make_intercepts
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.algorithms.base import Broadcast, choose_cohort
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.fitting import build_parties
+from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
+from secure_fvi.privacy.gate import Gate
+
+
+def _reachable_tensors(root: object) -> list[Tensor]:
+    """Every tensor and array that can be reached from an object, modules and types left out."""
+    seen: set[int] = set()
+    stack: list[Any] = [root]
+    found = []
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, type) or type(value).__name__ == "module":
+            continue
+        seen.add(id(value))
+        if type(value) in (Tensor, torch.nn.Parameter):  # not a tracer's stand-in, which has no values
+            found.append(value)
+        elif isinstance(value, np.ndarray) and value.dtype == np.float64:
+            found.append(torch.from_numpy(value.copy()))
+        if callable(value) and hasattr(value, "__globals__"):
+            stack.extend(c.cell_contents for c in value.__closure__ or () if c is not None)
+            continue
+        stack.extend(gc.get_referents(value))
+    return found
+
+
+def _holds(root: object, secrets: dict[str, Tensor]) -> set[str]:
+    """Which of the secret tensors' values occur in anything reachable from `root`; zero is nobody's secret."""
+    values = torch.cat([t.detach().double().flatten() for t in _reachable_tensors(root) if t.is_floating_point()])
+    return {name for name, secret in secrets.items() if torch.isin(secret[secret != 0], values).any()}
+
+
+@pytest.mark.parametrize("aggregation", [sf.Plain(), sf.Masked()])
+def test_the_server_never_holds_data_or_local_parameters(aggregation: Any) -> None:
+    problem = make_clinics()
+    server, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), aggregation, compile=False)
+    for _ in range(5):
+        engine.run(server.round())
+    secrets = {}
+    for name, silo in engine.silos.items():
+        secrets[f"{name} data"] = silo.view.rows["y"]
+        secrets[f"{name} record loc"] = silo.local.record["loc"]
+        secrets[f"{name} silo loc"] = silo.local.silo["loc"]
+        secrets[f"{name} pending"] = silo.pending.local.record["loc"]  # type: ignore[union-attr]
+    assert _holds(server, secrets) == set()
+    assert _holds(engine, secrets) == set(secrets)  # the control: the search finds them where they are
+
+
+def test_a_pending_state_counts_only_when_its_sum_was_used() -> None:
+    problem = make_intercepts()
+    server, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
+    silo = engine.silos["silo-1"]
+    before = silo.local
+    engine.run(server.round())
+    assert silo.local is before
+    silo.settle(99)  # the server used another sum
+    assert silo.local is before
+    engine.run(server.round())
+    silo.settle(server.state.accepted)
+    assert silo.local is not before
+
+
+def test_an_abandoned_sum_never_gives_its_index_again() -> None:
+    problem = make_intercepts()
+    server, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Masked(), compile=False)
+    server.round()  # never driven
+    generator = server.round()
+    next(generator)
+    generator.close()
+    engine.run(server.round())
+    assert server.state.last_index == 2
+    assert server.state.accepted == 2
+
+
+def _broadcast() -> Broadcast:
+    tensors = {"z_global": torch.tensor([1.0, 2.0]), "theta/t": torch.ones(2, 3, dtype=torch.float32)}
+    return Broadcast(3, 4, 2, ("a", "b"), {"scale": 0.5}, tensors)
+
+
+def test_broadcasts_survive_the_wire() -> None:
+    sent = _broadcast()
+    got = decode_broadcast(encode_broadcast(sent))
+    assert got[:5] == sent[:5]
+    assert all(torch.equal(got.tensors[k], v) and got.tensors[k].dtype == v.dtype for k, v in sent.tensors.items())
+
+
+def test_malformed_broadcasts_are_refused() -> None:
+    """Every truncation, and every single-byte change, either decodes to a broadcast or raises ProtocolError."""
+    raw = encode_broadcast(_broadcast())
+    for cut in range(len(raw)):
+        with pytest.raises(ProtocolError):
+            decode_broadcast(raw[:cut])
+    survived = 0
+    for at in range(len(raw)):
+        try:
+            decode_broadcast(raw[:at] + bytes([raw[at] ^ 0xFF]) + raw[at + 1 :])
+            survived += 1
+        except ProtocolError:
+            pass
+    assert survived < len(raw)  # bytes of numbers and names may change unnoticed here; signatures cover them
+
+
+def test_a_silo_refuses_unknown_messages() -> None:
+    problem = make_intercepts()
+    _, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
+    silo = engine.silos["silo-1"]
+    for message in (b"", b"X", ROUND + b"nonsense"):
+        with pytest.raises(ProtocolError):
+            silo.handle(message)
+    assert silo.pending is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.1, -2.1])
+def test_the_gate_refuses_what_is_not_finite_or_past_its_bound(bad: float) -> None:
+    table = BlockTable((Block("first", (2,), 2.0), Block("second", (3,), 2.0)))
+    values = np.array([2.0, -2.0, 0.0, 0.1, 0.2])
+    assert Gate("here").release(table, values) is values
+    values[3] = bad
+    with pytest.raises(AggregationError, match="its part of 'second' is not finite or exceeds") as caught:
+        Gate("here").release(table, values)
+    assert "2.1" not in str(caught.value)
+
+
+def test_cohorts_are_drawn_fairly_and_repeatably() -> None:
+    """Each of 10 silos takes part in 3,000 draws of 3 about 900 times; 5 sds, false alarm about 6e-6."""
+    silos = tuple("abcdefghij")
+    drawn = [choose_cohort(silos, 0.3, 7, r) for r in range(3000)]
+    assert drawn == [choose_cohort(silos, 0.3, 7, r) for r in range(3000)]
+    counts = [sum(s in cohort for cohort in drawn) for s in silos]
+    assert all(abs(c - 900) < 5 * np.sqrt(3000 * 0.3 * 0.7) for c in counts)
+    assert choose_cohort(silos, 1.0, 7, 0) == silos
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"silo_ids": ["a", "a", "b"]}, "two silos have the id 'a'"),
+        ({"silo_ids": ["a", "b"]}, "2 silo ids for 3 silos"),
+        ({"record_ids": [torch.arange(7), torch.arange(40), torch.arange(13)]}, "a record id occurs twice"),
+        ({"record_ids": [torch.arange(7)]}, "record_ids for 1 silos"),
+        ({"device": "cuda:99"}, "has no CUDA"),
+        ({"dtype": torch.float16}, "dtype must be"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+    ],
+)
+def test_bad_arguments_of_fit(options: dict[str, Any], message: str) -> None:
+    if options.get("device") and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    problem = make_intercepts()
+    with pytest.raises(InputError, match=message):
+        sf.fit(problem.model, problem.silos, sf.SFVI(iterations=1), **options)

@@ -1,0 +1,125 @@
+"""Results and checkpoints: what is saved, drawn and predicted, and that a resumed run repeats itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import make_intercepts, make_rate
+from safetensors.torch import load_file
+
+import secure_fvi as sf
+from secure_fvi import fitting
+from secure_fvi.errors import InputError
+from secure_fvi.runs.checkpoint import latest_round, load_checkpoint, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def result() -> sf.Result:
+    problem = make_rate()
+    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=1500, schedule="cosine"))
+
+
+def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
+    """20,000 draws of a log-normal posterior: its mean within 4.5 standard errors, false alarm 7e-6."""
+    draws = result.sample(20_000, seed=3)["rate"]
+    error = draws.std() / len(draws) ** 0.5
+    assert (draws.mean() - result.posterior["rate"].mean).abs() < 4.5 * error + 4.5 * error
+    assert (draws > 0).all()
+
+
+def test_predictions_cover_new_records(result: sf.Result) -> None:
+    """log y is normal around log rate with variance 0.41 plus the posterior's: the mean within 5 standard errors."""
+    draws = result.predict({"y": torch.ones(50)}, n=200)["y"]
+    assert draws.shape == (200, 50)
+    logs = draws.log()
+    truth = result.variational.eta["loc"].item()
+    assert logs.mean().item() == pytest.approx(truth, abs=5 * (0.41 / 10_000 + 0.01 / 200) ** 0.5)
+    assert logs.var().item() == pytest.approx(0.41, rel=0.1)
+
+
+def test_predict_refuses_other_data(result: sf.Result) -> None:
+    with pytest.raises(InputError, match="predict needs the tensors of the fit"):
+        result.predict({"y": torch.ones(5, 2)})
+
+
+def test_unknown_sites_are_named(result: sf.Result) -> None:
+    with pytest.raises(InputError, match="no global site 'b'; there are: rate"):
+        result.posterior["b"]
+
+
+def test_saved_files_hold_the_contract(result: sf.Result, tmp_path: Path) -> None:
+    result.save(tmp_path)
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert {"algorithm", "seed", "silos", "rounds", "seconds", "elbo", "posterior", "theta", "metrics"} <= saved.keys()
+    assert saved["aggregation"].keys() == {"kind", "exchanges", "bytes_up_per_silo", "bytes_down_per_silo"}
+    assert saved["privacy"] is None
+    assert saved["posterior"]["rate"]["mean"] == pytest.approx(result.posterior["rate"].mean.item())
+    tensors = load_file(tmp_path / "posterior.safetensors")
+    assert torch.equal(tensors["eta/loc"], result.variational.eta["loc"])
+
+
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("options", [{"iterations": 60}, {"iterations": 60, "sampling_rate": 0.5}])
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
+    problem = make_intercepts()
+
+    def fit(folder: Path, **more: Any) -> bytes:
+        got = sf.fit(
+            problem.model, problem.silos, sf.SFVI(**options), checkpoint_dir=folder / "checkpoint",
+            checkpoint_seconds=0.0, compile=False, **more,
+        )  # fmt: skip
+        got.save(folder)
+        return (folder / "posterior.safetensors").read_bytes()
+
+    whole = fit(tmp_path / "whole")
+
+    def kill(progress: sf.Progress) -> None:
+        if progress.round == 23:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        fit(tmp_path / "killed", on_round=kill)
+    assert latest_round(tmp_path / "killed" / "checkpoint") == 23
+    rounds: list[int] = []
+    assert fit(tmp_path / "killed", resume=True, on_round=lambda p: rounds.append(p.round)) == whole
+    assert rounds[0] == 24
+
+
+def test_a_checkpoint_of_other_silos_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"server": (1, torch.ones(2)), "silo/a": (torch.zeros(1),)})
+    with pytest.raises(InputError, match="has a party 'silo/a'"):
+        load_checkpoint(tmp_path, {"server": (1, torch.ones(2))})
+
+
+def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """A crash while writing leaves a folder that LATEST does not name."""
+    state = {"server": (1, torch.ones(2))}
+    save_checkpoint(tmp_path, 1, state)
+    (tmp_path / "round-000000002").mkdir()
+    (tmp_path / "round-000000002" / "0000.safetensors").write_bytes(b"half")
+    loaded = load_checkpoint(tmp_path, state)
+    assert loaded is not None
+    assert torch.equal(loaded["server"][1], torch.ones(2))
+
+
+def test_the_programs_constants_take_the_runs_type() -> None:
+    """A model that builds constants runs in float64 although PyTorch's default is float32."""
+    problem = make_intercepts()
+    torch.set_default_dtype(torch.float32)
+    try:
+        server, engine = fitting.build_parties(
+            problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False
+        )
+        engine.run(server.round())
+    finally:
+        torch.set_default_dtype(torch.float64)
+    assert server.state.algorithm.eta["loc"].dtype == torch.float64
+    assert engine.silos["silo-1"].pending.local.record["loc"].dtype == torch.float64  # type: ignore[union-attr]

@@ -1,0 +1,237 @@
+"""SFVI: exact posteriors without tuning, invariance to the partition, and every option that changes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from programs import Conjugate, intercepts, make_clinics, make_intercepts, make_rate, make_slopes
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.fitting import build_parties
+from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
+
+
+@pytest.mark.parametrize("make", [make_intercepts, make_slopes, make_rate, make_clinics])
+def test_defaults_recover_conjugate_posteriors(make: Callable[[], Conjugate]) -> None:
+    """Uneven silos, masked sums, no option set: 0.1 posterior sd in the mean, 10% in the sd, stops by itself."""
+    problem = make()
+    result = sf.fit(problem.model, problem.silos)
+    assert result.converged
+    for site, mean in problem.mean.items():
+        sd = problem.sd[site]
+        assert ((result.posterior[site].mean - mean).abs() < 0.1 * sd).all()
+        assert ((result.posterior[site].sd / sd - 1).abs() < 0.1).all()
+    assert result.aggregation["kind"] == "masked"
+
+
+def _split(data: dict[str, Tensor], ids: Tensor, sizes: list[int]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    parts = {name: torch.split(value, sizes) for name, value in data.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))], list(torch.split(ids, sizes))
+
+
+def _trajectory(sizes: list[int], aggregation: object, **options: object) -> Tensor:
+    data = SIX_CITIES.load()
+    order = torch.randperm(537, generator=torch.Generator().manual_seed(0))[:60]
+    silos, ids = _split({k: v[order] for k, v in data.records.items()}, data.record_ids[order], sizes)
+    algorithm = sf.SFVI(iterations=200, average_last=0.0, **options)  # type: ignore[arg-type]
+    server, engine = build_parties(SIX_CITIES.model, silos, algorithm, aggregation, record_ids=ids, compile=False)  # type: ignore[arg-type]
+    for _ in range(200):
+        engine.run(server.round())
+    return torch.cat([v.flatten() for _, v in sorted(server.state.algorithm.eta.items())])
+
+
+PARTITIONS = [[20, 40], [5, 30, 25], [10, 4, 16, 18, 12]]
+
+
+@pytest.mark.parametrize("options", [{}, {"importance_samples": 3}, {"sampling_rate": 0.3}])
+def test_partition_does_not_matter(options: dict[str, object]) -> None:
+    """1, 2, 3 and 5 silos of the same records: the same trajectory to 1e-8 relative, minibatches included."""
+    whole = _trajectory([60], sf.Plain(), **options)
+    for sizes in PARTITIONS:
+        torch.testing.assert_close(_trajectory(sizes, sf.Plain(), **options), whole, rtol=1e-8, atol=1e-8)
+
+
+def test_partition_does_not_matter_under_masks() -> None:
+    """The same under masked sums of 64 bits, to 1e-6."""
+    whole = _trajectory([60], sf.Plain())
+    for sizes in PARTITIONS:
+        masked = sf.Masked(min_cohort=2, consistency_check=False)
+        torch.testing.assert_close(_trajectory(sizes, masked), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_silos_that_share_no_ids_draw_differently() -> None:
+    """The control of the invariance: without record ids the draws belong to silos, and the partition shows."""
+    data = SIX_CITIES.load()
+    ends = []
+    for sizes in ([60], [20, 40]):
+        silos, _ = _split({k: v[:60] for k, v in data.records.items()}, data.record_ids[:60], sizes)
+        server, engine = build_parties(SIX_CITIES.model, silos, sf.SFVI(iterations=20), sf.Plain(), compile=False)
+        for _ in range(20):
+            engine.run(server.round())
+        ends.append(server.state.algorithm.eta["loc"])
+    assert (ends[0] - ends[1]).abs().max() > 1e-3
+
+
+def test_absent_records_are_frozen() -> None:
+    """In a minibatch round, records that took no part keep their parameters and their optimiser state."""
+    problem = make_intercepts()
+    algorithm = sf.SFVI(iterations=5, sampling_rate=0.3)
+    server, engine = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    silo = engine.silos["silo-2"]
+    before = silo.local
+    engine.run(server.round())
+    silo.settle(server.state.accepted)
+    moved = (silo.local.record["loc"] != before.record["loc"]).any(-1)[:-1]
+    counted = silo.local.record_moments["loc/step"].flatten()[:-1] > 0
+    assert 0 < moved.sum() < len(moved)
+    assert torch.equal(moved, counted)
+
+
+def test_minibatch_gradients_are_unbiased() -> None:
+    """Mean of 4,000 sampled contributions against the full one; 4.5 standard errors, false alarm about 1e-5."""
+    problem = make_intercepts()
+    sums: dict[float, list[np.ndarray]] = {1.0: [], 0.3: []}
+    for rate in sums:
+        algorithm = sf.SFVI(iterations=10, sampling_rate=rate, local_family=sf.Conditional(coupling=False))
+        server, engine = build_parties(problem.model, problem.silos[1:2], algorithm, sf.Plain(), compile=False)
+        silo = engine.silos["silo-1"]
+        message = server.program.broadcast(server.state.algorithm, 1, 0)
+        for round_ in range(4000):
+            values, _ = silo.program.contribute(message._replace(round=round_), silo.local, silo.view)
+            sums[rate].append(values)
+    full, part = np.array(sums[1.0]), np.array(sums[0.3])
+    error = np.sqrt(full.var(0) / len(full) + part.var(0) / len(part))
+    assert (np.abs(full.mean(0) - part.mean(0))[:-1] < 4.5 * error[:-1]).all()
+
+
+def test_sampled_silos_reach_the_same_posterior() -> None:
+    """Half of six silos a round, scaled up by 2: the conjugate posterior of all of them."""
+    problem = make_intercepts()
+    rows = torch.cat([s["y"] for s in problem.silos])
+    silos = [{"y": part} for part in torch.split(rows, 10)]
+    algorithm = sf.SFVI(iterations=6000, participation=0.5, schedule="exponential")
+    result = sf.fit(problem.model, silos, algorithm, sf.Masked(consistency_check=False))
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.15 * problem.sd["mu"]
+    assert (result.posterior["mu"].sd / problem.sd["mu"] - 1).abs() < 0.15
+
+
+def _empirical_bayes(y: Tensor) -> None:
+    tau = pyro.param("tau", torch.tensor(0.3), constraint=dist.constraints.positive)
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("person", len(y)):
+        b = pyro.sample("b", dist.Normal(0.0, tau))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+def test_theta_is_learned_by_empirical_bayes() -> None:
+    """tau at the maximum of the marginal likelihood, found by a grid on the closed form."""
+    silos = make_intercepts().silos
+    result = sf.fit(sf.FederatedModel(_empirical_bayes, "person"), silos, sf.SFVI(iterations=3000))
+    rows = torch.cat([s["y"] for s in silos])
+    n, best = len(rows), (-torch.inf, 0.0)
+    for tau in torch.linspace(0.3, 1.2, 181):
+        v = torch.kron(torch.eye(n), tau**2 * torch.ones(3, 3) + 0.25 * torch.eye(3)) + 100.0
+        evidence = dist.MultivariateNormal(torch.zeros(3 * n), v).log_prob(rows.flatten())
+        best = max(best, (float(evidence), float(tau)))
+    assert result.theta["tau"].item() == pytest.approx(best[1], rel=0.03)
+
+
+def test_amortised_family_learns_its_network() -> None:
+    """One linear layer holds the exact conditional of the intercepts given the record and Z_G."""
+    torch.manual_seed(0)
+    problem = make_intercepts()
+    network = torch.nn.Linear(4, 2)
+    amortised = sf.Amortised(network, features=lambda rows: rows["y"], see_global=True)
+    result = sf.fit(problem.model, problem.silos, sf.SFVI(iterations=4000, schedule="cosine", local_family=amortised))
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.1 * problem.sd["mu"]
+    assert (result.posterior["mu"].sd / problem.sd["mu"] - 1).abs() < 0.1
+    assert any(name.startswith("encoder.") for name in result.variational.theta)
+
+
+@pytest.mark.parametrize("family", ["diagonal", "full", "low_rank"])
+def test_every_global_family_fits(family: str) -> None:
+    problem = make_slopes()
+    algorithm = sf.SFVI(family=family, rank=1, iterations=2500, schedule="cosine")  # type: ignore[arg-type]
+    result = sf.fit(problem.model, problem.silos, algorithm)
+    assert ((result.posterior["beta"].mean - problem.mean["beta"]).abs() < 0.15 * problem.sd["beta"]).all()
+    if family != "diagonal":
+        assert ((result.posterior["beta"].sd / problem.sd["beta"] - 1).abs() < 0.15).all()
+
+
+@pytest.mark.parametrize("scale", ["diagonal", "block", "dense"])
+def test_every_local_scale_fits(scale: str) -> None:
+    problem = make_slopes()
+    local = sf.Conditional(scale=scale)  # type: ignore[arg-type]
+    result = sf.fit(problem.model, problem.silos, sf.SFVI(iterations=2500, schedule="cosine", local_family=local))
+    assert ((result.posterior["beta"].mean - problem.mean["beta"]).abs() < 0.15 * problem.sd["beta"]).all()
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "adagrad", "nadam"])
+def test_other_optimisers_run(optimizer: str) -> None:
+    problem = make_intercepts()
+    rate = {"sgd": 0.003, "adagrad": 0.5}.get(optimizer, 0.02)
+    algorithm = sf.SFVI(iterations=1500, optimizer=optimizer, learning_rate=rate)
+    result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain())
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.5 * problem.sd["mu"]
+
+
+def test_a_run_that_has_not_converged_says_so() -> None:
+    problem = make_intercepts()
+    with pytest.warns(SecureFVIWarning, match="without converging"):
+        result = sf.fit(problem.model, problem.silos, sf.SFVI(max_iterations=50), sf.Plain())
+    assert not result.converged
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "fancy"}, "family 'fancy' is unknown; choose auto"),
+        ({"importance_samples": 0}, "importance_samples must be a whole number of at least 1"),
+        ({"sampling_rate": 1.5}, "sampling_rate must lie in"),
+        ({"optimizer": "adm"}, "optimizer 'adm' is unknown; choose one of"),
+        ({"optimizer_options": {"bta": 1}}, "does not take these options"),
+        ({"learning_rate": -1.0}, "learning_rate must be positive"),
+        ({"schedule": "cosine"}, "needs `iterations`"),
+        ({"bound": float("nan")}, "bound must be positive"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        sf.SFVI(**options)  # type: ignore[arg-type]
+
+
+def test_a_contribution_past_its_bound_is_refused_and_not_quoted() -> None:
+    problem = make_intercepts()
+    with pytest.raises(sf.SecureFVIError, match=r"exceeds the declared bound 0\.001") as caught:
+        sf.fit(problem.model, problem.silos, sf.SFVI(iterations=1, bound=1e-3))
+    assert "silo 'silo-1'" in str(caught.value)
+
+
+def test_dense_scale_refuses_what_it_cannot_do() -> None:
+    problem = make_intercepts()
+    dense = sf.Conditional(scale="dense")
+    with pytest.raises(InputError, match="couples all records"):
+        sf.fit(problem.model, problem.silos, sf.SFVI(sampling_rate=0.5, local_family=dense))
+    with pytest.raises(InputError, match="couples records"):
+        sf.fit(problem.model, problem.silos, sf.SFVI(importance_samples=2, local_family=dense))
+
+
+def test_same_seed_same_posterior_other_seed_another() -> None:
+    model = sf.FederatedModel(intercepts, "person")
+    silos = make_intercepts().silos
+    ends = []
+    for seed in (0, 0, 1):
+        server, engine = build_parties(model, silos, sf.SFVI(iterations=30), sf.Masked(), seed, compile=False)
+        for _ in range(30):
+            engine.run(server.round())
+        ends.append(server.state.algorithm.eta["loc"])
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
