@@ -72,10 +72,10 @@ class RunProgress:
 
     def _show_line(self, progress: fitting.Progress, seconds: float) -> None:
         done = progress.round - self._first_round
-        left = seconds / done * (progress.max_rounds - progress.round) if done else float("nan")
+        left = f", at most {seconds / done * (progress.max_rounds - progress.round):.0f} s left" if done else ""
         click.echo(
             f"round {progress.round}/{progress.max_rounds} ({progress.phase}), bound {self._objective:.2f}, "
-            f"rate {progress.learning_rate:.2g}{_r_hat(progress)}, at most {left:.0f} s left",
+            f"rate {progress.learning_rate:.2g}{_r_hat(progress)}{left}",
             err=True,
         )
 

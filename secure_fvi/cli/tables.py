@@ -14,13 +14,15 @@ def print_posterior(result: dict[str, Any]) -> None:
     """The global sites of result.json."""
     state = "converged" if result["converged"] else "not converged"
     title = f"{result['algorithm']}, {result['aggregation']['kind']} sums: {result['rounds']} rounds, {state}"
-    table = Table(title=f"{title}, {result['seconds']:.0f} s", title_justify="left")
+    console = Console()
+    console.print(f"{title}, {result['seconds']:.0f} s", highlight=False)
+    table = Table()
     table.add_column("site")
     table.add_column("mean", justify="right")
     table.add_column("sd", justify="right")
     for row in posterior_rows(result):
         table.add_row(row.label, f"{row.mean:.4g}", f"{row.sd:.4g}")
-    Console().print(table)
+    console.print(table)
 
 
 def print_comparison(comparison: dict[str, Any]) -> None:
@@ -28,7 +30,9 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     name = comparison["reference"].upper()
     ess = f"smallest effective sample size {comparison['ess']:.0f}"
     r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"
-    table = Table(title=f"the run beside {name} on the pooled data ({ess}{r_hat})", title_justify="left")
+    console = Console()
+    console.print(f"the run beside {name} on the pooled data ({ess}{r_hat})", highlight=False, soft_wrap=True)
+    table = Table()
     table.add_column("site")
     for heading in (f"{name} mean", f"{name} sd", "run mean", "run sd", "error / sd", "sd ratio"):
         table.add_column(heading, justify="right")
@@ -42,4 +46,4 @@ def print_comparison(comparison: dict[str, Any]) -> None:
             f"{row.error:+.3f}",
             f"{row.ratio:.3f}",
         )
-    Console().print(table)
+    console.print(table)

@@ -35,9 +35,9 @@ def marginals(draws: Mapping[str, Tensor]) -> dict[str, dict[str, list[float]]]:
 
 
 def density(draws: npt.NDArray[Any]) -> dict[str, list[float]]:
-    """Gaussian kernel estimate with Silverman's bandwidth: `x` and `density`, never past the extreme draws."""
+    """Gaussian kernel estimate with Scott's bandwidth: `x` and `density`, never past the extreme draws."""
     spread = min(float(draws.std()), float(np.subtract(*np.quantile(draws, [0.75, 0.25]))) / 1.34)
-    width = max(0.9 * spread * len(draws) ** -0.2, 1e-12 + 1e-9 * abs(float(draws.mean())))
+    width = max(1.06 * spread * len(draws) ** -0.2, 1e-12 + 1e-9 * abs(float(draws.mean())))
     x = np.linspace(draws.min(), draws.max(), _GRID)
     kernel = np.exp(-0.5 * ((x[:, None] - draws[None, :]) / width) ** 2)
     y = kernel.sum(1) / (len(draws) * width * np.sqrt(2 * np.pi))

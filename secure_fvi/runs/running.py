@@ -21,7 +21,7 @@ from secure_fvi.runs.report import write_report
 if TYPE_CHECKING:
     from secure_fvi.results import Result
 
-_MARGINAL_DRAWS = 4000
+_MARGINAL_DRAWS = 20_000
 
 
 def execute(
