@@ -92,7 +92,7 @@ class _Evaluate(Messenger):  # type: ignore[misc]
     def __init__(self, model: FederatedModel, latents: Mapping[str, Tensor], theta: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.model, self.latents, self.theta = model, latents, theta
-        self.constrained: Params = {}
+        self.constrained: Params = {}  # record sites with the record first
         self.terms: dict[Role, list[Tensor]] = {"global": [], "silo": [], "record": []}
 
     def _pyro_param(self, msg: Any) -> None:
@@ -105,14 +105,14 @@ class _Evaluate(Messenger):  # type: ignore[misc]
         if isinstance(fn, _Subsample):
             return
         log_jacobian: Tensor | float = 0.0
+        plate_dim = record_dim(msg, self.model.record_plate)
         if not msg["is_observed"]:
             transform, unconstrained = biject_to(fn.support), self.latents[name]
             value = transform(unconstrained)
             log_jacobian = transform.log_abs_det_jacobian(unconstrained, value)
             msg["value"], msg["done"] = value, True
-            self.constrained[name] = value
+            self.constrained[name] = value.movedim(plate_dim - fn.event_dim, 0) if plate_dim else value
         term = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"]) + log_jacobian
-        plate_dim = record_dim(msg, self.model.record_plate)
         if plate_dim:
             self.terms["record"].append(term.movedim(plate_dim, 0).reshape(term.shape[plate_dim], -1).sum(1))
         else:
@@ -173,6 +173,13 @@ class LogDensity:
             {site.name: values[site.name] for site in self.layout.of("global")},
             {name: values[name] for name, _ in self.layout.theta},
         )
+
+    def constrain_local(
+        self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params
+    ) -> Params:
+        """At a silo: its own sites in the model's space; record sites are (N, ...), the record first."""
+        values = self._run(z_global, z_silo, z_record, theta, rows).constrained
+        return {s.name: values[s.name] for s in self.layout.sites if s.role != "global"}
 
     def check_global_density(self, rows: Params, silo: str) -> None:
         """At a silo: refuse a model whose global densities depend on the silo's data.

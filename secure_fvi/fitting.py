@@ -23,6 +23,7 @@ from secure_fvi.discovery import read_layout
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
+from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result, summarise
 from secure_fvi.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -263,4 +264,5 @@ def _result(
         privacy=None,
         problem=problem,
         variational=posterior,
+        local={name: LocalPosterior(silo, posterior) for name, silo in engine.silos.items()},
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -16,6 +16,9 @@ from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError
 from secure_fvi.runs.checkpoint import write_atomically
+
+if TYPE_CHECKING:
+    from secure_fvi.local_posterior import LocalPosterior
 
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
@@ -37,7 +40,7 @@ class SitePosteriors(dict[str, SitePosterior]):
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A fitted model. Everything in it follows from broadcasts and totals; local posteriors stay with the silos."""
+    """A fitted model. All but `local` follows from broadcasts and totals."""
 
     algorithm: str
     seed: int
@@ -53,6 +56,7 @@ class Result:
     privacy: dict[str, Any] | None
     problem: Problem = field(repr=False)
     variational: Posterior = field(repr=False)
+    local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def __repr__(self) -> str:
         sites = ", ".join(self.posterior)

@@ -17,6 +17,7 @@ from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.compiled import Mode
 from secure_fvi.density import Layout, LogDensity, Params
 from secure_fvi.discovery import Start
+from secure_fvi.families import GlobalFamily, LocalFamily
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.randomness import KeyedDraws
 
@@ -73,9 +74,19 @@ class Step(NamedTuple):
 class Posterior(NamedTuple):
     """Where a fit ended. Everyone may see it."""
 
-    family: Any  # the GlobalFamily
+    family: GlobalFamily
     eta: Params
     theta: Params
+
+
+class LocalFit(NamedTuple):
+    """Where a silo's own fit ended. Never leaves the silo."""
+
+    family: LocalFamily
+    params: Params
+    silo_family: LocalFamily
+    silo_params: Params
+    importance_samples: int
 
 
 class Program(Protocol):
@@ -99,6 +110,10 @@ class Program(Protocol):
 
     def contribute(self, message: Broadcast, local: Any, view: SiloView) -> tuple[FloatArray, Any]:
         """At a silo: the contribution (table.size,), and the local state to adopt if the server uses it."""
+        ...
+
+    def local_fit(self, local: Any) -> LocalFit:
+        """At a silo: what its local state stands for now."""
         ...
 
     def update(self, state: Any, message: Broadcast, total: Mapping[str, FloatArray], scale: float) -> tuple[Any, Step]:

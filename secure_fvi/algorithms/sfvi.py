@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import stopping
-from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, SiloView, Step, choose_cohort
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Posterior, Problem, SiloView, Step, choose_cohort
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional, Params, global_family
@@ -325,6 +325,9 @@ class SFVIProgram:
             running_average(local.silo_average, silo, averaged), averaged, stage,
         )  # fmt: skip
         return np.append(flat.cpu().numpy().astype(np.float64), float(view.size)), after
+
+    def local_fit(self, local: SFVILocal) -> LocalFit:
+        return LocalFit(self.local_family, local.record_average, self.silo_family, local.silo_average, self.samples)
 
     def _batch(self, round_: int, view: SiloView) -> npt.NDArray[np.int64] | None:
         """Rows of this round's Poisson sample; drawn from the silo's secret, so nobody else knows who took part."""
