@@ -6,7 +6,7 @@ significant bit first. Digests and public keys have 32 bytes, signatures 64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -147,47 +147,6 @@ class Done(NamedTuple):
     """Silo to server: understood."""
 
 
-class HolderKeyRequest(NamedTuple):
-    """Server to key holder: send your public key."""
-
-
-class HolderKey(NamedTuple):
-    """Key holder to server, and on to each silo: its public encryption key, signed with its identity."""
-
-    public_key: bytes
-    signature: bytes
-
-
-class Ciphertexts(NamedTuple):
-    """A vector over as many ciphertexts as it needs: the payload of a homomorphic contribution."""
-
-    parts: list[bytes]
-
-
-class DecryptRequest(NamedTuple):
-    """Server to key holder: decrypt the total of one index, given enough signatures on its survivors."""
-
-    sum_index: int
-    key_set: bytes
-    batch: bytes
-    survivors: bytes
-    table: bytes
-    context: bytes
-    signers: bytes
-    contributions: list[bytes]
-    signatures: list[bytes]
-    size: int
-    parts: list[bytes]
-
-
-class Decrypted(NamedTuple):
-    """Key holder to server: the total's slots as little-endian int64, signed with its identity."""
-
-    sum_index: int
-    values: bytes
-    signature: bytes
-
-
 def _uint(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
@@ -228,48 +187,51 @@ _SCHEMAS: dict[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]] = {
     RevealRequest: (14, (_uint, _any_bytes, _32, _32, _any_bytes, _32s, _64s)),
     Shares: (15, (_uint, _list(_either(0, 32)))),
     Done: (16, ()),
-    HolderKeyRequest: (17, ()),
-    HolderKey: (18, (_any_bytes, _64)),
-    Ciphertexts: (19, (_bytes_list,)),
-    DecryptRequest: (20, (_uint, _32, _32, _any_bytes, _32, _32, _any_bytes, _32s, _64s, _uint, _bytes_list)),
-    Decrypted: (21, (_uint, _any_bytes, _64)),
 }
-_KINDS = {tag: kind for kind, (tag, _) in _SCHEMAS.items()}
 
 
-def pack(message: tuple[Any, ...]) -> bytes:
-    """The bytes of one of the messages above."""
-    return bytes(msgpack.packb((VERSION, _SCHEMAS[type(message)][0], *message)))
+class Codec:
+    """Packs and reads the messages of one protocol: `schemas` gives the tag and the field checks of each."""
+
+    def __init__(self, schemas: Mapping[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]]) -> None:
+        self._schemas = schemas
+        self._kinds = {tag: kind for kind, (tag, _) in schemas.items()}
+
+    def pack(self, message: tuple[Any, ...]) -> bytes:
+        """The bytes of one of the protocol's messages."""
+        return bytes(msgpack.packb((VERSION, self._schemas[type(message)][0], *message)))
+
+    def unpack_any(self, data: bytes) -> tuple[Any, ...]:
+        """The message that `data` holds; raises ProtocolError, which quotes nothing of it, when it holds none."""
+        if not isinstance(data, bytes | bytearray | memoryview) or len(data) > MAX_MESSAGE_BYTES:
+            raise ProtocolError("a message must be bytes of at most 2 GiB")
+        try:
+            fields = msgpack.unpackb(data)
+        except (ValueError, RecursionError):  # msgpack's own errors are ValueErrors too, and may hold the content
+            raise ProtocolError("a message is not well-formed MessagePack") from None
+        if type(fields) is not list or len(fields) < 2:
+            raise ProtocolError("a message must be an array of version, tag and fields")
+        version, tag, *values = fields
+        if type(version) is not int or version != VERSION:
+            raise ProtocolError(f"a message of another version; this side speaks version {VERSION}")
+        kind = self._kinds.get(tag) if type(tag) is int else None
+        if kind is None:
+            raise ProtocolError("a message of unknown kind")
+        checks = self._schemas[kind][1]
+        if len(values) != len(checks):
+            raise ProtocolError(f"{kind.__name__} needs {len(checks)} fields, got {len(values)}")
+        for name, check, value in zip(kind._fields, checks, values, strict=True):  # type: ignore[attr-defined]
+            if not check(value):
+                raise ProtocolError(f"{kind.__name__}: field '{name}' has the wrong type or length")
+        return kind(*values)
+
+    def unpack(self, data: bytes, kind: type[M]) -> M:
+        """The message of `kind` that `data` holds; raises ProtocolError otherwise."""
+        message = self.unpack_any(data)
+        if not isinstance(message, kind):
+            raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
+        return message
 
 
-def unpack_any(data: bytes) -> tuple[Any, ...]:
-    """The message that `data` holds; raises ProtocolError, which quotes nothing of it, when it holds none."""
-    if not isinstance(data, bytes | bytearray | memoryview) or len(data) > MAX_MESSAGE_BYTES:
-        raise ProtocolError("a message must be bytes of at most 2 GiB")
-    try:
-        fields = msgpack.unpackb(data)
-    except (ValueError, RecursionError):  # msgpack's own errors are ValueErrors too, and may hold the content
-        raise ProtocolError("a message is not well-formed MessagePack") from None
-    if type(fields) is not list or len(fields) < 2:
-        raise ProtocolError("a message must be an array of version, tag and fields")
-    version, tag, *values = fields
-    if type(version) is not int or version != VERSION:
-        raise ProtocolError(f"a message of another version; this side speaks version {VERSION}")
-    kind = _KINDS.get(tag) if type(tag) is int else None
-    if kind is None:
-        raise ProtocolError("a message of unknown kind")
-    checks = _SCHEMAS[kind][1]
-    if len(values) != len(checks):
-        raise ProtocolError(f"{kind.__name__} needs {len(checks)} fields, got {len(values)}")
-    for name, check, value in zip(kind._fields, checks, values, strict=True):  # type: ignore[attr-defined]
-        if not check(value):
-            raise ProtocolError(f"{kind.__name__}: field '{name}' has the wrong type or length")
-    return kind(*values)
-
-
-def unpack(data: bytes, kind: type[M]) -> M:
-    """The message of `kind` that `data` holds; raises ProtocolError otherwise."""
-    message = unpack_any(data)
-    if not isinstance(message, kind):
-        raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
-    return message
+_CODEC = Codec(_SCHEMAS)
+pack, unpack_any, unpack = _CODEC.pack, _CODEC.unpack_any, _CODEC.unpack
