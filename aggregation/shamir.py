@@ -20,6 +20,10 @@ MAX_HOLDERS = 255
 @lru_cache(maxsize=1)
 def _field() -> Any:
     """GF(2^8) with galois' default polynomial; importing galois takes seconds, so it waits until needed."""
+    import numba
+
+    # numba's OpenMP layer would reset the number of threads of the whole process, PyTorch's included.
+    numba.config.THREADING_LAYER = "workqueue"
     import galois
 
     return galois.GF(2**8)
