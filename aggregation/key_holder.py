@@ -1,0 +1,161 @@
+"""The key holder of homomorphic sums: the third party that can decrypt, and decrypts totals only.
+
+It is neither the aggregator nor a silo. It decrypts one total for each index, once, and only when T silos of the
+roster signed the survivors of that index. It cannot see that a ciphertext is the sum of the survivors' own: with
+masks (the default) it need not, since whatever it opens is uniform to it and to the server unless the survivors
+open the masks of exactly that sum; without them the aggregator is trusted to add honestly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS, flood
+from secure_fvi.aggregation.homomorphic_messages import (
+    Decrypted,
+    DecryptRequest,
+    HolderKey,
+    HolderKeyRequest,
+    pack,
+    unpack_any,
+)
+from secure_fvi.aggregation.homomorphic_schemes import CKKS, PublicContext, Scheme, SecretContext
+from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation.roster import Identity, Roster
+from secure_fvi.aggregation.session import Session, number
+from secure_fvi.aggregation.store import MemoryStore, Store
+from secure_fvi.errors import InputError, ProtocolError
+
+LABEL_HOLDER_KEY = b"holder-key"
+LABEL_HOLDER_ADVERT = b"holder-advert"
+LABEL_REQUEST = b"decrypt-request"
+LABEL_DECRYPTED = b"decrypted"
+
+#: The peer to which the server's exchanges address the key holder; no silo may have this id.
+KEY_HOLDER = "key-holder"
+
+
+def holder_entry(identity_key: bytes, scheme: Scheme, masks: bool, public_key: bytes) -> bytes:
+    """What the roster says of the key holder, 64 bytes: its identity key, and the hash of key, scheme and masks."""
+    return identity_key + digest(LABEL_HOLDER_KEY, scheme.name.encode(), bytes([masks]), public_key)
+
+
+def check_holder_key(roster: Roster, scheme: Scheme, masks: bool, message: HolderKey) -> PublicContext:
+    """The key that the roster names; ProtocolError for any other, before a byte of it is parsed as a key."""
+    if holder_entry(roster.key_holder[:32], scheme, masks, message.public_key) != roster.key_holder:
+        raise ProtocolError("the roster names another encryption key of the key holder")
+    if not holder_signed(roster, message.signature, digest(LABEL_HOLDER_ADVERT, roster.hash)):
+        raise ProtocolError("the encryption key is not signed by the roster's key holder")
+    return PublicContext(scheme, message.public_key)
+
+
+def holder_signed(roster: Roster, signature: bytes, statement: bytes) -> bool:
+    """Whether the key holder that the roster names signed `statement`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(roster.key_holder[:32]).verify(signature, statement)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def request_digest(request: DecryptRequest) -> bytes:
+    """Names what is to be decrypted. Not who signed it: a retry may bring other signatures on the same."""
+    r = request
+    fields = (r.key_set, r.batch, r.survivors, r.table, r.context, number(r.size), *r.parts)
+    return digest(LABEL_REQUEST, number(r.sum_index), *fields)
+
+
+def decrypted_statement(roster: Roster, request: DecryptRequest, values: bytes) -> bytes:
+    """What the holder signs: its answer, with the digest of the request that it answers."""
+    return digest(LABEL_DECRYPTED, roster.hash, request_digest(request), hashlib.sha256(values).digest())
+
+
+class KeyHolder:
+    """Holds the secret key. `handle` answers the server's requests or raises ProtocolError.
+
+    With a durable store, a new object over the same store (and the same keys) remembers what was decrypted.
+    """
+
+    def __init__(
+        self, roster: Roster, identity: Identity, key: SecretContext, masks: bool, store: Store | None = None
+    ) -> None:
+        """`roster` is what this party agreed to; InputError unless it names this identity and this key."""
+        if roster.key_holder != holder_entry(identity.public_key, key.scheme, masks, key.public_bytes):
+            raise InputError("the roster names another key holder, another key or other settings")
+        if identity.public_key in {k for _, k in roster.members}:
+            raise InputError("the key holder must not be a silo of the roster")
+        self._roster = roster
+        self._identity = identity
+        self._key = key
+        self._reader = PublicContext(key.scheme, key.public_bytes)
+        self._store = MemoryStore() if store is None else store
+        if self._store.claim("roster", roster.hash) != roster.hash:
+            raise InputError("the store holds the state of another session; a new session needs its own")
+
+    def __repr__(self) -> str:
+        return "KeyHolder(...)"
+
+    def handle(self, message: bytes) -> bytes:
+        """Answer one message of the server. The latest decryption is sent again for the same request."""
+        request = unpack_any(message)
+        if isinstance(request, HolderKeyRequest):
+            signature = self._identity.sign(digest(LABEL_HOLDER_ADVERT, self._roster.hash))
+            return pack(HolderKey(self._key.public_bytes, signature))
+        if isinstance(request, DecryptRequest):
+            return self._decrypt(request)
+        raise ProtocolError(f"the key holder does not take {type(request).__name__}")
+
+    def _decrypt(self, request: DecryptRequest) -> bytes:
+        index, named = request.sum_index, request_digest(request)
+        self._check_signatures(request)
+        done = self._store.get(f"decrypted/{index}")
+        if done is not None:
+            kept = self._store.get("answer")
+            if done != named or kept is None or kept[:8] != number(index):
+                raise ProtocolError(f"sum {index} was decrypted already")
+            return kept[8:]
+        vectors = self._reader.read(request.parts, request.size)
+        self._count(len(vectors))
+        if self._store.claim(f"decrypted/{index}", named) != named:
+            raise ProtocolError(f"sum {index} was decrypted already")
+        slots = self._key.decrypt(vectors)
+        if self._key.scheme is CKKS:
+            slots = flood(slots, self._roster.size)
+        values = slots.astype(np.dtype("<i8"), copy=False).tobytes()
+        signature = self._identity.sign(decrypted_statement(self._roster, request, values))
+        answer = pack(Decrypted(index, values, signature))
+        self._store.put({"answer": number(index) + answer})
+        return answer
+
+    def _check_signatures(self, request: DecryptRequest) -> None:
+        """Raise ProtocolError unless T silos signed these survivors of this index."""
+        roster = self._roster
+        if len(roster.members_of(request.survivors)) < roster.min_cohort:
+            raise ProtocolError(f"survivors below min_cohort = {roster.min_cohort}")
+        signers = roster.members_of(request.signers)
+        if len(signers) < roster.signatures_needed:
+            raise ProtocolError(f"{len(signers)} signatures; {roster.signatures_needed} of the roster are needed")
+        if not len(signers) == len(request.signatures) == len(request.contributions):
+            raise ProtocolError("a signature of each signer is needed")
+        # Statements name the key set by its hash; who is in it does not matter to them.
+        everyone = range(roster.size)
+        session = Session(roster, request.key_set, everyone, everyone)
+        survivors = session.survivors_statement(
+            request.batch, request.sum_index, request.survivors, request.table, request.context
+        )
+        for place, contribution, signature in zip(signers, request.contributions, request.signatures, strict=True):
+            if not roster.verify(place, signature, session.set_statement(survivors, contribution)):
+                raise ProtocolError(f"the signature of silo '{roster.ids[place]}' is not valid here")
+
+    def _count(self, ciphertexts: int) -> None:
+        """Charge CKKS decryptions before they happen: the flooding is made for DECRYPTIONS of them."""
+        if self._key.scheme is not CKKS:
+            return
+        spent = int.from_bytes(self._store.get("spent") or b"", "big") + ciphertexts
+        if spent > DECRYPTIONS:
+            raise ProtocolError(f"more than {DECRYPTIONS} ciphertexts under one CKKS key; a new session is needed")
+        self._store.put({"spent": number(spent)})
