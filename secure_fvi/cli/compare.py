@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from secure_fvi.errors import InputError
+
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
@@ -15,8 +17,11 @@ import click
 @click.option("--chains", type=click.IntRange(2), default=2, show_default=True, help="Chains of NUTS.")
 @click.option("--draws", type=click.IntRange(100), default=1000, show_default=True, help="Draws of each chain.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Write the marginals to this .png or .svg as well.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def compare(directory: Path, reference: str, chains: int, draws: int, data: Path | None, debug: bool) -> None:
+def compare(
+    directory: Path, reference: str, chains: int, draws: int, data: Path | None, picture: Path | None, debug: bool
+) -> None:
     """Pool the data of the finished run in DIR, fit the same model centrally, and set the two side by side.
 
     For data that may be pooled: simulations, published data, a rehearsal. Writes compare.json and renews
@@ -25,12 +30,14 @@ def compare(directory: Path, reference: str, chains: int, draws: int, data: Path
     from secure_fvi.runs.directory import RunDirectory
 
     RunDirectory(directory).read_result()
+    if picture is not None and (picture.suffix not in (".png", ".svg") or not picture.parent.is_dir()):
+        raise InputError(f"--picture '{picture}': must be a .png or .svg file in a folder that exists")
 
     from rich.console import Console
 
     from secure_fvi.cli.tables import print_comparison
     from secure_fvi.runs.comparing import compare as run_reference
-    from secure_fvi.runs.report import write_report
+    from secure_fvi.runs.report import marginal_figure, write_report
 
     console = Console(stderr=True)
     with console.status("pooling the silos' data in this process") as status:
@@ -43,6 +50,8 @@ def compare(directory: Path, reference: str, chains: int, draws: int, data: Path
             lambda text: status.update(f"pooled data: {text}"),
         )
     write_report(directory)
+    if picture is not None:
+        marginal_figure(directory).savefig(picture, dpi=150)
     click.echo("The reference pooled the data of all silos in this process.")
     print_comparison(content)
     click.echo(f"report: {directory / 'report.html'}")

@@ -98,7 +98,7 @@ class Aggregation(Options):
 class Run(Table):
     """How the run is carried out; none of it changes what is estimated."""
 
-    device: Name = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float64", "float32"] = "float64"
     compile: bool | Literal["auto"] = "auto"
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"

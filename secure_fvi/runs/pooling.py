@@ -98,6 +98,10 @@ class _OneSilo(Messenger):  # type: ignore[misc]
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
         in_plate = is_record_site(msg, self.model.record_plate)
+        # Plates of one name and different sizes would be taken for one plate by handlers outside.
+        msg["cond_indep_stack"] = tuple(
+            frame._replace(name=f"{self.silo}/{frame.name}") for frame in msg["cond_indep_stack"]
+        )
         is_plate = type(msg["fn"]).__name__ == "_Subsample"
         if in_plate or is_plate or name in self.model.silo_sites:
             msg["name"] = f"{self.silo}/{name}"
@@ -106,5 +110,4 @@ class _OneSilo(Messenger):  # type: ignore[misc]
             msg["value"], msg["done"], msg["stop"] = self.values[name], True, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if not msg["stop"]:
-            self.values[msg["name"]] = msg["value"]
+        self.values.setdefault(msg["name"], msg["value"])

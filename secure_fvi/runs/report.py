@@ -35,7 +35,9 @@ def write_report(directory: Path) -> None:
     densities = _optional(directory / "marginals.json") or {}
     rows = comparison_rows(comparison) if comparison else []
     pictures = {
-        "marginals": _marginals(densities, comparison),
+        "marginals": _picture(_marginals(densities, comparison), "Marginal posteriors of the global sites")
+        if densities
+        else None,
         "objective": _picture(plots.objective(metrics), "The bound over the rounds") if metrics else None,
         "traffic": _picture(plots.traffic(metrics, len(result["silos"])), "Traffic of a silo") if metrics else None,
         "errors": _picture(plots.errors(rows), "Errors of the means, in reference sds") if rows else None,
@@ -58,12 +60,15 @@ def write_report(directory: Path) -> None:
     write_atomically(directory / "report.html", text.encode())
 
 
-def _marginals(densities: dict[str, Any], comparison: dict[str, Any] | None) -> Picture | None:
-    if not densities:
-        return None
+def marginal_figure(directory: Path) -> Figure:
+    """The marginals of a finished run, beside the reference's where there is one."""
+    return _marginals(read_json(directory / "marginals.json"), _optional(directory / "compare.json"))
+
+
+def _marginals(densities: dict[str, Any], comparison: dict[str, Any] | None) -> Figure:
     reference = comparison["marginals"] if comparison else None
     name = f"{comparison['reference'].upper()} on the pooled data" if comparison else ""
-    return _picture(plots.marginal_panels(densities, reference, name), "Marginal posteriors of the global sites")
+    return plots.marginal_panels(densities, reference, name)
 
 
 def _picture(figure: Figure, alt: str) -> Picture:

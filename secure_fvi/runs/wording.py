@@ -27,6 +27,7 @@ _WANTED = {
     "less_than": "less than {lt}",
     "literal_error": "{expected}",
     "string_too_short": "a string that is not empty",
+    "string_pattern_mismatch": "of the form {pattern}",
     "too_short": "a list that is not empty",
 }
 

@@ -1,0 +1,10 @@
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+
+@pytest.fixture
+def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line in a folder of its own, which also holds config.toml, model.py, a.csv, b.csv and c.csv."""
+    return CommandLine(tmp_path, capsys)

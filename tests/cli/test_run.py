@@ -1,0 +1,176 @@
+"""A whole run through the command line: files, folder, resumption, report, comparison."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+from secure_fvi.fitting import Progress
+from secure_fvi.runs.config import read
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.metrics import INTERVAL, MetricsLog, read_metrics
+from secure_fvi.runs.running import execute
+
+# 120 rounds of the small model are too few to converge, which the run says; the tests do not need more.
+pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+
+FILES = {"config.toml", "run.json", "metrics.jsonl", "result.json", "posterior.safetensors", "marginals.json"}
+
+
+def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) -> None:
+    answer = cli.run()
+    assert answer.code == 0, answer.err
+    assert "mu" in answer.out
+    out = cli.folder / "out"
+    assert FILES | {"report.html", "checkpoint"} == {path.name for path in out.iterdir()}
+
+    result = json.loads((out / "result.json").read_text())
+    assert result["silos"] == ["a", "b", "c"]
+    assert result["rounds"] == 120
+    assert result["metrics"]["records"] == 20
+    assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 100, 120]
+
+    cli.refused("finished run", "another folder")
+    answer = cli.run("--resume")
+    assert answer.code == 0
+    assert "is finished" in answer.out
+
+
+def test_the_written_configuration_repeats_the_run(cli: CommandLine) -> None:
+    assert cli.run("--set", "seed=9", "--set", "algorithm.learning_rate=0.1", "--quiet").code == 0
+    written = cli.folder / "out" / "config.toml"
+    assert tomllib.loads(written.read_text())["algorithm"]["learning_rate"] == 0.1
+    assert cli("run", written, "--out", cli.folder / "again", "--quiet").code == 0
+    for name in ("posterior.safetensors", "config.toml"):
+        assert (cli.folder / "again" / name).read_bytes() == (cli.folder / "out" / name).read_bytes()
+
+
+def test_quiet_says_nothing(cli: CommandLine) -> None:
+    answer = cli.run("--quiet")
+    assert (answer.code, answer.out) == (0, "")
+
+
+def interrupt(cli: CommandLine, after: int) -> None:
+    """Run until round `after` and stop as an interrupted process would."""
+
+    def stop(progress: Progress) -> None:
+        if progress.round == after:
+            raise KeyboardInterrupt
+
+    config = read(cli.config, ["run.checkpoint_seconds=1e-9"])
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, RunDirectory(cli.folder / "out"), on_round=stop)
+
+
+def test_an_interrupted_run_is_continued_to_the_same_posterior(cli: CommandLine) -> None:
+    assert cli.run("--quiet", out="whole").code == 0
+    interrupt(cli, after=70)
+    cli.refused("unfinished run", "--resume")
+    cli.refused("seed = 3", "not 4", more=("--resume", "--set", "seed=4"))
+    cli.refused("algorithm.learning_rate", more=("--resume", "--set", "algorithm.learning_rate=0.5"))
+    assert cli.run("--resume", "--quiet").code == 0
+    out, whole = cli.folder / "out", cli.folder / "whole"
+    assert (out / "posterior.safetensors").read_bytes() == (whole / "posterior.safetensors").read_bytes()
+    assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 70, 100, 120]
+
+
+def test_other_data_are_not_taken_for_the_run_that_began(cli: CommandLine) -> None:
+    interrupt(cli, after=20)
+    path = cli.folder / "a.csv"
+    path.write_text(path.read_text() + "1.0,2.0\n")
+    cli.refused("data are not those", more=("--resume",))
+
+
+def test_resume_begins_where_there_is_nothing_yet(cli: CommandLine) -> None:
+    assert cli.run("--resume", "--quiet").code == 0
+    assert (cli.folder / "out" / "result.json").exists()
+
+
+def test_a_folder_with_other_files_is_left_alone(cli: CommandLine) -> None:
+    out = cli.folder / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    cli.refused("other files")
+    cli.refused("is a file", out="a.csv")
+
+
+def test_a_folder_in_use_is_refused(cli: CommandLine) -> None:
+    interrupt(cli, after=20)
+    holder = RunDirectory(cli.folder / "out")
+    holder.begin(holder.read_config(), "")
+    cli.refused("another process", more=("--resume",))
+    holder.release()
+
+
+def progress(round_: int) -> Progress:
+    return Progress(round_, 1000, -1.0 * round_, 0.1, None, 10 * round_, 20 * round_, "approach")
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for round_ in range(1, 4 * INTERVAL + 1):
+        log.add(progress(round_))
+    log.close(None)
+    with path.open("a") as file:
+        file.write('{"round": 25')  # torn by a crash
+
+    log = MetricsLog(path, resumed_from=2 * INTERVAL + 7)
+    log.add(progress(2 * INTERVAL + 8))
+    log.close(progress(2 * INTERVAL + 8))
+    rows = read_metrics(path)
+    assert [row["round"] for row in rows] == [INTERVAL, 2 * INTERVAL, 2 * INTERVAL + 8]
+    assert rows[0]["objective"] == pytest.approx(-(INTERVAL + 1) / 2)
+    # The engine counts from zero again after a resumption; the file goes on from the last line kept.
+    assert rows[2]["bytes_up"] == rows[1]["bytes_up"] + 10 * (2 * INTERVAL + 8)
+
+
+def test_compare_pools_the_data_and_says_so(cli: CommandLine) -> None:
+    assert cli.run("--quiet").code == 0
+    out = cli.folder / "out"
+    answer = cli("compare", out, "--draws", "200")
+    assert answer.code == 0, answer.err
+    assert "pooled" in answer.out
+    comparison = json.loads((out / "compare.json").read_text())
+    result = json.loads((out / "result.json").read_text())
+    assert comparison["reference"] == "nuts"
+    assert comparison["sites"].keys() == {"mu", "tau"}
+    for site, row in comparison["sites"].items():
+        assert row["run_mean"] == pytest.approx(result["posterior"][site]["mean"])
+        assert row["mean_error_in_sd"] == pytest.approx((row["run_mean"] - row["mean"]) / row["sd"])
+        assert row["sd_ratio"] == pytest.approx(row["run_sd"] / row["sd"])
+    assert "No-U-Turn" in (out / "report.html").read_text()
+
+
+def test_the_report_fetches_nothing(cli: CommandLine) -> None:
+    assert cli.run("--quiet").code == 0
+    html = (cli.folder / "out" / "report.html").read_text()
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "<script" not in html
+    sources = re.findall(r"(?:src|href)\s*=\s*[\"']([^\"']{0,30})", html)
+    assert len(sources) == 3
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "not converged" in html
+    assert "sees every silo" in html  # what plain sums mean
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, secure_fvi.cli\n"
+        "heavy = {'torch', 'pyro', 'pydantic', 'matplotlib', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", ["", "run", "compare", "bench step"])
+def test_help(cli: CommandLine, command: str) -> None:
+    answer = cli(*command.split(), "--help")
+    assert answer.code == 0
+    assert "Usage: secure-fvi" in answer.out
