@@ -1,0 +1,1 @@
+"""Audits: attacks on what a run shows, each beside a control that must be caught."""
