@@ -118,6 +118,8 @@ class SFVIState(NamedTuple):
     moments: Params  # optimiser state
     average: Params  # running average of eta and theta, keys "eta/..." and "theta/..."
     averaged: int  # iterates in it
+    z_global: Tensor  # (n_global,) Z_G of the round to come
+    shift: Tensor  # (n_global,) d = Z_G - mu_G
     monitor: stopping.Monitor
 
 
@@ -141,6 +143,7 @@ class SFVIProgram:
         self.config, self.problem = config, problem
         layout, samples = problem.layout, config.importance_samples
         n_global, n_record, n_silo = (layout.size(r) for r in ("global", "record", "silo"))
+        self.n_record, self.n_silo = n_record, n_silo
         self.family = global_family(config.family, n_global, config.rank)
         self.local_family = config.local_family.build(n_record, n_global, samples)
         self.silo_family = config.silo_family.build(n_silo, n_global, 1)
@@ -160,7 +163,6 @@ class SFVIProgram:
         if any(name.startswith(ENCODER) for name in problem.start.theta):
             raise InputError(f"no pyro.param may start with '{ENCODER}'")
         self.couples = self.local_family.sees_shift or self.silo_family.sees_shift
-        self._draw = Traced(self._draw_function, (None, None), problem.mode)
         self._gradient: Callable[..., SiloGradient] = silo_gradient(
             problem.density, self.local_family, self.silo_family, self.samples
         )
@@ -172,7 +174,7 @@ class SFVIProgram:
         self._server_step: Callable[..., Any] = self._server_step_function
         if self.optimizer.traceable:
             self._silo_step = Traced(self._silo_step_function, (*axes, record, None, None), problem.mode, by_shape)
-            self._server_step = Traced(self._server_step_function, (None,) * 11, problem.mode)
+            self._server_step = Traced(self._server_step_function, (None,) * 12, problem.mode)
         else:
             self._gradient = Traced(self._gradient, axes, problem.mode, by_shape)
             self._server_gradient = Traced(self._server_gradient, (None,) * 6, problem.mode)
@@ -193,12 +195,12 @@ class SFVIProgram:
         eta = self.family.init(self._move(self.problem.start.z_global))
         theta = {name: self._move(value) for name, value in self.theta_start.items()}
         merged = merge(eta=eta, theta=theta)
-        return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, stopping.start())
+        z_global, shift = self._draw(eta, self._noise(0))
+        return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, z_global, shift, stopping.start())
 
     def broadcast(self, state: SFVIState, index: int, accepted: int) -> Broadcast:
-        eps = self._noise(state.round)
-        z_global, shift = self._draw(state.eta, eps)
-        tensors = {"z_global": z_global, "shift": shift, **{f"theta/{k}": v for k, v in state.theta.items()}}
+        tensors = {"z_global": state.z_global, "shift": state.shift}
+        tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         scalars = {
             "scale": self._scale(state),
             "averaging": float(self._averages(state)),
@@ -215,9 +217,9 @@ class SFVIProgram:
         path = sums["path"] if self.couples else torch.zeros_like(sums["direct"])
         averages = self._averages(state)
         averaged = state.averaged + 1 if averages else 0
-        value, eta, theta, moments, average, sd = self._server_step(
-            state.eta, state.theta, state.moments, state.average, self._noise(state.round),
-            sums["direct"], path, theta_total, sums["objective"],
+        value, eta, theta, moments, average, sd, z_global, shift = self._server_step(
+            state.eta, state.theta, state.moments, state.average,
+            self._noise(state.round), self._noise(state.round + 1), sums["direct"], path, theta_total, sums["objective"],
             self._scalar(message.scalars["scale"]), self._scalar(1.0 / max(averaged, 1)),
         )  # fmt: skip
         if not math.isfinite(float(value)):
@@ -231,12 +233,13 @@ class SFVIProgram:
             finished = finished or monitor.converged
             if stage_ended:  # the next stage starts from this one's average
                 eta, theta = part(average, "eta"), part(average, "theta")
+                z_global, shift = self._draw(eta, self._noise(state.round + 1))
                 averaged = averaged if monitor.converged else 0
         else:
             monitor = stopping.watch(monitor)
         rate = self.config.learning_rate * message.scalars["scale"]
         step = Step(float(value), rate, monitor.r_hat, self._phase(state), finished)
-        return SFVIState(state.round + 1, eta, theta, moments, average, averaged, monitor), step
+        return SFVIState(state.round + 1, eta, theta, moments, average, averaged, z_global, shift, monitor), step
 
     def posterior(self, state: SFVIState) -> Posterior:
         if state.averaged:
@@ -270,15 +273,16 @@ class SFVIProgram:
     def _phase(self, state: SFVIState) -> str:
         return "averaging" if self._averages(state) else "approach"
 
-    def _draw_function(self, eta: Params, eps: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, eta: Params, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Z_G and d."""
         z_global = self.family.transform(eta, eps)
         return z_global, z_global - eta["loc"]
 
     def _server_step_function(
         self,
-        eta: Params, theta: Params, moments: Params, average: Params, eps: Tensor,
+        eta: Params, theta: Params, moments: Params, average: Params, eps: Tensor, eps_next: Tensor,
         direct: Tensor, path: Tensor, theta_total: Params, objective: Tensor, scale: Tensor, weight: Tensor,
-    ) -> tuple[Tensor, Params, Params, Params, Params, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Params, Params, Params, Params, Tensor, Tensor, Tensor]:  # fmt: skip
         gradient = self._server_gradient(eta, theta, eps, direct, path, theta_total)
         params, moments = self.optimizer.step(
             merge(eta=eta, theta=theta), merge(eta=gradient.eta, theta=gradient.theta), moments, scale
@@ -286,7 +290,8 @@ class SFVIProgram:
         average = {name: old + weight * (params[name] - old) for name, old in average.items()}
         new_eta = part(params, "eta")
         value = gradient.value + objective
-        return value, new_eta, part(params, "theta"), moments, average, self.family.stddev(new_eta)
+        z_global, shift = self._draw(new_eta, eps_next)
+        return value, new_eta, part(params, "theta"), moments, average, self.family.stddev(new_eta), z_global, shift
 
     # ---- silo ----
 
@@ -299,13 +304,13 @@ class SFVIProgram:
     def contribute(self, message: Broadcast, local: SFVILocal, view: SiloView) -> tuple[FloatArray, SFVILocal]:
         t = {name: self._move(value) for name, value in message.tensors.items()}
         theta = {name: t[f"theta/{name}"] for name in self.theta_start}
-        n = self.problem.layout.size("record")
+        n = self.n_record
         scale = self._scalar(message.scalars["scale"])
         batch = self._batch(message.round, view)
         at = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
         eps = view.record_draws.normals(message.round, self.samples * n, batch)
         eps_record = eps.reshape(len(eps), self.samples, n).transpose(0, 1).contiguous()
-        eps_silo = view.silo_draws.normals(message.round, self.problem.layout.size("silo"))
+        eps_silo = view.silo_draws.normals(message.round, self.n_silo)
         weights = view.weights if at is None else view.weights[at] / self.config.sampling_rate
         flat, record, record_moments, silo, silo_moments = self._silo_step(
             t["z_global"], t["shift"], theta, take(local.record, at), local.silo, take(view.rows, at), weights,
