@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,25 @@ def _tenseal() -> Any:
     import tenseal.sealapi  # registers the types in which parameters are read
 
     return tenseal
+
+
+@lru_cache(maxsize=1)
+def _plain_type() -> Any:
+    """A TenSEAL plain tensor around a list, without the copies that TenSEAL's own makes of it."""
+
+    class PlainSlots(_tenseal().PlainTensor):  # type: ignore[misc]
+        def __init__(self, values: list[Any]) -> None:
+            self._values = values
+
+        @property
+        def raw(self) -> list[Any]:
+            return self._values
+
+        @property
+        def shape(self) -> list[int]:
+            return [len(self._values)]
+
+    return PlainSlots
 
 
 class SecretContext:
@@ -145,9 +165,9 @@ class PublicContext:
     def encrypt(self, slots: SlotArray) -> list[bytes]:
         """Serialised ciphertexts of `slots` (size,), ceil(size / scheme.slots) of them."""
         ts, step = _tenseal(), self.scheme.slots
-        make = ts.bfv_vector if self.scheme is BFV else ts.ckks_vector
-        parts = (slots[start : start + step].tolist() for start in range(0, slots.size, step))
-        return [make(self._context, part).serialize() for part in parts]
+        make, plain = ts.bfv_vector if self.scheme is BFV else ts.ckks_vector, _plain_type()
+        parts = (slots[start : start + step] for start in range(0, slots.size, step))
+        return [make(self._context, plain(part.tolist())).serialize() for part in parts]
 
     def read(self, parts: Sequence[bytes], size: int) -> list[Any]:
         """The vectors that `parts` hold, of `size` values in all; raises ProtocolError for anything else."""

@@ -70,8 +70,10 @@ def request_digest(request: DecryptRequest) -> bytes:
 
 
 def decrypted_statement(roster: Roster, request: DecryptRequest, values: bytes) -> bytes:
-    """What the holder signs: its answer, with the digest of the request that it answers."""
-    return digest(LABEL_DECRYPTED, roster.hash, request_digest(request), hashlib.sha256(values).digest())
+    """What the holder signs: its answer and the sum that it belongs to."""
+    r = request
+    fields = (r.key_set, r.batch, number(r.sum_index), r.survivors, r.table, r.context)
+    return digest(LABEL_DECRYPTED, roster.hash, *fields, hashlib.sha256(values).digest())
 
 
 class KeyHolder:

@@ -24,41 +24,59 @@ BFV_HALF = BFV_PRIME // 2
 ModularArray = npt.NDArray[np.uint64]
 CentredArray = npt.NDArray[np.int64]  # representatives in [-(p-1)/2, (p-1)/2]
 
-#: Residues below 2^58 added before a reduction is due: 32 of them stay below 2^64.
-_LAZY_TERMS = 32
+#: Terms below 2^58 in size that a sum in int64 may have before a reduction is due.
+_LAZY_TERMS = 31
+#: Elements masked at a time: accumulator and keystream stay in the second-level cache together.
+_CHUNK = 1 << 14
+_ZEROS = bytes(8 * _CHUNK)
 
 
-def uniform_residues(key: bytes, size: int, modulus: int) -> ModularArray:
-    """`size` elements, uniform in [0, modulus), of the AES-256-CTR keystream of a one-time `key` (32 bytes).
+class ResidueStream:
+    """Uniform elements of [0, modulus) from the AES-256-CTR keystream of a one-time key (32 bytes).
 
     Each 64-bit word gives its leading bits, as many as the modulus has; words at or past it are passed over.
     """
-    shift = np.uint64(64 - modulus.bit_length())
-    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    out = np.empty(size, np.uint64)
-    filled = 0
-    while filled < size:
-        words = np.frombuffer(encryptor.update(bytes(8 * (size - filled))), "<u8") >> shift
-        kept = words[words < modulus]
-        out[filled : filled + kept.size] = kept
-        filled += kept.size
+
+    def __init__(self, key: bytes, modulus: int) -> None:
+        self._encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        self._modulus = modulus
+        self._shift = np.uint64(64 - modulus.bit_length())
+
+    def __repr__(self) -> str:
+        return "ResidueStream(...)"
+
+    def take(self, size: int) -> ModularArray:
+        """The next `size` elements."""
+        parts: list[ModularArray] = []
+        while size > 0:
+            zeros = _ZEROS[: 8 * size]  # no more than a chunk at a time
+            words = np.frombuffer(self._encryptor.update(zeros), "<u8") >> self._shift
+            if int(words.max()) >= self._modulus:
+                words = words[words < self._modulus]
+            parts.append(words)
+            size -= words.size
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def masked(values: CentredArray, masks: Sequence[Mask], modulus: int) -> CentredArray:
+    """Centred residues of `values` (centred) plus each mask, modulo `modulus` (odd, below 2^58)."""
+    streams = [(ResidueStream(m.key, modulus), np.subtract if m.negative else np.add) for m in masks]
+    half = modulus // 2
+    out = values.astype(np.int64)
+    for start in range(0, out.size, _CHUNK):
+        part = out[start : start + _CHUNK]
+        terms = 1
+        for stream, operation in streams:
+            operation(part, stream.take(part.size).view(np.int64), out=part)
+            terms += 1
+            if terms == _LAZY_TERMS:
+                np.remainder(part, modulus, out=part)
+                terms = 1
+        np.remainder(part, modulus, out=part)
+        np.subtract(part, modulus, out=part, where=part > half)
     return out
-
-
-def add_masks(values: ModularArray, masks: Sequence[Mask], modulus: int) -> None:
-    """Add each mask to `values` (residues) in place, modulo `modulus` (below 2^59)."""
-    pending = 1
-    for key, negative in masks:
-        mask = uniform_residues(key, values.size, modulus)
-        if negative:
-            np.subtract(np.uint64(modulus), mask, out=mask)
-        values += mask
-        pending += 1
-        if pending == _LAZY_TERMS:
-            values %= np.uint64(modulus)
-            pending = 1
-    if pending > 1:
-        values %= np.uint64(modulus)
 
 
 class PrimeRing:
@@ -67,8 +85,7 @@ class PrimeRing:
     def __init__(self, table: BlockTable, terms: int, modulus: int = BFV_PRIME) -> None:
         """Raises InputError when an integer block's bound cannot fit."""
         self.modulus = modulus
-        self._half = modulus // 2
-        self._ring = Ring(table, 64, terms, limit=self._half)
+        self._ring = Ring(table, 64, terms, limit=modulus // 2)
 
     @property
     def resolution(self) -> FloatArray:
@@ -77,19 +94,9 @@ class PrimeRing:
 
     def encode(self, values: FloatArray, masks: Sequence[Mask]) -> CentredArray:
         """Masked ring elements of `values`, (size,). Raises AggregationError as `Ring.encode` does."""
-        signed = self._ring.encode(values).view(np.int64)
-        if not masks:
-            return signed
-        return self._mask(signed, masks)
+        return masked(self._ring.encode(values).view(np.int64), masks, self.modulus)
 
     def decode(self, total: CentredArray, masks: Sequence[Mask]) -> FloatArray:
         """The sum that `total` (size,) stands for once `masks` are applied to it, float64."""
-        unmasked = self._mask(total, masks) if masks else total
-        words: npt.NDArray[Any] = unmasked.view(np.uint64)
+        words: npt.NDArray[Any] = masked(total, masks, self.modulus).view(np.uint64)
         return self._ring.decode(words)
-
-    def _mask(self, signed: CentredArray, masks: Sequence[Mask]) -> CentredArray:
-        residues = np.where(signed < 0, signed + self.modulus, signed).view(np.uint64)
-        add_masks(residues, masks, self.modulus)
-        elements = residues.view(np.int64)
-        return np.where(elements > self._half, elements - self.modulus, elements)
