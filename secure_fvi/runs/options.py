@@ -18,8 +18,9 @@ from secure_fvi.runs.wording import first_error, nearest, unknown_key
 ALGORITHMS = {"sfvi": "secure_fvi.algorithms.sfvi:SFVI"}
 #: What `[aggregation] kind` may be.
 AGGREGATIONS = {
-    "masked": "secure_fvi.aggregation.masked:Masked",
-    "plain": "secure_fvi.aggregation.plain:Plain",
+    "homomorphic": "secure_fvi.aggregation:Homomorphic",
+    "masked": "secure_fvi.aggregation:Masked",
+    "plain": "secure_fvi.aggregation:Plain",
 }
 
 

@@ -47,7 +47,7 @@ def test_unknown_key(cli: CommandLine, old: str, new: str, words: tuple[str, ...
         ("algorithm.learning_rate=true", ("algorithm.learning_rate = True", "a number")),
         ("algorithm.optimizer=adm", ("algorithm", "optimizer", "adm", "adam")),
         ("algorithm.local_family=3", ("algorithm.local_family", "table")),
-        ("aggregation.kind=mask", ("aggregation.kind = 'mask'", "masked, plain", "did you mean 'masked'")),
+        ("aggregation.kind=mask", ("aggregation.kind = 'mask'", "homomorphic, masked, plain", "did you mean 'masked'")),
         ("model.silo_sites=[3]", ("model.silo_sites[0] = 3", "a string")),
         ("partition.count=2", ("either [partition] or [[silo]]",)),
         ("seed.x=1", ("--set 'seed.x=1'", "'seed' is no table")),
