@@ -47,12 +47,11 @@ class Server:
         total = yield from _wrapped(
             self._sum.total(index, message.cohort, self._table, replies, hashlib.sha256(body).digest())
         )
-        sums = self._table.split(total.values)
-        answered = int(sums["records"])
+        answered = int(self._table.split(total.values)["records"])
         full = len(message.cohort) == len(self.problem.silos)
         records = answered if full and total.survivors == message.cohort else state.records
         scale = self._scale(message.cohort, total.survivors, answered, records)
-        algorithm, step = self.program.update(state.algorithm, message, sums, scale)
+        algorithm, step = self.program.update(state.algorithm, message, total.values, scale)
         self.state = ServerState(algorithm, index, index, records)
         return step
 

@@ -116,8 +116,8 @@ class Program(Protocol):
         """At a silo: what its local state stands for now."""
         ...
 
-    def update(self, state: Any, message: Broadcast, total: Mapping[str, FloatArray], scale: float) -> tuple[Any, Step]:
-        """At the server: the next state, from the total over survivors times `scale` (silos that were absent)."""
+    def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
+        """At the server: the next state, from the total (table.size,) times `scale`, for silos that were absent."""
         ...
 
     def posterior(self, state: Any) -> Posterior:

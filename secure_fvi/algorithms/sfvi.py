@@ -118,7 +118,8 @@ class SFVIState(NamedTuple):
     moments: Params  # optimiser state
     average: Params  # running average of eta and theta, keys "eta/..." and "theta/..."
     averaged: int  # iterates in it
-    z_global: Tensor  # (n_global,) Z_G of the round to come
+    eps: Tensor  # (noise_size,) eps_G of the round to come
+    z_global: Tensor  # (n_global,) and its Z_G
     shift: Tensor  # (n_global,) d = Z_G - mu_G
     monitor: stopping.Monitor
 
@@ -170,11 +171,12 @@ class SFVIProgram:
         by_shape = self.local_family.couples_records
         record, draws = (None, None) if by_shape else (0, 1)
         axes = (None, None, None, record, None, record, record, draws, None)
+        self._table = self._make_table()
         self._silo_step: Callable[..., Any] = self._silo_step_function
         self._server_step: Callable[..., Any] = self._server_step_function
         if self.optimizer.traceable:
             self._silo_step = Traced(self._silo_step_function, (*axes, record, None, None), problem.mode, by_shape)
-            self._server_step = Traced(self._server_step_function, (None,) * 12, problem.mode)
+            self._server_step = Traced(self._server_step_function, (None,) * 8, problem.mode)
         else:
             self._gradient = Traced(self._gradient, axes, problem.mode, by_shape)
             self._server_gradient = Traced(self._server_gradient, (None,) * 6, problem.mode)
@@ -182,6 +184,9 @@ class SFVIProgram:
     # ---- shared ----
 
     def table(self) -> BlockTable:
+        return self._table
+
+    def _make_table(self) -> BlockTable:
         bound, n = self.config.bound, self.family.n
         blocks = [Block("direct", (n,), bound)]
         blocks += [Block("path", (n,), bound)] if self.couples else []
@@ -195,8 +200,9 @@ class SFVIProgram:
         eta = self.family.init(self._move(self.problem.start.z_global))
         theta = {name: self._move(value) for name, value in self.theta_start.items()}
         merged = merge(eta=eta, theta=theta)
-        z_global, shift = self._draw(eta, self._noise(0))
-        return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, z_global, shift, stopping.start())
+        eps = self._noise(0)
+        z_global, shift = self._draw(eta, eps)
+        return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, eps, z_global, shift, stopping.start())
 
     def broadcast(self, state: SFVIState, index: int, accepted: int) -> Broadcast:
         tensors = {"z_global": state.z_global, "shift": state.shift}
@@ -209,37 +215,34 @@ class SFVIProgram:
         cohort = choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, state.round)
         return Broadcast(state.round, index, accepted, cohort, scalars, tensors)
 
-    def update(
-        self, state: SFVIState, message: Broadcast, total: Mapping[str, FloatArray], scale: float
-    ) -> tuple[SFVIState, Step]:
-        sums = {name: self._move(torch.as_tensor(value * scale)) for name, value in total.items()}
-        theta_total = {name: sums[f"theta/{name}"] for name in state.theta}
-        path = sums["path"] if self.couples else torch.zeros_like(sums["direct"])
+    def update(self, state: SFVIState, message: Broadcast, total: FloatArray, scale: float) -> tuple[SFVIState, Step]:
         averages = self._averages(state)
         averaged = state.averaged + 1 if averages else 0
-        value, eta, theta, moments, average, sd, z_global, shift = self._server_step(
-            state.eta, state.theta, state.moments, state.average,
-            self._noise(state.round), self._noise(state.round + 1), sums["direct"], path, theta_total, sums["objective"],
-            self._scalar(message.scalars["scale"]), self._scalar(1.0 / max(averaged, 1)),
+        factors = torch.tensor([scale, message.scalars["scale"], 1.0 / max(averaged, 1)], dtype=self.problem.dtype)
+        eps = self._noise(state.round + 1)
+        eta, theta, moments, average, z_global, shift, watched = self._server_step(
+            state.eta, state.theta, state.moments, state.average, state.eps, eps,
+            self._move(torch.from_numpy(total)), self._move(factors),
         )  # fmt: skip
-        if not math.isfinite(float(value)):
+        objective, *iterate = np.split(to_numpy(watched), [1, 1 + self.family.n])
+        if not math.isfinite(objective[0]):
             raise InputError(
                 f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
             )
-        monitor = stopping.observe(state.monitor, to_numpy(eta["loc"]), to_numpy(sd.log()))
+        monitor = stopping.observe(state.monitor, *iterate)
         finished = message.round + 1 >= self.config.most_rounds
         if self.config.iterations is None:
             monitor, stage_ended = stopping.assess(monitor)
             finished = finished or monitor.converged
             if stage_ended:  # the next stage starts from this one's average
                 eta, theta = part(average, "eta"), part(average, "theta")
-                z_global, shift = self._draw(eta, self._noise(state.round + 1))
+                z_global, shift = self._draw(eta, eps)
                 averaged = averaged if monitor.converged else 0
         else:
             monitor = stopping.watch(monitor)
         rate = self.config.learning_rate * message.scalars["scale"]
-        step = Step(float(value), rate, monitor.r_hat, self._phase(state), finished)
-        return SFVIState(state.round + 1, eta, theta, moments, average, averaged, z_global, shift, monitor), step
+        step = Step(float(objective[0]), rate, monitor.r_hat, self._phase(state), finished)
+        return SFVIState(state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor), step
 
     def posterior(self, state: SFVIState) -> Posterior:
         if state.averaged:
@@ -281,17 +284,24 @@ class SFVIProgram:
     def _server_step_function(
         self,
         eta: Params, theta: Params, moments: Params, average: Params, eps: Tensor, eps_next: Tensor,
-        direct: Tensor, path: Tensor, theta_total: Params, objective: Tensor, scale: Tensor, weight: Tensor,
-    ) -> tuple[Tensor, Params, Params, Params, Params, Tensor, Tensor, Tensor]:  # fmt: skip
-        gradient = self._server_gradient(eta, theta, eps, direct, path, theta_total)
+        total: Tensor, factors: Tensor,
+    ) -> tuple[Params, Params, Params, Params, Tensor, Tensor, Tensor]:  # fmt: skip
+        """`factors`: on the total, on the learning rate, and the weight of this iterate in the average."""
+        blocks = self._table.blocks
+        parts = torch.split(total * factors[0], [b.size for b in blocks])
+        sums = {b.name: value.reshape(b.shape) for b, value in zip(blocks, parts, strict=True)}
+        path = sums["path"] if self.couples else torch.zeros_like(sums["direct"])
+        theta_total = {name: sums[f"theta/{name}"] for name in theta}
+        gradient = self._server_gradient(eta, theta, eps, sums["direct"], path, theta_total)
         params, moments = self.optimizer.step(
-            merge(eta=eta, theta=theta), merge(eta=gradient.eta, theta=gradient.theta), moments, scale
+            merge(eta=eta, theta=theta), merge(eta=gradient.eta, theta=gradient.theta), moments, factors[1]
         )
-        average = {name: old + weight * (params[name] - old) for name, old in average.items()}
-        new_eta = part(params, "eta")
-        value = gradient.value + objective
-        z_global, shift = self._draw(new_eta, eps_next)
-        return value, new_eta, part(params, "theta"), moments, average, self.family.stddev(new_eta), z_global, shift
+        average = {name: old + factors[2] * (params[name] - old) for name, old in average.items()}
+        eta = part(params, "eta")
+        z_global, shift = self._draw(eta, eps_next)
+        objective = (gradient.value + sums["objective"]).reshape(1)
+        watched = torch.cat([objective, eta["loc"], self.family.stddev(eta).log()])
+        return eta, part(params, "theta"), moments, average, z_global, shift, watched
 
     # ---- silo ----
 

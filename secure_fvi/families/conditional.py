@@ -79,12 +79,14 @@ class ConditionalGaussian:
     def __init__(self, n_local: int, n_global: int, scale: str, coupling: bool, varying: bool) -> None:
         self.n_local, self.n_global = n_local, n_global
         self.coupling, self.varying = coupling, varying
-        self.couples_records = scale == "dense"
+        self.couples_records = scale == "dense" and n_local > 0
         self.correlated = scale == "block" and n_local > 1
         self.sees_shift = (coupling or varying) and n_local > 0
 
     def init(self, loc: Tensor) -> Params:
         rows, n = loc.shape
+        if n == 0:
+            return {}
         params = {"loc": loc.clone(), "log_scale": torch.full_like(loc, math.log(INITIAL_SCALE))}
         if self.coupling:
             params["coupling"] = loc.new_zeros(rows, n, self.n_global)
@@ -103,6 +105,9 @@ class ConditionalGaussian:
     def moments(
         self, params: Params, theta: Params, rows: Mapping[str, Tensor], z_global: Tensor, shift: Tensor
     ) -> Params:
+        if self.n_local == 0:
+            nothing = z_global.new_zeros(1, 0)
+            return {"loc": nothing, "log_scale": nothing}
         out = {"loc": params["loc"], "log_scale": params["log_scale"]}
         if self.coupling:
             out["loc"] = out["loc"] + (params["coupling"] * shift).sum(-1)
