@@ -29,3 +29,18 @@ def step(as_json: bool, repeats: int, iterations: int, debug: bool) -> None:
         text = "not installed" if milliseconds is None else f"{milliseconds:8.3f} ms"
         ratio = found["speed_relative_to_pyro_svi"].get(name)
         click.echo(f"{name:12} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else ""))
+
+
+@bench.command("secure-sum")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--quick", is_flag=True, help="Fewer and smaller rows: some 20 s instead of some 5 minutes.")
+@click.option("--plot", metavar="FILE.png", help="Draw the times into this file as well.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def secure_sum(as_json: bool, quick: bool, plot: str | None, debug: bool) -> None:
+    """Time secure sums: plain, masked and homomorphic, beside their floor, Flower's SecAgg+ and TenSEAL alone.
+
+    Every total is compared with NumPy's. docs/benchmarks-secure-sum.md says what is in each number.
+    """
+    from secure_fvi.cli.bench_secure_sum import command
+
+    command(as_json, quick, plot)

@@ -30,9 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Above this many silos one process cannot check every signature once a silo in reasonable time; see `Stopwatch`.
-CHECKED_ONE_BY_ONE = 100
-
-_STEP = 2.0**-10
+CHECKED_ONE_BY_ONE = 32
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Stopwatch:
         self.share = False
         self.seconds: dict[str, float] = defaultdict(float)
         self.checks: dict[str, float] = defaultdict(float)
-        self._charged = 0.0  # seconds not spent, but charged
+        self.charged = 0.0  # seconds not spent, but charged
         self._checking = 0.0  # seconds of signature checks, spent or charged
         self._known: dict[tuple[int, bytes, bytes], tuple[bool, float]] = {}
         self._verify = Roster.verify
@@ -95,7 +93,7 @@ class Stopwatch:
         def timed(roster: Roster, place: int, signature: bytes, statement: bytes) -> bool:
             key = (place, signature, statement)
             if self.share and (known := self._known.get(key)) is not None:
-                self._charged += known[1]
+                self.charged += known[1]
                 self._checking += known[1]
                 return known[0]
             began = time.perf_counter()
@@ -106,7 +104,7 @@ class Stopwatch:
                 self._known[key] = right, took
             return right
 
-        Roster.verify = timed  # type: ignore[method-assign]
+        Roster.verify = timed  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(
@@ -116,20 +114,22 @@ class Stopwatch:
 
     def __call__(self, party: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do `work` on `party`'s time."""
-        charged, checking = self._charged, self._checking
+        charged, checking = self.charged, self._checking
         began = time.perf_counter()
         try:
             return work(*args, **kwargs)
         finally:
-            self.seconds[party] += time.perf_counter() - began + self._charged - charged
+            self.seconds[party] += time.perf_counter() - began + self.charged - charged
             self.checks[party] += self._checking - checking
 
-    def reset(self, share: bool) -> None:
-        """Start anew; signatures of an earlier session are forgotten."""
+    def reset(self) -> None:
+        """All parties' times back to zero."""
         self.seconds.clear()
         self.checks.clear()
-        if not share:
-            self._known.clear()
+
+    def new_session(self, share: bool) -> None:
+        """Forget the signatures of the session before."""
+        self._known.clear()
         self.share = share
 
 
@@ -141,13 +141,12 @@ class Parties:
         self.setting = setting
         self.ids = [f"silo-{at:04d}" for at in range(setting.silos)]
         self._watch = watch
-        self._share = setting.silos > CHECKED_ONE_BY_ONE
         self._server, self._silos, self.batch = self._make(folder)
         self._exchanges = 0
         self._bytes_up = 0
         self._tables: dict[int, tuple[BlockTable, FloatArray]] = {}
         self._expected: dict[tuple[int, int], FloatArray] = {}
-        watch.reset(self._share)
+        watch.new_session(share=setting.silos > CHECKED_ONE_BY_ONE)
         self.setup = self._prepare(0)
         # The first index of the second batch: no set-up, a refill alone.
         refill = self._prepare(self.batch)
@@ -156,7 +155,8 @@ class Parties:
 
     def _make(self, folder: Path | None) -> tuple[SumServer, Mapping[str, SumSilo], int]:
         """Server, silos by id, and the number of sums that one refill lasts."""
-        setting, stores = self.setting, iter(range(setting.silos + 2))
+        setting = self.setting
+        stores = iter(range(setting.silos + 2))
 
         def store(_: str) -> Store:
             return MemoryStore() if folder is None else SqliteStore(folder / f"{next(stores)}.sqlite")
@@ -167,9 +167,10 @@ class Parties:
         if setting.kind == "masked":
             kind = Masked(bits=setting.bits, consistency_check=setting.consistency_check)
             server, silos = kind.local_parties(self.ids, store)
-            return server, silos, kind.roster({s: s.encode().ljust(32) for s in self.ids}).batch
+            # The batch follows from the number of silos; the keys of this second roster are nobody's.
+            return server, silos, kind.roster({silo: silo.encode().ljust(32) for silo in self.ids}).batch
         inner, silos, holder = Homomorphic(batch=4).parties(self.ids, store)
-        return WithHolder(inner, partial(self._watch, "holder", holder.handle)), silos, 4
+        return WithHolder(inner, lambda message: self._watch("holder", holder.handle, message)), silos, 4
 
     def sum(self, length: int, lost: int = 0) -> SumTimes:
         """One sum of `length` values a silo; `lost` silos fall silent before they contribute.
@@ -181,12 +182,12 @@ class Parties:
         table, base = self._table(length)
         context = hashlib.sha256(index.to_bytes(8, "big")).digest()
         present = self.ids[lost:]
-        watch.reset(self._share)
+        watch.reset()
         began = time.perf_counter()
         self._carry(self._server.prepare(index), self.ids)
         refill = time.perf_counter() - began
-        watch.reset(self._share)
-        charged = watch._charged
+        watch.reset()
+        charged = watch.charged
         self._exchanges, self._bytes_up = 1, 0
         began = time.perf_counter()
         messages = {}
@@ -195,7 +196,7 @@ class Parties:
             messages[silo] = watch("silos", self._silos[silo].contribute, index, self.ids, table, values, context)
         contribute = watch.seconds["silos"]
         total = self._carry(self._server.total(index, self.ids, table, messages, context), present)
-        together = time.perf_counter() - began + watch._charged - charged
+        together = time.perf_counter() - began + watch.charged - charged
         self._check(total, length, lost)
         count = len(present)
         return SumTimes(
@@ -212,16 +213,15 @@ class Parties:
         )
 
     def _prepare(self, index: int) -> PrepareTimes:
-        self._watch.reset(self._share)
+        self._watch.reset()
         self._carry(self._server.prepare(index), self.ids)
         return PrepareTimes(self._watch.seconds["silos"] / self.setting.silos, self._watch.seconds["server"])
 
     def _table(self, length: int) -> tuple[BlockTable, FloatArray]:
         """The table of `length` values, and the array of which silo j contributes [j, j + length)."""
         if length not in self._tables:
-            # The last two lengths suffice: a ring of 1e7 values takes a few hundred MB a silo.
             rng = np.random.default_rng(length)
-            base = rng.integers(-1024, 1025, length + self.setting.silos) * _STEP
+            base: FloatArray = np.ldexp(rng.integers(-1024, 1025, length + self.setting.silos), -10).astype(np.float64)
             self._tables[length] = BlockTable((Block("values", (length,), 1.0),)), base
         return self._tables[length]
 

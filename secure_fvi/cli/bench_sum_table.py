@@ -1,0 +1,131 @@
+"""The table of `bench secure-sum`, and what of it was aimed at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+
+def print_tables(found: dict[str, Any], console: Console | None = None) -> None:
+    """Rows, targets and notes of `measure` on stdout."""
+    console = console or Console()
+    rows = _rows(found["rows"])
+    # A narrow terminal breaks lines rather than numbers.
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=400), rows).maximum)
+    load = found["load_average"]
+    console.print(found["machine"], highlight=False, soft_wrap=True)
+    console.print(
+        f"{found['seconds']:.0f} s; load average {load['before']:.2f} before, {load['after']:.2f} after; every total "
+        "was equal to NumPy's to the last bit",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(rows)
+    console.print(
+        "Medians, ms. Silo: one silo, one sum; checks: of which signature checks; server: key holder included; all:\n"
+        "all parties, one after another. Floor: keystreams and additions; Flower: one client's masking stage;\n"
+        "TenSEAL: one silo and the server, no protocol. ~: each signature was checked once, and charged to all that\n"
+        "check it. Set-up and refills of one-time secrets are in --json.",
+        highlight=False,
+        style="dim",
+    )
+    console.print(_targets(found["targets"]))
+    for note in found["notes"]:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+
+
+def _rows(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("\nkind", no_wrap=True)
+    for heading in (
+        "\nsilos",
+        "neigh-\nbours",
+        "\nvalues",
+        "\nlost",
+        "\nsilo",
+        "of which\nchecks",
+        "\nserver",
+        "\nall",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("ex-\nchanges", "bytes up\na silo", "\nfloor", "silo /\nfloor", "\nFlower", "Flower\n/ silo"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("\nTenSEAL", justify="right", no_wrap=True)
+    last = None
+    for row in rows:
+        session = [row[key] for key in ("kind", "bits")]
+        if last is not None and session != last:
+            table.add_section()
+        last = session
+        table.add_row(
+            kind_of(row),
+            f"{row['silos']:,}",
+            str(row["neighbours"]) if row["neighbours"] else "",
+            _power(row["length"]),
+            f"{row['dropout']:.0%}" if row["dropout"] else "",
+            _number(row["silo_ms"]),
+            _checks(row),
+            _number(row["server_ms"]),
+            _number(row["sum_ms"]),
+            str(row["exchanges"]),
+            f"{row['bytes_up_per_silo']:,}",
+            _number(row["floor_ms"]),
+            _ratio(row["silo_ms"], row["floor_ms"]),
+            _number(row["flower_ms"]),
+            _ratio(row["flower_ms"], row["silo_ms"]),
+            _number(row["tenseal_ms"]),
+        )
+    return table
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """`masked w=32 no check, sqlite`, and so on."""
+    if row["kind"] == "homomorphic":
+        return "BFV"
+    if row["kind"] == "plain":
+        return "plain"
+    check = "" if row["consistency_check"] else " no check"
+    return f"masked w={row['bits']}{check}{'' if row['store'] == 'memory' else ' ' + row['store']}"
+
+
+def _targets(targets: list[dict[str, Any]]) -> Table:
+    table = Table()
+    table.add_column("target")
+    for heading in ("limit", "found", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for target in targets:
+        unit = f" {target['unit']}" if target["unit"] else ""
+        limit = "" if target["at_most"] is None else f"<= {target['at_most']:g}{unit}"
+        limit = limit if target["at_least"] is None else f">= {target['at_least']:g}{unit}"
+        value = "not measured" if target["value"] is None else f"{target['value']:.4g}{unit}"
+        met = {True: "[green]met[/]", False: "[red]not met[/]", None: ""}[target["met"]]
+        table.add_row(target["name"], limit, value, met)
+    return table
+
+
+def _power(count: int) -> str:
+    """1e6 for a million; other numbers in full."""
+    digits = len(str(count)) - 1
+    return f"1e{digits}" if digits > 2 and count == 10**digits else str(count)
+
+
+def _checks(row: dict[str, Any]) -> str:
+    """Time of signature checks, with a tilde where it was charged; see `Stopwatch`."""
+    return ("~" if row["checks_shared"] else "") + _number(row["silo_checks_ms"]) if row["silo_checks_ms"] else ""
+
+
+def _number(ms: float | None) -> str:
+    """Two or three significant digits, without an exponent; at least a microsecond."""
+    if ms is None:
+        return ""
+    return f"{ms:,.0f}" if ms >= 100 else f"{max(ms, 0.001):.{2 if ms < 0.1 else 3}g}"
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    if above is None or not below:
+        return ""
+    return f"{above / below:,.0f}" if above >= 10 * below else f"{above / below:.2f}"
