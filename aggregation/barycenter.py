@@ -57,7 +57,7 @@ def trusted_barycenter(gaussians: list[Gaussian], weights: FloatArray | None = N
     means = np.stack([g.mean for g in gaussians])
     covariances = np.stack([g.covariance for g in gaussians])
     mean, covariance = ot.gaussian.bures_wasserstein_barycenter(
-        means, covariances, weights=weights, num_iter=10_000, eps=1e-13
+        means, covariances, weights=weights, num_iter=1000, eps=1e-11
     )
     return Gaussian(np.asarray(mean), np.asarray(covariance))
 

@@ -1,0 +1,194 @@
+"""Malformed bytes to and from the parties of homomorphic sums: refused, without a crash of any."""
+
+import os
+from functools import cache
+
+import msgpack
+import numpy as np
+import pytest
+from homomorphic_world import World
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sum_network import run_sum
+
+from secure_fvi.aggregation.homomorphic_messages import (
+    Ciphertexts,
+    DecryptRequest,
+    HolderKey,
+    HolderKeyRequest,
+    pack,
+    unpack,
+    unpack_any,
+)
+from secure_fvi.aggregation.homomorphic_schemes import BFV, CKKS, MAX_KEY_BYTES, PublicContext, SecretContext
+from secure_fvi.aggregation.messages import Contribution, Done
+from secure_fvi.aggregation.messages import pack as pack_masked
+from secure_fvi.errors import AggregationError, ProtocolError
+
+
+@cache
+def public(scheme):
+    return PublicContext(scheme, SecretContext(scheme).public_bytes)
+
+
+@cache
+def ciphertext(scheme):
+    return public(scheme).encrypt(np.arange(10).astype(scheme.dtype))[0]
+
+
+@cache
+def world():
+    """One run whose messages the tests damage; nothing below leaves a trace in it."""
+    w = World(3)
+    w.total(w.contribute())
+    return w
+
+
+DAMAGE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("scheme", [BFV, CKKS], ids=lambda s: s.name)
+class TestCiphertexts:
+    @given(data=st.data())
+    @DAMAGE
+    def test_damage_is_refused_or_reads_as_another_ciphertext(self, scheme, data):
+        good = ciphertext(scheme)
+        # The first bytes hold the structure; further on are coefficients, of which any within the modulus will do.
+        at = data.draw(st.integers(0, 200) | st.integers(0, len(good) - 1))
+        damaged = bytearray(good)
+        kind = data.draw(st.sampled_from(["flip", "cut", "noise", "overwrite", "grow"]))
+        if kind == "flip":
+            damaged[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            damaged = damaged[:at]
+        elif kind == "noise":
+            damaged = bytearray(data.draw(st.binary(max_size=300)))
+        elif kind == "overwrite":
+            damaged[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
+        else:
+            damaged += data.draw(st.binary(min_size=1, max_size=100))
+        try:
+            vectors = public(scheme).read([bytes(damaged)], 10)
+        except ProtocolError:
+            return
+        total = public(scheme).read([good], 10)
+        public(scheme).add(total, vectors)
+        assert total[0].size() == 10
+
+    def test_sizes_are_guarded(self, scheme):
+        good = ciphertext(scheme)
+        refused = [
+            ([good, good], 10),
+            ([], 10),
+            ([good], 11),
+            ([good], 9),
+            ([good], scheme.slots + 10),
+            ([good], 2**62),
+            ([good + bytes(scheme.max_ciphertext_bytes)], 10),
+            ([b""], 10),
+            ([good], 0),
+        ]
+        for parts, size in refused:
+            with pytest.raises(ProtocolError):
+                public(scheme).read(parts, size)
+        assert len(public(scheme).read([good], 10)) == 1
+
+    def test_another_schemes_ciphertext_is_refused(self, scheme):
+        other = CKKS if scheme is BFV else BFV
+        with pytest.raises(ProtocolError):
+            public(scheme).read([ciphertext(other)], 10)
+
+    def test_keys_that_are_none_are_refused(self, scheme):
+        good = SecretContext(scheme).public_bytes
+        for bad in (b"", b"nothing", good[: len(good) // 2], bytes(1000), os.urandom(1000), bytes(MAX_KEY_BYTES + 1)):
+            with pytest.raises(ProtocolError):
+                PublicContext(scheme, bad)
+
+
+class TestMessages:
+    def samples(self):
+        request = unpack(world().requests[-1], DecryptRequest)
+        key = world().holder.handle(pack(HolderKeyRequest()))
+        return [pack(request), key, world().holder.handle(pack(request)), pack(Ciphertexts([b"a"]))]
+
+    def test_schemas_are_strict(self):
+        for sample in self.samples():
+            fields = msgpack.unpackb(sample)
+            variants = [[*fields, 0], fields[:-1], [2, *fields[1:]], [1, 99, *fields[2:]], fields[0], None]
+            for at in range(2, len(fields)):
+                variants += [[*fields[:at], wrong, *fields[at + 1 :]] for wrong in (None, -1, 1.5, "text", {}, [None])]
+            for variant in variants:
+                with pytest.raises(ProtocolError):
+                    unpack_any(msgpack.packb(variant))
+            with pytest.raises(ProtocolError):
+                unpack_any(sample[:-1])
+
+    def test_the_holder_takes_its_own_messages_only(self):
+        for message in (pack(Done()), pack(HolderKey(b"", bytes(64))), pack_masked(Contribution(0, b"")), b"", b"x"):
+            with pytest.raises(ProtocolError):
+                world().holder.handle(message)
+
+    def test_silos_take_no_message_of_the_holders(self):
+        silo = world().silos[world().ids[0]]
+        for message in (pack(HolderKeyRequest()), world().requests[-1], pack(Ciphertexts([]))):
+            with pytest.raises(ProtocolError):
+                silo.handle(message)
+
+    @given(data=st.data())
+    @DAMAGE
+    def test_damaged_requests_never_crash_the_holder(self, data):
+        honest = unpack(world().requests[-1], DecryptRequest)
+        field = data.draw(st.sampled_from(["survivors", "signers", "parts", "contributions", "signatures", "size"]))
+        value = {
+            "survivors": st.binary(max_size=3),
+            "signers": st.binary(max_size=3),
+            "parts": st.lists(st.binary(max_size=30), max_size=3),
+            "contributions": st.lists(st.binary(min_size=32, max_size=32), max_size=4),
+            "signatures": st.lists(st.binary(min_size=64, max_size=64), max_size=4),
+            "size": st.integers(0, 2**63 - 1),
+        }[field]
+        drawn = data.draw(value.filter(lambda v: v != getattr(honest, field)))
+        with pytest.raises(ProtocolError):
+            world().holder.handle(pack(honest._replace(**{field: drawn})))
+
+    def test_a_refused_request_does_not_use_up_the_index(self):
+        w = World(3)
+        messages = w.contribute()
+        request = w.signed_request(messages)
+        for parts in ([], [b"nothing"], request.parts * 2):
+            with pytest.raises(ProtocolError):
+                w.holder.handle(pack(request._replace(parts=parts)))
+        total = w.total(messages)
+        np.testing.assert_allclose(total.values, sum(w.values.values()), atol=1e-12)
+
+
+class TestContributions:
+    def test_a_malformed_contribution_is_a_dropout(self):
+        w = World(4)
+        bad = w.ids[2]
+        payloads = [
+            b"",
+            pack(Ciphertexts([])),
+            pack(Ciphertexts([b"nothing"])),
+            pack(Ciphertexts(public(BFV).encrypt(np.arange(3)))),
+            pack(Ciphertexts(public(BFV).encrypt(np.arange(12)) * 2)),
+            pack(Ciphertexts(public(CKKS).encrypt(np.arange(12.0)))),
+        ]
+        for index, payload in enumerate(payloads):
+            messages = w.contribute(index)
+            messages[bad] = pack_masked(Contribution(index, payload))
+            total = w.total(messages, index)
+            assert bad not in total.survivors
+            np.testing.assert_allclose(total.values, sum(w.values[s] for s in total.survivors), atol=1e-12)
+            assert bad in w.server.faults
+
+    def test_a_contribution_that_was_changed_on_the_way_is_noticed(self):
+        # A well-formed ciphertext of other values in the silo's name: its signature names what it sent.
+        w = World(4)
+        messages = w.contribute()
+        parts = w.server._key.encrypt(np.arange(12))
+        messages[w.ids[2]] = pack_masked(Contribution(0, pack(Ciphertexts(parts))))
+        with pytest.raises(AggregationError, match="is not what it sent"):
+            w.total(messages)
+        total = run_sum(w.local, w.silos, 1, w.table, w.values)
+        np.testing.assert_allclose(total.values, sum(w.values.values()), atol=1e-12)
