@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from secure_fvi.aggregation import Homomorphic as Homomorphic
     from secure_fvi.aggregation import Masked as Masked
     from secure_fvi.aggregation import Plain as Plain
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
@@ -26,6 +27,7 @@ _HOME = {
     "Amortised": "secure_fvi.families",
     "Conditional": "secure_fvi.families",
     "FederatedModel": "secure_fvi.federated_model",
+    "Homomorphic": "secure_fvi.aggregation",
     "InputError": "secure_fvi.errors",
     "Masked": "secure_fvi.aggregation",
     "Plain": "secure_fvi.aggregation",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import RestartAnalysis
@@ -26,18 +27,21 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 Mode = Literal["compiled", "traced", "eager"]
 
-#: Calls from which compilation repays its 5 to 20 s: a compiled call saves about half a millisecond.
-COMPILE_FROM_CALLS = 40_000
+#: Calls from which compilation repays its 5 to 20 s, for small work: a call then saves about a millisecond.
+COMPILE_FROM_CALLS = 20_000
+#: Numbers a call works on that double what it saves.
+_SAVING_DOUBLES_AT = 20_000
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079)
 _Run = Callable[..., Sequence[Tensor]]
 _Build = Callable[[Iterator[Tensor]], Any]
 _log = logging.getLogger(__name__)
 
 
-def choose_mode(requested: bool | Literal["auto"], calls: int) -> Mode:
+def choose_mode(requested: bool | Literal["auto"], calls: int, numbers: int) -> Mode:
     """ "auto" compiles when there is a C++ compiler and the run is long enough to pay for it."""
     if requested == "auto":
-        return "compiled" if calls >= COMPILE_FROM_CALLS and shutil.which("c++") else "traced"
+        pays = calls * (1 + numbers / _SAVING_DOUBLES_AT) >= COMPILE_FROM_CALLS
+        return "compiled" if pays and shutil.which("c++") else "traced"
     return "compiled" if requested else "traced"
 
 
@@ -144,7 +148,8 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
     """
     for attempt in range(4):
         try:
-            with torch.no_grad():
+            # The trace has been compared with the function: no need to assert sizes in every call.
+            with torch.no_grad(), torch._inductor.config.patch(size_asserts=False):
                 compiled: _Run = lookup_backend("inductor")(graph, _stand_ins(flat, axes))
             return compiled
         except RestartAnalysis:  # the backend has learned something and asks to begin again
@@ -235,19 +240,23 @@ def _structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
 
 
 #: Numbers a call works on, below which a second thread costs more in waiting than it saves.
-_ONE_THREAD_BELOW = 500_000
+_ONE_THREAD_BELOW = 2_000_000
+
+
+def choose_threads(numbers: int) -> int:
+    """One thread for small work, PyTorch's own choice for large.
+
+    Threads of a small kernel mostly wait for each other: ten times slower on a machine that does other work as
+    well. Sums depend on the number in their last bits, so a run that is resumed must keep it.
+    """
+    return 1 if numbers < _ONE_THREAD_BELOW else torch.get_num_threads()
 
 
 @contextlib.contextmanager
-def threads_for(numbers: int) -> Iterator[None]:
-    """One thread for small work, PyTorch's own choice for large.
-
-    Threads of a small kernel mostly wait for each other, and badly so on a busy machine. Kernels also fix their
-    number of threads when they are compiled, so the same choice makes a resumed run repeat itself.
-    """
+def threads(count: int) -> Iterator[None]:
+    """PyTorch uses so many threads within an operation."""
     before = torch.get_num_threads()
-    if numbers < _ONE_THREAD_BELOW:
-        torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

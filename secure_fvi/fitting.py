@@ -17,7 +17,8 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.algorithms.base import Problem, Step
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.compiled import choose_mode, threads_for
+from secure_fvi.compiled import choose_mode, choose_threads
+from secure_fvi.compiled import threads as with_threads
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.engines.local import LocalEngine
@@ -60,6 +61,7 @@ def fit(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float64,
     compile: bool | Literal["auto"] = "auto",
+    threads: int | Literal["auto"] = "auto",
     checkpoint_dir: Path | None = None,
     checkpoint_seconds: float = 5.0,
     resume: bool = False,
@@ -78,8 +80,10 @@ def fit(
         raise InputError("privacy must be None: this version has no differential privacy yet")
     parties = build_parties(model, silos, algorithm, aggregation, seed, silo_ids, record_ids, device, dtype, compile)
     server, engine = parties
-    with threads_for(_work(engine, algorithm)):
-        done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _Done((), False)
+    count = choose_threads(work_of(silos, algorithm)) if threads == "auto" else threads
+    with with_threads(count):
+        done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _NOTHING_DONE
+        began -= done.seconds
         objectives = list(done.objectives)
         last_save = time.monotonic()
         finished = done.finished
@@ -89,7 +93,7 @@ def fit(
             objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
             due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
             if checkpoint_dir is not None and (due or finished):
-                _save(server, engine, checkpoint_dir, _Done(tuple(objectives), finished))
+                _save(server, engine, checkpoint_dir, tuple(objectives), finished, time.monotonic() - began)
                 last_save = time.monotonic()
             if on_round is not None:
                 on_round(_progress(server, engine, algorithm, step))
@@ -124,7 +128,7 @@ def build_parties(
     calls = (algorithm.iterations or _EXPECTED_ROUNDS) * len(silos)
     problem = Problem(
         model, schema.to(where), layout, LogDensity(model, layout, schema.to(where)), start, ordered, seed, dtype,
-        where, choose_mode(compile, calls),
+        where, choose_mode(compile, calls, work_of(silos, algorithm)),
     )  # fmt: skip
     server_sum, silo_sums = aggregation.local_parties(ordered)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
@@ -144,16 +148,16 @@ def build_parties(
     return Server(problem, algorithm.program(problem), server_sum), LocalEngine(built)
 
 
-def _work(engine: LocalEngine, algorithm: SFVI) -> int:
+def work_of(silos: Sequence[Data], algorithm: SFVI) -> int:
     """Numbers that the largest silo's step goes through."""
-    rows = (sum(t.numel() for t in silo.view.rows.values()) for silo in engine.silos.values())
-    return max(rows) * algorithm.importance_samples
+    sizes = [sum(v.numel() for v in silo.values() if isinstance(v, Tensor)) for silo in silos]
+    return max(sizes, default=0) * algorithm.importance_samples
 
 
 def _device(device: str | torch.device) -> torch.device:
     where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device '{where}': this machine or this build of PyTorch has no CUDA")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
     return where
 
 
@@ -185,22 +189,34 @@ class _Done(NamedTuple):
 
     objectives: tuple[float, ...]
     finished: bool
+    seconds: float
+    exchanges: int
+    bytes_up: dict[str, int]
+    bytes_down: dict[str, int]
+
+
+_NOTHING_DONE = _Done((), False, 0.0, 0, {}, {})
 
 
 def _restore(server: Server, engine: LocalEngine, directory: Path) -> _Done:
     templates: dict[str, Any] = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    states = load_checkpoint(directory, {"server": server.state, "run": _Done((), False), **templates})
+    states = load_checkpoint(directory, {"server": server.state, "run": _NOTHING_DONE, **templates})
     if states is None:
-        return _Done((), False)
+        return _NOTHING_DONE
     server.state = states["server"]
     for name, silo in engine.silos.items():
         silo.local = states[f"silo/{name}"]
-    return states["run"]
+    done: _Done = states["run"]
+    engine.exchanges, engine.bytes_up, engine.bytes_down = done.exchanges, done.bytes_up, done.bytes_down
+    return done
 
 
-def _save(server: Server, engine: LocalEngine, directory: Path, done: _Done) -> None:
+def _save(
+    server: Server, engine: LocalEngine, directory: Path, objectives: tuple[float, ...], finished: bool, seconds: float
+) -> None:
     for silo in engine.silos.values():
         silo.settle(server.state.accepted)
+    done = _Done(objectives, finished, seconds, engine.exchanges, engine.bytes_up, engine.bytes_down)
     locals_ = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
     save_checkpoint(directory, server.state.algorithm.round, {"server": server.state, "run": done, **locals_})
 

@@ -43,9 +43,10 @@ class LocalPosterior:
 
         def one(z_global: Tensor, eps: Tensor, eps_silo: Tensor, uniform: Tensor) -> Params:
             shift = z_global - self._posterior.eta["loc"]
-            moments = fit.family.moments(fit.params, theta, view.rows, z_global, shift)
             silo_moments = fit.silo_family.moments(fit.silo_params, {}, {}, z_global, shift)
             z_silo = gaussian_rows.transform(silo_moments, eps_silo)[0]
+            silo_shift = z_silo - fit.silo_params["loc"][0] if fit.silo_params else z_silo
+            moments = fit.family.moments(fit.params, theta, view.rows, z_global, torch.cat([shift, silo_shift]))
             z = gaussian_rows.transform(moments, eps)
             log_w = torch.stack(
                 [problem.density.evaluate(z_global, z_silo, zk, theta, view.rows).records for zk in z.unbind(0)]

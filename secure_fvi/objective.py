@@ -67,8 +67,9 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
         eps_local: Tensor,
         eps_silo: Tensor,
     ) -> SiloGradient:
-        def draw(params: Params, theta: Params, z_global: Tensor, shift: Tensor) -> Tensor:
-            return gaussian_rows.transform(local.moments(params, theta, rows, z_global, shift), eps_local)
+        def draw(params: Params, theta: Params, z_global: Tensor, shift: Tensor, silo_shift: Tensor) -> Tensor:
+            moments = local.moments(params, theta, rows, z_global, torch.cat([shift, silo_shift]))
+            return gaussian_rows.transform(moments, eps_local)
 
         def draw_silo(params: Params, shift: Tensor) -> Tensor:
             return gaussian_rows.transform(silo.moments(params, {}, {}, z_global, shift), eps_silo)
@@ -84,29 +85,36 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
             records, silo_terms = vmap(one)(z_local)
             return records, silo_terms[0]
 
-        def log_local(z_local: Tensor, z_global: Tensor, shift: Tensor) -> Tensor:
-            return gaussian_rows.log_prob(local.moments(local_params, theta, rows, z_global, shift), z_local)
+        def log_local(z_local: Tensor, z_global: Tensor, shift: Tensor, silo_shift: Tensor) -> Tensor:
+            moments = local.moments(local_params, theta, rows, z_global, torch.cat([shift, silo_shift]))
+            return gaussian_rows.log_prob(moments, z_local)
 
         def log_silo(z_silo: Tensor, shift: Tensor) -> Tensor:
             return gaussian_rows.log_prob(silo.moments(silo_params, {}, {}, z_global, shift), z_silo).sum()
 
-        z_local, draw_vjp = vjp(draw, local_params, theta, z_global, shift)
         z_silo, draw_silo_vjp = vjp(draw_silo, silo_params, shift)
+        silo_shift = z_silo[0] - silo_params["loc"][0] if silo_params else z_silo[0]
+        z_local, draw_vjp = vjp(draw, local_params, theta, z_global, shift, silo_shift)
         (log_p, log_p_silo), joint_vjp = vjp(log_joint, z_global, z_silo, z_local, theta)
-        log_q, log_q_vjp = vjp(log_local, z_local, z_global, shift)
+        log_q, log_q_vjp = vjp(log_local, z_local, z_global, shift, silo_shift)
         log_q_silo, log_q_silo_vjp = vjp(log_silo, z_silo, shift)
 
         log_w = log_p - log_q
         share = torch.softmax(log_w, 0)
         one = torch.ones_like(log_q_silo)
         p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, one))
-        q_local, q_global, q_shift = log_q_vjp(share.square() * weights)
+        q_local, q_global, q_shift, q_silo_in_local = log_q_vjp(share.square() * weights)
         if samples > 1:
-            _, q_global, q_shift = log_q_vjp((weights / samples).expand_as(log_q))
+            _, q_global, q_shift, q_silo_in_local = log_q_vjp((weights / samples).expand_as(log_q))
         q_silo, q_silo_shift = log_q_silo_vjp(one)
 
-        local_grad, path_theta, path_global, path_local = draw_vjp(share.unsqueeze(-1) * p_local - q_local)
-        silo_grad, path_silo = draw_silo_vjp(p_silo - q_silo)
+        local_grad, path_theta, path_global, path_local, path_local_silo = draw_vjp(
+            share.unsqueeze(-1) * p_local - q_local
+        )
+        # To the records Z_S is what Z_G is: along Z_L it moves with all its parameters but the mean.
+        silo_grad, path_silo = draw_silo_vjp(p_silo - q_silo - q_silo_in_local + path_local_silo)
+        if silo_params:
+            silo_grad["loc"] = silo_grad["loc"] - path_local_silo
 
         bound = torch.logsumexp(log_w, 0) - math.log(samples)
         return SiloGradient(

@@ -83,8 +83,13 @@ class Optimizer:
                     state[f"{name}/{key}"] = entry.clone()
         return state
 
-    def step(self, params: Params, gradients: Params, state: Params, scale: Tensor) -> tuple[Params, Params]:
-        """Ascend: parameters and state after one step whose length is multiplied by `scale` ()."""
+    def step(
+        self, params: Params, gradients: Params, state: Params, scale: Tensor, units: Params | None = None
+    ) -> tuple[Params, Params]:
+        """Ascend: parameters and state after one step.
+
+        Its length is multiplied by `scale` () and, for parameters named there, by `units` of the same shape.
+        """
         new_params, new_state = dict(params), dict(state)
         for name, value in params.items():
             if value.numel() == 0:
@@ -96,7 +101,8 @@ class Optimizer:
             entries = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
             optimizer.state[moved].update(entries)
             optimizer.step()
-            new_params[name] = value + scale * (moved.detach() - value)
+            change = scale * (moved.detach() - value)
+            new_params[name] = value + (change * units[name] if units and name in units else change)
             for key in entries:
                 new_state[prefix + key] = optimizer.state[moved][key]
         return new_params, new_state

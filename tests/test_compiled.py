@@ -12,7 +12,7 @@ from programs import make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.compiled import Traced, choose_mode, threads_for
+from secure_fvi.compiled import Traced, choose_mode, choose_threads, threads
 from secure_fvi.fitting import build_parties
 
 
@@ -93,19 +93,17 @@ def test_one_trace_serves_all_sizes() -> None:
 
 
 def test_auto_compiles_long_runs_only() -> None:
-    assert choose_mode("auto", 100) == "traced"
-    assert choose_mode(True, 1) == "compiled"
-    assert choose_mode(False, 10**9) == "traced"
+    assert choose_mode("auto", 100, 1000) == "traced"
+    assert choose_mode(True, 1, 1) == "compiled"
+    assert choose_mode(False, 10**9, 10**9) == "traced"
 
 
 def test_small_work_takes_one_thread_and_gives_the_others_back() -> None:
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        with threads_for(1000):
+    with threads(2):
+        assert choose_threads(1000) == 1
+        assert choose_threads(10**9) == 2
+        with threads(1):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
-        with threads_for(10**9):
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    assert torch.get_num_threads() == before

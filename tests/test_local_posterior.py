@@ -15,7 +15,7 @@ import secure_fvi as sf
 def test_draws_of_local_latents_are_the_conjugate_posterior() -> None:
     """Means of b_i against the closed form; 4,000 draws, 4.5 standard errors for 40 records: false alarm 3e-4."""
     problem = make_intercepts()
-    result = sf.fit(problem.model, problem.silos, sf.SFVI(iterations=2500, schedule="cosine"))
+    result = sf.fit(problem.model, problem.silos, sf.SFVI(iterations=1200, schedule="cosine"), sf.Plain())
     draws = result.local["silo-2"].sample(4000)["b"]
     assert draws.shape == (4000, 40)
     rows = problem.silos[1]["y"]
@@ -54,7 +54,7 @@ def test_importance_samples_correct_the_shape() -> None:
     truth = density / torch.special.ndtr(-exact) - exact
     means = {}
     for samples in (1, 50):
-        algorithm = sf.SFVI(iterations=2000, schedule="cosine", importance_samples=samples)
+        algorithm = sf.SFVI(iterations=1200, schedule="cosine", importance_samples=samples)
         result = sf.fit(sf.FederatedModel(_skewed, "person"), [silo], algorithm, sf.Plain())
         means[samples] = result.local["silo-1"].sample(1000)["b"].mean()
     assert (means[50] - truth).abs() < 0.015

@@ -20,7 +20,7 @@ from secure_fvi.runs.checkpoint import latest_round, load_checkpoint, save_check
 @pytest.fixture(scope="module")
 def result() -> sf.Result:
     problem = make_rate()
-    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=1500, schedule="cosine"))
+    return sf.fit(problem.model, problem.silos, sf.SFVI(iterations=900, schedule="cosine"))
 
 
 def test_samples_have_the_posterior_moments(result: sf.Result) -> None:

@@ -146,7 +146,7 @@ class SFVIProgram:
         n_global, n_record, n_silo = (layout.size(r) for r in ("global", "record", "silo"))
         self.n_record, self.n_silo = n_record, n_silo
         self.family = global_family(config.family, n_global, config.rank)
-        self.local_family = config.local_family.build(n_record, n_global, samples)
+        self.local_family = config.local_family.build(n_record, n_global + n_silo, samples)
         self.silo_family = config.silo_family.build(n_silo, n_global, 1)
         self.optimizer = Optimizer(config.optimizer, config.learning_rate, config.optimizer_options)
         self.samples = samples if n_record else 1
@@ -294,7 +294,11 @@ class SFVIProgram:
         theta_total = {name: sums[f"theta/{name}"] for name in theta}
         gradient = self._server_gradient(eta, theta, eps, sums["direct"], path, theta_total)
         params, moments = self.optimizer.step(
-            merge(eta=eta, theta=theta), merge(eta=gradient.eta, theta=gradient.theta), moments, factors[1]
+            merge(eta=eta, theta=theta),
+            merge(eta=gradient.eta, theta=gradient.theta),
+            moments,
+            factors[1],
+            {"eta/loc": mean_units(self.family.stddev(eta))},
         )
         average = {name: old + factors[2] * (params[name] - old) for name, old in average.items()}
         eta = part(params, "eta")
@@ -363,6 +367,19 @@ class SFVIProgram:
         flat = torch.cat([*parts, g.value.reshape(1)])
         return (
             flat,
-            *self.optimizer.step(record, g.local, record_moments, scale),
-            *self.optimizer.step(silo, g.silo, silo_moments, scale),
+            *self.optimizer.step(record, g.local, record_moments, scale, _units(record)),
+            *self.optimizer.step(silo, g.silo, silo_moments, scale, _units(silo)),
         )
+
+
+def mean_units(stddev: Tensor) -> Tensor:
+    """The unit in which a mean takes its steps: 1, or the posterior sd where that is larger.
+
+    Means of wide posteriors would otherwise creep, since an adaptive optimiser's steps have the length of the
+    learning rate whatever the scale of the parameter.
+    """
+    return stddev.clamp(min=1.0)
+
+
+def _units(params: Params) -> Params:
+    return {"loc": mean_units(params["log_scale"].exp())} if params else {}

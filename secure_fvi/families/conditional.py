@@ -1,10 +1,10 @@
 """Conditional Gaussian families for local latent variables, q(Z_L | Z_G).
 
-Z_i = m_i + C_i d + exp(a_i + D_i d) * (T_i eps_i),   d = Z_G - mu_G
+Z_i = m_i + C_i d + exp(a_i + D_i d) * (T_i eps_i),   d = (Z_G - mu_G, Z_S - m_S)
 
 (Tan, Bhaskaran and Nott 2020 for the conditional mean; Hassan et al. 2023, section 3). One row of every
 parameter belongs to one record, is seen by its silo only and never leaves it. Silo-level latents use the same
-family with a single row.
+family with a single row and d = Z_G - mu_G.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import INITIAL_SCALE, Params, unit_lower
 
-#: With more global dimensions than this, `coupling="auto"` leaves C_i out: it has n_local * n_global numbers a record.
+#: With a longer d than this, `coupling="auto"` leaves C_i out, which has n_local times as many numbers a record.
 COUPLED_UP_TO = 256
 
 
@@ -43,7 +43,7 @@ class LocalFamily(Protocol):
     def moments(
         self, params: Params, theta: Params, rows: Mapping[str, Tensor], z_global: Tensor, shift: Tensor
     ) -> Params:
-        """Moments (families.rows) given Z_G and shift d = Z_G - mu_G, both (n_global,)."""
+        """Moments (families.rows) given Z_G (n_global,) and the shift d that the family was built for."""
         ...
 
 
@@ -64,20 +64,20 @@ class Conditional:
         if self.scale not in ("diagonal", "block", "dense"):
             raise InputError(f"local scale '{self.scale}' is unknown; choose diagonal, block or dense")
 
-    def build(self, n_local: int, n_global: int, importance_samples: int) -> ConditionalGaussian:
+    def build(self, n_local: int, n_shift: int, importance_samples: int) -> ConditionalGaussian:
         """The family for a model's sizes; raises InputError for a combination that has no meaning."""
-        coupling = n_global <= COUPLED_UP_TO if self.coupling == "auto" else self.coupling
+        coupling = n_shift <= COUPLED_UP_TO if self.coupling == "auto" else self.coupling
         varying = coupling and importance_samples > 1 if self.varying_scale == "auto" else self.varying_scale
         if self.scale == "dense" and importance_samples > 1:
             raise InputError("a dense local scale couples records, so they cannot be importance-weighted one by one")
-        return ConditionalGaussian(n_local, n_global, self.scale, coupling, varying)
+        return ConditionalGaussian(n_local, n_shift, self.scale, coupling, varying)
 
 
 class ConditionalGaussian:
     """`Conditional` for fixed sizes."""
 
-    def __init__(self, n_local: int, n_global: int, scale: str, coupling: bool, varying: bool) -> None:
-        self.n_local, self.n_global = n_local, n_global
+    def __init__(self, n_local: int, n_shift: int, scale: str, coupling: bool, varying: bool) -> None:
+        self.n_local, self.n_shift = n_local, n_shift
         self.coupling, self.varying = coupling, varying
         self.couples_records = scale == "dense" and n_local > 0
         self.correlated = scale == "block" and n_local > 1
@@ -89,9 +89,9 @@ class ConditionalGaussian:
             return {}
         params = {"loc": loc.clone(), "log_scale": torch.full_like(loc, math.log(INITIAL_SCALE))}
         if self.coupling:
-            params["coupling"] = loc.new_zeros(rows, n, self.n_global)
+            params["coupling"] = loc.new_zeros(rows, n, self.n_shift)
         if self.varying:
-            params["scale_coupling"] = loc.new_zeros(rows, n, self.n_global)
+            params["scale_coupling"] = loc.new_zeros(rows, n, self.n_shift)
         if self.correlated:
             params["lower"] = loc.new_zeros(rows, n * (n - 1) // 2)
         if self.couples_records:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from secure_fvi.compiled import threads
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.draws import Draws, threads
+from secure_fvi.runs.draws import Draws
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.marginals import marginals
 from secure_fvi.runs.pooling import Program, pooled_program

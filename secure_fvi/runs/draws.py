@@ -32,17 +32,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """PyTorch uses so many threads within an operation."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Pyro draws from the global generators; they are seeded here and left as they were found."""
     before = pyro.util.get_rng_state()

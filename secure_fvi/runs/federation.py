@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secure_fvi.compiled import choose_threads
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
+from secure_fvi.fitting import work_of
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Partition
 from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, build, named, resolved
 from secure_fvi.runs.tables import RECORD_ID, read_table
 from secure_fvi.runs.wording import nearest, unknown_key
-
-#: Numbers in a silo's data, times samples a record, below which more than one thread costs more than it gives.
-SMALL = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,8 @@ def _dataset(config: Config, data_dir: Path | None) -> Dataset:
 
 
 def _threads(silos: Sequence[Mapping[str, Tensor]], algorithm: Any) -> int:
-    """PyTorch's threads: one for small data, where several only wait for each other (ten times slower on a
-    machine that does other work as well); written into the configuration, as sums depend on it in their last bits.
-    """
-    samples = getattr(algorithm, "importance_samples", 1)
-    largest = max(sum(t.numel() for t in silo.values()) for silo in silos) * samples
-    return 1 if largest < SMALL else torch.get_num_threads()
+    """Written into the configuration, since sums depend on the number of threads in their last bits."""
+    return choose_threads(work_of(silos, algorithm))
 
 
 Parts = tuple[tuple[str, ...], tuple[dict[str, Tensor], ...], tuple[Tensor, ...]]

@@ -26,7 +26,7 @@ class MetricsLog:
         if path.exists():
             write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         last = kept[-1] if kept else {}
-        self._before = {key: last.get(key, 0) for key in ("bytes_up", "bytes_down", "seconds")}
+        self._seconds_before = last.get("seconds", 0.0)
         self._began = time.monotonic()
         self._objectives: list[float] = []
         self._file = path.open("a", encoding="utf-8")
@@ -46,9 +46,9 @@ class MetricsLog:
             "learning_rate": progress.learning_rate,
             "r_hat": progress.r_hat,
             "phase": progress.phase,
-            "bytes_up": self._before["bytes_up"] + progress.bytes_up,
-            "bytes_down": self._before["bytes_down"] + progress.bytes_down,
-            "seconds": round(self._before["seconds"] + time.monotonic() - self._began, 3),
+            "bytes_up": progress.bytes_up,
+            "bytes_down": progress.bytes_down,
+            "seconds": round(self._seconds_before + time.monotonic() - self._began, 3),
         }
         self._objectives.clear()
         self._file.write(json.dumps(row) + "\n")

@@ -12,7 +12,6 @@ from secure_fvi.fitting import Progress, fit
 from secure_fvi.runs.checkpoint import latest_round, write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.draws import threads
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.marginals import marginals
 from secure_fvi.runs.metrics import MetricsLog
@@ -72,23 +71,23 @@ def _fit(
 
     settings = federation.config.run
     try:
-        with threads(federation.threads):
-            result = fit(
-                federation.model,
-                federation.silos,
-                federation.algorithm,
-                federation.aggregation,
-                seed=federation.config.seed,
-                silo_ids=federation.silo_ids,
-                record_ids=federation.record_ids,
-                device=settings.device,
-                dtype=federation.dtype,
-                compile=settings.compile,
-                checkpoint_dir=folder.checkpoints,
-                checkpoint_seconds=settings.checkpoint_seconds,
-                resume=resume,
-                on_round=note,
-            )
+        result = fit(
+            federation.model,
+            federation.silos,
+            federation.algorithm,
+            federation.aggregation,
+            seed=federation.config.seed,
+            silo_ids=federation.silo_ids,
+            record_ids=federation.record_ids,
+            device=settings.device,
+            dtype=federation.dtype,
+            compile=settings.compile,
+            threads=federation.threads,
+            checkpoint_dir=folder.checkpoints,
+            checkpoint_seconds=settings.checkpoint_seconds,
+            resume=resume,
+            on_round=note,
+        )
     finally:
         log.close(last)
     found = json.dumps(marginals(result.sample(_MARGINAL_DRAWS)))
