@@ -33,6 +33,7 @@ benchmark: .venv/.installed
 	$(BIN)/pip install -q -c requirements.lock -e '.[benchmark]'
 	mkdir -p benchmarks/out
 	$(BIN)/secure-fvi bench step --json | tee benchmarks/out/step.json
+	$(BIN)/secure-fvi bench secure-sum --json --plot benchmarks/out/secure_sum.png | tee benchmarks/out/secure_sum.json
 
 clean:
 	rm -rf .venv runs build dist *.egg-info
