@@ -30,6 +30,8 @@ from secure_fvi.errors import InputError
 Report = Callable[[float, str], None]
 Row = dict[str, Any]
 
+_LONG = 10**7
+_MEMORY_FOR_LONG_ROWS = 12 * 2**30
 _PACKAGES = ("numpy", "cryptography", "galois", "flwr", "tenseal")
 
 
@@ -67,7 +69,7 @@ class Work:
 def plan(quick: bool) -> list[Work]:
     """The rows: lengths for 10 neighbours, silos for 1e4 values, the steady state of three silos."""
     lengths = [10**3, 10**5] if quick else [10**3, 10**4, 10**5]
-    long = [] if quick else [10**7]
+    long = [] if quick else [_LONG]
     repeats = 5 if quick else 9
     work = [
         Work(Setting("masked", 3, 64, check, durable), (Case(64, 0, repeats, 16 if quick else 64),))
@@ -100,9 +102,9 @@ def measure(quick: bool = False, report: Report | None = None, work: list[Work] 
     Raises AggregationError when any of the sums is wrong.
     """
     report = report or (lambda share, what: None)
-    work = plan(quick) if work is None else work
-    began, load = time.perf_counter(), os.getloadavg()[0]
     notes: list[str] = []
+    work = _that_fits(plan(quick), notes) if work is None else work
+    began, load = time.perf_counter(), os.getloadavg()[0]
     rows: list[Row] = []
     whole, done = sum(item.seconds for item in work), 0.0
     with Stopwatch() as watch, tempfile.TemporaryDirectory() as folder:
@@ -121,10 +123,11 @@ def measure(quick: bool = False, report: Report | None = None, work: list[Work] 
             left = len(item.cases)
             for case in item.cases:
                 what = f"{setting.kind}, {setting.silos} silos, {case.length:,} values"
+                report(done / whole, what)
                 rows.append(_row(parties, case, notes))
                 done += item.seconds / left
-                report(done / whole, what)
             del parties
+        report(1.0, "")
     return {
         "machine": machine(),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -135,6 +138,27 @@ def measure(quick: bool = False, report: Report | None = None, work: list[Work] 
         "targets": targets(rows),
         "notes": notes,
     }
+
+
+def _that_fits(work: list[Work], notes: list[str]) -> list[Work]:
+    """Without the longest rows on a machine that they would fill: 11 silos take up to 8 GB for 1e7 values."""
+    memory = _memory()
+    if memory is None or memory >= _MEMORY_FOR_LONG_ROWS:
+        return work
+    short = [item for item in work if all(case.length < _LONG for case in item.cases)]
+    if len(short) < len(work):
+        _note(
+            notes, f"no rows of {_LONG:,} values: they take up to 8 GB, and this machine has {memory / 2**30:.0f} GiB"
+        )
+    return short
+
+
+def _memory() -> int | None:
+    """Bytes of memory; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _warm_up(watch: Stopwatch) -> None:
@@ -236,13 +260,13 @@ def _version(package: str) -> str | None:
 def machine() -> str:
     """Processor, cores, memory, operating system and Python in one line."""
     name = platform.processor() or platform.machine()
-    memory = ""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
-    except (OSError, ValueError, StopIteration):
+    except (OSError, StopIteration):
         pass
+    size = _memory()
+    memory = "" if size is None else f", {size / 2**30:.0f} GiB"
     return f"{name}, {os.cpu_count()} cores{memory}, {platform.system()}, Python {platform.python_version()}"
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _OURS, _OURS_64, _FLOWER, _BFV, _PLAIN = "#2563eb", "#7aa5f7", "#d97706", "#0f766e", "#9ca3af"
+_SERVER = "#9333ea"
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -73,8 +74,8 @@ def _against_silos(axes: Axes, rows: Sequence[Row]) -> None:
     swept = [{**row, "own_ms": row["silo_ms"] - row["silo_checks_ms"]} for row in swept if row["silos"] != _OF_LENGTH]
     whole = [row for row in swept if not row["dropout"]]
     lost = [row for row in swept if row["dropout"]]
-    _line(axes, lost, "silos", "server_ms", "server, 10% of the silos lost", color=_FLOWER, marker="s")
-    _line(axes, whole, "silos", "server_ms", "server, none lost", color=_FLOWER, marker="s", ls="--", mfc="white")
+    _line(axes, lost, "silos", "server_ms", "server, 10% of the silos lost", color=_SERVER, marker="s")
+    _line(axes, whole, "silos", "server_ms", "server, none lost", color=_SERVER, marker="s", ls="--", mfc="white")
     _line(axes, whole, "silos", "silo_ms", "one silo", color=_OURS, marker="o")
     _line(axes, whole, "silos", "own_ms", "one silo, signature checks apart", color=_OURS_64, marker="o")
     _line(axes, whole, "silos", "floor_ms", "floor", color=_INK, ls=":")

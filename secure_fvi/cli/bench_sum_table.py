@@ -29,7 +29,13 @@ def print_tables(found: dict[str, Any], console: Console | None = None) -> None:
         "Medians, ms. Silo: one silo, one sum; checks: of which signature checks; server: key holder included; all:\n"
         "all parties, one after another. Floor: keystreams and additions; Flower: one client's masking stage;\n"
         "TenSEAL: one silo and the server, no protocol. ~: each signature was checked once, and charged to all that\n"
-        "check it. Set-up and refills of one-time secrets are in --json.",
+        "check it.",
+        highlight=False,
+        style="dim",
+    )
+    console.print(_sessions(found["rows"]))
+    console.print(
+        "Ms, apart from the sums: set-up once a session; refills of one-time secrets, a sum's share of its batch's.",
         highlight=False,
         style="dim",
     )
@@ -79,6 +85,25 @@ def _rows(rows: list[dict[str, Any]]) -> Table:
             _ratio(row["flower_ms"], row["silo_ms"]),
             _number(row["tenseal_ms"]),
         )
+    return table
+
+
+def _sessions(rows: list[dict[str, Any]]) -> Table:
+    """Set-up and refills, one line a session with keys to agree on."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("\nkind", no_wrap=True)
+    for heading in ("\nsilos", "neigh-\nbours", "set-up,\nsilo", "set-up,\nserver", "refill,\nsilo", "refill,\nserver"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown = set()
+    for row in rows:
+        session = (kind_of(row), row["silos"])
+        if session in shown or not row["neighbours"]:
+            continue
+        shown.add(session)
+        times = (
+            _number(row[key]) for key in ("setup_silo_ms", "setup_server_ms", "refill_silo_ms", "refill_server_ms")
+        )
+        table.add_row(kind_of(row), f"{row['silos']:,}", str(row["neighbours"]), *times)
     return table
 
 

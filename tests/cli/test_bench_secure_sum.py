@@ -213,6 +213,16 @@ def test_plans_end_in_their_rows():
     assert {3, 1000} <= silos
 
 
+def test_a_small_machine_is_spared_the_longest_rows(monkeypatch):
+    notes: list[str] = []
+    monkeypatch.setattr(bench, "_memory", lambda: 8 * 2**30)
+    fits = bench._that_fits(plan(False), notes)
+    assert max(case.length for item in fits for case in item.cases) == 10**6
+    assert "10,000,000" in notes[0]
+    monkeypatch.setattr(bench, "_memory", lambda: None)
+    assert bench._that_fits(plan(False), []) == plan(False)
+
+
 def test_targets_say_when_they_are_not_met():
     row = {
         "kind": "masked",
