@@ -120,13 +120,13 @@ class _Evaluate(Messenger):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def running(dtype: torch.dtype) -> Iterator[None]:
-    """How a Pyro program is run here: constants that it makes have the run's type, and no validation (it would
-    branch on values, which cannot be traced)."""
+def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """How a Pyro program is run here: constants that it makes have the run's type and device, and no validation
+    (it would branch on values, which cannot be traced)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with pyro.validation_enabled(False):
+        with pyro.validation_enabled(False), device if device.type != "cpu" else contextlib.nullcontext():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -207,6 +207,6 @@ class LogDensity:
     def _run(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> _Evaluate:
         split = self.layout.split
         latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
-        with running(z_global.dtype), _Evaluate(self.model, latents, theta) as run:
+        with running(z_global.dtype, z_global.device), _Evaluate(self.model, latents, theta) as run:
             self.model.fn(**rows, **self.schema.constants)
         return run

@@ -35,9 +35,9 @@ class Start(NamedTuple):
 class _Discover(Messenger):  # type: ignore[misc]
     """Sets each latent to the centre of its prior and notes its shape and role."""
 
-    def __init__(self, model: FederatedModel, records: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: FederatedModel, records: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.model, self.records, self.dtype = model, records, dtype
+        self.model, self.records, self.dtype, self.device = model, records, dtype, device
         self.sites: list[Site] = []
         self.values: dict[str, Tensor] = {}
         self.theta: Params = {}
@@ -107,7 +107,7 @@ class _Discover(Messenger):  # type: ignore[misc]
                     parts.append(value.reshape(self.records, -1))
                 else:
                     parts.append(value.reshape(-1))
-        empty = torch.zeros((self.records, 0) if role == "record" else (0,), dtype=self.dtype)
+        empty = torch.zeros((self.records, 0) if role == "record" else (0,), dtype=self.dtype, device=self.device)
         return torch.cat(parts, -1) if parts else empty
 
 
@@ -127,8 +127,9 @@ def _centre(fn: Any) -> Tensor:
 
 
 def _discover(model: FederatedModel, rows: Params, constants: dict[str, Any], dtype: torch.dtype) -> _Discover:
-    count = next(iter(rows.values())).shape[0]
-    with running(dtype), torch.no_grad(), _Discover(model, count, dtype) as run:
+    some = next(iter(rows.values()))
+    found = _Discover(model, some.shape[0], dtype, some.device)
+    with running(dtype, some.device), torch.no_grad(), found as run:
         model.fn(**rows, **constants)
     return run
 

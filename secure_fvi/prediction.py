@@ -50,12 +50,13 @@ def predict(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: 
         raise InputError(f"predict needs the tensors of the fit, of these shapes a record: {want}")
     if n < 1:
         raise InputError(f"the number of draws must be at least 1, not {n}")
+    rows = {name: value.to(problem.device) for name, value in records.rows.items()}
     draws: list[Params] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for z in draw_unconstrained(posterior, n, seed):
             values, _ = problem.density.constrain(z, posterior.theta)
-            with running(problem.dtype), torch.no_grad(), _Forward(values, posterior.theta) as run:
-                problem.model.fn(**records.rows, **problem.schema.constants)
+            with running(problem.dtype, problem.device), torch.no_grad(), _Forward(values, posterior.theta) as run:
+                problem.model.fn(**rows, **problem.schema.constants)
             draws.append(run.observed)
     return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from secure_fvi.aggregation.base import SumSilo
 from secure_fvi.algorithms.base import Problem, Program, SiloView
-from secure_fvi.discovery import Start, start_at_silo
+from secure_fvi.discovery import start_at_silo
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast
@@ -49,7 +48,7 @@ class Silo:
         self.name, self.problem, self.program, self.size = name, problem, program, records.size
         self._sum, self._gate, self._table = secure_sum, Gate(name), program.table()
         self.view = _view(name, problem, records, record_ids, secret)
-        problem.density.check_global_density(records.rows, name)
+        problem.density.check_global_density(self.view.rows, name)
         self.local = program.init_local(self.view)
         self.pending: Pending | None = None
 
@@ -91,22 +90,14 @@ def _view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
     weights[-1] = 0.0
     keyed = np.append(ids, _SPARE_ID)
-    start = start_at_silo(
-        problem.model, {n: t.cpu() for n, t in rows.items()}, problem.schema.constants, problem.dtype, silo
-    )
+    start = start_at_silo(problem.model, rows, problem.schema.constants, problem.dtype, silo)
     return SiloView(
         silo,
         rows,
         weights,
         records.size,
-        Start(*(_move(v, problem.device) for v in start)),  # type: ignore[arg-type]
+        start,
         KeyedDraws(secret, b"records", keyed),
         KeyedDraws(secret, b"batches", keyed),
         KeyedDraws(secret, b"silo/" + silo.encode(), np.array([UNIT_ID])),
     )
-
-
-def _move(value: Tensor | dict[str, Tensor], device: torch.device) -> Tensor | dict[str, Tensor]:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return {name: tensor.to(device) for name, tensor in value.items()}

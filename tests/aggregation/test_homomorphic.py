@@ -11,7 +11,6 @@ from sum_network import CONTEXT, carry, names, random_values, run_sum, table_of
 from secure_fvi.aggregation import Block, BlockTable, Homomorphic
 from secure_fvi.aggregation.homomorphic_flooding import flooding_sd
 from secure_fvi.aggregation.homomorphic_schemes import BFV, SecretContext
-from secure_fvi.aggregation.homomorphic_timing import time_bfv
 from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder
 from secure_fvi.aggregation.modular import BFV_PRIME, PrimeRing, ResidueStream, masked
 from secure_fvi.aggregation.prg import Mask
@@ -224,9 +223,3 @@ class TestPrimeRing:
         # The control: reducing the same 7 bits instead is caught.
         words = ResidueStream(b"k" * 32, 128).take(65_000) % 65
         assert np.sum((np.bincount(words) - 1000) ** 2 / 1000) > limit
-
-
-def test_the_timing_compares_the_same_work():
-    timing = time_bfv(length=100, repeats=1)
-    assert timing.bytes_up_per_silo > 400_000
-    assert timing.ratio == timing.total_ms / timing.tenseal_ms

@@ -1,0 +1,33 @@
+"""On a CUDA device: the same numbers as on the CPU, data and local state on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs import make_clinics, make_slopes
+
+import secure_fvi as sf
+from secure_fvi.fitting import build_parties
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("compile_", [False, True])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_cuda_equals_cpu(samples: int, compile_: bool) -> None:
+    for make in (make_slopes, make_clinics):
+        problem = make()
+        ends = []
+        for device in ("cpu", "cuda"):
+            algorithm = sf.SFVI(iterations=50, importance_samples=samples)
+            server, engine = build_parties(
+                problem.model, problem.silos, algorithm, sf.Masked(), device=device, compile=compile_
+            )
+            for _ in range(50):
+                engine.run(server.round())
+            assert engine.silos["silo-1"].view.rows["y"].device.type == device
+            ends.append(server.state.algorithm.eta["loc"].cpu())
+        torch.testing.assert_close(ends[0], ends[1], rtol=1e-8, atol=1e-8)
