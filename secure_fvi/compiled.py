@@ -85,9 +85,9 @@ class Traced:
             _flatten(self.fn(*(build(supply) for build in rebuild)), out)
             return out
 
-        axes: list[int | None] = [
-            axis for arg, axis in zip(args, self.record_axis, strict=True) for _ in range(_count(arg))
-        ]
+        named = [axis for arg, axis in zip(args, self.record_axis, strict=True) for _ in range(_count(arg))]
+        # A number among arrays, such as an optimiser's step count, has no axis of records.
+        axes = [axis if axis is not None and axis < t.dim() else None for axis, t in zip(named, flat, strict=True)]
         fixed: list[int | None] = [None] * len(axes)
         attempts: list[list[int | None]] = [axes] if self.by_shape else [axes, fixed]
         for attempt in attempts:

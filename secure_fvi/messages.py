@@ -18,16 +18,13 @@ VERSION = 1
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
 
-_DTYPES = {"f8": torch.float64, "f4": torch.float32}
-_NAMES = {v: k for k, v in _DTYPES.items()}
+_DTYPES: dict[str, np.dtype[Any]] = {"f8": np.dtype("<f8"), "f4": np.dtype("<f4")}
+_NAMES = {torch.float64: "f8", torch.float32: "f4"}
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """{name: [dtype, shape, bytes]}, little endian."""
-    return {
-        name: [_NAMES[t.dtype], list(t.shape), t.detach().cpu().contiguous().numpy().tobytes()]
-        for name, t in tensors.items()
-    }
+    return {name: [_NAMES[t.dtype], list(t.shape), t.cpu().numpy().tobytes()] for name, t in tensors.items()}
 
 
 def unpack_tensors(packed: Any) -> dict[str, Tensor]:
@@ -38,9 +35,10 @@ def unpack_tensors(packed: Any) -> dict[str, Tensor]:
         _require(isinstance(name, str) and isinstance(entry, list) and len(entry) == 3, "malformed tensor")
         kind, shape, raw = entry
         _require(kind in _DTYPES and isinstance(shape, list) and isinstance(raw, bytes), "malformed tensor")
-        _require(all(isinstance(n, int) and n >= 0 for n in shape), "malformed tensor shape")
-        _require(len(raw) == math.prod(shape) * int(kind[1]), "tensor of the wrong length")
-        out[name] = torch.from_numpy(np.frombuffer(raw, "<" + kind).reshape(shape).copy())
+        _require(all(type(n) is int and n >= 0 for n in shape), "malformed tensor shape")
+        dtype = _DTYPES[kind]
+        _require(len(raw) == math.prod(shape) * dtype.itemsize, "tensor of the wrong length")
+        out[name] = torch.from_numpy(np.frombuffer(bytearray(raw), dtype).reshape(shape))
     return out
 
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
 _LABEL = b"secure-fvi/draws/1/"
-_AHEAD = 40_000  # numbers drawn ahead at most
+_AHEAD = 16_000  # numbers drawn ahead at most, so few that they stay in the processor's cache
 UNIT_ID = -1  # the "record" that stands for the silo itself
 
 
@@ -32,7 +32,7 @@ class KeyedDraws:
     def __init__(self, secret: bytes, purpose: bytes, ids: npt.NDArray[np.int64]) -> None:
         self._cipher = Cipher(algorithms.AES(derive_key(secret, purpose)), modes.ECB())
         self._ids = ids.astype(np.int64).view(np.uint64)
-        self._ahead: tuple[int, Tensor] = (0, torch.empty(0, len(ids), 0, dtype=torch.float64))
+        self._ahead: tuple[int, int, tuple[Tensor, ...]] = (0, -1, ())  # first round, width, draws by round
 
     def __repr__(self) -> str:
         return f"KeyedDraws({len(self._ids)} ids)"
@@ -45,8 +45,8 @@ class KeyedDraws:
         blocks = (width + 1) // 2
         counters = np.empty((rounds, len(ids), blocks, 2), np.uint64)
         counters[..., 0] = ids[:, None]
-        counters[..., 1] = np.arange(blocks, dtype=np.uint64)
-        counters[..., 1] |= np.arange(round_, round_ + rounds, dtype=np.uint64)[:, None, None] << np.uint64(32)
+        at = np.arange(round_, round_ + rounds, dtype=np.uint64)[:, None, None] << np.uint64(32)
+        counters[..., 1] = at | np.arange(blocks, dtype=np.uint64)
         words = np.frombuffer(self._cipher.encryptor().update(counters.tobytes()), np.uint64)
         words = words.reshape(rounds, len(ids), 2 * blocks)[..., :width]
         return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
@@ -56,12 +56,14 @@ class KeyedDraws:
         if rows is not None:
             return torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, rows)[0]))
         # Rounds come one after the other, so small draws are made for several at once.
-        start, ahead = self._ahead
-        if ahead.shape[2] != width or not start <= round_ < start + len(ahead):
+        start, drawn, ahead = self._ahead
+        if drawn != width or not start <= round_ < start + len(ahead):
             rounds = max(1, min(64, _AHEAD // max(len(self._ids) * width, 1)))
-            ahead = torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, None, rounds)))
-            start = round_
-            self._ahead = (start, ahead)
+            start, ahead = (
+                round_,
+                torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, None, rounds))).unbind(),
+            )
+            self._ahead = (start, width, ahead)
         return ahead[round_ - start]
 
 

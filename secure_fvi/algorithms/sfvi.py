@@ -312,7 +312,7 @@ class SFVIProgram:
     def init_local(self, view: SiloView) -> SFVILocal:
         record = self.local_family.init(self._move(view.start.z_record))
         silo = self.silo_family.init(self._move(view.start.z_silo).unsqueeze(0))
-        record_moments = self.optimizer.init(record, by_row=self.optimizer.traceable)
+        record_moments = self.optimizer.init(record, by_row=self.minibatch)
         return SFVILocal(record, record_moments, silo, self.optimizer.init(silo), record, silo, 0, 0)
 
     def contribute(self, message: Broadcast, local: SFVILocal, view: SiloView) -> tuple[FloatArray, SFVILocal]:
