@@ -82,10 +82,10 @@ def make_intercepts(seed: int = 1) -> Conjugate:
     return Conjugate(sf.FederatedModel(intercepts, "person"), silos, {"mu": mean[0]}, {"mu": sd[0]})
 
 
-def make_slopes(seed: int = 2) -> Conjugate:
+def make_slopes(seed: int = 2, sizes: tuple[int, ...] = SIZES) -> Conjugate:
     rng = torch.Generator().manual_seed(seed)
     silos = []
-    for n in SIZES:
+    for n in sizes:
         x = torch.randn(n, 4, generator=rng)
         b = torch.randn(n, 2, generator=rng) * torch.tensor([0.8, 0.4]) + torch.tensor([-1.0, 0.5])
         silos.append({"x": x, "y": b[:, :1] + b[:, 1:] * x + 0.6 * torch.randn(n, 4, generator=rng)})
