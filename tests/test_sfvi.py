@@ -170,7 +170,7 @@ def test_every_local_scale_fits(scale: str) -> None:
     """Small silos: a dense factor has the square of the records' parameters, and their noise."""
     problem = make_slopes(sizes=(5, 6, 7))
     local = sf.Conditional(scale=scale)  # type: ignore[arg-type]
-    algorithm = sf.SFVI(iterations=1200, schedule="cosine", learning_rate=0.02, local_family=local)
+    algorithm = sf.SFVI(iterations=1500, schedule="cosine", local_family=local)
     result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain())
     assert ((result.posterior["beta"].mean - problem.mean["beta"]).abs() < 0.15 * problem.sd["beta"]).all()
 

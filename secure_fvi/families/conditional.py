@@ -52,7 +52,8 @@ class Conditional:
     """Choices for q(Z_L | Z_G).
 
     `scale`: "diagonal"; "block" for a full covariance within a record; "dense" for one over all records of a
-    silo, which couples records (full-batch only, no record-level privacy) and suits small silos only. `coupling`: the mean depends on Z_G.
+    silo, which couples records (full-batch only, no record-level privacy) and suits small silos only.
+    `coupling`: the mean depends on Z_G.
     `varying_scale`: the scale does as well; "auto" turns it on for the importance-weighted bound.
     """
 
