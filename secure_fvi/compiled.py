@@ -109,7 +109,11 @@ class Traced:
         try:
             run = graph = _graph(fn, flat, axes)
             if self.mode == "compiled":
-                run = _compile(graph, flat, axes)
+                try:
+                    run = _compile(graph, flat, axes)
+                except Exception as error:  # a compiler that is missing or broken costs speed, not the run
+                    _log.warning("not compiled (%s); the traced graph runs instead", type(error).__name__)
+                    self.mode = "traced"
             return run, run(*flat)
         except Exception:  # whatever a user's program does that a tracer cannot follow
             _log.debug("tracing failed", exc_info=True)

@@ -78,6 +78,17 @@ def test_compiled_equals_traced_up_to_rounding() -> None:
     torch.testing.assert_close(compiled, traced, rtol=1e-10, atol=1e-12)
 
 
+def test_a_broken_compiler_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no such compiler")
+
+    monkeypatch.setattr("secure_fvi.compiled._compile", broken)
+    traced, _ = _eta(_by_shape, False)
+    compiled, mode = _eta(_by_shape, True)
+    assert mode == "traced"
+    torch.testing.assert_close(compiled, traced, rtol=0, atol=0)
+
+
 def test_one_trace_serves_all_sizes() -> None:
     calls = []
 
