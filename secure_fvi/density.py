@@ -10,12 +10,10 @@ from the loop by tracing.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import msgpack
 import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
@@ -27,9 +25,9 @@ from torch.distributions.constraints import Constraint
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.trees import Params as Params
 
 Role = Literal["global", "silo", "record"]
-Params = dict[str, Tensor]
 
 
 class Site(NamedTuple):
@@ -40,7 +38,7 @@ class Site(NamedTuple):
     shape: tuple[int, ...]  # unconstrained; for a record site: of one record
     event_dim: int  # of the unconstrained value
     plate_dim: int  # batch dimension of the record plate (negative), 0 outside it
-    support: str  # text of the constraint, part of the model's fingerprint
+    support: str  # text of the constraint
 
     @property
     def size(self) -> int:
@@ -70,12 +68,6 @@ class Layout:
             out[site.name] = value
             start += site.size
         return out
-
-    def shared_fingerprint(self) -> bytes:
-        """SHA-256 over what all silos must agree on: global sites and theta."""
-        rows = [[s.name, list(s.shape), s.support] for s in self.of("global")]
-        rows += [[name, list(shape), "theta"] for name, shape in self.theta]
-        return hashlib.sha256(b"secure-fvi/model/1" + msgpack.packb(rows)).digest()
 
 
 class LogTerms(NamedTuple):

@@ -52,10 +52,10 @@ class Schema(NamedTuple):
     fields: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # per record: name, shape of one record, dtype
     constants: dict[str, Any]  # values that every silo passes unchanged
 
-    def dummy_rows(self, records: int, fill: float = 1.0) -> dict[str, Tensor]:
+    def dummy_rows(self, records: int) -> dict[str, Tensor]:
         """Made data of `records` rows, for tracing; integers are zero, so that they index safely."""
         return {
-            name: torch.full((records, *shape), fill if dtype.is_floating_point else 0, dtype=dtype)
+            name: torch.full((records, *shape), 1.0 if dtype.is_floating_point else 0, dtype=dtype)
             for name, shape, dtype in self.fields
         }
 

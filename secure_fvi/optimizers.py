@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.errors import InputError
-
-Params = dict[str, Tensor]
+from secure_fvi.trees import Params
 
 #: Optimisers whose step counter may be a tensor, so that their step can be traced and counted by record.
 TRACEABLE = ("adam", "adamw", "sgd", "rmsprop")

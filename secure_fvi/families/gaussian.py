@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from secure_fvi.errors import InputError
+from secure_fvi.trees import Params as Params
 
-Params = dict[str, Tensor]
-
-_LOG_2PI = math.log(2 * math.pi)
+LOG_2PI = math.log(2 * math.pi)
 #: `family="auto"` is full covariance up to this many dimensions (about 33,000 parameters), diagonal above.
 FULL_UP_TO = 256
 INITIAL_SCALE = 0.1
@@ -156,7 +155,7 @@ class LowRank:
         capacitance = torch.linalg.cholesky(torch.eye(self.rank, dtype=z.dtype, device=z.device) + v.T @ v)
         w = torch.linalg.solve_triangular(capacitance, (v.T @ x).unsqueeze(-1), upper=False)
         log_det = eta["log_scale"].sum() + capacitance.diagonal().log().sum()
-        return -0.5 * (x.square().sum() - w.square().sum() + self.n * _LOG_2PI) - log_det
+        return -0.5 * (x.square().sum() - w.square().sum() + self.n * LOG_2PI) - log_det
 
     def covariance(self, eta: Params) -> Tensor:
         return torch.diag((2 * eta["log_scale"]).exp()) + eta["factor"] @ eta["factor"].T
@@ -190,4 +189,4 @@ def unit_lower(packed: Tensor, n: int) -> Tensor:
 
 
 def _standard_log_prob(u: Tensor) -> Tensor:
-    return -0.5 * (u.square().sum() + u.numel() * _LOG_2PI)
+    return -0.5 * (u.square().sum() + u.numel() * LOG_2PI)

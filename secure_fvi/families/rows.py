@@ -6,14 +6,10 @@ factor within each record, or `dense` (N n, N n), one over all records.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from secure_fvi.families.gaussian import Params
-
-_LOG_2PI = math.log(2 * math.pi)
+from secure_fvi.families.gaussian import LOG_2PI, Params
 
 
 def transform(moments: Params, eps: Tensor) -> Tensor:
@@ -32,7 +28,7 @@ def log_prob(moments: Params, z: Tensor) -> Tensor:
         u = _solve(moments["dense"], u.flatten(-2)).reshape(u.shape)
     elif "lower" in moments:
         u = _solve(moments["lower"], u)
-    return (-0.5 * (u.square() + _LOG_2PI) - moments["log_scale"]).sum(-1)
+    return (-0.5 * (u.square() + LOG_2PI) - moments["log_scale"]).sum(-1)
 
 
 def _solve(lower: Tensor, x: Tensor) -> Tensor:
