@@ -21,5 +21,11 @@ class AggregationError(SecureFVIError):
     """A secure sum that cannot be completed: too few survivors, a value outside its bound."""
 
 
+class BudgetError(SecureFVIError):
+    """A privacy budget that would be exceeded. Nothing was released or charged. The command line exits 3."""
+
+    exit_code = 3
+
+
 class SecureFVIWarning(UserWarning):
     """A result that exists but deserves less trust than usual, such as a run that did not converge."""

@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 def cli() -> None:
     """Fit one Bayesian model across institutions that may not pool their data.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 privacy budget exhausted, 130 interrupted.
     """
 
 
