@@ -1,0 +1,122 @@
+"""Four accountants of the same events: they agree, they are ordered, and they refuse what they cannot bound."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.rdp import rdp_privacy_accountant as reference
+
+from secure_fvi.errors import InputError
+from secure_fvi.privacy import accounting
+from secure_fvi.privacy.events import (
+    Composed,
+    DiscreteGaussian,
+    Event,
+    Gaussian,
+    PoissonSampled,
+    Repeated,
+    Skellam,
+)
+
+CHECK = Repeated(PoissonSampled(0.01, Gaussian(1.0)), 10_000)
+
+
+def test_check_values() -> None:
+    assert accounting.epsilon(CHECK, 1e-5, "pld") == pytest.approx(6.188, abs=1e-3)
+    assert 6.188 <= accounting.epsilon(CHECK, 1e-5, "prv") <= 6.198
+    assert accounting.epsilon(CHECK, 1e-5, "rdp") == pytest.approx(6.713, abs=1e-3)
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0, 8.0])
+def test_the_gaussian_has_its_exact_curve_and_its_exact_delta(noise: float) -> None:
+    event = Gaussian(noise)
+    np.testing.assert_allclose(accounting.rdp(event), np.array(accounting.ORDERS) / (2 * noise**2))
+    # Balle and Wang 2018, Thm 5, at an epsilon where delta is neither 0 nor 1.
+    epsilon = 1 / noise
+    phi = lambda x: 0.5 * math.erfc(-x / math.sqrt(2))  # noqa: E731
+    exact = phi(0.5 / noise - epsilon * noise) - math.exp(epsilon) * phi(-0.5 / noise - epsilon * noise)
+    assert exact <= accounting.delta(event, epsilon, "pld") <= exact * 1.001
+    assert accounting.delta(event, epsilon, "rdp") >= exact
+
+
+def test_the_conversion_is_dp_accountings() -> None:
+    curve = accounting.rdp(CHECK)
+    for delta in (1e-9, 1e-5, 0.1):
+        expected, order = reference.compute_epsilon(accounting.ORDERS, curve, delta)
+        assert accounting.best_order(curve, delta) == (pytest.approx(expected, rel=1e-12), order)
+    for epsilon in (0.5, 3.0, 8.0):
+        expected, _ = reference.compute_delta(accounting.ORDERS, curve, epsilon)
+        assert accounting.delta(CHECK, epsilon, "rdp") == pytest.approx(expected, rel=1e-9)
+
+
+def test_curves_add_and_count() -> None:
+    a, b = PoissonSampled(0.02, Gaussian(1.5)), Skellam(400.0, 12.0, 3.0)
+    composed = Composed((Repeated(a, 3), Composed((b, a))))
+    np.testing.assert_allclose(accounting.rdp(composed), 4 * accounting.rdp(a) + accounting.rdp(b), rtol=1e-12)
+    assert accounting.grouped(composed) == {a: 4, b: 1}
+    assert accounting.epsilon(Composed(()), 1e-5, "pld") == 0 == accounting.epsilon(Composed(()), 1e-5, "rdp")
+
+
+def test_a_full_batch_is_not_subsampled() -> None:
+    for accountant in accounting.ACCOUNTANTS:
+        full = accounting.epsilon(Repeated(PoissonSampled(1.0, Gaussian(4.0)), 16), 1e-5, accountant)
+        assert full == pytest.approx(accounting.epsilon(Gaussian(1.0), 1e-5, accountant), rel=1e-9)
+
+
+@pytest.mark.parametrize("target", [0.05, 0.2, 1.0, 5.0])
+def test_the_grid_of_orders_loses_nothing(target: float) -> None:
+    # The best real order of a Gaussian: minimise over a fine grid at the noise that gives about this epsilon.
+    noise = math.sqrt(2 * math.log(1.25e5)) / target
+    orders = np.exp(np.linspace(math.log(1.02), math.log(20_000), 200_000))
+    best = (orders / (2 * noise**2) + np.log1p(-1 / orders) - np.log(1e-5 * orders) / (orders - 1)).min()
+    assert best <= accounting.epsilon(Gaussian(noise), 1e-5, "rdp") <= best * 1.005
+
+
+def test_curves_are_ordered_and_convex() -> None:
+    events: list[Event] = [
+        PoissonSampled(0.01, Gaussian(0.6)),
+        PoissonSampled(0.01, Skellam(9.0, 6.0, 3.0)),
+        PoissonSampled(0.5, DiscreteGaussian(4.0, 3.0)),
+        PoissonSampled(1e-5, Gaussian(20.0)),
+    ]
+    for event in events:
+        curve = accounting.rdp(event)
+        assert np.isfinite(curve).all()
+        assert (curve >= 0).all()
+        assert (np.diff(curve) >= -1e-15 - 1e-6 * curve[1:]).all()
+
+
+@pytest.mark.parametrize("accountant", ["pld", "prv", "opacus-rdp"])
+@pytest.mark.parametrize("noise", [Skellam(100.0, 4.0, 2.0), DiscreteGaussian(10.0, 2.0)])
+def test_integer_noise_is_left_to_rdp(accountant: str, noise: Skellam | DiscreteGaussian) -> None:
+    for event in (noise, PoissonSampled(0.1, noise), Composed((Gaussian(1.0), noise))):
+        with pytest.raises(InputError, match="use rdp"):
+            accounting.epsilon(event, 1e-5, accountant)
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, 1.5, math.nan, math.inf, True, "1e-5"])
+def test_delta_is_checked(delta: float) -> None:
+    with pytest.raises(InputError, match="delta must lie between 0 and 1"):
+        accounting.epsilon(CHECK, delta, "rdp")
+
+
+def test_bad_requests_are_named() -> None:
+    with pytest.raises(InputError, match="unknown accountant 'gdp'"):
+        accounting.epsilon(CHECK, 1e-5, "gdp")
+    with pytest.raises(InputError, match="epsilon must be"):
+        accounting.delta(CHECK, math.nan)
+    with pytest.raises(InputError, match="use pld or rdp"):
+        accounting.delta(CHECK, 1.0, "prv")
+    with pytest.raises(InputError, match="unknown privacy event"):
+        accounting.rdp("gaussian")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="orders"):
+        accounting.epsilon_of_rdp(np.zeros(3), 1e-5)
+
+
+def test_prv_refuses_where_it_would_hang() -> None:
+    with pytest.raises(InputError, match="use pld"):
+        accounting.epsilon(Repeated(PoissonSampled(0.9, Gaussian(0.3)), 1_000), 1e-5, "prv")
+    with pytest.raises(InputError, match="use pld"):
+        accounting.epsilon(Repeated(PoissonSampled(1e-4, Gaussian(4.0)), 10**9), 1e-5, "prv")
