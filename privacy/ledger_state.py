@@ -1,0 +1,194 @@
+"""What a chain says: its rows, read one after the other, as budgets, jobs and counts of releases.
+
+Both the ledger that enforces and the verifier that checks read rows through here, so they cannot disagree on what a row
+means. Reading checks form, links and counts; whether budgets held is `ledger_verify`'s question, since it
+needs the accountant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.ledger_chain import (
+    BUDGET,
+    CLOSE,
+    GENESIS,
+    JOB,
+    LABEL_ROW,
+    NOTHING,
+    RECEIPT,
+    RELEASE,
+    LedgerFile,
+    Row,
+    link,
+    signed,
+)
+from secure_fvi.privacy.ledger_terms import Budget, Job, check_keys
+
+
+@dataclass
+class JobRecord:
+    """A charged job: what it declared, under which budget, what it released. Times: microseconds since 1970, UTC."""
+
+    job: Job
+    budget: Budget
+    seq: int
+    opened: int
+    released: dict[str, int] = field(default_factory=dict)  # by phase; reserved blocks count whole
+    last: dict[str, int] = field(default_factory=dict)  # the largest index by phase
+    digests: dict[tuple[str, int], bytes | None] = field(default_factory=dict)  # by phase and index, where known
+    outcome: str | None = None
+    closed: int | None = None
+
+
+class Chain:
+    """One silo's chain up to its row `length`. Public within the federation."""
+
+    def __init__(self, silo: str) -> None:
+        self.silo = silo
+        self.public_key = b""
+        self.length, self.head, self.time = 0, NOTHING, 0
+        self.budgets: dict[str, list[tuple[int, Budget]]] = {}  # by data set: (time, budget), the last in force
+        self.jobs: dict[str, JobRecord] = {}
+        self.receipts: list[bytes] = []
+        self._head_signature = b""
+
+    def __repr__(self) -> str:
+        return f"Chain(silo={self.silo!r}, length={self.length}, head={self.head.hex()[:16]})"
+
+    def budget(self, data_set: str) -> Budget | None:
+        """The budget in force."""
+        history = self.budgets.get(data_set)
+        return history[-1][1] if history else None
+
+    def charged(self, data_set: str) -> list[JobRecord]:
+        """The jobs charged to `data_set`, in order."""
+        return [r for r in self.jobs.values() if r.job.data_set == data_set]
+
+    def follow(self, row: Row, public_key: bytes | None = None, each_signature: bool = False) -> None:
+        """Take in the next row.
+
+        public_key: pins the key that the chain must have been created with. each_signature: check this row's
+        signature too; otherwise `check_head` must follow the last row. Raises ProtocolError (InputError for a kind or
+        event that this version does not know), naming the row and what is wrong with it.
+        """
+        try:
+            self._check(row)
+            if row.seq == 1:
+                self._genesis(row, public_key)
+            if each_signature and not signed(self.public_key, LABEL_ROW, row.hash, row.signature):
+                raise ProtocolError("its signature is not by this silo's key")
+            self._apply(row)
+        except InputError as error:
+            raise InputError(f"{self._where(row.seq)}: {error}") from None
+        except ProtocolError as error:
+            raise ProtocolError(f"{self._where(row.seq)}: {error}") from None
+        self.length, self.head, self.time, self._head_signature = row.seq, row.hash, row.time, row.signature
+
+    def check_head(self) -> None:
+        """Raises ProtocolError unless the silo signed the head, and with it every row before."""
+        if self.length and not signed(self.public_key, LABEL_ROW, self.head, self._head_signature):
+            raise ProtocolError(f"{self._where(self.length)}: its signature is not by this silo's key")
+
+    def _where(self, seq: int) -> str:
+        return f"ledger of silo '{self.silo}', row {seq}"
+
+    def _check(self, row: Row) -> None:
+        if row.seq != self.length + 1:
+            raise ProtocolError(f"row {self.length + 1} is missing: a row was removed")
+        if row.previous != self.head:
+            raise ProtocolError("it does not follow the row before: rows were altered, removed or reordered")
+        if link(self.head, row.content(self.silo)) != row.hash:
+            raise ProtocolError("its content is not what was hashed: it was altered or moved")
+        if row.time < self.time:
+            raise ProtocolError("its time is before that of the row before")
+        if (row.kind == GENESIS) != (row.seq == 1):
+            raise ProtocolError("a chain has one genesis row, its first")
+
+    def _genesis(self, row: Row, public_key: bytes | None) -> None:
+        fields = row.fields()
+        check_keys(fields, "silo", "public_key")
+        key = fields["public_key"]
+        if fields["silo"] != self.silo or type(key) is not bytes or len(key) != 32:
+            raise ProtocolError("a genesis row names its silo and a public key of 32 bytes")
+        if public_key is not None and key != public_key:
+            raise ProtocolError(f"the chain belongs to key {key.hex()[:16]}..., not to {public_key.hex()[:16]}...")
+        self.public_key = key
+
+    def _apply(self, row: Row) -> None:
+        fields = row.fields()
+        if row.kind == GENESIS:
+            return
+        if row.kind == BUDGET:
+            self._budget(row, Budget.from_body(fields))
+        elif row.kind == JOB:
+            self._job(row, Job.from_body(fields))
+        elif row.kind == RELEASE:
+            self._release(fields)
+        elif row.kind == CLOSE:
+            check_keys(fields, "job", "outcome")
+            record = self._record(fields)
+            record.outcome, record.closed = str(fields["outcome"]), row.time
+        elif row.kind == RECEIPT:
+            check_keys(fields, "receipt")
+            if type(fields["receipt"]) is not bytes:
+                raise ProtocolError("a receipt is bytes")
+            self.receipts.append(fields["receipt"])
+        else:
+            raise InputError(f"its kind '{row.kind}' is unknown to this version; a newer one may have written it")
+
+    def _budget(self, row: Row, budget: Budget) -> None:
+        before = self.budget(budget.data_set)
+        if before is not None and before.unit != budget.unit:
+            raise ProtocolError(f"it changes the unit of data set '{budget.data_set}'")
+        self.budgets.setdefault(budget.data_set, []).append((row.time, budget))
+
+    def _job(self, row: Row, job: Job) -> None:
+        budget = self.budget(job.data_set)
+        if budget is None or budget.unit != job.unit:
+            raise ProtocolError(f"job '{job.job}' has no budget of its unit")
+        if job.job in self.jobs:
+            raise ProtocolError(f"job '{job.job}' is charged twice")
+        self.jobs[job.job] = JobRecord(job, budget, row.seq, row.time)
+
+    def _release(self, fields: dict[str, Any]) -> None:
+        check_keys(fields, "job", "phase", "index", "digest", "count")
+        record = self._record(fields)
+        phase, index, digest, count = (fields[name] for name in ("phase", "index", "digest", "count"))
+        declared = record.job.term(phase).count
+        if type(index) is not int or index < 0 or type(count) is not int or count < 1:
+            raise ProtocolError("a release has an index of at least 0 and a count of at least 1")
+        if digest is not None and type(digest) is not bytes:
+            raise ProtocolError("a digest is bytes")
+        if index <= record.last.get(phase, -1):
+            raise ProtocolError(f"index {index} of '{phase}' is not above the one before")
+        if record.released.get(phase, 0) + count > declared:
+            raise ProtocolError(f"job '{record.job.job}' released '{phase}' more often than the {declared} declared")
+        record.released[phase] = record.released.get(phase, 0) + count
+        record.last[phase] = index
+        record.digests[phase, index] = digest
+
+    def _record(self, fields: dict[str, Any]) -> JobRecord:
+        name = fields["job"]
+        record = self.jobs.get(name) if isinstance(name, str) else None
+        if record is None:
+            raise ProtocolError("it speaks of a job that was not charged")
+        return record
+
+
+def follow_rows(file: LedgerFile, chain: Chain) -> None:
+    """Take in what `file` holds beyond `chain`, checked by links and by the signature of the newest row."""
+    before = chain.length
+    for row in file.rows(chain.silo, before):
+        chain.follow(row)
+    if chain.length > before:
+        chain.check_head()
+
+
+def read_chain(file: LedgerFile, silo: str) -> Chain:
+    """The chain of `silo`, checked like that; of length 0 where there is none."""
+    chain = Chain(silo)
+    follow_rows(file, chain)
+    return chain

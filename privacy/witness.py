@@ -1,0 +1,168 @@
+"""A witness: another party that remembers how long a ledger was, so that a cut tail or an old backup is found out.
+
+    ledger                                   witness (any other party of the job)
+    Ledger.statement(since)  <- since ------  Witness.length(public_key)
+             ------ statement ------------->  Witness.countersign: does it continue what was seen?
+    Ledger.add_receipt       <- receipt ----
+
+A statement carries the digests of the rows after `since`; the witness folds them, from the head that it remembers to
+the head that is stated, so it need not trust the silo that one continues the other. It learns the number of
+rows, and digests of them; nothing of what was released. All messages are bytes of fixed schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgpack
+
+from secure_fvi.aggregation.messages import Codec
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import Store
+from secure_fvi.errors import ProtocolError
+from secure_fvi.privacy.ledger_chain import NOTHING, link, signed
+from secure_fvi.privacy.ledger_terms import check_name
+
+LABEL_STATEMENT = b"secure-fvi/ledger/1/statement"
+LABEL_RECEIPT = b"secure-fvi/ledger/1/receipt"
+
+
+class Statement(NamedTuple):
+    """Ledger to witness: its length and head, signed, and the digests of its rows since + 1 .. length."""
+
+    silo: str
+    public_key: bytes
+    length: int
+    head: bytes
+    time: int
+    signature: bytes
+    since: int
+    links: list[bytes]
+
+
+class Receipt(NamedTuple):
+    """Witness to ledger, and to whoever verifies: the witness saw this ledger at this length with this head."""
+
+    witness: str
+    witness_key: bytes
+    silo: str
+    public_key: bytes
+    length: int
+    head: bytes
+    time: int
+    signature: bytes
+
+
+def _name(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= 200
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_32(value: object) -> bool:
+    return type(value) is bytes and len(value) == 32
+
+
+def _is_64(value: object) -> bool:
+    return type(value) is bytes and len(value) == 64
+
+
+def _links(value: object) -> bool:
+    return type(value) is list and all(_is_32(v) for v in value)
+
+
+_CODEC = Codec(
+    {
+        Statement: (1, (_name, _is_32, _count, _is_32, _count, _is_64, _count, _links)),
+        Receipt: (2, (_name, _is_32, _name, _is_32, _count, _is_32, _count, _is_64)),
+    }
+)
+
+
+def make_statement(
+    silo: str,
+    public_key: bytes,
+    length: int,
+    head: bytes,
+    time: int,
+    since: int,
+    links: list[bytes],
+    sign: Callable[[bytes], bytes],
+) -> bytes:
+    """The ledger's message. time: microseconds since 1970; links: the digests of rows since + 1 .. length."""
+    unsigned = Statement(silo, public_key, length, head, time, b"", since, links)
+    return _CODEC.pack(unsigned._replace(signature=sign(LABEL_STATEMENT + _stated(unsigned))))
+
+
+def check_receipt(data: bytes, witness_keys: frozenset[bytes] | None = None) -> Receipt:
+    """The receipt in `data`; raises ProtocolError if it is malformed, forged, or by none of `witness_keys`."""
+    receipt = _CODEC.unpack(data, Receipt)
+    if witness_keys is not None and receipt.witness_key not in witness_keys:
+        raise ProtocolError(f"a receipt of witness '{receipt.witness}' is by a key that is not accepted here")
+    if not signed(receipt.witness_key, LABEL_RECEIPT, _received(receipt), receipt.signature):
+        raise ProtocolError(f"a receipt of witness '{receipt.witness}' has a wrong signature")
+    return receipt
+
+
+class Witness:
+    """Countersigns ledgers and remembers the longest state of each. One process a store."""
+
+    def __init__(self, name: str, identity: Identity, store: Store) -> None:
+        self.name = check_name("witness", name)
+        self._identity, self._store = identity, store
+
+    def __repr__(self) -> str:
+        return f"Witness({self.name!r})"
+
+    def length(self, public_key: bytes) -> int:
+        """How many rows this witness has seen of the ledger of that key; 0 if it has not met it."""
+        return self._seen(public_key)[0]
+
+    def countersign(self, statement: bytes, public_key: bytes) -> bytes:
+        """A receipt for `statement` by the ledger of `public_key` (32 bytes, as pinned in the roster).
+
+        Raises ProtocolError, and remembers nothing, if it is forged, shorter than what was seen, or does not
+        continue it. The new length is on disk before the receipt exists.
+        """
+        stated = _CODEC.unpack(statement, Statement)
+        who = f"the ledger of silo '{stated.silo}'"
+        if stated.public_key != public_key or not signed(
+            public_key, LABEL_STATEMENT, _stated(stated), stated.signature
+        ):
+            raise ProtocolError(f"a statement by {who} is not signed with the key that the roster names")
+        length, head = self._seen(public_key)
+        if stated.length < length:
+            raise ProtocolError(f"{who} was rolled back: it has {stated.length} rows, {length} were seen")
+        if stated.since != length or len(stated.links) != stated.length - length:
+            raise ProtocolError(f"a statement by {who} must say how it continues the {length} rows that were seen")
+        for content in stated.links:
+            head = link(head, content)
+        if head != stated.head:
+            raise ProtocolError(f"{who} contradicts what was seen: it does not continue those {length} rows")
+        self._store.put({_slot(public_key): bytes(msgpack.packb([stated.length, stated.head]))})
+        unsigned = Receipt(
+            self.name, self._identity.public_key, stated.silo, public_key, stated.length, head, stated.time, b""
+        )
+        return _CODEC.pack(unsigned._replace(signature=self._identity.sign(LABEL_RECEIPT + _received(unsigned))))
+
+    def _seen(self, public_key: bytes) -> tuple[int, bytes]:
+        stored = self._store.get(_slot(public_key))
+        if stored is None:
+            return 0, NOTHING
+        length, head = msgpack.unpackb(stored)
+        return length, head
+
+
+def _slot(public_key: bytes) -> str:
+    return f"ledger/{public_key.hex()}"
+
+
+def _stated(s: Statement) -> bytes:
+    return bytes(msgpack.packb([s.silo, s.public_key, s.length, s.head, s.time]))
+
+
+def _received(r: Receipt) -> bytes:
+    return bytes(msgpack.packb(list(r[:-1])))
