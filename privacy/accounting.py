@@ -2,9 +2,8 @@
 
 Every number is for the adjacency of the unit, one record or silo added or removed.
 
-- `rdp`: Mironov 2017; the Poisson-sampled Gaussian by dp-accounting (Mironov, Talwar, Zhang 2019), Skellam and discrete
-  Gaussian by `discrete` and `amplification`; conversion by Canonne, Kamath, Steinke 2020, Prop. 12. The only one whose
-  cost may be added up over jobs that are chosen adaptively.
+- `rdp`: Mironov 2017, curves by `discrete` and `amplification`, equal to dp-accounting's at whole orders; conversion by
+  Canonne, Kamath, Steinke 2020, Prop. 12. The only one whose cost may be added up over jobs chosen adaptively.
 - `pld`: privacy loss distributions with pessimistic rounding, in both directions; the tightest, used in reports.
 - `prv`, `opacus-rdp`: Opacus' accountants, for comparison.
 
@@ -13,11 +12,8 @@ Skellam and discrete Gaussian noise have `rdp` only. GDP is not offered: it is a
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -25,7 +21,7 @@ from numpy.typing import NDArray
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import discrete
-from secure_fvi.privacy.amplification import fill_orders, poisson_amplified
+from secure_fvi.privacy.amplification import fill_orders, poisson_amplified, sampled_gaussian
 from secure_fvi.privacy.events import Composed, DiscreteGaussian, Event, Gaussian, PoissonSampled, Repeated, Skellam
 
 FloatArray = NDArray[np.float64]
@@ -187,16 +183,10 @@ def _uncached_curve(single: Single) -> FloatArray:
 
 
 def _sampled_gaussian(rate: float, noise_multiplier: float) -> FloatArray:
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-    from dp_accounting.rdp import RdpAccountant
-
-    with _quiet("absl"):
-        accountant = RdpAccountant(_ORDERS.tolist())
-        accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier)))
-    curve = np.maximum(np.asarray(accountant.rdp, dtype=np.float64), 0.0)
-    # Its series for fractional orders may not converge; it says so by inf.
-    known = np.isfinite(curve)
-    return fill_orders(curve, known, _ORDERS)
+    curve = np.empty(len(ORDERS))
+    curve[_WHOLE] = poisson_amplified(lambda orders: orders / (2 * noise_multiplier**2), rate, _ORDERS[_WHOLE])
+    curve[~_WHOLE] = sampled_gaussian(rate, noise_multiplier, _ORDERS[~_WHOLE])
+    return fill_orders(curve, np.isfinite(curve), _ORDERS)
 
 
 def _delta_of_rdp(curve: FloatArray, epsilon: float) -> float:
@@ -204,13 +194,3 @@ def _delta_of_rdp(curve: FloatArray, epsilon: float) -> float:
         by_kl = 0.5 * np.log(-np.expm1(-curve))
     by_order = (_ORDERS - 1) * (curve - epsilon + np.log1p(-1 / _ORDERS)) - np.log(_ORDERS)
     return min(1.0, float(np.exp(np.minimum(by_kl, by_order).min())))
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -16,6 +16,9 @@ from scipy.special import gammaln, logsumexp
 
 FloatArray = NDArray[np.float64]
 
+_MOST_POINTS = 20_000
+_SLACK = 1e-8  # far more than the quadrature's error
+
 
 def poisson_amplified(curve: Callable[[FloatArray], FloatArray], rate: float, orders: FloatArray) -> FloatArray:
     """The curve at `orders` (n,), integers of at least 2, of a symmetric additive mechanism on a Poisson batch.
@@ -38,6 +41,33 @@ def poisson_amplified(curve: Callable[[FloatArray], FloatArray], rate: float, or
         terms = binomials + (alpha - k[used]) * np.log1p(-rate) + k[used] * np.log(rate) + moments[used]
         result[i] = np.logaddexp(0.0, logsumexp(terms)) / (alpha - 1)
     return np.minimum(result, whole)
+
+
+def sampled_gaussian(rate: float, noise_multiplier: float, orders: FloatArray) -> FloatArray:
+    """The curve at any `orders` above 1 of Gaussian noise on a Poisson batch; inf where a moment overflows.
+
+    The moment E_P[(M / P)^alpha] - 1 of Mironov, Talwar, Zhang 2019 by the trapezoidal rule, which converges
+    geometrically for these integrands. Less the term of mean 0 they are positive, so that nothing cancels. The series
+    for fractional orders in common use stops early and comes out up to 40% too high.
+    """
+    sigma = noise_multiplier
+    width = min(sigma / 8, sigma**2 / 3)
+    if (float(orders.max()) + 28 * sigma) / width > _MOST_POINTS:
+        return np.full(len(orders), np.inf)
+    z = np.arange(-14 * sigma, orders.max() + 14 * sigma, width)
+    weights = np.exp(-(z**2) / (2 * sigma**2)) * width / (sigma * np.sqrt(2 * np.pi))
+    loss = (2 * z - 1) / (2 * sigma**2)
+    a = orders[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = rate * np.expm1(loss)  # M / P - 1
+        log_ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + loss)
+        far = np.exp(a * log_ratio - z**2 / (2 * sigma**2)) * width / (sigma * np.sqrt(2 * np.pi))
+        far -= weights * (1 + a * x)
+        series = 1 + (a - 2) / 3 * x * (1 + (a - 3) / 4 * x * (1 + (a - 4) / 5 * x))
+        near = weights * a * (a - 1) / 2 * x**2 * series
+        moments = np.where(np.abs(x) < 1e-3, near, far).sum(axis=1)
+    curve = np.log1p(moments) / (orders - 1) * (1 + _SLACK)
+    return np.where(np.isfinite(curve), curve, np.inf)
 
 
 def fill_orders(curve: FloatArray, known: NDArray[np.bool_], orders: FloatArray) -> FloatArray:

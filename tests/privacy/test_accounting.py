@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as reference
 
 from secure_fvi.errors import InputError
@@ -49,6 +51,40 @@ def test_the_conversion_is_dp_accountings() -> None:
     for epsilon in (0.5, 3.0, 8.0):
         expected, _ = reference.compute_delta(accounting.ORDERS, curve, epsilon)
         assert accounting.delta(CHECK, epsilon, "rdp") == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 2.0), (0.001, 0.7), (0.9, 6.0)])
+def test_the_sampled_gaussian_is_dp_accountings(rate: float, noise: float) -> None:
+    orders = np.array(accounting.ORDERS)
+    theirs = reference.RdpAccountant(list(accounting.ORDERS))
+    theirs.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)))
+    ours, whole = accounting.rdp(PoissonSampled(rate, Gaussian(noise))), orders == np.floor(orders)
+    np.testing.assert_allclose(ours[whole], theirs.rdp[whole], rtol=1e-9)
+    # Between whole orders dp-accounting stops its series early, always too high, or gives up with inf.
+    finite = np.isfinite(theirs.rdp)
+    assert (ours[finite] <= theirs.rdp[finite] * (1 + 2e-8)).all()
+
+
+@pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 2.0), (0.001, 0.4), (0.97, 12.0)])
+def test_fractional_orders_against_quadrature_in_many_digits(rate: float, noise: float) -> None:
+    with mpmath.workdps(40):
+        q, s = mpmath.mpf(rate), mpmath.mpf(noise)
+        for order in (1.05, 1.7, 4.1, 10.9):
+            a = mpmath.mpf(order)
+            moment = mpmath.quad(
+                lambda z: mpmath.npdf(z, 0, s) * (1 - q + q * mpmath.exp((2 * z - 1) / (2 * s**2))) ** a,  # noqa: B023
+                [-15 * s, -5 * s, 0, 0.5, 1, 2, 5, a, a + 5 * s, a + 15 * s],
+            )
+            exact = float(mpmath.log(moment) / (a - 1))
+            ours = accounting.rdp(PoissonSampled(rate, Gaussian(noise)))[accounting.ORDERS.index(order)]
+            assert exact <= ours <= exact * (1 + 2e-8)
+
+
+def test_tiny_rates_are_not_rounded_to_nothing() -> None:
+    curve = accounting.rdp(PoissonSampled(1e-10, Gaussian(1.0)))
+    # To leading order, D_alpha = alpha q^2 (exp(1 / sigma^2) - 1) / 2.
+    assert curve[accounting.ORDERS.index(3.0)] == pytest.approx(1.5e-20 * math.expm1(1.0), rel=1e-6)
+    assert (curve > 0).all()
 
 
 def test_curves_add_and_count() -> None:
