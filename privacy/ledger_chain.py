@@ -155,12 +155,12 @@ class LedgerFile:
             for row in self._connection.execute(query, (silo, after, upto)):
                 yield Row(*row)
 
-    def tail(self, silo: str) -> tuple[int, bytes, int]:
-        """(seq, hash, time) of the newest row of `silo`; (0, NOTHING, 0) where there is none."""
-        query = "SELECT seq, hash, time FROM rows WHERE silo = ? ORDER BY seq DESC LIMIT 1"
+    def tail(self, silo: str) -> tuple[int, bytes]:
+        """(seq, hash) of the newest row of `silo`; (0, NOTHING) where there is none."""
+        query = "SELECT seq, hash FROM rows WHERE silo = ? ORDER BY seq DESC LIMIT 1"
         with self.errors():
             row = self._connection.execute(query, (silo,)).fetchone()
-        return (0, NOTHING, 0) if row is None else row
+        return (0, NOTHING) if row is None else row
 
     def append(self, silo: str, row: Row) -> None:
         """Add `row`; within a transaction."""

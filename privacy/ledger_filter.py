@@ -10,7 +10,7 @@ orders around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -18,6 +18,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import (
     Composed,
     DiscreteGaussian,
@@ -35,7 +36,6 @@ FloatArray = NDArray[np.float64]
 _MAIN_WEIGHT = 0.9
 #: The other orders, as multiples of (main order - 1).
 _OTHERS = (0.25, 0.5, 2.0, 4.0)
-_NOISE_STEPS = 14
 
 
 def term_curve(term: Term) -> FloatArray:
@@ -114,6 +114,27 @@ def filter_of(budget: Budget, charged: Iterable[Job], asked: FloatArray | None =
     return Filter(budget, sum_curves(curves), first)
 
 
+def smallest_budget(job: Job) -> Budget:
+    """The smallest budget, to 0.1%, that admits `job` on a data set of which nothing was spent, at the job's delta.
+
+    Raises InputError for a job without finite privacy.
+    """
+    from secure_fvi.privacy.accounting import epsilon_of_rdp
+
+    asked = job_curve(job)
+    low = epsilon_of_rdp(asked, job.delta)
+    if not math.isfinite(low):
+        raise InputError(f"job '{job.job}' has no finite epsilon at delta {job.delta:.3g}")
+    epsilon = _smallest(
+        lambda e: filter_of(Budget(job.data_set, e, job.delta, job.unit), (), asked).order_for(asked) is not None,
+        max(low, 1e-3),
+        1.001,
+    )
+    if epsilon is None:
+        raise InputError(f"no order of the filter admits job '{job.job}' at delta {job.delta:.3g}")
+    return Budget(job.data_set, epsilon, job.delta, job.unit)
+
+
 def refusal(budget: Budget, charged: Iterable[Job], job: Job) -> str:
     """Why `job` does not fit, in numbers, and what would."""
     from secure_fvi.privacy.accounting import epsilon_of_rdp
@@ -168,24 +189,28 @@ def _most(budget: Budget, charged: tuple[Job, ...], job: Job, term: Term) -> int
 
 
 def _noise_factor(budget: Budget, charged: tuple[Job, ...], job: Job) -> float | None:
-    """A factor on the noise of every event with which the job fits, at most 3% above the smallest; None above 1000."""
+    """A factor on the noise of every event with which the job fits, at most 1% above the smallest; None above 1000."""
+    factor = _smallest(
+        lambda f: _fits(budget, charged, tuple(replace(t, event=scaled(t.event, f)) for t in job.terms)), 1.0, 1.01
+    )
+    if factor is None:
+        return None
+    # Rounded up, so that the number as it is printed fits.
+    digits = 3 - math.floor(math.log10(factor))
+    return math.ceil(factor * 10**digits) / 10**digits
 
-    def fits(factor: float) -> bool:
-        return _fits(budget, charged, tuple(replace(t, event=scaled(t.event, factor)) for t in job.terms))
 
-    low, high = 1.0, 2.0
+def _smallest(fits: Callable[[float], bool], low: float, within: float) -> float | None:
+    """A value that fits and is at most `within` times the smallest at or above `low`; None beyond 1024 times."""
+    high, limit = low, 1024 * low
     while not fits(high):
-        low, high = high, high * 2
-        if high > 1000:
+        low, high = high, 2 * high
+        if high > limit:
             return None
-    for _ in range(_NOISE_STEPS):
-        if high / low < 1.01:
-            break
+    while high / low > within:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
-    # Rounded up, so that the number as it is printed fits.
-    digits = 3 - math.floor(math.log10(high))
-    return math.ceil(high * 10**digits) / 10**digits
+    return high
 
 
 def scaled(event: Event, factor: float) -> Event:

@@ -38,7 +38,8 @@ class JobRecord:
     opened: int
     released: dict[str, int] = field(default_factory=dict)  # by phase; reserved blocks count whole
     last: dict[str, int] = field(default_factory=dict)  # the largest index by phase
-    digests: dict[tuple[str, int], bytes | None] = field(default_factory=dict)  # by phase and index, where known
+    # Of the releases by phase and index, where a row names one.
+    digests: dict[tuple[str, int], bytes | None] = field(default_factory=dict, repr=False)
     outcome: str | None = None
     closed: int | None = None
 

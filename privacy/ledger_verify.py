@@ -1,0 +1,90 @@
+"""Checking a ledger from the outside: every row, every signature, every budget. Needs no private key.
+
+What a chain alone cannot show is that its newest rows were cut off, or that an old copy was put back; receipts of
+witnesses can (`witness`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.ledger_chain import JOB, NOTHING, LedgerFile
+from secure_fvi.privacy.ledger_state import Chain
+from secure_fvi.privacy.witness import Receipt, check_receipt
+
+
+def verify(
+    path: str | os.PathLike[str],
+    silo: str | None = None,
+    public_key: bytes | None = None,
+    receipts: Iterable[bytes] = (),
+    witness_keys: Iterable[bytes] | None = None,
+) -> list[Chain]:
+    """Check all chains of the file, or that of `silo`, and return them.
+
+    public_key: of 32 bytes; pins the key of the chain. receipts: bytes from `Witness.countersign`. witness_keys: the
+    keys whose receipts count; by default each receipt's own, which shows a cut ledger but could be made up.
+    Raises ProtocolError that names the first bad row and what is wrong with it; InputError for a file or row that
+    this version cannot read.
+    """
+    keys = None if witness_keys is None else frozenset(witness_keys)
+    shown = [check_receipt(data, keys) for data in receipts]
+    file = LedgerFile(Path(path), read_only=True)
+    try:
+        silos = file.silos() if silo is None else [silo]
+        if public_key is not None and len(silos) > 1:
+            raise InputError(f"'{path}' holds {len(silos)} ledgers; say whose key it is by its silo")
+        chains = [_verify_chain(file, s, public_key, [r for r in shown if r.silo == s]) for s in silos]
+    finally:
+        file.close()
+    if not chains:
+        raise InputError(f"'{path}' holds no ledger")
+    for receipt in shown:
+        if receipt.silo not in silos:
+            raise ProtocolError(f"{_by(receipt)} is about a ledger of silo '{receipt.silo}', which is not here")
+    return chains
+
+
+def _verify_chain(file: LedgerFile, silo: str, public_key: bytes | None, shown: list[Receipt]) -> Chain:
+    chain, heads = Chain(silo), [NOTHING]
+    for row in file.rows(silo):
+        chain.follow(row, public_key, each_signature=True)
+        heads.append(row.hash)
+        if row.kind == JOB:
+            _check_budget(chain, row.seq)
+    if not chain.length:
+        raise InputError(f"'{file.path}' holds no ledger of silo '{silo}'")
+    for receipt in [*map(check_receipt, chain.receipts), *shown]:
+        if receipt.public_key != chain.public_key:
+            raise ProtocolError(f"ledger of silo '{silo}': {_by(receipt)} is about a ledger of another key")
+        if receipt.length > chain.length:
+            raise ProtocolError(
+                f"ledger of silo '{silo}', row {chain.length + 1}: missing; {_by(receipt)} shows {receipt.length} "
+                f"rows, {chain.length} are here: rows were cut off, or an old copy was put back"
+            )
+        if heads[receipt.length] != receipt.head:
+            raise ProtocolError(
+                f"ledger of silo '{silo}', row {receipt.length}: not the row that {_by(receipt)} shows; the ledger was "
+                "written anew"
+            )
+    return chain
+
+
+def _check_budget(chain: Chain, seq: int) -> None:
+    from secure_fvi.privacy.ledger_filter import filter_of, job_curve
+
+    newest = list(chain.jobs.values())[-1]
+    before = [r.job for r in chain.charged(newest.job.data_set)[:-1]]
+    asked = job_curve(newest.job)
+    if filter_of(newest.budget, before, asked).order_for(asked) is None:
+        raise ProtocolError(
+            f"ledger of silo '{chain.silo}', row {seq}: job '{newest.job.job}' exceeds the budget of data set "
+            f"'{newest.job.data_set}', {newest.budget}"
+        )
+
+
+def _by(receipt: Receipt) -> str:
+    return f"the receipt of witness '{receipt.witness}'"
