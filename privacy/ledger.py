@@ -15,13 +15,15 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError, SecureFVIWarning
 from secure_fvi.privacy.ledger_chain import BUDGET, JOB, RECEIPT, LedgerFile
-from secure_fvi.privacy.ledger_job import OpenJob
+from secure_fvi.privacy.ledger_filter import filter_of, job_curve, refusal
+from secure_fvi.privacy.ledger_job import OpenJob, check_block
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain, read_chain
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name
@@ -109,18 +111,19 @@ class Ledger:
         Raises BudgetError when it does not fit or the site has set no budget, and writes nothing then; InputError when
         the id was used with other terms or the data set counts another unit.
         """
-        if default_budget is not None and default_budget.data_set != job.data_set:
-            raise InputError(f"default_budget is for data set '{default_budget.data_set}', the job on '{job.data_set}'")
-        with self._writer.transaction():
-            record = self._writer.chain.jobs.get(job.job)
-            if record is None:
-                self._charge(job, default_budget)
-            elif (changed := record.job.difference(job)) is not None:
-                raise InputError(
-                    f"job '{job.job}' was charged with another '{changed}'; give a new job a new id, "
-                    "or resume with the settings that it had"
-                )
+        check_block(block)
+        with self._asking(job):
+            budget = self._admit(job, default_budget)
+            if budget is not None:
+                if self._writer.chain.budget(job.data_set) is None:
+                    self._writer.append(BUDGET, budget.to_body())
+                self._writer.append(JOB, job.to_body())
         return OpenJob(self._writer, self._writer.chain.jobs[job.job], block)
+
+    def check_job(self, job: Job, *, default_budget: Budget | None = None) -> None:
+        """Raise what `open_job` would raise by now, and write nothing: to ask all silos before one is charged."""
+        with self._asking(job):
+            self._admit(job, default_budget)
 
     def statement(self, since: int = 0) -> bytes:
         """The signed length and head of this ledger, with the proof that it continues its first `since` rows.
@@ -155,10 +158,20 @@ class Ledger:
         """Let go of the file; what was written stays."""
         self._writer.file.close()
 
-    def _charge(self, job: Job, default_budget: Budget | None) -> None:
-        from secure_fvi.privacy.ledger_filter import filter_of, job_curve, refusal
-
+    def _admit(self, job: Job, default_budget: Budget | None) -> Budget | None:
+        """The budget under which `job` fits; None for a job that is charged already."""
+        if default_budget is not None and default_budget.data_set != job.data_set:
+            raise InputError(f"default_budget is for data set '{default_budget.data_set}', the job on '{job.data_set}'")
         chain = self._writer.chain
+        record = chain.jobs.get(job.job)
+        if record is not None:
+            changed = record.job.difference(job)
+            if changed is not None:
+                raise InputError(
+                    f"job '{job.job}' was charged with another '{changed}'; give a new job a new id, "
+                    "or resume with the settings that it had"
+                )
+            return None
         budget = chain.budget(job.data_set) or default_budget
         if budget is None:
             raise BudgetError(
@@ -174,7 +187,22 @@ class Ledger:
         charged = [r.job for r in chain.charged(job.data_set)]
         asked = job_curve(job)
         if filter_of(budget, charged, asked).order_for(asked) is None:
-            raise BudgetError(f"silo '{chain.silo}' refuses: {refusal(budget, charged, job)}")
-        if chain.budget(job.data_set) is None:
-            self._writer.append(BUDGET, budget.to_body())
-        self._writer.append(JOB, job.to_body())
+            raise _DoesNotFitError(budget, charged)
+        return budget
+
+    @contextmanager
+    def _asking(self, job: Job) -> Iterator[None]:
+        """A transaction about `job`. Curves, and what would still fit, are worked out while others may write."""
+        if job.job not in self.chain.jobs:
+            job_curve(job)
+        try:
+            with self._writer.transaction():
+                yield
+        except _DoesNotFitError as error:
+            text = refusal(error.budget, error.charged, job)
+            raise BudgetError(f"silo '{self._writer.chain.silo}' refuses: {text}") from None
+
+
+class _DoesNotFitError(Exception):
+    def __init__(self, budget: Budget, charged: list[Job]) -> None:
+        self.budget, self.charged = budget, charged

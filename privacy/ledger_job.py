@@ -11,12 +11,16 @@ from secure_fvi.privacy.ledger_writer import Writer
 MAX_BLOCK = 1_000_000
 
 
+def check_block(block: object) -> None:
+    """Raises InputError for a block of releases of no usable length."""
+    if type(block) is not int or not 1 <= block <= MAX_BLOCK:
+        raise InputError(f"block must lie in 1..{MAX_BLOCK} releases, not {block!r}")
+
+
 class OpenJob:
     """Made by `Ledger.open_job`. block: releases that one durable row reserves; a crash loses the rest of a block."""
 
     def __init__(self, writer: Writer, record: JobRecord, block: int) -> None:
-        if type(block) is not int or not 1 <= block <= MAX_BLOCK:
-            raise InputError(f"block must lie in 1..{MAX_BLOCK} releases, not {block!r}")
         self._writer, self._record, self._block = writer, record, block
         # Of the blocks that this process reserved: what is left, the largest index, and what was sent, by phase.
         self._left: dict[str, int] = {}
@@ -54,6 +58,14 @@ class OpenJob:
         if digest is not None:
             self._sent[phase, index] = digest
 
+    def left(self, phase: str) -> int:
+        """How many releases of `phase` can still be charged, the unused ones of this process' blocks included."""
+        return self.job.term(phase).count - self._record.released.get(phase, 0) + self._left.get(phase, 0)
+
+    def last_index(self, phase: str) -> int:
+        """The largest index known to be charged, -1 before the first: new releases need larger ones."""
+        return max(self._last.get(phase, -1), self._record.last.get(phase, -1))
+
     def close(self, outcome: str) -> None:
         """Write down how the job ended. Refunds nothing; a job that is resumed later may use what it has left."""
         check_name("outcome", outcome)
@@ -80,7 +92,7 @@ class OpenJob:
         before = self._sent.get((phase, index), self._record.digests.get((phase, index)))
         if before is not None and before == digest:
             return True
-        last = max(self._last.get(phase, -1), self._record.last.get(phase, -1))
+        last = self.last_index(phase)
         if before is not None or index <= last:
             raise ProtocolError(
                 f"job '{self.job.job}': release {index} of '{phase}' was charged already"
