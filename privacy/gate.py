@@ -1,41 +1,188 @@
 """The one place where data leaves a silo.
 
-A contribution is checked here against the bounds that the job declared, and only what `release` returns is handed
-to the secure sum. Clipping, noise and the ledger of differential privacy act on the same numbers at the same
-place.
+A contribution becomes a `Release` here and nowhere else, and only a release is handed to the secure sum. Without
+privacy it is checked against the declared bounds. Under the terms of a job it is clipped, noised and charged to the
+ledger, in one call that an algorithm cannot split: under record privacy the gate takes gradients a record at a time,
+those of silo-level latents with them, and gives back nothing that has not been noised.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
-from secure_fvi.errors import AggregationError
+from secure_fvi.errors import AggregationError, ProtocolError
+from secure_fvi.privacy.clipping import noisy_clipped_sum
+from secure_fvi.privacy.noise import NoiseSource, gaussian, skellam
+from secure_fvi.privacy.terms import Terms
+
+#: Charges one release to the ledger, by sum index, before it leaves; raises BudgetError where nothing is left.
+Charge = Callable[[int], None]
 
 
-@dataclass(frozen=True)
+class Release(NamedTuple):
+    """What may leave the silo: `values` (table.size,)."""
+
+    sum_index: int
+    values: FloatArray
+
+
+class RecordRelease(NamedTuple):
+    release: Release
+    hidden: Tensor  # (extent.hidden,) float64: noised sum of gradients of silo-level latents, for the silo's own step
+
+
 class Gate:
-    """One silo's gate."""
+    """One silo's gate. `terms` None: no differential privacy."""
 
-    silo: str
+    def __init__(
+        self,
+        silo: str,
+        table: BlockTable,
+        terms: Terms | None = None,
+        charge: Charge | None = None,
+        noise: NoiseSource | None = None,
+    ) -> None:
+        if (terms is None) != (charge is None):
+            raise AggregationError(f"silo '{silo}': a job under privacy needs its ledger")
+        self.silo, self.table, self.terms = silo, table, terms
+        self._charge, self._noise = charge, noise or NoiseSource()
+        self._index, self._clip, self._cohort = -1, 0.0, 0
+        #: Records or contributions that were not finite and counted as zero, so far. For the silo's own eyes.
+        self.dropped = 0
 
-    def release(self, table: BlockTable, values: FloatArray) -> FloatArray:
-        """`values` (table.size,), unchanged, if every element is finite and within its block's bound.
+    def begin(self, index: int, cohort: int = 0, clip: float | None = None) -> None:
+        """Expect the one release of sum `index`, by `cohort` silos, clipped to `clip` where the norm adapts."""
+        self._index, self._cohort = index, cohort
+        if self.terms is not None:
+            self._clip = clip if clip is not None and self.terms.adaptive else self.terms.settings.clipping_norm
+            if not (np.isfinite(self._clip) and self._clip > 0):
+                raise ProtocolError(f"silo '{self.silo}': the server's clipping norm is no positive number")
+            if cohort != self.terms.cohort:
+                raise ProtocolError(
+                    f"silo '{self.silo}': a cohort of {cohort} where the noise was planned for {self.terms.cohort}"
+                )
 
-        Raises AggregationError naming the block and the bound, never the value: nothing leaves the silo then.
+    def release(self, values: FloatArray) -> Release:
+        """The whole contribution (table.size,), a silo's own sum: for jobs without privacy, or whose unit is the silo.
+
+        Raises AggregationError for a wrong length; without privacy also for an element past its bound, naming
+        the block and the bound, never the value; under record privacy always, since the gate has to see records.
         """
-        if values.shape != (table.size,):
+        index = self._once()
+        terms = self.terms
+        if terms is None:
+            return Release(index, self._within_bounds(values))
+        if terms.settings.unit == "record":
             raise AggregationError(
-                f"silo '{self.silo}': a contribution of {values.shape} where {table.size} were declared"
+                f"silo '{self.silo}': under record privacy a contribution passes the gate a record at a time"
             )
-        within = np.abs(values) <= table.bounds  # false for NaN
+        shared = terms.extent.shared
+        self._check_length(values, shared)
+        main, side = terms.norms(self._clip)
+        flat = torch.from_numpy(values).double().reshape(1, shared)
+        parts, sizes, norms = [flat], [shared], [main]
+        if terms.extent.side:
+            below = bool(flat.norm() <= main)
+            parts.append(torch.full((1, 1), side if below else -side, dtype=torch.float64))
+            sizes, norms = [*sizes, 1], [*norms, side]
+        noised, dropped = noisy_clipped_sum([parts], sizes, norms, self._noiser(index, 0))
+        self.dropped += dropped
+        self._pay(index)
+        return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
+
+    def release_records(
+        self, chunks: Iterable[tuple[Tensor, Tensor]], data_free: Tensor | None, public: Sequence[float]
+    ) -> RecordRelease:
+        """A sum over records, each clipped, noise added.
+
+        Each chunk is a matrix of gradients (B, shared + hidden) and the records' terms of the objective (B,), which
+        are used where the terms release them. `data_free` (shared,), with one more entry where the objective is
+        released, is added after the noise: it must not depend on records other than through noised state. `public`
+        are the values of the blocks declared public.
+        """
+        index = self._once()
+        terms = self.terms
+        if terms is None or terms.settings.unit != "record":
+            raise AggregationError(f"silo '{self.silo}': only a job under record privacy takes records one by one")
+        shared, hidden, with_side = terms.extent
+        main, side = terms.norms(self._clip)
+        sizes, norms = ([hidden + shared, 1], [main, side]) if with_side else ([hidden + shared], [main])
+
+        def parts() -> Iterable[list[Tensor]]:
+            for rows, objective in chunks:
+                if rows.shape[1] != hidden + shared:
+                    raise AggregationError(f"silo '{self.silo}': {rows.shape[1]} gradients for {hidden + shared}")
+                # Hidden coordinates first, so that what is shared lies together.
+                ordered = [torch.cat([rows[:, shared:], rows[:, :shared]], 1).double().cpu()]
+                if with_side:
+                    bound = terms.side_bound
+                    ordered.append((objective.double().cpu().clamp(-bound, bound) * (side / bound)).unsqueeze(1))
+                yield ordered
+
+        noised, dropped = noisy_clipped_sum(parts(), sizes, norms, self._noiser(index, hidden))
+        self.dropped += dropped
+        shown = noised[hidden:].numpy().copy()
+        if data_free is not None:
+            offset = data_free.double().cpu().numpy() / terms.step(self._clip)
+            if with_side:
+                offset[shared:] *= side / terms.side_bound
+            shown += np.rint(offset) if terms.resolution else offset
+        bounds = self.table.bounds[: len(shown)]
+        values = np.concatenate([np.clip(shown, -bounds, bounds), np.asarray(public, np.float64)])
+        self._check_length(values, self.table.size)
+        self._pay(index)
+        return RecordRelease(Release(index, values), noised[:hidden] * terms.step(self._clip))
+
+    def _noiser(self, index: int, hidden: int) -> Callable[[Tensor], Tensor]:
+        """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement."""
+        terms, clip = self.terms, self._clip
+        assert terms is not None
+        generator = self._noise.generator(self.silo, index)
+
+        def on_lattice(total: Tensor) -> Tensor:
+            units = np.rint(np.clip(total.numpy() / terms.step(clip), -terms.room, terms.room))
+            units[:hidden] += skellam(generator, terms.full_variance, hidden)
+            units[hidden:] += skellam(generator, terms.share_variance, len(units) - hidden)
+            return torch.from_numpy(units)
+
+        def in_reals(total: Tensor) -> Tensor:
+            sd = terms.noise_multiplier * clip
+            at_silo = len(total) if terms.settings.noise == "silo" else hidden
+            noise = np.zeros(len(total))
+            noise[:at_silo] = gaussian(generator, sd, at_silo)
+            return total.clamp(-terms.room, terms.room) + torch.from_numpy(noise)
+
+        return on_lattice if terms.resolution else in_reals
+
+    def _once(self) -> int:
+        if self._index < 0:
+            raise ProtocolError(f"silo '{self.silo}': a sum index releases once")
+        index, self._index = self._index, -1
+        return index
+
+    def _pay(self, index: int) -> None:
+        """Spend before release: nothing has left yet, and nothing does where this raises."""
+        assert self._charge is not None
+        self._charge(index)
+
+    def _check_length(self, values: FloatArray, length: int) -> None:
+        if values.shape != (length,):
+            raise AggregationError(f"silo '{self.silo}': a contribution of {values.shape} where {length} were declared")
+
+    def _within_bounds(self, values: FloatArray) -> FloatArray:
+        self._check_length(values, self.table.size)
+        within = np.abs(values) <= self.table.bounds  # false for NaN
         if within.all():
             return values
-        for name, inside in table.split(within.astype(np.float64)).items():
+        for name, inside in self.table.split(within.astype(np.float64)).items():
             if not inside.all():
-                bound = next(b.bound for b in table.blocks if b.name == name)
+                bound = next(b.bound for b in self.table.blocks if b.name == name)
                 raise AggregationError(
                     f"silo '{self.silo}': its part of '{name}' is not finite or exceeds the declared bound {bound:g}; "
                     "scale the data, lower learning_rate, or declare a larger bound"

@@ -135,6 +135,14 @@ def smallest_budget(job: Job) -> Budget:
     return Budget(job.data_set, epsilon, job.delta, job.unit)
 
 
+def admits(epsilon: float, delta: float, event: Event) -> bool:
+    """Whether a budget of (epsilon, delta) of which nothing was spent admits a job that costs `event`."""
+    from secure_fvi.privacy.accounting import rdp
+
+    asked = rdp(event)
+    return filter_of(Budget("any", epsilon, delta), (), asked).order_for(asked) is not None
+
+
 def refusal(budget: Budget, charged: Iterable[Job], job: Job) -> str:
     """Why `job` does not fit, in numbers, and what would."""
     from secure_fvi.privacy.accounting import epsilon_of_rdp

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from secure_fvi.aggregation import Masked as Masked
     from secure_fvi.aggregation import Plain as Plain
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
+    from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
     from secure_fvi.errors import SecureFVIError as SecureFVIError
     from secure_fvi.errors import SecureFVIWarning as SecureFVIWarning
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
     from secure_fvi.federated_model import Shared as Shared
     from secure_fvi.fitting import Progress as Progress
     from secure_fvi.fitting import fit as fit
+    from secure_fvi.guarding import Books as Books
+    from secure_fvi.privacy.settings import RecordDP as RecordDP
+    from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Amortised": "secure_fvi.families",
+    "Books": "secure_fvi.guarding",
+    "BudgetError": "secure_fvi.errors",
     "Conditional": "secure_fvi.families",
     "FederatedModel": "secure_fvi.federated_model",
     "Homomorphic": "secure_fvi.aggregation",
@@ -32,10 +38,12 @@ _HOME = {
     "Masked": "secure_fvi.aggregation",
     "Plain": "secure_fvi.aggregation",
     "Progress": "secure_fvi.fitting",
+    "RecordDP": "secure_fvi.privacy.settings",
     "Result": "secure_fvi.results",
     "SFVI": "secure_fvi.algorithms.sfvi",
     "SecureFVIError": "secure_fvi.errors",
     "SecureFVIWarning": "secure_fvi.errors",
+    "SiloDP": "secure_fvi.privacy.settings",
     "Shared": "secure_fvi.federated_model",
     "fit": "secure_fvi.fitting",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +25,10 @@ from secure_fvi.discovery import read_layout
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
+from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough
 from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result, summarise
 from secure_fvi.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -53,7 +57,7 @@ def fit(
     silos: Sequence[Data],
     algorithm: SFVI | None = None,
     aggregation: SecureSum | None = None,
-    privacy: None = None,
+    privacy: DP | None = None,
     seed: int = 0,
     *,
     silo_ids: Sequence[str] | None = None,
@@ -66,23 +70,30 @@ def fit(
     checkpoint_seconds: float = 5.0,
     resume: bool = False,
     on_round: Callable[[Progress], None] | None = None,
+    books: Books | None = None,
+    noise_key: bytes | None = None,
 ) -> Result:
     """Fit `model` over `silos` (dicts of tensors, the keyword arguments of its Pyro function).
 
     With `record_ids` (int64 (N_j,) each, all different) the draws belong to the records, and the result does not
-    depend on how they are spread over silos. Everything random follows from `seed`. Raises InputError for bad
-    input, before any round; warns with SecureFVIWarning when the run ends without having converged.
+    depend on how they are spread over silos. Everything random follows from `seed`, but for what protects records:
+    under `privacy` (`RecordDP`, `SiloDP`) noise and batches come from the operating system, unless a test gives
+    `noise_key`, and the job is charged to `books`. Raises InputError for bad input and BudgetError for a budget that
+    does not hold the job, before any round; warns with SecureFVIWarning when the run ends without having converged.
     """
     began = time.monotonic()
     algorithm = algorithm if algorithm is not None else SFVI()
     aggregation = aggregation if aggregation is not None else Masked()
-    if privacy is not None:
-        raise InputError("privacy must be None: this version has no differential privacy yet")
-    parties = build_parties(model, silos, algorithm, aggregation, seed, silo_ids, record_ids, device, dtype, compile)
-    server, engine = parties
+    books = books if books is not None else Books()
+    parties = build_parties(
+        model, silos, algorithm, aggregation, seed, silo_ids, record_ids, device, dtype, compile,
+        privacy, books, noise_key,
+    )  # fmt: skip
+    server, engine, guards = parties
     count = choose_threads(work_of(silos, algorithm)) if threads == "auto" else threads
     with with_threads(count):
         done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _NOTHING_DONE
+        server.skip_to(guards.last_index)
         began -= done.seconds
         objectives = list(done.objectives)
         last_save = time.monotonic()
@@ -92,11 +103,14 @@ def fit(
             finished = step.finished
             objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
             due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
+            if privacy is not None:  # a round that is run again is released, and paid for, again
+                due = server.state.algorithm.round % books.block == 0
             if checkpoint_dir is not None and (due or finished):
                 _save(server, engine, checkpoint_dir, tuple(objectives), finished, time.monotonic() - began)
                 last_save = time.monotonic()
             if on_round is not None:
                 on_round(_progress(server, engine, algorithm, step))
+    guards.close("finished")
     return _result(server, engine, algorithm, aggregation, objectives, time.monotonic() - began)
 
 
@@ -111,8 +125,11 @@ def build_parties(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float64,
     compile: bool | Literal["auto"] = "auto",
-) -> tuple[Server, LocalEngine]:
-    """A server and an engine with its silos, before the first round. Arguments as in `fit`."""
+    privacy: DP | None = None,
+    books: Books | None = None,
+    noise_key: bytes | None = None,
+) -> tuple[Server, LocalEngine, Guards]:
+    """A server, an engine with its silos and their gates, before the first round. Arguments as in `fit`."""
     names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(len(silos))]
     if len(names) != len(silos):
         raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
@@ -128,11 +145,14 @@ def build_parties(
     calls = (algorithm.iterations or _EXPECTED_ROUNDS) * len(silos)
     problem = Problem(
         model, schema.to(where), layout, LogDensity(model, layout, schema.to(where)), start, ordered, seed, dtype,
-        where, choose_mode(compile, calls, work_of(silos, algorithm)),
+        where, choose_mode(compile, calls, work_of(silos, algorithm)), privacy,
     )  # fmt: skip
-    server_sum, silo_sums = aggregation.local_parties(ordered)
+    program, noise = algorithm.server(problem), NoiseSource(noise_key)
+    terms = program.terms
+    server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
+    guards = build_guards(ordered, program.table, terms, algorithm.name, books or Books(), noise)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
-    silo_program = algorithm.program(problem)  # one for all silos, so that they share traces; it holds no data
+    silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
     built = {
         name: Silo(
             name,
@@ -140,12 +160,13 @@ def build_parties(
             silo_program,
             read[name][1],
             ids[name],
-            _secret(seed, name, record_ids),
+            silo_secret(lambda name=name: _secret(seed, name, record_ids), terms, noise_key),  # type: ignore[misc]
             silo_sums[name],
+            guards.gates[name],
         )
         for name in ordered
     }
-    return Server(problem, algorithm.program(problem), server_sum), LocalEngine(built)
+    return Server(problem, program, server_sum, noise), LocalEngine(built), guards
 
 
 def work_of(silos: Sequence[Data], algorithm: SFVI) -> int:
@@ -261,12 +282,12 @@ def _result(
         silos=list(problem.silos),
         rounds=state.round,
         seconds=seconds,
-        elbo=float(tail.mean()),
+        elbo=_number(tail.mean()),
         converged=converged,
         posterior=summarise(problem, posterior),
         theta=problem.density.constrain(posterior.eta["loc"], posterior.theta)[1],
         metrics={
-            "elbo_sd": float(tail.std()),
+            "elbo_sd": _number(tail.std()),
             "r_hat": state.monitor.r_hat,
             "records": server.state.records,
             "execution": problem.mode,
@@ -277,8 +298,13 @@ def _result(
             "bytes_up_per_silo": max(engine.bytes_up.values()),
             "bytes_down_per_silo": max(engine.bytes_down.values()),
         },
-        privacy=None,
+        privacy=server.claim(),
         problem=problem,
         variational=posterior,
         local={name: LocalPosterior(silo, posterior) for name, silo in engine.silos.items()},
     )
+
+
+def _number(value: Any) -> float | None:
+    """None for what was not released."""
+    return float(value) if math.isfinite(value) else None

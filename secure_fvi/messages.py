@@ -17,6 +17,8 @@ from secure_fvi.errors import ProtocolError
 VERSION = 1
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
+#: Scalar of a broadcast that the server adds where the clipping norm adapts.
+CLIP = "clip"
 
 _DTYPES: dict[str, np.dtype[Any]] = {"f8": np.dtype("<f8"), "f4": np.dtype("<f4")}
 _NAMES = {torch.float64: "f8", torch.float32: "f4"}

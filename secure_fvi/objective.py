@@ -52,7 +52,8 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
     """A pure function for one model and family.
 
     It takes Z_G (n_global,), d = Z_G - mu_G (n_global,), theta, local and silo parameters, the rows of N
-    records, their weights (N,) (0 for padding, 1/q in a minibatch), eps_L (K, N, n_record) and eps_S (1, n_silo).
+    records, their weights (N,) (0 for padding, 1/q in a minibatch), eps_L (K, N, n_record), eps_S (1, n_silo) and
+    the weight () of the terms that depend on no record, prior and entropy of Z_S (1 by default).
     """
     samples = importance_samples
 
@@ -66,6 +67,7 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
         weights: Tensor,
         eps_local: Tensor,
         eps_silo: Tensor,
+        silo_terms: Tensor | None = None,
     ) -> SiloGradient:
         def draw(params: Params, theta: Params, z_global: Tensor, shift: Tensor, silo_shift: Tensor) -> Tensor:
             moments = local.moments(params, theta, rows, z_global, torch.cat([shift, silo_shift]))
@@ -101,12 +103,12 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
 
         log_w = log_p - log_q
         share = torch.softmax(log_w, 0)
-        one = torch.ones_like(log_q_silo)
-        p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, one))
+        once = torch.ones_like(log_q_silo) if silo_terms is None else silo_terms
+        p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, once))
         q_local, q_global, q_shift, q_silo_in_local = log_q_vjp(share.square() * weights)
         if samples > 1:
             _, q_global, q_shift, q_silo_in_local = log_q_vjp((weights / samples).expand_as(log_q))
-        q_silo, q_silo_shift = log_q_silo_vjp(one)
+        q_silo, q_silo_shift = log_q_silo_vjp(once)
 
         local_grad, path_theta, path_global, path_local, path_local_silo = draw_vjp(
             share.unsqueeze(-1) * p_local - q_local
@@ -118,7 +120,7 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
 
         bound = torch.logsumexp(log_w, 0) - math.log(samples)
         return SiloGradient(
-            value=(weights * bound).sum() + log_p_silo - log_q_silo,
+            value=(weights * bound).sum() + once * (log_p_silo - log_q_silo),
             direct=p_global + path_global - q_global - q_shift - q_silo_shift,
             path=path_local + path_silo,
             theta={name: p_theta[name] + path_theta[name] for name in theta},
@@ -127,6 +129,49 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
         )
 
     return run
+
+
+class RecordGradients(NamedTuple):
+    """One silo's terms, a record at a time. They never leave the silo as they are."""
+
+    rows: Tensor  # (B, shared + hidden): direct, path, theta and then the silo-level parameters, each flattened
+    values: Tensor  # (B,) each record's part of the bound, nats
+    local: Params  # (B, ...) gradient of each record's own variational parameters
+
+
+def record_gradients(gradient: SiloFunction, with_path: bool) -> Callable[..., RecordGradients]:
+    """`gradient` of `silo_gradient`, mapped over records: what each adds to the silo's sum, silo-level terms aside.
+
+    Each record is evaluated alone, so that its row cannot depend on another record whatever the program does.
+    """
+
+    def run(
+        z_global: Tensor, shift: Tensor, theta: Params, local_params: Params, silo_params: Params, rows: Params,
+        weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
+    ) -> RecordGradients:  # fmt: skip
+        nothing = weights.new_zeros(())
+
+        def one(params: Params, row: Params, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Params]:
+            g = gradient(
+                z_global, shift, theta, _as_batch(params), silo_params, _as_batch(row), weight.unsqueeze(0),
+                eps.unsqueeze(1), eps_silo, nothing,
+            )  # fmt: skip
+            return flat_gradient(g, with_path), g.value, {name: value.squeeze(0) for name, value in g.local.items()}
+
+        return RecordGradients(*vmap(one, in_dims=(0, 0, 0, 1))(local_params, rows, weights, eps_local))
+
+    return run
+
+
+def flat_gradient(g: SiloGradient, with_path: bool) -> Tensor:
+    """direct, path where wanted, theta and silo-level gradients in one vector, names in sorted order."""
+    parts = [g.direct, *([g.path] if with_path else [])]
+    parts += [g.theta[name].reshape(-1) for name in sorted(g.theta)]
+    return torch.cat(parts + [g.silo[name].reshape(-1) for name in sorted(g.silo)])
+
+
+def _as_batch(params: Params) -> Params:
+    return {name: value.unsqueeze(0) for name, value in params.items()}
 
 
 class ServerGradient(NamedTuple):

@@ -47,7 +47,9 @@ class Result:
     silos: list[str]
     rounds: int
     seconds: float
-    elbo: float  # nats; mean over the last rounds (with importance samples: the tighter bound)
+    elbo: (
+        float | None
+    )  # nats; mean over the last rounds (with importance samples: the tighter bound); None: not released
     converged: bool
     posterior: SitePosteriors
     theta: Params  # in the model's own space

@@ -10,9 +10,11 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from secure_fvi.aggregation.base import Exchanges, SumServer
-from secure_fvi.algorithms.base import Problem, Program, Step
-from secure_fvi.messages import ROUND, SUM, encode_broadcast
+from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer
+from secure_fvi.algorithms.base import Problem, ServerProgram, Step
+from secure_fvi.messages import CLIP, ROUND, SUM, encode_broadcast
+from secure_fvi.privacy.curator import curated
+from secure_fvi.privacy.noise import NoiseSource
 
 T = TypeVar("T")
 
@@ -24,15 +26,29 @@ class ServerState(NamedTuple):
     last_index: int  # of the last sum begun; the next is larger
     accepted: int  # of the last sum used
     records: int | None  # N over all silos, once a full cohort has answered
+    clip: float  # clipping norm of the next round under differential privacy, 0 without
 
 
 class Server:
     """The aggregating party."""
 
-    def __init__(self, problem: Problem, program: Program, secure_sum: SumServer) -> None:
+    def __init__(
+        self, problem: Problem, program: ServerProgram, secure_sum: SumServer, noise: NoiseSource | None = None
+    ) -> None:
         self.problem, self.program, self._sum = problem, program, secure_sum
-        self._table = program.table()
-        self.state = ServerState(program.init(), 0, 0, None)
+        self._noise = noise or NoiseSource()
+        clip = program.terms.settings.clipping_norm if program.terms is not None else 0.0
+        self.state = ServerState(program.init(), 0, 0, None, clip)
+
+    def claim(self) -> dict[str, Any] | None:
+        """What the job guarantees, None without differential privacy."""
+        from secure_fvi.privacy.claim import claim
+
+        return claim(self.program.terms, self._noise) if self.program.terms is not None else None
+
+    def skip_to(self, index: int) -> None:
+        """Use no sum index up to `index` again: silos may have released under them before a crash."""
+        self.state = self.state._replace(last_index=max(self.state.last_index, index))
 
     def round(self) -> Exchanges[Step]:
         """One round: one secure sum. Raises AggregationError when too few silos survive; the state is unchanged
@@ -42,24 +58,37 @@ class Server:
         self.state = state._replace(last_index=index)
         yield from _wrapped(self._sum.prepare(index))
         message = self.program.broadcast(state.algorithm, index, state.accepted)
+        terms, table = self.program.terms, self.program.table
+        if terms is not None and terms.adaptive:
+            message = message._replace(scalars={**message.scalars, CLIP: state.clip})
         body = encode_broadcast(message)
         replies = yield dict.fromkeys(message.cohort, ROUND + body)
         total = yield from _wrapped(
-            self._sum.total(index, message.cohort, self._table, replies, hashlib.sha256(body).digest())
+            self._sum.total(index, message.cohort, table, replies, hashlib.sha256(body).digest())
         )
-        answered = int(self._table.split(total.values)["records"])
-        full = len(message.cohort) == len(self.problem.silos)
-        records = answered if full and total.survivors == message.cohort else state.records
-        scale = self._scale(message.cohort, total.survivors, answered, records)
-        algorithm, step = self.program.update(state.algorithm, message, total.values, scale)
-        self.state = ServerState(algorithm, index, index, records)
+        values, clip = total.values, state.clip
+        if terms is not None:
+            values = curated(values, terms, clip, self._noise.generator("server", index))
+            if terms.adaptive:
+                below = float(table.split(values)[terms.side_name])
+                clip = terms.next_clip(below, len(total.survivors), clip)
+        records, scale = self._absent(message.cohort, total.survivors, table.split(values).get("records"))
+        algorithm, step = self.program.update(state.algorithm, message, values, scale)
+        self.state = ServerState(algorithm, index, index, records, clip)
         return step
 
-    def _scale(self, cohort: tuple[str, ...], survivors: tuple[str, ...], answered: int, records: int | None) -> float:
-        """What stands in for silos that are not in the total: J / m for a drawn cohort, N / sum N_j after losses."""
-        if survivors != cohort and records is not None:
-            return records / answered
-        return len(self.problem.silos) / len(survivors)
+    def _absent(
+        self, cohort: tuple[str, ...], survivors: tuple[str, ...], count: FloatArray | None
+    ) -> tuple[int | None, float]:
+        """N where it is known, and the factor for silos that are not in the total: J / m for a drawn cohort,
+        N / sum N_j after losses."""
+        records = self.state.records
+        if count is not None:
+            if len(cohort) == len(self.problem.silos) and survivors == cohort:
+                records = int(count)
+            if survivors != cohort and records is not None:
+                return records, records / int(count)
+        return records, len(self.problem.silos) / len(survivors)
 
 
 def _wrapped(exchanges: Exchanges[T]) -> Exchanges[T]:

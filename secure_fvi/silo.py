@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from secure_fvi.aggregation.base import SumSilo
-from secure_fvi.algorithms.base import Problem, Program, SiloView
+from secure_fvi.algorithms.base import Problem, SiloProgram, SiloView
 from secure_fvi.discovery import start_at_silo
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Records
-from secure_fvi.messages import ROUND, SUM, decode_broadcast
+from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 
@@ -39,14 +39,15 @@ class Silo:
         self,
         name: str,
         problem: Problem,
-        program: Program,
+        program: SiloProgram,
         records: Records,
         record_ids: npt.NDArray[np.int64],
         secret: bytes,
         secure_sum: SumSilo,
+        gate: Gate,
     ) -> None:
         self.name, self.problem, self.program, self.size = name, problem, program, records.size
-        self._sum, self._gate, self._table = secure_sum, Gate(name), program.table()
+        self._sum, self.gate = secure_sum, gate
         self.view = _view(name, problem, records, record_ids, secret)
         problem.density.check_global_density(self.view.rows, name)
         self.local = program.init_local(self.view)
@@ -64,11 +65,11 @@ class Silo:
             raise ProtocolError(f"silo '{self.name}': a message of unknown kind")
         broadcast = decode_broadcast(body)
         self.settle(broadcast.accepted)
-        values, local = self.program.contribute(broadcast, self.local, self.view)
-        released = self._gate.release(self._table, values)
-        answer = self._sum.contribute(
-            broadcast.sum_index, broadcast.cohort, self._table, released, hashlib.sha256(body).digest()
-        )
+        index, cohort = broadcast.sum_index, broadcast.cohort
+        self.gate.begin(index, len(cohort), broadcast.scalars.get(CLIP))
+        release, local = self.program.contribute(broadcast, self.local, self.view, self.gate)
+        context = hashlib.sha256(body).digest()
+        answer = self._sum.contribute(release.sum_index, cohort, self.program.table, release.values, context)
         self.pending = Pending(broadcast.sum_index, local)
         return answer
 

@@ -18,12 +18,12 @@ from secure_fvi.fitting import build_parties
 
 def _eta(fn: object, mode: object, rounds: int = 5) -> tuple[Tensor, str]:
     model = sf.FederatedModel(fn, "person")  # type: ignore[arg-type]
-    server, engine = build_parties(
+    server, engine, _ = build_parties(
         model, make_intercepts().silos, sf.SFVI(iterations=9, schedule="linear"), sf.Plain(), compile=mode
     )  # type: ignore[arg-type]
     for _ in range(rounds):
         engine.run(server.round())
-    return server.state.algorithm.eta["loc"], engine.silos["silo-1"].program._silo_step.mode  # type: ignore[attr-defined]
+    return server.state.algorithm.eta["loc"], engine.silos["silo-1"].program._step.mode  # type: ignore[attr-defined]
 
 
 def _by_shape(y: Tensor) -> None:

@@ -23,7 +23,7 @@ def test_cuda_equals_cpu(samples: int, compile_: bool) -> None:
         ends = []
         for device in ("cpu", "cuda"):
             algorithm = sf.SFVI(iterations=50, importance_samples=samples)
-            server, engine = build_parties(
+            server, engine, _ = build_parties(
                 problem.model, problem.silos, algorithm, sf.Masked(), device=device, compile=compile_
             )
             for _ in range(50):

@@ -50,7 +50,7 @@ def _holds(root: object, secrets: dict[str, Tensor]) -> set[str]:
 @pytest.mark.parametrize("aggregation", [sf.Plain(), sf.Masked()])
 def test_the_server_never_holds_data_or_local_parameters(aggregation: Any) -> None:
     problem = make_clinics()
-    server, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), aggregation, compile=False)
+    server, engine, _ = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), aggregation, compile=False)
     for _ in range(5):
         engine.run(server.round())
     secrets = {}
@@ -65,7 +65,7 @@ def test_the_server_never_holds_data_or_local_parameters(aggregation: Any) -> No
 
 def test_a_pending_state_counts_only_when_its_sum_was_used() -> None:
     problem = make_intercepts()
-    server, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
+    server, engine, _ = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
     silo = engine.silos["silo-1"]
     before = silo.local
     engine.run(server.round())
@@ -79,7 +79,7 @@ def test_a_pending_state_counts_only_when_its_sum_was_used() -> None:
 
 def test_an_abandoned_sum_never_gives_its_index_again() -> None:
     problem = make_intercepts()
-    server, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Masked(), compile=False)
+    server, engine, _ = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Masked(), compile=False)
     server.round()  # never driven
     generator = server.round()
     next(generator)
@@ -119,7 +119,7 @@ def test_malformed_broadcasts_are_refused() -> None:
 
 def test_a_silo_refuses_unknown_messages() -> None:
     problem = make_intercepts()
-    _, engine = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
+    _, engine, _ = build_parties(problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False)
     silo = engine.silos["silo-1"]
     for message in (b"", b"X", ROUND + b"nonsense"):
         with pytest.raises(ProtocolError):
@@ -131,10 +131,13 @@ def test_a_silo_refuses_unknown_messages() -> None:
 def test_the_gate_refuses_what_is_not_finite_or_past_its_bound(bad: float) -> None:
     table = BlockTable((Block("first", (2,), 2.0), Block("second", (3,), 2.0)))
     values = np.array([2.0, -2.0, 0.0, 0.1, 0.2])
-    assert Gate("here").release(table, values) is values
+    gate = Gate("here", table)
+    gate.begin(1)
+    assert gate.release(values).values is values
     values[3] = bad
+    gate.begin(2)
     with pytest.raises(AggregationError, match="its part of 'second' is not finite or exceeds") as caught:
-        Gate("here").release(table, values)
+        gate.release(values)
     assert "2.1" not in str(caught.value)
 
 

@@ -41,7 +41,7 @@ def _trajectory(sizes: list[int], aggregation: object, **options: object) -> Ten
     order = torch.randperm(537, generator=torch.Generator().manual_seed(0))[:60]
     silos, ids = _split({k: v[order] for k, v in data.records.items()}, data.record_ids[order], sizes)
     algorithm = sf.SFVI(iterations=200, average_last=0.0, **options)  # type: ignore[arg-type]
-    server, engine = build_parties(SIX_CITIES.model, silos, algorithm, aggregation, record_ids=ids, compile=False)  # type: ignore[arg-type]
+    server, engine, _ = build_parties(SIX_CITIES.model, silos, algorithm, aggregation, record_ids=ids, compile=False)  # type: ignore[arg-type]
     for _ in range(200):
         engine.run(server.round())
     return torch.cat([v.flatten() for _, v in sorted(server.state.algorithm.eta.items())])
@@ -72,7 +72,7 @@ def test_silos_that_share_no_ids_draw_differently() -> None:
     ends = []
     for sizes in ([60], [20, 40]):
         silos, _ = _split({k: v[:60] for k, v in data.records.items()}, data.record_ids[:60], sizes)
-        server, engine = build_parties(SIX_CITIES.model, silos, sf.SFVI(iterations=20), sf.Plain(), compile=False)
+        server, engine, _ = build_parties(SIX_CITIES.model, silos, sf.SFVI(iterations=20), sf.Plain(), compile=False)
         for _ in range(20):
             engine.run(server.round())
         ends.append(server.state.algorithm.eta["loc"])
@@ -83,7 +83,7 @@ def test_absent_records_are_frozen() -> None:
     """In a minibatch round, records that took no part keep their parameters and their optimiser state."""
     problem = make_intercepts()
     algorithm = sf.SFVI(iterations=5, sampling_rate=0.3)
-    server, engine = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
     silo = engine.silos["silo-2"]
     before = silo.local
     engine.run(server.round())
@@ -100,12 +100,13 @@ def test_minibatch_gradients_are_unbiased() -> None:
     sums: dict[float, list[np.ndarray]] = {1.0: [], 0.3: []}
     for rate in sums:
         algorithm = sf.SFVI(iterations=10, sampling_rate=rate, local_family=sf.Conditional(coupling=False))
-        server, engine = build_parties(problem.model, problem.silos[1:2], algorithm, sf.Plain(), compile=False)
+        server, engine, _ = build_parties(problem.model, problem.silos[1:2], algorithm, sf.Plain(), compile=False)
         silo = engine.silos["silo-1"]
         message = server.program.broadcast(server.state.algorithm, 1, 0)
         for round_ in range(2000):
-            values, _ = silo.program.contribute(message._replace(round=round_), silo.local, silo.view)
-            sums[rate].append(values)
+            silo.gate.begin(round_)
+            release, _ = silo.program.contribute(message._replace(round=round_), silo.local, silo.view, silo.gate)
+            sums[rate].append(release.values)
     full, part = np.array(sums[1.0]), np.array(sums[0.3])
     error = np.sqrt(full.var(0) / len(full) + part.var(0) / len(part))
     assert (np.abs(full.mean(0) - part.mean(0))[:-1] < 4.5 * error[:-1]).all()
@@ -231,7 +232,7 @@ def test_same_seed_same_posterior_other_seed_another() -> None:
     silos = make_intercepts().silos
     ends = []
     for seed in (0, 0, 1):
-        server, engine = build_parties(model, silos, sf.SFVI(iterations=30), sf.Masked(), seed, compile=False)
+        server, engine, _ = build_parties(model, silos, sf.SFVI(iterations=30), sf.Masked(), seed, compile=False)
         for _ in range(30):
             engine.run(server.round())
         ends.append(server.state.algorithm.eta["loc"])

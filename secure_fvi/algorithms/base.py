@@ -19,6 +19,9 @@ from secure_fvi.density import Layout, LogDensity, Params
 from secure_fvi.discovery import Start
 from secure_fvi.families import GlobalFamily, LocalFamily
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.privacy.gate import Gate, Release
+from secure_fvi.privacy.settings import DP
+from secure_fvi.privacy.terms import Terms
 from secure_fvi.randomness import KeyedDraws
 
 
@@ -35,6 +38,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     mode: Mode
+    privacy: DP | None = None
 
 
 class SiloView(NamedTuple):
@@ -89,35 +93,29 @@ class LocalFit(NamedTuple):
     importance_samples: int
 
 
-class Program(Protocol):
-    """One algorithm on one problem. State and local state are NamedTuples of tensors and plain values."""
+class ServerProgram(Protocol):
+    """The server's half of an algorithm on one problem. Its state is a NamedTuple of tensors and plain values."""
 
+    @property
     def table(self) -> BlockTable:
         """The blocks of a contribution, the same at every party."""
         ...
 
+    @property
+    def terms(self) -> Terms | None:
+        """What is released under differential privacy, the same at every party."""
+        ...
+
     def init(self) -> Any:
-        """The server's state before the first round."""
+        """The state before the first round."""
         ...
 
     def broadcast(self, state: Any, index: int, accepted: int) -> Broadcast:
         """The next round's message. Randomness in it is public."""
         ...
 
-    def init_local(self, view: SiloView) -> Any:
-        """A silo's state before the first round."""
-        ...
-
-    def contribute(self, message: Broadcast, local: Any, view: SiloView) -> tuple[FloatArray, Any]:
-        """At a silo: the contribution (table.size,), and the local state to adopt if the server uses it."""
-        ...
-
-    def local_fit(self, local: Any) -> LocalFit:
-        """At a silo: what its local state stands for now."""
-        ...
-
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
-        """At the server: the next state, from the total (table.size,) times `scale`, for silos that were absent."""
+        """The next state, from the total (table.size,) times `scale`, for silos that were absent."""
         ...
 
     def posterior(self, state: Any) -> Posterior:
@@ -129,9 +127,36 @@ class Program(Protocol):
         ...
 
 
+class SiloProgram(Protocol):
+    """The silos' half. Local state is a NamedTuple of tensors and plain values and never leaves the silo."""
+
+    @property
+    def table(self) -> BlockTable: ...
+
+    @property
+    def terms(self) -> Terms | None: ...
+
+    def init_local(self, view: SiloView) -> Any:
+        """A silo's state before the first round."""
+        ...
+
+    def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
+        """What the gate lets out, and the local state to adopt if the server uses it."""
+        ...
+
+    def local_fit(self, local: Any) -> LocalFit:
+        """What the local state stands for now."""
+        ...
+
+
+def cohort_size(silos: int, participation: float) -> int:
+    """How many silos are asked in a round."""
+    return max(1, round(participation * silos))
+
+
 def choose_cohort(silos: tuple[str, ...], participation: float, seed: int, round_: int) -> tuple[str, ...]:
     """A fixed number of silos drawn without replacement by a public coin; all of them at participation 1."""
-    size = max(1, round(participation * len(silos)))
+    size = cohort_size(len(silos), participation)
     if size == len(silos):
         return silos
     rng = np.random.default_rng([abs(seed), round_])

@@ -11,6 +11,7 @@ from typing import NoReturn, TextIO
 import click
 
 from secure_fvi.cli.bench import bench
+from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
 from secure_fvi.cli.run import run
 from secure_fvi.errors import SecureFVIError
@@ -31,6 +32,7 @@ def cli() -> None:
 cli.add_command(run)
 cli.add_command(compare)
 cli.add_command(bench)
+cli.add_command(budget)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

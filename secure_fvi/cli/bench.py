@@ -44,3 +44,13 @@ def secure_sum(as_json: bool, quick: bool, plot: str | None, debug: bool) -> Non
     from secure_fvi.cli.bench_secure_sum import command
 
     command(as_json, quick, plot)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def accountants(as_json: bool, debug: bool) -> None:
+    """Epsilon of ten named jobs by every accountant, and the check values. docs/accounting.md has the table."""
+    from secure_fvi.cli.bench_accountants import command
+
+    command(as_json)

@@ -80,7 +80,7 @@ def measure(repeats: int = 9, iterations: int = 100) -> dict[str, Any]:
 def _ours(data: Dataset, algorithm: SFVI, aggregation: Plain | Masked, silos: int) -> Block:
     """Rounds of the driver that `fit` runs, all parties in this process."""
     rows = torch.arange(len(data)).tensor_split(silos)
-    server, engine = build_parties(
+    server, engine, _ = build_parties(
         program("six-cities").model,
         [{name: t[r] for name, t in data.records.items()} for r in rows],
         algorithm,

@@ -95,6 +95,14 @@ class Aggregation(Options):
     kind: Name = "masked"
 
 
+class Privacy(Options):
+    """Differential privacy, and the ledger that it is charged to (the run's own unless given)."""
+
+    unit: Name
+    ledger: Name | None = None
+    data_set: Name = "data"
+
+
 class Run(Table):
     """How the run is carried out; none of it changes what is estimated."""
 
@@ -115,6 +123,7 @@ class Config(Table):
     silo: tuple[SiloFile, ...] = ()
     algorithm: Algorithm = Field(default_factory=Algorithm)
     aggregation: Aggregation = Field(default_factory=Aggregation)
+    privacy: Privacy | None = None
     run: Run = Field(default_factory=Run)
 
     @model_validator(mode="after")

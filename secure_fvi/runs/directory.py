@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tomllib
 from pathlib import Path
@@ -30,6 +31,10 @@ _OURS = (
     "compare.json",
     "report.html",
     "checkpoint",
+    "ledger.sqlite",
+    "ledger.sqlite-wal",
+    "ledger.sqlite-shm",
+    "ledger.sqlite.keys",
 )
 
 
@@ -44,6 +49,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoint"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
 
     @property
     def state(self) -> State:
@@ -84,7 +93,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
         if self.state == "empty":
-            run = {"data_sha256": digest}
+            run = {"data_sha256": digest, "job": secrets.token_hex(16)}
             write_atomically(self.path / "run.json", json.dumps(run, indent=2).encode())
             write_atomically(self.path / "config.toml", config.to_toml().encode())
 

@@ -19,8 +19,9 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import work_of
 from secure_fvi.models.base import Dataset, program
+from secure_fvi.privacy.settings import DP
 from secure_fvi.runs.config import Config, Partition
-from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, build, named, resolved
+from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, build, named, resolved
 from secure_fvi.runs.tables import RECORD_ID, read_table
 from secure_fvi.runs.wording import nearest, unknown_key
 
@@ -37,6 +38,7 @@ class Federation:
     record_ids: tuple[Tensor, ...]
     algorithm: Any
     aggregation: Any
+    privacy: DP | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,6 +67,10 @@ def federate(config: Config, data_dir: Path | None = None) -> Federation:
         config.aggregation.options,
         "aggregation",
     )
+    privacy = None
+    if config.privacy is not None:
+        cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
+        privacy = build(cls, config.privacy.options, "privacy")
     model, description = _model(config)
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
@@ -76,9 +82,10 @@ def federate(config: Config, data_dir: Path | None = None) -> Federation:
             "run": config.run.model_copy(update={"threads": threads}),
             "algorithm": type(config.algorithm)(name=config.algorithm.name, **resolved(algorithm)),
             "aggregation": type(config.aggregation)(kind=config.aggregation.kind, **resolved(aggregation)),
+            "privacy": config.privacy and config.privacy.model_copy(update=resolved(privacy)),
         }
     )
-    return Federation(complete, model, description, ids, silos, record_ids, algorithm, aggregation)
+    return Federation(complete, model, description, ids, silos, record_ids, algorithm, aggregation, privacy)
 
 
 def _model(config: Config) -> tuple[FederatedModel, str]:

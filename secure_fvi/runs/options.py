@@ -23,6 +23,9 @@ AGGREGATIONS = {
     "plain": "secure_fvi.aggregation:Plain",
 }
 
+#: What `[privacy] unit` may be.
+PRIVACIES = {"record": "secure_fvi.privacy.settings:RecordDP", "silo": "secure_fvi.privacy.settings:SiloDP"}
+
 
 def named(choices: Mapping[str, str], key: str, name: str) -> type[Any]:
     """The class that `name` stands for in `choices`; raises InputError naming the dotted `key` otherwise."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import BudgetError, InputError
 from secure_fvi.fitting import Progress, fit
+from secure_fvi.guarding import Books
 from secure_fvi.runs.checkpoint import latest_round, write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
@@ -47,7 +50,7 @@ def execute(
     folder.begin(federation.config, digest)
     try:
         result = _fit(federation, folder, resume, on_round)
-    except InputError:
+    except (InputError, BudgetError):
         if not known and latest_round(folder.checkpoints) is None:
             folder.discard()
         raise
@@ -76,6 +79,7 @@ def _fit(
             federation.silos,
             federation.algorithm,
             federation.aggregation,
+            federation.privacy,
             seed=federation.config.seed,
             silo_ids=federation.silo_ids,
             record_ids=federation.record_ids,
@@ -87,11 +91,30 @@ def _fit(
             checkpoint_seconds=settings.checkpoint_seconds,
             resume=resume,
             on_round=note,
+            books=_books(federation.config, folder),
         )
     finally:
         log.close(last)
+    if federation.privacy is not None:
+        _keep_ledger(_books(federation.config, folder), folder)
     found = json.dumps(marginals(result.sample(_MARGINAL_DRAWS)))
     write_atomically(folder.path / "marginals.json", found.encode())
     result.save(folder.path)
     write_report(folder.path)
     return result
+
+
+def _books(config: Config, folder: RunDirectory) -> Books:
+    """The site's ledger, or one in the folder of the run."""
+    if config.privacy is None:
+        return Books()
+    path = Path(config.privacy.ledger) if config.privacy.ledger is not None else folder.ledger
+    return Books(path, config.privacy.data_set, folder.read_run()["job"])
+
+
+def _keep_ledger(books: Books, folder: RunDirectory) -> None:
+    """A copy of the site's ledger as it stood when the run ended, so that the folder explains itself."""
+    if books.path is None or books.path == folder.ledger:
+        return
+    with closing(sqlite3.connect(books.path)) as source, closing(sqlite3.connect(folder.ledger)) as copy:
+        source.backup(copy)

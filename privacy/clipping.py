@@ -1,0 +1,57 @@
+"""Clipped sums by Opacus, with noise that is ours.
+
+Opacus' per-layer optimiser clips each record's gradient, accumulates over chunks of a batch and calls for noise once;
+only where that noise comes from is replaced (its own replays from torch's seed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from opacus.optimizers.optimizer import _mark_as_processed
+from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
+from torch import Tensor, nn
+
+
+class _Optimizer(DPPerLayerOptimizer):  # type: ignore[misc]
+    def __init__(self, parts: Sequence[nn.Parameter], norms: Sequence[float], noise: Callable[[Tensor], Tensor]):
+        super().__init__(
+            torch.optim.SGD(parts, lr=1.0),
+            noise_multiplier=0.0,
+            max_grad_norm=list(norms),
+            expected_batch_size=None,
+            loss_reduction="sum",
+        )
+        self._noise = noise
+
+    def add_noise(self) -> None:
+        together = self._noise(torch.cat([p.summed_grad.reshape(-1) for p in self.params]))
+        for p, noised in zip(self.params, together.split([p.numel() for p in self.params]), strict=True):
+            p.grad = noised.view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+
+def noisy_clipped_sum(
+    chunks: Iterable[Sequence[Tensor]], sizes: Sequence[int], norms: Sequence[float], noise: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, int]:
+    """Sum over records of parts clipped to L2 `norms`, plus noise; and how many records were dropped.
+
+    Each chunk holds one float64 tensor (B, sizes[i]) a part. A record with any entry that is not finite counts as
+    zero. `noise` maps the clipped sum (sum(sizes),) to the noised one and is called exactly once, also where there
+    are no records. The count of dropped records is for the silo's own eyes.
+    """
+    parts = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    optimizer = _Optimizer(parts, norms, noise)
+    dropped = 0
+    optimizer.zero_grad()
+    for chunk in [*chunks, [torch.zeros(1, size, dtype=torch.float64) for size in sizes]]:
+        finite = torch.stack([torch.isfinite(rows).all(1) for rows in chunk]).all(0)
+        dropped += int((~finite).sum())
+        for part, rows in zip(parts, chunk, strict=True):
+            part.grad_sample = torch.where(finite[:, None], rows, 0.0)  # type: ignore[attr-defined]
+        optimizer.clip_and_accumulate()
+        for part in parts:
+            part.grad_sample = None  # type: ignore[attr-defined]
+    optimizer.add_noise()
+    return torch.cat([part.grad for part in parts if part.grad is not None]).detach(), dropped

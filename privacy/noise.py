@@ -1,0 +1,58 @@
+"""Noise from a cryptographic generator.
+
+Every release draws from a ChaCha20 generator of its own, keyed afresh by the operating system: there is no state
+that a checkpoint could keep or a fork could copy, and `torch.manual_seed` has no say. A test may give a key
+instead; noise under a key that anyone else knows protects nothing, and the report of such a run says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import numpy.typing as npt
+from randomgen import ChaCha
+
+from secure_fvi.aggregation.base import FloatArray
+
+#: What a report calls the source.
+SYSTEM_SOURCE = "ChaCha20, keyed by the operating system for each release"
+TEST_SOURCE = "TEST KEY: the noise can be replayed and protects nothing"
+
+
+class NoiseSource:
+    """Makes the generator of each release. `test_key` replaces the operating system's randomness, in tests only."""
+
+    def __init__(self, test_key: bytes | None = None) -> None:
+        self._test_key = test_key
+
+    def __repr__(self) -> str:
+        return f"NoiseSource({self.status!r})"
+
+    @property
+    def status(self) -> str:
+        return SYSTEM_SOURCE if self._test_key is None else TEST_SOURCE
+
+    def generator(self, party: str, index: int) -> np.random.Generator:
+        """A fresh generator; under a test key, the one of this party and sum index."""
+        if self._test_key is None:
+            key = os.urandom(32)
+        else:
+            key = hashlib.sha256(self._test_key + repr((party, index)).encode()).digest()
+        return np.random.Generator(ChaCha(key=int.from_bytes(key, "little"), rounds=20))
+
+
+def skellam(generator: np.random.Generator, variance: float, size: int) -> npt.NDArray[np.int64]:
+    """Independent symmetric Skellam integers, (size,): the difference of two Poisson variables of mean variance / 2.
+
+    Sums of independent shares are Skellam again, with the variances added.
+    """
+    draws = generator.poisson(variance / 2, (2, size))
+    difference: npt.NDArray[np.int64] = draws[0] - draws[1]
+    return difference
+
+
+def gaussian(generator: np.random.Generator, sd: float, size: int) -> FloatArray:
+    """Independent normals in floating point, (size,)."""
+    return generator.standard_normal(size) * sd

@@ -1,0 +1,113 @@
+"""What a user asks for: differential privacy for a record or for a silo, and where its noise is added."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from secure_fvi.errors import InputError
+
+Placement = Literal["distributed", "silo", "server"]
+Unit = Literal["record", "silo"]
+_PLACEMENTS = ("distributed", "silo", "server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DP:
+    """What both units have in common. Adjacency: one unit added or removed.
+
+    Give `epsilon`, and the noise is calibrated for the whole job, or give `noise_multiplier`, the standard deviation
+    of the noise over `clipping_norm`. noise: "distributed" (each silo adds a Skellam share inside the ring; needs
+    a masked or homomorphic sum), "silo" (each adds all of it), "server" (the trusted aggregator adds it).
+    dropouts: silos that a round may lose; with distributed noise a sum with fewer survivors is refused.
+    colluders: silos whose noise the adversary may know. retries: sums beyond the rounds that may be abandoned or lost to a crash and made again; they are
+    charged like any other.
+    """
+
+    epsilon: float | None = None
+    delta: float = 1e-5
+    noise_multiplier: float | None = None
+    clipping_norm: float = 1.0
+    noise: Placement = "distributed"
+    dropouts: int = 0
+    colluders: int = 1
+    retries: int = 20
+
+    @property
+    def unit(self) -> Unit:
+        """Who is protected; each subclass says."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise InputError("give either epsilon, for the whole job, or noise_multiplier")
+        for name in ("epsilon", "noise_multiplier", "clipping_norm"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InputError(f"{name} must be positive and finite, not {value}")
+        if not 0 < self.delta < 1:
+            raise InputError(f"delta must lie in (0, 1), not {self.delta}")
+        if self.noise not in _PLACEMENTS:
+            raise InputError(f"noise = '{self.noise}' is unknown; choose {', '.join(_PLACEMENTS)}")
+        for name in ("dropouts", "colluders", "retries"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise InputError(f"{name} must be a whole number of at least 0, not {value!r}")
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise InputError(f"{name} must lie in [0, 1), not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordDP(DP):
+    """The unit is a record: an individual with all its rows and its own latent variables.
+
+    objective_share: share of the squared sensitivity spent on releasing the bound (0: it is not released), of which
+    each record's term is cut to +- objective_bound nats. public_counts: the numbers of records are declared
+    public and travel without noise; otherwise nobody is told them.
+    """
+
+    objective_share: float = 0.0
+    objective_bound: float = 10.0
+    public_counts: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        return "record"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("objective_share", self.objective_share)
+        if not (math.isfinite(self.objective_bound) and self.objective_bound > 0):
+            raise InputError(f"objective_bound must be positive and finite, not {self.objective_bound}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiloDP(DP):
+    """The unit is a silo with everything in it: each whole contribution is clipped.
+
+    target_quantile: the clipping norm follows this quantile of the contributions' norms (Andrew et al. 2021), from
+    `clipping_norm` on, by steps of `quantile_rate` in its logarithm; `quantile_share` of the squared sensitivity
+    pays for counting the contributions below it. None keeps the norm fixed.
+    """
+
+    target_quantile: float | None = None
+    quantile_rate: float = 0.2
+    quantile_share: float = 0.1
+
+    @property
+    def unit(self) -> Unit:
+        return "silo"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_quantile is not None and not 0 < self.target_quantile < 1:
+            raise InputError(f"target_quantile must lie in (0, 1), not {self.target_quantile}")
+        if not (math.isfinite(self.quantile_rate) and self.quantile_rate > 0):
+            raise InputError(f"quantile_rate must be positive and finite, not {self.quantile_rate}")
+        _check_share("quantile_share", self.quantile_share)
+        if self.target_quantile is not None and self.quantile_share == 0:
+            raise InputError("an adaptive clipping norm needs a quantile_share above 0 to be paid from")

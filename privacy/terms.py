@@ -1,0 +1,207 @@
+"""What a job releases and how it is protected, in numbers that all parties derive alike before the first round.
+
+One number, the clipping norm, sets the blocks' bounds, the noise, the sensitivity and the ledger's event, so that
+they cannot disagree. With distributed noise everything happens on a lattice of `resolution` steps a clipping norm:
+clipped sums are rounded to it, Skellam shares are integers, and the ring adds exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.events import Event, Gaussian, PoissonSampled, Repeated, Skellam
+from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
+
+#: Records of one silo in one batch up to which a sum is never cut; a larger one is cut coordinate by coordinate.
+_CAPACITY = 2.0**20
+#: Standard deviations of noise that a block has room for beyond the sum. Past them lie 1e-900 of all draws.
+_ROOM = 64.0
+#: Binary logarithm of the noise's standard deviation in lattice steps: fine enough that rounding costs little, coarse
+#: enough that Poisson draws of half its square are exact in double precision.
+_NOISE_BITS = 17
+#: Factor by which noise grows until a ledger's filter takes the job.
+_STEP_TO_FIT = 1.002
+#: Block of the side coordinate by what it counts.
+OBJECTIVE, BELOW_NORM = "objective", "below_norm"
+
+
+class Extent(NamedTuple):
+    """The coordinates of one release."""
+
+    shared: int  # summed over silos
+    hidden: int  # gradients of silo-level latents: noised like the others, never sent
+    side: int  # 1 where the objective or the count below the norm is released
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a job. Public: they go to the ledger and the report."""
+
+    settings: DP
+    noise_multiplier: float  # sd of the noise that is counted on, over the clipping norm
+    sampling_rate: float
+    rounds: int
+    cohort: int  # silos asked in a round
+    extent: Extent
+    resolution: int  # lattice steps a clipping norm; 0 off the lattice
+
+    @property
+    def releases(self) -> int:
+        return self.rounds + self.settings.retries
+
+    @property
+    def honest(self) -> int:
+        """Silos whose noise the guarantee counts on."""
+        return self.cohort - self.settings.dropouts - self.settings.colluders
+
+    @property
+    def dimension(self) -> int:
+        return sum(self.extent)
+
+    @property
+    def event(self) -> Event:
+        """One release."""
+        mechanism = _mechanism(self.noise_multiplier, self.resolution, self.dimension)
+        return mechanism if self.sampling_rate == 1 else PoissonSampled(self.sampling_rate, mechanism)
+
+    @property
+    def job(self) -> Event:
+        """All releases that may be made."""
+        event = self.event
+        assert isinstance(event, Gaussian | Skellam | PoissonSampled)
+        return Repeated(event, self.releases)
+
+    @property
+    def side_share(self) -> float:
+        """Share of the squared clipping norm that the side coordinate has."""
+        settings = self.settings
+        if not self.extent.side:
+            return 0.0
+        return settings.objective_share if isinstance(settings, RecordDP) else _silo(settings).quantile_share
+
+    @property
+    def side_bound(self) -> float:
+        """Largest absolute value of one unit's side coordinate, in its own units: nats, or half a count."""
+        return self.settings.objective_bound if isinstance(self.settings, RecordDP) else 0.5
+
+    def norms(self, clip: float) -> tuple[float, float]:
+        """Clipping norms of the gradient and of the side coordinate; their squares add up to clip squared."""
+        return clip * math.sqrt(1 - self.side_share), clip * math.sqrt(self.side_share)
+
+    def step(self, clip: float) -> float:
+        """What one unit of a released number stands for."""
+        return clip / self.resolution if self.resolution else 1.0
+
+    @property
+    def share_variance(self) -> float:
+        """Variance of one silo's Skellam share, in squared lattice steps."""
+        return (self.noise_multiplier * self.resolution) ** 2 / self.honest
+
+    @property
+    def full_variance(self) -> float:
+        """Variance of the noise that hidden coordinates get at the silo alone, in squared lattice steps."""
+        return (self.noise_multiplier * self.resolution) ** 2
+
+    @property
+    def room(self) -> float:
+        """Largest sum, before noise, that a block of `table` holds, in released units."""
+        records = _CAPACITY if self.settings.unit == "record" else 1.0
+        return records * (self.resolution or self._largest_norm)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the clipping norm follows a quantile."""
+        return isinstance(self.settings, SiloDP) and self.settings.target_quantile is not None
+
+    @property
+    def _largest_norm(self) -> float:
+        return self.settings.clipping_norm * (_CAPACITY if self.adaptive else 1.0)
+
+    def table(self, blocks: Sequence[Block], public: Sequence[Block]) -> BlockTable:
+        """The blocks of a release: `blocks` and the side coordinate, clipped and noised, then what is public."""
+        bound = self.room + _ROOM * max(1.0, self.noise_multiplier) * (self.resolution or self._largest_norm)
+        noised = [*blocks, *([Block(self.side_name, (), 1.0)] if self.extent.side else [])]
+        out = [replace(b, bound=float(math.ceil(bound)), integer=self.resolution > 0) for b in noised]
+        shown = public if isinstance(self.settings, RecordDP) and self.settings.public_counts else ()
+        return BlockTable((*out, *shown))
+
+    @property
+    def side_name(self) -> str:
+        return OBJECTIVE if isinstance(self.settings, RecordDP) else BELOW_NORM
+
+    def in_clear(self, values: FloatArray, clip: float) -> FloatArray:
+        """A total in natural units. Its first coordinates were noised, those after them are public."""
+        noised = self.extent.shared + self.extent.side
+        out = values.copy()
+        out[:noised] *= self.step(clip)
+        if self.extent.side:
+            out[noised - 1] *= self.side_bound / self.norms(clip)[1]
+        return out
+
+    def next_clip(self, below: float, cohort: int, clip: float) -> float:
+        """The next clipping norm, from the noisy count below it less half the cohort."""
+        settings = _silo(self.settings)
+        if settings.target_quantile is None:
+            return clip
+        quantile = min(max(below / cohort + 0.5, 0.0), 1.0)
+        moved = clip * math.exp(-settings.quantile_rate * (quantile - settings.target_quantile))
+        largest = settings.clipping_norm * _CAPACITY
+        return min(max(moved, settings.clipping_norm / _CAPACITY), largest)
+
+
+def _silo(settings: DP) -> SiloDP:
+    assert isinstance(settings, SiloDP)
+    return settings
+
+
+def _mechanism(noise_multiplier: float, resolution: int, dimension: int) -> Gaussian | Skellam:
+    if not resolution:
+        return Gaussian(noise_multiplier)
+    # Rounding the sum moves each coordinate of a difference by less than one step.
+    l2 = resolution + math.sqrt(dimension)
+    return Skellam((noise_multiplier * resolution) ** 2, min(math.sqrt(dimension) * l2, l2 * l2), l2)
+
+
+def _resolution(noise_multiplier: float) -> int:
+    return int(2 ** max(0, math.floor(_NOISE_BITS - math.log2(noise_multiplier))))
+
+
+@functools.lru_cache(maxsize=64)
+def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: Extent) -> Terms:
+    """The terms of a job over `cohort` silos a round. Raises InputError where they give no guarantee."""
+    honest = cohort - settings.dropouts - settings.colluders
+    distributed = settings.noise == "distributed"
+    if distributed and honest < 1:
+        raise InputError(
+            f"distributed noise needs an honest survivor: of {cohort} silos, {settings.dropouts} may drop out "
+            f"and {settings.colluders} may collude; add silos, or use noise = 'silo'"
+        )
+    rate = sampling_rate if settings.unit == "record" else 1.0
+    releases = rounds + settings.retries
+
+    def job(noise_multiplier: float, resolution: int) -> Event:
+        mechanism = _mechanism(noise_multiplier, resolution, sum(extent))
+        return Repeated(mechanism if rate == 1 else PoissonSampled(rate, mechanism), releases)
+
+    noise, resolution = settings.noise_multiplier, 0
+    if noise is None:
+        from secure_fvi.privacy.ledger_filter import admits
+        from secure_fvi.privacy.plan import solve_noise
+
+        assert settings.epsilon is not None
+        noise = solve_noise(lambda z: job(z, 0), settings.epsilon, settings.delta, "rdp")
+        if distributed:
+            fine = resolution = _resolution(noise)
+            noise = solve_noise(lambda z: job(z, fine), settings.epsilon, settings.delta, "rdp")
+        # A ledger's filter is a little stricter than the plain conversion; a job for epsilon fits a budget of epsilon.
+        while not admits(settings.epsilon, settings.delta, job(noise, resolution)):
+            noise *= _STEP_TO_FIT
+    elif distributed:
+        resolution = _resolution(noise)
+    return Terms(settings, noise, rate, rounds, cohort, extent, resolution)

@@ -1,0 +1,233 @@
+"""The silos' half of SFVI: gradients of the silo's term, and steps on its own latents' distributions.
+
+Under record privacy the silo's term goes through the gate a record at a time. Record-level latents follow their own
+record and past broadcasts only, so their steps need no noise; a silo-level latent follows all records of the silo, so
+its gradient is clipped together with what is shared and comes back from the gate noised (docs/privacy-analysis.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
+from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.algorithms.sfvi_frame import SFVIFrame, local_units
+from secure_fvi.compiled import Traced
+from secure_fvi.families import Params
+from secure_fvi.objective import RecordGradients, SiloGradient, flat_gradient, record_gradients, silo_gradient
+from secure_fvi.privacy.gate import Gate, Release
+from secure_fvi.trees import put, running_average, take
+
+#: Rows of per-record gradients held at once, at most.
+_LARGEST_CHUNK = 8192
+
+
+class SFVILocal(NamedTuple):
+    """A silo's state. Never leaves the silo."""
+
+    record: Params  # variational parameters of its records, (N + 1, ...) each
+    record_moments: Params
+    silo: Params  # of its silo-level latents, (1, ...) each
+    silo_moments: Params
+    record_average: Params
+    silo_average: Params
+    averaged: int  # iterates in the averages
+    stage: int  # to which they belong
+
+
+class _Stepped(NamedTuple):
+    """Both levels of latents after a round, before averaging."""
+
+    record: Params
+    record_moments: Params
+    silo: Params
+    silo_moments: Params
+
+
+class SFVISilo:
+    """`algorithms.base.SiloProgram`."""
+
+    def __init__(self, config: SFVI, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        self.frame = frame = SFVIFrame(config, problem)
+        self.table, self.terms = frame.table, frame.terms
+        self.optimizer = frame.optimizer
+        plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
+        self._gradient: Callable[..., SiloGradient] = plain
+        self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, frame.couples)
+        by_shape = frame.local_family.couples_records
+        record, draws = (None, None) if by_shape else (0, 1)
+        axes = (None, None, None, record, None, record, record, draws, None)
+        self._step: Callable[..., Any] = self._step_function
+        if frame.by_record:
+            self._step = Traced(self._record_step_function, (*axes, record, None, None), problem.mode)
+            self._own_terms = Traced(plain, (None,) * 10, problem.mode)
+        elif self.optimizer.traceable:
+            self._step = Traced(self._step_function, (*axes, record, None, None), problem.mode, by_shape)
+        else:
+            self._gradient = Traced(plain, axes, problem.mode, by_shape)
+
+    def init_local(self, view: SiloView) -> SFVILocal:
+        start, frame = view.start, self.frame
+        z_record, z_silo = start.z_record, start.z_silo
+        if self.terms is not None:  # a start that the silo's data had a part in would be a release without noise
+            z_record, z_silo = self.problem.start.z_record[:1].expand_as(z_record), self.problem.start.z_silo
+        record = frame.local_family.init(frame.move(z_record))
+        silo = frame.silo_family.init(frame.move(z_silo).unsqueeze(0))
+        record_moments = self.optimizer.init(record, by_row=frame.by_row)
+        return SFVILocal(record, record_moments, silo, self.optimizer.init(silo), record, silo, 0, 0)
+
+    def contribute(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> tuple[Release, SFVILocal]:
+        release, stepped = (self._by_record if self.frame.by_record else self._together)(message, local, view, gate)
+        stage, averages = int(message.scalars["stage"]), message.scalars["averaging"] > 0
+        averaged = (local.averaged + 1 if stage == local.stage else 1) if averages else 0
+        after = SFVILocal(
+            *stepped,
+            running_average(local.record_average, stepped.record, averaged),
+            running_average(local.silo_average, stepped.silo, averaged),
+            averaged,
+            stage,
+        )
+        return release, after
+
+    def local_fit(self, local: SFVILocal) -> LocalFit:
+        frame = self.frame
+        return LocalFit(frame.local_family, local.record_average, frame.silo_family, local.silo_average, frame.samples)
+
+    # ---- the silo's sum at once ----
+
+    def _together(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> tuple[Release, _Stepped]:
+        batch = self._batch(message.round, view)
+        if batch is not None:
+            # At least two rows, filled up with the spare one: a traced graph treats sizes 0 and 1 as special.
+            batch = np.concatenate([batch, np.full(max(2 - len(batch), 0), view.size, np.int64)])
+        at = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
+        weights = view.weights if at is None else view.weights[at] / self.config.sampling_rate
+        flat, record, record_moments, silo, silo_moments = self._step(
+            *self._shared(message), take(local.record, at), local.silo, take(view.rows, at), weights,
+            self._eps_record(message.round, view, batch), self._eps_silo(message.round, view),
+            take(local.record_moments, at), local.silo_moments, self._scale(message),
+        )  # fmt: skip
+        values = flat.cpu().numpy().astype(np.float64)
+        # Under silo privacy neither the bound nor the number of records is released.
+        values = values[:-1] if self.terms is not None else np.append(values, float(view.size))
+        record, record_moments = put(local.record, at, record), put(local.record_moments, at, record_moments)
+        return gate.release(values), _Stepped(record, record_moments, silo, silo_moments)
+
+    def _step_function(
+        self,
+        z_global: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, rows: Params, weights: Tensor,
+        eps_record: Tensor, eps_silo: Tensor, record_moments: Params, silo_moments: Params, scale: Tensor,
+    ) -> tuple[Tensor, Params, Params, Params, Params]:  # fmt: skip
+        g = self._gradient(z_global, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
+        return (
+            torch.cat([flat_gradient(g._replace(silo={}), self.frame.couples), g.value.reshape(1)]),
+            *self.optimizer.step(record, g.local, record_moments, scale, local_units(record)),
+            *self.optimizer.step(silo, g.silo, silo_moments, scale, local_units(silo)),
+        )
+
+    # ---- a record at a time ----
+
+    def _by_record(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> tuple[Release, _Stepped]:
+        # Keyed by the sum, not the round: a server that asks twice in a round must meet two independent samples.
+        index, rate = message.sum_index, self.config.sampling_rate
+        shared, scale = self._shared(message), self._scale(message)
+        eps_silo = self._eps_silo(index, view)
+        record, record_moments = local.record, local.record_moments
+
+        def chunks() -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal record, record_moments
+            for rows in self._chunks(index, view):
+                at = torch.from_numpy(rows).to(self.problem.device)
+                gradients, values, new, moments = self._step(
+                    *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
+                    self._eps_record(index, view, rows), eps_silo, take(record_moments, at), {}, scale,
+                )  # fmt: skip
+                record, record_moments = put(record, at, new), put(record_moments, at, moments)
+                yield gradients, values
+
+        own = self._own(shared, local.silo, eps_silo) if self.frame.n_silo else None
+        data_free = None
+        if own is not None:
+            assert self.terms is not None
+            data_free = rate * flat_gradient(own._replace(silo={}), self.frame.couples)
+            if self.terms.extent.side:
+                data_free = torch.cat([data_free, rate * own.value.reshape(1)])
+        public = [float(view.size)] if any(b.name == "records" for b in self.table.blocks) else []
+        release, hidden = gate.release_records(chunks(), data_free, public)
+        silo, silo_moments = local.silo, local.silo_moments
+        if own is not None:
+            names = sorted(silo)
+            parts = self.frame.move(hidden / rate).split([silo[name].numel() for name in names])
+            total = {name: own.silo[name] + p.reshape(silo[name].shape) for name, p in zip(names, parts, strict=True)}
+            silo, silo_moments = self.optimizer.step(silo, total, silo_moments, scale, local_units(silo))
+        return release, _Stepped(record, record_moments, silo, silo_moments)
+
+    def _record_step_function(
+        self,
+        z_global: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, rows: Params, weights: Tensor,
+        eps_record: Tensor, eps_silo: Tensor, record_moments: Params, silo_moments: Params, scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Params, Params]:  # fmt: skip
+        g = self._record_gradients(z_global, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
+        local = {name: value / self.config.sampling_rate for name, value in g.local.items()}
+        stepped, moments = self.optimizer.step(record, local, record_moments, scale, local_units(record))
+        return g.rows, g.values, stepped, moments
+
+    def _own(self, shared: tuple[Tensor, Tensor, Params], silo: Params, eps_silo: Tensor) -> SiloGradient:
+        """What the silo adds besides its records: prior and entropy of its silo-level latents, on made data."""
+        problem, frame = self.problem, self.frame
+        rows = {name: frame.move(v) if v.is_floating_point() else v for name, v in self._made_rows.items()}
+        local = frame.local_family.init(frame.move(problem.start.z_record[:1].expand(2, -1)))
+        nothing = frame.move(torch.zeros(2))
+        eps = frame.move(torch.zeros(frame.samples, 2, frame.n_record))
+        return self._own_terms(*shared, local, silo, rows, nothing, eps, eps_silo, frame.scalar(1.0))
+
+    @property
+    def _made_rows(self) -> Params:
+        return {n: v.to(self.problem.device) for n, v in self.problem.schema.dummy_rows(2).items()}
+
+    # ---- what both ways need ----
+
+    def _shared(self, message: Broadcast) -> tuple[Tensor, Tensor, Params]:
+        t = {name: self.frame.move(value) for name, value in message.tensors.items()}
+        return t["z_global"], t["shift"], {name: t[f"theta/{name}"] for name in self.frame.theta_start}
+
+    def _scale(self, message: Broadcast) -> Tensor:
+        return self.frame.scalar(message.scalars["scale"])
+
+    def _eps_record(self, key: int, view: SiloView, rows: npt.NDArray[np.int64] | None) -> Tensor:
+        """eps_L (K, B, n_record)."""
+        n, samples = self.frame.n_record, self.frame.samples
+        eps = view.record_draws.normals(key, samples * n, rows)
+        return self.frame.move(eps.reshape(len(eps), samples, n).transpose(0, 1).contiguous())
+
+    def _eps_silo(self, key: int, view: SiloView) -> Tensor:
+        return self.frame.move(view.silo_draws.normals(key, self.frame.n_silo))
+
+    def _batch(self, key: int, view: SiloView) -> npt.NDArray[np.int64] | None:
+        """Rows of a Poisson sample; drawn from the silo's secret, so nobody else knows who took part. None: all."""
+        if self.config.sampling_rate == 1:
+            return None
+        joined = view.batch_draws.uniforms(key, 1)[0, : view.size, 0] < self.config.sampling_rate
+        return np.flatnonzero(joined)
+
+    def _chunks(self, key: int, view: SiloView) -> Iterator[npt.NDArray[np.int64]]:
+        """The sample in pieces of one fixed size, filled up with the spare row of weight zero.
+
+        Nearly every sample fits into one piece; a larger one takes several, and none is cut.
+        """
+        batch = self._batch(key, view)
+        rows = np.arange(view.size) if batch is None else batch
+        mean = self.config.sampling_rate * view.size
+        size = min(max(2, math.ceil(mean + 4 * math.sqrt(mean))), view.size + 1, _LARGEST_CHUNK)
+        size = max(size, 2)
+        pieces = max(1, math.ceil(len(rows) / size))
+        padded = np.concatenate([rows, np.full(pieces * size - len(rows), view.size, np.int64)])
+        yield from np.split(padded, pieces)

@@ -1,0 +1,99 @@
+"""`secure-fvi budget`: plan a private job, set a site's budget, check its ledger, report what was spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from secure_fvi.cli.budget_ledger import set_budget, verify
+
+
+@click.group()
+def budget() -> None:
+    """Privacy budgets: plan jobs, set what a site allows, verify and report what was spent."""
+
+
+budget.add_command(set_budget)
+budget.add_command(verify)
+
+
+@budget.command()
+@click.option("--epsilon", type=float, help="What the whole job may cost.")
+@click.option("--delta", type=float, required=True, help="Well below 1 / number of records.")
+@click.option("--sampling-rate", type=float, help="Chance that a record joins a round's batch; 1: all do.")
+@click.option("--rounds", type=int, help="Releases of the job.")
+@click.option("--noise-multiplier", type=float, help="Noise's standard deviation over the clipping norm.")
+@click.option("--unit", type=click.Choice(["record", "silo"]), default="record", show_default=True, help="Protected.")
+@click.option(
+    "--accountant",
+    type=click.Choice(["rdp", "opacus-rdp", "prv", "pld"]),
+    help="Default: pld, or rdp for distributed noise.",
+)
+@click.option("--noise", type=click.Choice(["silo", "distributed", "server"]), help="Who adds the noise.")
+@click.option("--silos", type=int, help="Silos in a round.")
+@click.option("--dropouts", type=int, default=0, show_default=True, help="Silos that a round may lose.")
+@click.option("--colluders", type=int, default=1, show_default=True, help="Silos whose noise is not counted on.")
+@click.option("--dimension", type=int, default=1000, show_default=True, help="Numbers in a release (distributed).")
+@click.option("--records", type=int, help="Size of the population; warns when delta is too large for it.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def plan(
+    epsilon: float | None,
+    delta: float,
+    sampling_rate: float | None,
+    rounds: int | None,
+    noise_multiplier: float | None,
+    unit: str,
+    accountant: str | None,
+    noise: str | None,
+    silos: int | None,
+    dropouts: int,
+    colluders: int,
+    dimension: int,
+    records: int | None,
+    form: str,
+    debug: bool,
+) -> None:
+    """Solve for the one of epsilon, sampling rate, rounds and noise multiplier that is left out.
+
+    The answer is on the safe side: its epsilon is at most the one asked for.
+    """
+    from secure_fvi.cli.budget_plan import Asked, command
+
+    asked = Asked(
+        epsilon, delta, sampling_rate, rounds, noise_multiplier, unit, accountant, noise, silos, dropouts, colluders
+    )
+    command(asked, dimension, records, form)
+
+
+@budget.command()
+@click.argument("ledger", type=click.Path(path_type=Path))
+@click.option("--silo", help="Whose chain, where LEDGER holds several.")
+@click.option("--data-set", help="Which data set, where the silo has several.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json", "html", "yaml"]), default="text", show_default=True
+)
+@click.option("--facts", type=click.Path(path_type=Path), help="yaml: answers that the ledger cannot know, in a file.")
+@click.option("--curator", multiple=True, help="yaml: who publishes the results; may be repeated.")
+@click.option("--use", "intended_use", help="yaml: what the results are for.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write to this file.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def report(
+    ledger: Path,
+    silo: str | None,
+    data_set: str | None,
+    form: str,
+    facts: Path | None,
+    curator: tuple[str, ...],
+    intended_use: str | None,
+    out: Path | None,
+    debug: bool,
+) -> None:
+    """Say what was spent of a data set's budget in LEDGER, what is left, and what that does not cover.
+
+    yaml: the fields of the Differential Privacy Deployments Registry, tiers 1 to 3.
+    """
+    from secure_fvi.cli.budget_report import command
+
+    command(ledger, silo, data_set, form, facts, curator, intended_use, out)

@@ -1,0 +1,119 @@
+"""Gates for the silos of a job: its terms agreed, its whole cost checked against every silo's ledger, its sum strong
+enough for the noise that it carries."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from secure_fvi.aggregation import Homomorphic, Plain
+from secure_fvi.aggregation.base import BlockTable, SecureSum
+from secure_fvi.errors import BudgetError, InputError
+from secure_fvi.privacy.claim import description
+from secure_fvi.privacy.gate import Charge, Gate
+from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
+from secure_fvi.privacy.ledger_filter import smallest_budget
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.terms import Terms
+
+_PHASE = "round"
+
+
+@dataclass(frozen=True)
+class Books:
+    """Where a job is charged.
+
+    path: the ledger's file; None keeps count in memory for this run alone. data_set: the id under which each silo's
+    policy knows the population; its budget holds across jobs, and where none was set the job brings its own. job: the
+    job's id; a job that goes on after a crash has the same one. block: releases reserved by one durable row, and
+    rounds between two checkpoints; a crash loses what is left of a block.
+    """
+
+    path: Path | None = None
+    data_set: str = "data"
+    job: str = "job"
+    block: int = 8
+
+
+class Guards(NamedTuple):
+    """The gates of all silos in this process, with their open jobs where there is a ledger."""
+
+    gates: Mapping[str, Gate]
+    jobs: Sequence[OpenJob]
+    ledgers: Sequence[Ledger]
+
+    @property
+    def last_index(self) -> int:
+        """The largest sum index that any silo has charged: a resumed job goes on above it."""
+        return max((job.last_index(_PHASE) for job in self.jobs), default=-1)
+
+    def close(self, outcome: str) -> None:
+        for job in self.jobs:
+            job.close(outcome)
+        for ledger in self.ledgers:
+            ledger.close()
+
+
+def strong_enough(aggregation: SecureSum, terms: Terms | None) -> SecureSum:
+    """The sum, made to refuse fewer survivors than distributed noise counts on. Raises InputError where it cannot."""
+    if terms is None or terms.settings.noise != "distributed":
+        return aggregation
+    if isinstance(aggregation, Plain):
+        raise InputError(
+            "noise = 'distributed' needs a masked or homomorphic sum: in a plain one each share of noise stands alone"
+        )
+    if isinstance(aggregation, Homomorphic) and not aggregation.masked:
+        raise InputError("noise = 'distributed' needs exact sums with masks: use scheme = 'bfv' with masks")
+    least = terms.cohort - terms.settings.dropouts
+    stronger: SecureSum = dataclasses.replace(aggregation, min_cohort=max(least, aggregation.min_cohort))  # type: ignore[type-var, attr-defined]
+    return stronger
+
+
+def build_guards(
+    silos: Sequence[str], table: BlockTable, terms: Terms | None, algorithm: str, books: Books, noise: NoiseSource
+) -> Guards:
+    """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job."""
+    if terms is None:
+        return Guards({silo: Gate(silo, table) for silo in silos}, (), ())
+    if books.path is None:
+        gates = {silo: Gate(silo, table, terms, _in_memory(terms.releases), noise) for silo in silos}
+        return Guards(gates, (), ())
+    term = Term(_PHASE, terms.event, terms.releases)
+    about = {"algorithm": algorithm, **description(terms, noise)}
+    job = Job(books.job, books.data_set, terms.settings.unit, terms.settings.delta, (term,), about)
+    own_budget = smallest_budget(job)
+    if terms.settings.epsilon is not None:
+        own_budget = dataclasses.replace(own_budget, epsilon=terms.settings.epsilon)
+    ledgers = {silo: Ledger.open(books.path, silo, create=True) for silo in silos}
+    for ledger in ledgers.values():
+        ledger.check_job(job, default_budget=own_budget)
+    jobs = {
+        silo: ledger.open_job(job, default_budget=own_budget, block=books.block) for silo, ledger in ledgers.items()
+    }
+    gates = {silo: Gate(silo, table, terms, _in_ledger(jobs[silo]), noise) for silo in silos}
+    return Guards(gates, tuple(jobs.values()), tuple(ledgers.values()))
+
+
+def _in_ledger(job: OpenJob) -> Charge:
+    return lambda index: job.charge(_PHASE, index)
+
+
+def _in_memory(releases: int) -> Charge:
+    left = releases
+
+    def charge(index: int) -> None:
+        nonlocal left
+        if not left:
+            raise BudgetError(f"all {releases} releases of this job are spent; raise retries, or plan for more rounds")
+        left -= 1
+
+    return charge
+
+
+def silo_secret(derived: Callable[[], bytes], terms: Terms | None, noise_key: bytes | None) -> bytes:
+    """A silo's sampling secret. Under privacy it never follows from the seed: who knows a batch knows too much."""
+    return os.urandom(32) if terms is not None and noise_key is None else derived()
