@@ -10,6 +10,7 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as reference
 
+from secure_fvi.cli.bench_accountants import JOBS
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import (
@@ -156,3 +157,13 @@ def test_prv_refuses_where_it_would_hang() -> None:
         accounting.epsilon(Repeated(PoissonSampled(0.9, Gaussian(0.3)), 1_000), 1e-5, "prv")
     with pytest.raises(InputError, match="use pld"):
         accounting.epsilon(Repeated(PoissonSampled(1e-4, Gaussian(4.0)), 10**9), 1e-5, "prv")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_accountants_agree_on_ten_jobs(name: str) -> None:
+    event, delta = JOBS[name]
+    pld, prv, rdp = (accounting.epsilon(event, delta, by) for by in ("pld", "prv", "rdp"))
+    assert pld == pytest.approx(prv, rel=0.01)
+    assert rdp >= pld
+    # Opacus' orders end at 63, so that ours can only be better.
+    assert rdp <= accounting.epsilon(event, delta, "opacus-rdp") * (1 + 1e-4)

@@ -1,0 +1,203 @@
+"""The privacy-budget report of one data set of one silo, as data: what was charged, what it adds up to, what is left.
+
+Read from a ledger without any key. Everything in it is public within the federation: declarations, counts and times.
+`report_text`, `report_html` and `report_registry` turn it into pages.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.accounting import ORDERS, Single, epsilon, epsilon_of_rdp, grouped
+from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
+from secure_fvi.privacy.ledger_account import Account, account, read_ledger
+from secure_fvi.privacy.ledger_filter import job_curve
+from secure_fvi.privacy.ledger_state import JobRecord
+from secure_fvi.privacy.ledger_terms import Job
+from secure_fvi.privacy.report_words import adjacency, composition, not_covered
+
+_POINTS = 60
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """One charged job. epsilon: of all that it declared, at its delta; series: (round, epsilon by RDP)."""
+
+    job: str
+    algorithm: str | None
+    opened: str
+    closed: str | None
+    outcome: str | None
+    epsilon: float
+    delta: float
+    accountant: str
+    terms: list[dict[str, Any]]
+    noise: str | None
+    declared_public: list[str] | None
+    rng: str | None
+    audit_lower_bound: float | None
+    description: dict[str, Any]
+    series: list[tuple[int, float]]
+    epsilon_so_far: float  # of this job and all before it, by RDP at the budget's delta
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the officer of a silo reads. epsilon: of all jobs together, at delta, by RDP."""
+
+    data_set: str
+    silo: str
+    unit: str
+    adjacency: str
+    jobs: list[JobReport]
+    epsilon: float
+    delta: float
+    accountant: str
+    accountant_version: str
+    composition: str
+    budget: dict[str, Any]
+    remaining: float
+    strongest_belief: float
+    not_covered: list[str]
+    ledger_head: str
+    ledger_length: int
+    made: str
+    software: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_report(path: str | os.PathLike[str], silo: str | None = None, data_set: str | None = None) -> Report:
+    """The report of `data_set` of `silo`; either may be left out where the file holds only one.
+
+    Raises InputError where there is none or a choice is missing, ProtocolError for a ledger that was tampered with.
+    """
+    chains = read_ledger(path, silo)
+    if len(chains) > 1:
+        raise InputError(f"'{path}' holds ledgers of {', '.join(chains)}; choose one with --silo")
+    chain = next(iter(chains.values()))
+    if data_set is None:
+        if len(chain.budgets) != 1:
+            known = ", ".join(chain.budgets) or "none"
+            raise InputError(f"the ledger of silo '{chain.silo}' has data sets {known}; choose one with --data-set")
+        data_set = next(iter(chain.budgets))
+    return make_report(account(chain, data_set))
+
+
+def make_report(of: Account) -> Report:
+    """The report of an account."""
+    curve = np.zeros(len(ORDERS))
+    jobs = []
+    for record in of.jobs:
+        curve = curve + job_curve(record.job)
+        jobs.append(_job(record, epsilon_of_rdp(curve, of.budget.delta)))
+    return Report(
+        data_set=of.data_set,
+        silo=of.silo,
+        unit=of.budget.unit,
+        adjacency=adjacency(of.budget.unit),
+        jobs=jobs,
+        epsilon=of.epsilon,
+        delta=of.budget.delta,
+        accountant="rdp",
+        accountant_version=f"secure-fvi {version('secure-fvi')} (Renyi DP; jobs alone: dp-accounting "
+        f"{version('dp-accounting')})",
+        composition=composition(of.budget),
+        budget={
+            "epsilon": of.budget.epsilon,
+            "delta": of.budget.delta,
+            "history": [{"set": _time(at), "epsilon": b.epsilon, "delta": b.delta} for at, b in of.history],
+        },
+        remaining=of.remaining,
+        strongest_belief=1 / (1 + math.exp(-of.budget.epsilon)),
+        not_covered=not_covered(of.budget.unit, [_facts(record.job) for record in of.jobs]),
+        ledger_head=of.head.hex(),
+        ledger_length=of.length,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        software=f"secure-fvi {version('secure-fvi')}",
+    )
+
+
+def job_event(job: Job) -> Event:
+    """All releases that `job` declared, equal ones together."""
+    counts: Counter[Single] = Counter()
+    for term in job.terms:
+        for single, count in grouped(term.event).items():
+            counts[single] += count * term.count
+    return Composed(tuple(Repeated(single, count) for single, count in counts.items()))
+
+
+def _job(record: JobRecord, so_far: float) -> JobReport:
+    job, about = record.job, dict(record.job.description)
+    whole = job_event(job)
+    accountant = "pld" if all(_is_gaussian(single) for single in grouped(whole)) else "rdp"
+    public = about.get("public")
+    audit = about.get("audit_lower_bound")
+    return JobReport(
+        job=job.job,
+        algorithm=_text(about.get("algorithm")),
+        opened=_time(record.opened),
+        closed=None if record.closed is None else _time(record.closed),
+        outcome=record.outcome,
+        epsilon=epsilon(whole, job.delta, accountant),
+        delta=job.delta,
+        accountant=accountant,
+        terms=[
+            {
+                "phase": t.phase,
+                "event": to_dict(t.event),
+                "count": t.count,
+                "released": record.released.get(t.phase, 0),
+            }
+            for t in job.terms
+        ],
+        noise=_text(about.get("noise")),
+        declared_public=[str(p) for p in public] if isinstance(public, list | tuple) else None,
+        rng=_text(about.get("rng")),
+        audit_lower_bound=float(audit) if isinstance(audit, int | float) and not isinstance(audit, bool) else None,
+        description=about,
+        series=_series(job),
+        epsilon_so_far=so_far,
+    )
+
+
+def _series(job: Job) -> list[tuple[int, float]]:
+    """(releases, epsilon by RDP) as the job goes on, all its terms in step."""
+    curve, longest = job_curve(job), max(t.count for t in job.terms)
+    steps = np.unique(np.linspace(1, longest, min(longest, _POINTS)).round().astype(int))
+    return [(int(s), epsilon_of_rdp(curve * (s / longest), job.delta)) for s in steps]
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    singles = list(grouped(job_event(job)))
+    return {
+        "noise": job.description.get("noise"),
+        "public": job.description.get("public"),
+        "rng": job.description.get("rng"),
+        "sampled": any(isinstance(s, PoissonSampled) and s.rate < 1 for s in singles),
+        "floating": any(_is_gaussian(s) for s in singles),
+        "colluders": job.description.get("colluders"),
+        "dropouts": job.description.get("dropouts"),
+    }
+
+
+def _is_gaussian(single: Single) -> bool:
+    return isinstance(single.event if isinstance(single, PoissonSampled) else single, Gaussian)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _time(microseconds: int) -> str:
+    return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,77 @@
+"""The budget report as one HTML file: plots inside, nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import jinja2
+import matplotlib as mpl
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from secure_fvi.privacy.report import Report
+from secure_fvi.runs.plots import svg
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_MUTED, _GRID, _RUN, _LIMIT = "#6b7280", "#e5e7eb", "#2563eb", "#b45309"
+_STYLE = {
+    "font.size": 9,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "legend.frameon": False,
+}
+_MOST_LINES = 12
+
+
+def report_html(report: Report) -> str:
+    """The page; names from the ledger are escaped."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["number"] = lambda value: f"{value:.4g}"
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        report=report,
+        over_jobs=_picture(over_jobs(report)) if report.jobs else None,
+        over_rounds=_picture(over_rounds(report)) if report.jobs else None,
+    )
+
+
+def over_jobs(report: Report) -> Figure:
+    """Epsilon spent after each job, below the budget as it was."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+        axis = figure.subplots()
+        spent = [0.0, *(j.epsilon_so_far for j in report.jobs)]
+        axis.step(range(len(spent)), spent, where="post", color=_RUN, lw=1.8)
+        axis.scatter(range(1, len(spent)), spent[1:], color=_RUN, s=18, zorder=3)
+        axis.axhline(report.budget["epsilon"], color=_LIMIT, lw=1.2, ls="--")
+        axis.annotate("budget", (0, report.budget["epsilon"]), color=_LIMIT, xytext=(2, 3), textcoords="offset points")
+        axis.set(xlabel="jobs charged", ylabel=f"epsilon at delta {report.delta:.2g}")
+        axis.set_ylim(0, 1.12 * max(report.budget["epsilon"], *spent))
+        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+    return figure
+
+
+def over_rounds(report: Report) -> Figure:
+    """Epsilon over the rounds of each of the newest jobs by RDP; a dot for the job's own accountant."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+        axis = figure.subplots()
+        shown = report.jobs[-_MOST_LINES:]
+        for number, job in enumerate(shown):
+            color = mpl.colormaps["viridis"](0.85 * number / max(1, len(shown) - 1))
+            axis.plot(*zip(*job.series, strict=True), color=color, lw=1.6, label=job.job[:24])
+            axis.scatter([job.series[-1][0]], [job.epsilon], color=color, s=22, zorder=3)
+        axis.set(xlabel="releases", ylabel="epsilon at the job's delta", ylim=(0, None))
+        axis.grid(axis="y", color=_GRID, lw=0.6)
+        if len(shown) > 1:
+            figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def _picture(figure: Figure) -> Markup:
+    return Markup("data:image/svg+xml;base64," + base64.b64encode(svg(figure).encode()).decode())

@@ -1,0 +1,80 @@
+"""What the numbers of a report mean, and what they do not cover, for readers who are not statisticians."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from secure_fvi.privacy.ledger_terms import Budget
+
+_ALWAYS = (
+    "Other data sets. This account is of one data set of one institution. A person who is also in another data set, "
+    "here or elsewhere, has those losses on top.",
+    "The same person in several institutions. Each institution's guarantee is about its own records; for someone in m "
+    "of them the epsilons and the deltas add up, and no ledger sees the others'.",
+    "What can be learned about people in general. A model that shows that smoking causes cancer says something about "
+    "a smoker, whether or not that person's record was used.",
+    "The institution's own staff and computers, which hold the data in the clear.",
+    "Wrong or malicious inputs. A participant that sends made-up numbers can spoil the result; privacy accounting "
+    "neither prevents nor detects it.",
+    "Side channels: how long computations take, when messages arrive, how much memory is used, what crashes and logs "
+    "elsewhere show.",
+    "Releases that bypass secure-fvi: summary tables, figures, talks and earlier studies on the same data.",
+)
+
+
+def adjacency(unit: str) -> str:
+    """What 'one unit added or removed' means."""
+    if unit == "silo":
+        return "Two federations are neighbours if one has one institution more, with everything in it."
+    return (
+        "Two data sets are neighbours if one has one record more: one individual with all of its rows. "
+        "A person entered twice counts as two."
+    )
+
+
+def composition(budget: Budget) -> str:
+    """How jobs add up, and which statement is the guarantee."""
+    return (
+        "Within a job every release was declared before the first, and its epsilon is for all of them. Across jobs, "
+        "each of which may depend on earlier results, Renyi DP curves add up and a filter admits a job only while the "
+        f"total fits: whatever was and will be asked, all jobs together are within {budget}. The epsilon spent so far "
+        "is the same sum converted at the same delta, as if this list of jobs had been fixed beforehand."
+    )
+
+
+def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the guarantee leaves open, in general and for these jobs' declarations (see `report._facts`)."""
+    found = list(_ALWAYS)
+    if unit == "record":
+        found.append("Groups. For a family of k records the epsilon is k times as large, and the delta grows further.")
+    if any(job["sampled"] for job in jobs):
+        found.append(
+            "Anyone who can see who took part in a round. The epsilon counts on batches that are drawn in secret; "
+            "against the institution's own machines, or anyone who watches them, it is that of unsampled rounds."
+        )
+    if any(job["noise"] == "server" for job in jobs):
+        found.append(
+            "The server. It adds the noise itself and sees totals before that; the guarantee holds against everyone "
+            "who sees results, not against the server or whoever breaks into it."
+        )
+    if any(job["noise"] == "distributed" for job in jobs):
+        most = max((job["colluders"] for job in jobs if isinstance(job["colluders"], int)), default=None)
+        counted = f"no more than {most} of them" if most is not None else "no more of them than declared"
+        found.append(
+            "More collusion than was planned for. Institutions share the noise; the epsilon assumes that "
+            f"{counted} subtract their own share from the result or leave it out."
+        )
+    if any(job["noise"] is None for job in jobs):
+        found.append("Jobs that did not declare where their noise is added: ask who could see totals without it.")
+    public = sorted({str(p) for job in jobs for p in job["public"] or ()})
+    if public:
+        found.append(f"What was declared public and left without noise: {', '.join(public)}.")
+    if any(job["floating"] for job in jobs):
+        found.append(
+            "Floating-point noise. Gaussian noise in floating point is not exactly the Gaussian of the proofs; its "
+            "last bits may say more than the epsilon allows. Noise on integers ('distributed') has no such gap."
+        )
+    if any(isinstance(job["rng"], str) and "TEST" in job["rng"] for job in jobs):
+        found.insert(0, "ANYTHING AT ALL where noise was made with a test key: it can be replayed and subtracted.")
+    return found

@@ -1,0 +1,240 @@
+"""The budget report: its numbers are the accountants', its words follow the declarations, its page fetches nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from secure_fvi.errors import InputError
+from secure_fvi.privacy import accounting
+from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
+from secure_fvi.privacy.ledger_account import account, read_ledger
+from secure_fvi.privacy.report import Report, job_event, read_report
+from secure_fvi.privacy.report_html import report_html
+from secure_fvi.privacy.report_registry import read_facts, report_registry
+from secure_fvi.privacy.report_text import report_text
+
+SAMPLED = PoissonSampled(0.02, Gaussian(2.0))
+INTEGER = PoissonSampled(0.01, Skellam(1.8e5**2, 3.2e6, 1e5))
+
+
+def _job(name: str, event: Any, count: int, **description: Any) -> Job:
+    return Job(name, "adults", "record", 1e-6, (Term("gradient", event, count),), description)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "ledger.sqlite"
+    ledger = Ledger.open(file, "hospital-a", create=True)
+    ledger.set_budget(Budget("adults", 2.0, 1e-6))
+    ledger.set_budget(Budget("adults", 3.0, 1e-6))
+    first = ledger.open_job(_job("first", SAMPLED, 300, algorithm="SFVI", noise="server", public=[], rng="ChaCha20"))
+    for index in range(7):
+        first.charge("gradient", index)
+    first.close("finished")
+    ledger.open_job(
+        _job(
+            "<b>second</b>",
+            INTEGER,
+            400,
+            noise="distributed",
+            colluders=2,
+            public=["number of records"],
+            rng="ChaCha20",
+        )
+    )
+    ledger.close()
+    return file
+
+
+@pytest.fixture
+def report(path: Path) -> Report:
+    return read_report(path)
+
+
+def test_numbers(path: Path, report: Report) -> None:
+    first, second = report.jobs
+    assert first.accountant == "pld"
+    assert first.epsilon == accounting.epsilon(Repeated(SAMPLED, 300), 1e-6, "pld")
+    assert second.accountant == "rdp"
+    assert second.epsilon == accounting.epsilon(Repeated(INTEGER, 400), 1e-6, "rdp")
+    both = Composed((Repeated(SAMPLED, 300), Repeated(INTEGER, 400)))
+    assert report.epsilon == pytest.approx(accounting.epsilon(both, 1e-6, "rdp"), rel=1e-12)
+    assert report.epsilon == pytest.approx(second.epsilon_so_far, rel=1e-12)
+    assert first.epsilon < first.epsilon_so_far < report.epsilon < report.budget["epsilon"] == 3.0
+    assert [b["epsilon"] for b in report.budget["history"]] == [2.0, 3.0]
+    of = account(read_ledger(path)["hospital-a"], "adults")
+    assert (report.remaining, report.ledger_head) == (of.remaining, of.head.hex())
+    # The line over the releases ends at the whole job by RDP.
+    assert first.series[-1] == (300, pytest.approx(first.epsilon_so_far, rel=1e-12))
+    assert [e for _, e in first.series] == sorted(e for _, e in first.series)
+    assert first.terms[0]["released"] == 7
+
+
+def test_the_contract_of_the_json(report: Report) -> None:
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert {"data_set", "unit", "jobs", "epsilon", "delta", "accountant", "budget", "remaining", "ledger_head"} <= set(
+        data
+    )
+    assert data["jobs"][0]["declared_public"] == []
+    assert data["jobs"][0]["audit_lower_bound"] is None
+
+
+def test_equal_events_of_a_job_are_counted_together() -> None:
+    job = Job("j", "d", "record", 1e-6, (Term("a", SAMPLED, 3), Term("b", Repeated(SAMPLED, 2), 5)), {})
+    assert accounting.grouped(job_event(job)) == {SAMPLED: 13}
+
+
+def test_words_follow_the_declarations(path: Path, report: Report) -> None:
+    words = "\n".join(report.not_covered)
+    for expected in (
+        "several institutions",
+        "The server.",
+        "no more than 2",
+        "number of records",
+        "in secret",
+        "Floating",
+    ):
+        assert expected in words
+    assert "test key" not in words
+    ledger = Ledger.open(path, "hospital-a")
+    ledger.open_job(_job("careless", INTEGER, 1, rng="TEST KEY: the noise can be replayed"))
+    ledger.close()
+    after = read_report(path)
+    assert after.not_covered[0].startswith("ANYTHING AT ALL")
+    assert any("did not declare" in item for item in after.not_covered)
+
+
+def test_only_integer_noise_has_no_floating_point_gap(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path / "l", "s", create=True)
+    ledger.set_budget(Budget("adults", 3.0, 1e-6))
+    empty = account(ledger.chain, "adults")
+    ledger.open_job(_job("integers", INTEGER, 10, noise="distributed"))
+    ledger.close()
+    words = "\n".join(read_report(tmp_path / "l").not_covered)
+    assert "Floating" not in words
+    assert "The server." not in words
+    assert not empty.jobs
+
+
+def test_text(report: Report) -> None:
+    text = report_text(report)
+    for expected in (
+        "adults",
+        "hospital-a",
+        report.ledger_head,
+        "not audited",
+        "gradient 7/300",
+        "Not covered:",
+        "pld",
+    ):
+        assert expected in text
+    assert max(map(len, text.splitlines())) <= 130
+
+
+def test_the_page_is_self_contained_and_escaped(report: Report) -> None:
+    page = report_html(report)
+    assert "<b>second</b>" not in page
+    assert "&lt;b&gt;second&lt;/b&gt;" in page
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!data:)", page)
+    assert "<script" not in page
+    assert report.ledger_head in page
+
+
+def test_an_empty_account_has_a_report(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path / "l", "s", create=True)
+    ledger.set_budget(Budget("d", 1.0, 1e-6, "silo"))
+    ledger.close()
+    empty = read_report(tmp_path / "l")
+    assert empty.epsilon == 0
+    assert "No job was charged" in report_text(empty)
+    assert "No job was charged" in report_html(empty)
+    assert yaml.safe_load(report_registry(empty))["deployment"]["privacy_loss"]["privacy_unit"] == "Institution-level"
+
+
+def test_a_choice_is_asked_for(path: Path) -> None:
+    ledger = Ledger.open(path, "hospital-a")
+    ledger.set_budget(Budget("children", 1.0, 1e-6))
+    ledger.close()
+    with pytest.raises(InputError, match="data sets adults, children"):
+        read_report(path)
+    assert read_report(path, data_set="children").jobs == []
+    Ledger.open(path, "hospital-b", create=True).close()
+    with pytest.raises(InputError, match="hospital-a, hospital-b"):
+        read_report(path)
+    with pytest.raises(InputError, match="knows no data set 'elders'"):
+        read_report(path, "hospital-a", "elders")
+
+
+def test_the_registry_entry_invents_nothing(report: Report) -> None:
+    entry = yaml.safe_load(report_registry(report))
+    loss = entry["deployment"]["privacy_loss"]
+    assert loss["privacy_parameters"] == {"epsilon": 3.0, "delta": 1e-6}
+    assert entry["deployment"]["dp_variant"] == {
+        "variant_name": "Approximate DP",
+        "data_domain": None,
+        "unprotected_quantities": "number of records",
+    }
+    assert "deployment/basic/data_curators" in entry["needs_answer"]
+    assert entry["tier"] is None
+
+    def empty(node: Any, at: str) -> set[str]:
+        if isinstance(node, dict):
+            return set().union(*(empty(v, f"{at}/{k}") for k, v in node.items()))
+        return {at.strip("/")} if node is None else set()
+
+    del entry["tier"]
+    assert empty(entry, "") == set(entry["needs_answer"])
+
+
+def test_facts_complete_the_entry_and_raise_its_tier(report: Report, tmp_path: Path) -> None:
+    def everything(node: Any) -> Any:
+        return {k: everything(v) for k, v in node.items()} if isinstance(node, dict) else "answered"
+
+    entry = yaml.safe_load(report_registry(report))
+    basic = {"deployment": {"basic": everything(entry["deployment"]["basic"])}}
+    assert yaml.safe_load(report_registry(report, basic))["tier"] == 1
+    basic["deployment"]["deployment_model"] = {"data_source_type": "Static", "access_type": "Non-interactive"}
+    assert yaml.safe_load(report_registry(report, basic))["tier"] == 2
+    facts = {}
+    for path in entry["needs_answer"]:
+        *parents, last = path.split("/")
+        node = facts
+        for p in parents:
+            node = node.setdefault(p, {})
+        node[last] = "answered"
+    file = tmp_path / "facts.yaml"
+    file.write_text(yaml.safe_dump(facts))
+    full = yaml.safe_load(report_registry(report, read_facts(file)))
+    assert full["tier"] == 3
+    assert full["needs_answer"] == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"deployment": {"privacy_loss": {"privacy_parameters": {"epsilon": 0.1}}}}, "comes from the ledger"),
+        ({"deployment": {"basics": {}}}, "no field 'deployment/basics'"),
+        ({"deployment": "x"}, "must be a table"),
+    ],
+)
+def test_facts_cannot_contradict_the_ledger(report: Report, facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        report_registry(report, facts)
+
+
+@pytest.mark.parametrize("content", ["- a\n", "a: [", "!!python/object/apply:os.getcwd []\n"])
+def test_bad_facts_files(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "facts.yaml"
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"facts\.yaml"):
+        read_facts(file)
+    with pytest.raises(InputError, match="cannot read"):
+        read_facts(tmp_path / "none.yaml")
