@@ -79,7 +79,7 @@ def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
     if accountant == "pld":
         from secure_fvi.privacy.losses import loss_distribution
 
-        return float(loss_distribution(sampled, _scale(event, delta)).get_epsilon_for_delta(delta))
+        return float(loss_distribution(sampled, epsilon_of_rdp(rdp(event), delta)).get_epsilon_for_delta(delta))
     from secure_fvi.privacy import opacus_accounting
 
     if accountant == "prv":
@@ -150,10 +150,6 @@ def _gaussians(event: Event, accountant: str) -> dict[tuple[float, float], int]:
     if precision:
         sampled[1.0, 1 / math.sqrt(precision)] = 1
     return sampled
-
-
-def _scale(event: Event, delta: float) -> float:
-    return epsilon_of_rdp(rdp(event), delta)
 
 
 @lru_cache(maxsize=4096)

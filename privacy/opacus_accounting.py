@@ -50,6 +50,6 @@ def prv_epsilon(sampled: Sampled, delta: float, largest_loss: float) -> float:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return float(accountant.get_epsilon(delta, eps_error=error, delta_error=_DELTA_ERROR * delta))
+            return max(0.0, float(accountant.get_epsilon(delta, eps_error=error, delta_error=_DELTA_ERROR * delta)))
     except (RuntimeError, ValueError) as failure:
         raise InputError(f"Opacus' PRV cannot account for this: {failure}; use pld") from failure

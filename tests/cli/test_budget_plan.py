@@ -1,0 +1,154 @@
+"""`budget plan` and `budget report`: the agreed JSON, one line for bad input, nothing half-written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import CommandLine
+
+from secure_fvi.privacy import accounting
+from secure_fvi.privacy.events import Gaussian, PoissonSampled, Repeated
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
+
+BASE = ("budget", "plan", "--delta", "1e-5")
+
+
+def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
+    answer = cli(*BASE, "--epsilon", "1", "--sampling-rate", "0.05", "--rounds", "40", "--format", "json")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert {"noise_multiplier", "epsilon", "delta", "accountant", "sampling_rate", "rounds"} <= found.keys()
+    assert (found["accountant"], found["unit"], found["rounds"]) == ("pld", "record", 40)
+    event = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40)
+    assert found["epsilon"] == accounting.epsilon(event, 1e-5, "pld") <= 1
+
+
+def test_plan_in_words_marks_what_was_solved_for(cli: CommandLine) -> None:
+    answer = cli(*BASE, "--noise-multiplier", "2", "--sampling-rate", "0.05", "--rounds", "40", "--accountant", "rdp")
+    assert answer.code == 0, answer.err
+    (marked,) = [line for line in answer.out.splitlines() if "<- solved for" in line]
+    assert marked.split()[0] == "epsilon"
+    assert "cannot become" in answer.out
+    assert "who cannot see which records joined" in answer.out
+
+
+def test_plan_for_distributed_noise(cli: CommandLine) -> None:
+    given = (
+        "--epsilon",
+        "1",
+        "--sampling-rate",
+        "0.05",
+        "--rounds",
+        "40",
+        "--format",
+        "json",
+        "--noise",
+        "distributed",
+    )
+    answer = cli(*BASE, *given, "--silos", "10", "--dropouts", "2", "--colluders", "3")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert (found["accountant"], found["honest_survivors"]) == ("rdp", 5)
+    assert found["share_multiplier"] * 5**0.5 == pytest.approx(found["noise_multiplier"])
+    assert found["sum_multiplier"] == pytest.approx(found["noise_multiplier"] * 2**0.5)
+    gaussian = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40)
+    assert accounting.epsilon(gaussian, 1e-5, "rdp") < found["epsilon"] <= 1  # rounding to integers costs a little
+
+
+def test_plan_for_silos_has_no_sampling(cli: CommandLine) -> None:
+    answer = cli(*BASE, "--epsilon", "2", "--rounds", "10", "--unit", "silo", "--accountant", "rdp", "--format", "json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["sampling_rate"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--epsilon", "0", "--sampling-rate", "0.1", "--rounds", "1"), "epsilon must be"),
+        (("--epsilon", "nan", "--sampling-rate", "0.1", "--rounds", "1"), "epsilon must be"),
+        (("--epsilon", "1", "--sampling-rate", "1.7", "--rounds", "1"), "sampling rate must lie in (0, 1]"),
+        (("--epsilon", "1", "--sampling-rate", "0.1", "--rounds", "0"), "whole number of at least 1"),
+        (("--sampling-rate", "0.1", "--rounds", "1", "--noise-multiplier", "-1"), "noise_multiplier must be"),
+        (("--epsilon", "1", "--sampling-rate", "0.1", "--rounds", "1", "--delta", "1"), "delta must lie"),
+        (("--epsilon", "1", "--rounds", "1"), "are left out"),
+        (("--epsilon", "1", "--sampling-rate", "0.1", "--rounds", "1", "--noise-multiplier", "1"), "none is left out"),
+        (("--epsilon", "1", "--rounds", "1", "--unit", "silo", "--sampling-rate", "0.1"), "every round"),
+        (("--epsilon", "1", "--sampling-rate", "1", "--rounds", "1", "--noise", "distributed"), "give --silos"),
+        (
+            ("--epsilon", "1", "--sampling-rate", "1", "--rounds", "1", "--noise", "distributed", "--silos", "1"),
+            "honest survivor",
+        ),
+        (
+            (
+                *("--epsilon", "1", "--sampling-rate", "1", "--rounds", "1", "--noise", "distributed"),
+                *("--silos", "5", "--accountant", "pld"),
+            ),
+            "use rdp",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(cli: CommandLine, options: tuple[str, ...], message: str) -> None:
+    answer = cli(*BASE, *options)
+    assert answer.code == 2
+    assert message in answer.err
+    assert len(answer.err.strip().splitlines()) == 1
+    assert not answer.out
+
+
+def test_a_delta_too_large_for_the_population_is_warned_about(cli: CommandLine) -> None:
+    given = ("--epsilon", "1", "--sampling-rate", "1", "--rounds", "1", "--accountant", "rdp")
+    assert "not below 1 / 100000" in cli(*BASE, *given, "--records", "100000").err
+    assert not cli(*BASE, *given, "--records", "1000").err
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    path = tmp_path / "ledger.sqlite"
+    opened = Ledger.open(path, "hospital-a", create=True)
+    opened.set_budget(Budget("adults", 3.0, 1e-6))
+    opened.open_job(Job("fit", "adults", "record", 1e-6, (Term("gradient", Gaussian(5.0), 3),), {"noise": "silo"}))
+    opened.close()
+    return path
+
+
+def test_report_formats(cli: CommandLine, ledger: Path, tmp_path: Path) -> None:
+    answer = cli("budget", "report", str(ledger), "--format", "json")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["jobs"][0]["epsilon"] == accounting.epsilon(Repeated(Gaussian(5.0), 3), 1e-6, "pld")
+    assert "hospital-a" in cli("budget", "report", str(ledger)).out
+    facts = tmp_path / "facts.yaml"
+    facts.write_text("deployment: {basic: {name: Risk factors}}\n")
+    answer = cli(
+        *("budget", "report", str(ledger), "--format", "yaml", "--facts", str(facts)),
+        *("--curator", "Hospital A", "--use", "Research"),
+    )
+    assert answer.code == 0, answer.err
+    basic = yaml.safe_load(answer.out)["deployment"]["basic"]
+    assert (basic["name"], basic["intended_use"]) == ("Risk factors", "Research")
+    assert basic["data_curators"][0]["data_curator_name"] == "Hospital A"
+    page = tmp_path / "report.html"
+    assert cli("budget", "report", str(ledger), "--format", "html", "--out", str(page)).code == 0
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_report_of_nothing_writes_nothing(cli: CommandLine, ledger: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    for options in (
+        (str(tmp_path / "none.sqlite"),),
+        (str(ledger), "--silo", "hospital-b"),
+        (str(ledger), "--data-set", "children"),
+        (str(ledger), "--curator", "Hospital A"),
+    ):
+        answer = cli("budget", "report", *options, "--format", "html", "--out", str(out))
+        assert answer.code == 2, answer
+        assert len(answer.err.strip().splitlines()) == 1
+        assert not out.exists()
+
+
+@pytest.mark.slow
+def test_bench_accountants(cli: CommandLine) -> None:
+    answer = cli("bench", "accountants", "--json")
+    assert answer.code == 0, answer.err
+    assert len(json.loads(answer.out)["rows"]) == 10
