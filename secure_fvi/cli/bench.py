@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 
@@ -54,3 +56,19 @@ def accountants(as_json: bool, debug: bool) -> None:
     from secure_fvi.cli.bench_accountants import command
 
     command(as_json)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--releases", type=click.IntRange(1), default=2000, show_default=True, help="Charged at each block length."
+)
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="On the disk to measure; default: the temporary folder."
+)
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def ledger(as_json: bool, releases: int, folder: Path | None, debug: bool) -> None:
+    """Time the privacy ledger: a release charged, a ledger opened and verified."""
+    from secure_fvi.cli.bench_ledger import command
+
+    command(as_json, releases, folder)
