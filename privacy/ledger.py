@@ -143,8 +143,8 @@ class Ledger:
     def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
         """Raise ProtocolError and refuse all further writes if a receipt shows rows that this ledger does not have.
 
-        witness_keys: the public keys that the site accepts; a receipt by any other is refused as forged, which
-        leaves the ledger usable.
+        To be called whenever a job starts: the refusal lasts as long as this object. witness_keys: the public keys that
+        the site accepts; a receipt by any other is refused as forged, which leaves the ledger usable.
         """
         keys, chain = frozenset(witness_keys), self.chain
         for data in receipts:

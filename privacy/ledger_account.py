@@ -6,7 +6,6 @@ Everything here is public within the federation.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.ledger_chain import BUDGET, JOB, LedgerFile
+from secure_fvi.privacy.ledger_chain import LedgerFile
 from secure_fvi.privacy.ledger_state import Chain, JobRecord, read_chain
 from secure_fvi.privacy.ledger_terms import Budget
 
@@ -83,20 +82,20 @@ def account(chain: Chain, data_set: str) -> Account:
     )
 
 
-def entries(path: str | os.PathLike[str], silo: str, data_set: str) -> Iterator[Entry]:
-    """The rows of `silo` that concern `data_set`, oldest first: budgets, jobs, their releases and closings."""
-    file = LedgerFile(Path(path), read_only=True)
-    jobs: set[str] = set()
+def entries(path: str | os.PathLike[str], silo: str, data_set: str) -> list[Entry]:
+    """The rows of `silo` that concern `data_set`, oldest first: budgets, jobs, their releases and closings.
+
+    Checked like `read_ledger`.
+    """
+    file, chain, found = LedgerFile(Path(path), read_only=True), Chain(silo), []
     try:
         for row in file.rows(silo):
+            chain.follow(row)
             fields = row.fields()
-            if row.kind in (BUDGET, JOB):
-                concerned = fields.get("data_set") == data_set
-                if concerned and row.kind == JOB:
-                    jobs.add(fields["job"])
-            else:
-                concerned = fields.get("job") in jobs
-            if concerned:
-                yield Entry(row.seq, row.time, row.kind, fields)
+            record = chain.jobs.get(fields.get("job", ""))
+            if (record.job.data_set if record else fields.get("data_set")) == data_set:
+                found.append(Entry(row.seq, row.time, row.kind, fields))
+        chain.check_head()
     finally:
         file.close()
+    return found

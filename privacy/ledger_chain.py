@@ -125,10 +125,10 @@ class LedgerFile:
         """SQLite's errors as ours, naming the file."""
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
+            if type(error) is sqlite3.DatabaseError:  # what SQLite says of a file that it cannot read as its own
+                raise InputError(f"'{self.path}' is no ledger: {error}") from None
             raise SecureFVIError(f"ledger '{self.path}': {error}; nothing was charged, so nothing may leave") from None
-        except sqlite3.DatabaseError as error:
-            raise InputError(f"'{self.path}' is no ledger: {error}") from None
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The rule by which a data set's budget admits jobs that are chosen in view of earlier results: a Renyi DP filter.
 
-Feldman and Zrnic 2021 (Thm 4.3), Lecuyer 2021: as long as the declared curves at ONE order fixed beforehand sum to at
+Feldman and Zrnic 2021, Lecuyer 2021: as long as the declared curves at ONE order fixed beforehand sum to at
 most what (epsilon, delta) allows there, everything released together is (epsilon, delta)-DP, however the jobs were
 chosen. "Some order of a grid" is sound only when delta is split over the grid; docs/ledger.md has the argument. Most of
 delta goes to the order at which the data set's first job would use up the whole budget, the rest to four

@@ -148,7 +148,7 @@ class Job:
             "unit": self.unit,
             "delta": float(self.delta),
             "terms": [[t.phase, to_dict(t.event), t.count] for t in self.terms],
-            "description": {key: list(v) if isinstance(v, tuple) else v for key, v in self.description.items()},
+            "description": {key: _lists(value) for key, value in self.description.items()},
         }
 
     @classmethod
@@ -167,6 +167,11 @@ def check_keys(body: object, *names: str) -> None:
     """Raises InputError unless `body` is a table of exactly `names`."""
     if not isinstance(body, Mapping) or set(body) != set(names):
         raise InputError(f"a row's content must have the fields {', '.join(names)}")
+
+
+def _lists(value: Any) -> Any:
+    # As it comes back from a row.
+    return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: object, depth: int = 0) -> bool:

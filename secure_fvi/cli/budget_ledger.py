@@ -59,7 +59,7 @@ def verify(
 ) -> None:
     """Check every row of LEDGER: hashes, signatures, order, budgets, counts. Exits 1 and names the first bad row.
 
-    Without receipts of witnesses, rows cut off at the end cannot be missed by anyone.
+    Rows that were cut off at the end are found with receipts of witnesses only.
     """
     from secure_fvi.errors import InputError
     from secure_fvi.privacy.ledger_keys import load_public_key
