@@ -79,7 +79,8 @@ def _check_budget(chain: Chain, seq: int) -> None:
     newest = list(chain.jobs.values())[-1]
     before = [r.job for r in chain.charged(newest.job.data_set)[:-1]]
     asked = job_curve(newest.job)
-    if filter_of(newest.budget, before, asked).order_for(asked) is None:
+    # Curves differ in their last digits from machine to machine, and a job may have used its budget up to the last.
+    if filter_of(newest.budget, before, asked).order_for(asked * (1 - 1e-9)) is None:
         raise ProtocolError(
             f"ledger of silo '{chain.silo}', row {seq}: job '{newest.job.job}' exceeds the budget of data set "
             f"'{newest.job.data_set}', {newest.budget}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -143,6 +144,14 @@ def test_a_key_with_a_passphrase(cli: CommandLine, monkeypatch: pytest.MonkeyPat
     assert code == 2
     assert "is encrypted; set SECURE_FVI_PASSPHRASE" in err
     assert verify(cli)[0] == 0  # needs no private key
+
+
+def test_bench_ledger_measures_each_block_length(cli: CommandLine, tmp_path: Path) -> None:
+    code, out, _ = cli("bench", "ledger", "--json", "--releases", 20, "--folder", tmp_path)
+    assert code == 0
+    found = json.loads(out)["ms"]
+    assert {"charge, block 1", "charge, block 16", "verify 28 rows"} <= found.keys()
+    assert cli("bench", "ledger", "--folder", tmp_path / "none")[0] == 2
 
 
 def _foreign_key(folder: Path) -> Path:

@@ -416,6 +416,24 @@ print([m for m in ("torch", "pyro", "opacus", "dp_accounting", "scipy") if m in 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "[]\n"
 
 
+def test_reading_for_reports(tmp_path: Path) -> None:
+    job = _open(tmp_path)
+    job.charge("gradient", 0)
+    job.close("finished")
+    path = tmp_path / "ledger.sqlite"
+    chain = read_ledger(path, "a")["a"]
+    assert [e.kind for e in entries(path, "a", "adult")] == ["budget", "job", "release", "close"]
+    assert entries(path, "a", "other") == []
+    with pytest.raises(InputError, match="knows no data set 'other'; it knows adult"):
+        account(chain, "other")
+    with pytest.raises(InputError, match="holds no ledger of silo 'b'"):
+        read_ledger(path, "b")
+    tamper(tmp_path, "UPDATE rows SET signature = '' WHERE seq = 5")
+    for read in (lambda: read_ledger(path), lambda: entries(path, "a", "adult")):
+        with pytest.raises(ProtocolError, match="row 5: its signature"):
+            read()
+
+
 def test_no_secret_shows_in_a_repr(tmp_path: Path) -> None:
     ledger = new_ledger(tmp_path)
     job = ledger.open_job(gaussian_job())
