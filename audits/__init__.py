@@ -1,1 +1,1 @@
-"""Audits: attacks on what a run shows, each beside a control that must be caught."""
+"""Attacks on a fit, and what they prove: lower bounds with confidence, never upper ones."""

@@ -8,7 +8,7 @@ those of silo-level latents with them, and gives back nothing that has not been 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from secure_fvi.privacy.clipping import noisy_clipped_sum
 from secure_fvi.privacy.noise import NoiseSource, gaussian, skellam
 from secure_fvi.privacy.terms import Terms
 
-#: Charges one release to the ledger, by sum index, before it leaves; raises BudgetError where nothing is left.
-Charge = Callable[[int], None]
+#: Charges one release to the ledger, by phase and sum index, before it leaves; raises BudgetError where nothing is left.
+Charge = Callable[[str, int], None]
 
 
 class Release(NamedTuple):
@@ -38,27 +38,42 @@ class RecordRelease(NamedTuple):
 
 
 class Gate:
-    """One silo's gate. `terms` None: no differential privacy."""
+    """One silo's gate, with the blocks of each phase and its terms. No terms: no differential privacy."""
 
     def __init__(
         self,
         silo: str,
-        table: BlockTable,
-        terms: Terms | None = None,
+        tables: Mapping[str, BlockTable],
+        terms: Mapping[str, Terms] | None = None,
         charge: Charge | None = None,
         noise: NoiseSource | None = None,
     ) -> None:
-        if (terms is None) != (charge is None):
+        if bool(terms) != (charge is not None):
             raise AggregationError(f"silo '{silo}': a job under privacy needs its ledger")
-        self.silo, self.table, self.terms = silo, table, terms
+        if terms and set(terms) != set(tables):
+            raise AggregationError(f"silo '{silo}': under privacy every phase needs its terms")
+        self.silo = silo
+        self._tables, self._terms = tables, dict(terms or {})
         self._charge, self._noise = charge, noise or NoiseSource()
-        self._index, self._clip, self._cohort = -1, 0.0, 0
+        self._index, self._phase, self._clip = -1, next(iter(tables)), 0.0
         #: Records or contributions that were not finite and counted as zero, so far. For the silo's own eyes.
         self.dropped = 0
 
-    def begin(self, index: int, cohort: int = 0, clip: float | None = None) -> None:
+    @property
+    def table(self) -> BlockTable:
+        """Of the phase that was begun."""
+        return self._tables[self._phase]
+
+    @property
+    def terms(self) -> Terms | None:
+        """Of the phase that was begun; None without privacy."""
+        return self._terms.get(self._phase)
+
+    def begin(self, index: int, phase: str, cohort: int = 0, clip: float | None = None) -> None:
         """Expect the one release of sum `index`, by `cohort` silos, clipped to `clip` where the norm adapts."""
-        self._index, self._cohort = index, cohort
+        if phase not in self._tables:
+            raise ProtocolError(f"silo '{self.silo}': the algorithm has no phase of the given name")
+        self._index, self._phase = index, phase
         if self.terms is not None:
             self._clip = clip if clip is not None and self.terms.adaptive else self.terms.settings.clipping_norm
             if not (np.isfinite(self._clip) and self._clip > 0):
@@ -169,7 +184,7 @@ class Gate:
     def _pay(self, index: int) -> None:
         """Spend before release: nothing has left yet, and nothing does where this raises."""
         assert self._charge is not None
-        self._charge(index)
+        self._charge(self._phase, index)
 
     def _check_length(self, values: FloatArray, length: int) -> None:
         if values.shape != (length,):

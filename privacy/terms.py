@@ -25,6 +25,8 @@ _ROOM = 64.0
 #: Binary logarithm of the noise's standard deviation in lattice steps: fine enough that rounding costs little, coarse
 #: enough that Poisson draws of half its square are exact in double precision.
 _NOISE_BITS = 17
+#: Binary logarithm of the finest lattice; many silos' sums of it are still exact integers.
+_FINEST_BITS = 24
 #: Factor by which noise grows until a ledger's filter takes the job.
 _STEP_TO_FIT = 1.002
 #: Block of the side coordinate by what it counts.
@@ -169,7 +171,7 @@ def _mechanism(noise_multiplier: float, resolution: int, dimension: int) -> Gaus
 
 
 def _resolution(noise_multiplier: float) -> int:
-    return int(2 ** max(0, math.floor(_NOISE_BITS - math.log2(noise_multiplier))))
+    return int(2 ** min(max(0, math.floor(_NOISE_BITS - math.log2(noise_multiplier))), _FINEST_BITS))
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
-from secure_fvi.algorithms.base import Problem, Step
+from secure_fvi.algorithms.base import Algorithm, Problem, Step
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
@@ -36,7 +36,6 @@ from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
-_EXPECTED_ROUNDS = 5_000  # of a run that stops by itself, for the choice to compile
 
 
 class Progress(NamedTuple):
@@ -55,7 +54,7 @@ class Progress(NamedTuple):
 def fit(
     model: FederatedModel,
     silos: Sequence[Data],
-    algorithm: SFVI | None = None,
+    algorithm: Algorithm | None = None,
     aggregation: SecureSum | None = None,
     privacy: DP | None = None,
     seed: int = 0,
@@ -104,7 +103,7 @@ def fit(
             objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
             due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
             if privacy is not None:  # a round that is run again is released, and paid for, again
-                due = server.state.algorithm.round % books.block == 0
+                due = server.rounds % books.block == 0
             if checkpoint_dir is not None and (due or finished):
                 _save(server, engine, checkpoint_dir, tuple(objectives), finished, time.monotonic() - began)
                 last_save = time.monotonic()
@@ -117,7 +116,7 @@ def fit(
 def build_parties(
     model: FederatedModel,
     silos: Sequence[Data],
-    algorithm: SFVI,
+    algorithm: Algorithm,
     aggregation: SecureSum,
     seed: int = 0,
     silo_ids: Sequence[str] | None = None,
@@ -142,7 +141,7 @@ def build_parties(
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
     layout, start = read_layout(model, schema, dtype)
     where = _device(device)
-    calls = (algorithm.iterations or _EXPECTED_ROUNDS) * len(silos)
+    calls = algorithm.expected_calls * len(silos)
     problem = Problem(
         model, schema.to(where), layout, LogDensity(model, layout, schema.to(where)), start, ordered, seed, dtype,
         where, choose_mode(compile, calls, work_of(silos, algorithm)), privacy,
@@ -150,7 +149,7 @@ def build_parties(
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
-    guards = build_guards(ordered, program.table, terms, algorithm.name, books or Books(), noise)
+    guards = build_guards(ordered, program.tables, terms, algorithm.name, books or Books(), noise)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
     silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
     built = {
@@ -160,7 +159,7 @@ def build_parties(
             silo_program,
             read[name][1],
             ids[name],
-            silo_secret(lambda name=name: _secret(seed, name, record_ids), terms, noise_key),  # type: ignore[misc]
+            silo_secret(lambda name=name: _secret(seed, name, record_ids), bool(terms), noise_key),  # type: ignore[misc]
             silo_sums[name],
             guards.gates[name],
         )
@@ -169,7 +168,7 @@ def build_parties(
     return Server(problem, program, server_sum, noise), LocalEngine(built), guards
 
 
-def work_of(silos: Sequence[Data], algorithm: SFVI) -> int:
+def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
     """Numbers that the largest silo's step goes through."""
     sizes = [sum(v.numel() for v in silo.values() if isinstance(v, Tensor)) for silo in silos]
     return max(sizes, default=0) * algorithm.importance_samples
@@ -239,12 +238,12 @@ def _save(
         silo.settle(server.state.accepted)
     done = _Done(objectives, finished, seconds, engine.exchanges, engine.bytes_up, engine.bytes_down)
     locals_ = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    save_checkpoint(directory, server.state.algorithm.round, {"server": server.state, "run": done, **locals_})
+    save_checkpoint(directory, server.rounds, {"server": server.state, "run": done, **locals_})
 
 
-def _progress(server: Server, engine: LocalEngine, algorithm: SFVI, step: Step) -> Progress:
+def _progress(server: Server, engine: LocalEngine, algorithm: Algorithm, step: Step) -> Progress:
     return Progress(
-        server.state.algorithm.round,
+        server.rounds,
         algorithm.most_rounds,
         step.objective,
         step.learning_rate,
@@ -258,7 +257,7 @@ def _progress(server: Server, engine: LocalEngine, algorithm: SFVI, step: Step) 
 def _result(
     server: Server,
     engine: LocalEngine,
-    algorithm: SFVI,
+    algorithm: Algorithm,
     aggregation: SecureSum,
     objectives: Sequence[float],
     seconds: float,
@@ -270,7 +269,7 @@ def _result(
     converged = server.program.converged(state)
     if not converged:
         warnings.warn(
-            f"{algorithm.name} ended after {state.round} rounds without converging; "
+            f"{algorithm.name} ended after {server.rounds} rounds without converging; "
             "raise max_iterations or iterations, or rescale the data",
             SecureFVIWarning,
             stacklevel=3,
@@ -280,7 +279,7 @@ def _result(
         algorithm=algorithm.name,
         seed=problem.seed,
         silos=list(problem.silos),
-        rounds=state.round,
+        rounds=server.rounds,
         seconds=seconds,
         elbo=_number(tail.mean()),
         converged=converged,
@@ -288,7 +287,7 @@ def _result(
         theta=problem.density.constrain(posterior.eta["loc"], posterior.theta)[1],
         metrics={
             "elbo_sd": _number(tail.std()),
-            "r_hat": state.monitor.r_hat,
+            **server.program.metrics(state),
             "records": server.state.records,
             "execution": problem.mode,
         },

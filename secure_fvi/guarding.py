@@ -20,8 +20,6 @@ from secure_fvi.privacy.ledger_filter import smallest_budget
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.terms import Terms
 
-_PHASE = "round"
-
 
 @dataclass(frozen=True)
 class Books:
@@ -49,7 +47,7 @@ class Guards(NamedTuple):
     @property
     def last_index(self) -> int:
         """The largest sum index that any silo has charged: a resumed job goes on above it."""
-        return max((job.last_index(_PHASE) for job in self.jobs), default=-1)
+        return max((job.last_index(term.phase) for job in self.jobs for term in job.job.terms), default=-1)
 
     def close(self, outcome: str) -> None:
         for job in self.jobs:
@@ -58,8 +56,9 @@ class Guards(NamedTuple):
             ledger.close()
 
 
-def strong_enough(aggregation: SecureSum, terms: Terms | None) -> SecureSum:
+def strong_enough(aggregation: SecureSum, by_phase: Mapping[str, Terms]) -> SecureSum:
     """The sum, made to refuse fewer survivors than distributed noise counts on. Raises InputError where it cannot."""
+    terms = next(iter(by_phase.values()), None)
     if terms is None or terms.settings.noise != "distributed":
         return aggregation
     if isinstance(aggregation, Plain):
@@ -74,46 +73,49 @@ def strong_enough(aggregation: SecureSum, terms: Terms | None) -> SecureSum:
 
 
 def build_guards(
-    silos: Sequence[str], table: BlockTable, terms: Terms | None, algorithm: str, books: Books, noise: NoiseSource
+    silos: Sequence[str],
+    tables: Mapping[str, BlockTable],
+    terms: Mapping[str, Terms],
+    algorithm: str,
+    books: Books,
+    noise: NoiseSource,
 ) -> Guards:
     """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job."""
-    if terms is None:
-        return Guards({silo: Gate(silo, table) for silo in silos}, (), ())
+    if not terms:
+        return Guards({silo: Gate(silo, tables) for silo in silos}, (), ())
     if books.path is None:
-        gates = {silo: Gate(silo, table, terms, _in_memory(terms.releases), noise) for silo in silos}
+        gates = {silo: Gate(silo, tables, terms, _in_memory(terms), noise) for silo in silos}
         return Guards(gates, (), ())
-    term = Term(_PHASE, terms.event, terms.releases)
+    declared = tuple(Term(phase, t.event, t.releases) for phase, t in terms.items())
+    settings = next(iter(terms.values())).settings
     about = {"algorithm": algorithm, **description(terms, noise)}
-    job = Job(books.job, books.data_set, terms.settings.unit, terms.settings.delta, (term,), about)
+    job = Job(books.job, books.data_set, settings.unit, settings.delta, declared, about)
     own_budget = smallest_budget(job)
-    if terms.settings.epsilon is not None:
-        own_budget = dataclasses.replace(own_budget, epsilon=terms.settings.epsilon)
+    if settings.epsilon is not None:
+        own_budget = dataclasses.replace(own_budget, epsilon=max(own_budget.epsilon, settings.epsilon))
     ledgers = {silo: Ledger.open(books.path, silo, create=True) for silo in silos}
     for ledger in ledgers.values():
         ledger.check_job(job, default_budget=own_budget)
     jobs = {
         silo: ledger.open_job(job, default_budget=own_budget, block=books.block) for silo, ledger in ledgers.items()
     }
-    gates = {silo: Gate(silo, table, terms, _in_ledger(jobs[silo]), noise) for silo in silos}
+    gates = {silo: Gate(silo, tables, terms, jobs[silo].charge, noise) for silo in silos}
     return Guards(gates, tuple(jobs.values()), tuple(ledgers.values()))
 
 
-def _in_ledger(job: OpenJob) -> Charge:
-    return lambda index: job.charge(_PHASE, index)
+def _in_memory(terms: Mapping[str, Terms]) -> Charge:
+    left = {phase: t.releases for phase, t in terms.items()}
 
-
-def _in_memory(releases: int) -> Charge:
-    left = releases
-
-    def charge(index: int) -> None:
-        nonlocal left
-        if not left:
-            raise BudgetError(f"all {releases} releases of this job are spent; raise retries, or plan for more rounds")
-        left -= 1
+    def charge(phase: str, index: int) -> None:
+        if not left[phase]:
+            raise BudgetError(
+                f"all {terms[phase].releases} releases of this job are spent; raise retries, or plan for more rounds"
+            )
+        left[phase] -= 1
 
     return charge
 
 
-def silo_secret(derived: Callable[[], bytes], terms: Terms | None, noise_key: bytes | None) -> bytes:
+def silo_secret(derived: Callable[[], bytes], private: bool, noise_key: bytes | None) -> bytes:
     """A silo's sampling secret. Under privacy it never follows from the seed: who knows a batch knows too much."""
-    return os.urandom(32) if terms is not None and noise_key is None else derived()
+    return os.urandom(32) if private and noise_key is None else derived()

@@ -14,7 +14,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
 #: Scalar of a broadcast that the server adds where the clipping norm adapts.
@@ -55,6 +55,7 @@ def encode_broadcast(message: Broadcast) -> bytes:
             list(message.cohort),
             dict(message.scalars),
             pack_tensors(message.tensors),
+            message.phase,
         ]
     )
     return packed
@@ -66,8 +67,8 @@ def decode_broadcast(raw: bytes) -> Broadcast:
         fields = msgpack.unpackb(raw)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError("a broadcast is not MessagePack") from error
-    _require(isinstance(fields, list) and len(fields) == 7, "a broadcast has seven fields")
-    version, round_, index, accepted, cohort, scalars, tensors = fields
+    _require(isinstance(fields, list) and len(fields) == 8, "a broadcast has eight fields")
+    version, round_, index, accepted, cohort, scalars, tensors, phase = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
     _require(all(type(n) is int and n >= 0 for n in (round_, index, accepted)), "malformed round numbers")
     _require(isinstance(cohort, list) and all(isinstance(s, str) for s in cohort), "malformed cohort")
@@ -76,7 +77,8 @@ def decode_broadcast(raw: bytes) -> Broadcast:
         and all(isinstance(k, str) and type(v) in (int, float) and math.isfinite(v) for k, v in scalars.items()),
         "malformed scalars",
     )
-    return Broadcast(round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors))
+    _require(isinstance(phase, str), "malformed phase")
+    return Broadcast(round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors), phase)
 
 
 def _require(condition: bool, what: str) -> None:

@@ -37,28 +37,36 @@ class Server:
     ) -> None:
         self.problem, self.program, self._sum = problem, program, secure_sum
         self._noise = noise or NoiseSource()
-        clip = program.terms.settings.clipping_norm if program.terms is not None else 0.0
+        clip = max((terms.settings.clipping_norm for terms in program.terms.values()), default=0.0)
         self.state = ServerState(program.init(), 0, 0, None, clip)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds done."""
+        return self.program.rounds(self.state.algorithm)
 
     def claim(self) -> dict[str, Any] | None:
         """What the job guarantees, None without differential privacy."""
         from secure_fvi.privacy.claim import claim
 
-        return claim(self.program.terms, self._noise) if self.program.terms is not None else None
+        return claim(self.program.terms, self._noise) if self.program.terms else None
 
     def skip_to(self, index: int) -> None:
         """Use no sum index up to `index` again: silos may have released under them before a crash."""
         self.state = self.state._replace(last_index=max(self.state.last_index, index))
 
     def round(self) -> Exchanges[Step]:
-        """One round: one secure sum. Raises AggregationError when too few silos survive; the state is unchanged
-        but for the index, which is never used again."""
+        """One secure sum, which is a round or a phase of one.
+
+        Raises AggregationError when too few silos survive; the state is unchanged but for the index, which is never
+        used again.
+        """
         state = self.state
         index = state.last_index + 1
         self.state = state._replace(last_index=index)
         yield from _wrapped(self._sum.prepare(index))
         message = self.program.broadcast(state.algorithm, index, state.accepted)
-        terms, table = self.program.terms, self.program.table
+        terms, table = self.program.terms.get(message.phase), self.program.tables[message.phase]
         if terms is not None and terms.adaptive:
             message = message._replace(scalars={**message.scalars, CLIP: state.clip})
         body = encode_broadcast(message)

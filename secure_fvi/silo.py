@@ -66,10 +66,10 @@ class Silo:
         broadcast = decode_broadcast(body)
         self.settle(broadcast.accepted)
         index, cohort = broadcast.sum_index, broadcast.cohort
-        self.gate.begin(index, len(cohort), broadcast.scalars.get(CLIP))
+        self.gate.begin(index, broadcast.phase, len(cohort), broadcast.scalars.get(CLIP))
         release, local = self.program.contribute(broadcast, self.local, self.view, self.gate)
         context = hashlib.sha256(body).digest()
-        answer = self._sum.contribute(release.sum_index, cohort, self.program.table, release.values, context)
+        answer = self._sum.contribute(release.sum_index, cohort, self.gate.table, release.values, context)
         self.pending = Pending(broadcast.sum_index, local)
         return answer
 

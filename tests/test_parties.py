@@ -131,11 +131,11 @@ def test_a_silo_refuses_unknown_messages() -> None:
 def test_the_gate_refuses_what_is_not_finite_or_past_its_bound(bad: float) -> None:
     table = BlockTable((Block("first", (2,), 2.0), Block("second", (3,), 2.0)))
     values = np.array([2.0, -2.0, 0.0, 0.1, 0.2])
-    gate = Gate("here", table)
-    gate.begin(1)
+    gate = Gate("here", {"round": table})
+    gate.begin(1, "round")
     assert gate.release(values).values is values
     values[3] = bad
-    gate.begin(2)
+    gate.begin(2, "round")
     with pytest.raises(AggregationError, match="its part of 'second' is not finite or exceeds") as caught:
         gate.release(values)
     assert "2.1" not in str(caught.value)

@@ -104,7 +104,7 @@ def test_minibatch_gradients_are_unbiased() -> None:
         silo = engine.silos["silo-1"]
         message = server.program.broadcast(server.state.algorithm, 1, 0)
         for round_ in range(2000):
-            silo.gate.begin(round_)
+            silo.gate.begin(round_, "round")
             release, _ = silo.program.contribute(message._replace(round=round_), silo.local, silo.view, silo.gate)
             sums[rate].append(release.values)
     full, part = np.array(sums[1.0]), np.array(sums[0.3])

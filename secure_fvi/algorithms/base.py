@@ -54,8 +54,12 @@ class SiloView(NamedTuple):
     silo_draws: KeyedDraws
 
 
+#: The phase of algorithms whose round is one sum.
+ROUND_PHASE = "round"
+
+
 class Broadcast(NamedTuple):
-    """What the server sends in a round. May be seen by everyone."""
+    """What the server sends before a secure sum. May be seen by everyone."""
 
     round: int
     sum_index: int  # of the secure sum that answers it; never used twice
@@ -63,6 +67,7 @@ class Broadcast(NamedTuple):
     cohort: tuple[str, ...]
     scalars: Mapping[str, float]
     tensors: Mapping[str, Tensor]
+    phase: str = ROUND_PHASE  # which of the algorithm's sums this is
 
 
 class Step(NamedTuple):
@@ -93,17 +98,41 @@ class LocalFit(NamedTuple):
     importance_samples: int
 
 
+class Algorithm(Protocol):
+    """A frozen configuration, as the user writes it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds after which a run ends whatever happens."""
+        ...
+
+    @property
+    def expected_calls(self) -> int:
+        """Traced calls a silo will make, for the choice to compile."""
+        ...
+
+    @property
+    def importance_samples(self) -> int: ...
+
+    def server(self, problem: Problem) -> ServerProgram: ...
+
+    def silo(self, problem: Problem) -> SiloProgram: ...
+
+
 class ServerProgram(Protocol):
     """The server's half of an algorithm on one problem. Its state is a NamedTuple of tensors and plain values."""
 
     @property
-    def table(self) -> BlockTable:
-        """The blocks of a contribution, the same at every party."""
+    def tables(self) -> Mapping[str, BlockTable]:
+        """The blocks of a contribution by phase, the same at every party."""
         ...
 
     @property
-    def terms(self) -> Terms | None:
-        """What is released under differential privacy, the same at every party."""
+    def terms(self) -> Mapping[str, Terms]:
+        """What each phase releases under differential privacy, the same at every party; empty without."""
         ...
 
     def init(self) -> Any:
@@ -115,7 +144,14 @@ class ServerProgram(Protocol):
         ...
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
-        """The next state, from the total (table.size,) times `scale`, for silos that were absent."""
+        """The next state, from the total (table.size,) times `scale`, for silos that were absent.
+
+        Where a round has several phases the state says which comes next, and only the last one's step may be finished.
+        """
+        ...
+
+    def rounds(self, state: Any) -> int:
+        """Rounds done."""
         ...
 
     def posterior(self, state: Any) -> Posterior:
@@ -126,15 +162,19 @@ class ServerProgram(Protocol):
         """Whether the result deserves trust; a run that ends without is reported as such."""
         ...
 
+    def metrics(self, state: Any) -> dict[str, float | None]:
+        """What the algorithm adds to the metrics of a result."""
+        ...
+
 
 class SiloProgram(Protocol):
     """The silos' half. Local state is a NamedTuple of tensors and plain values and never leaves the silo."""
 
     @property
-    def table(self) -> BlockTable: ...
+    def tables(self) -> Mapping[str, BlockTable]: ...
 
     @property
-    def terms(self) -> Terms | None: ...
+    def terms(self) -> Mapping[str, Terms]: ...
 
     def init_local(self, view: SiloView) -> Any:
         """A silo's state before the first round."""

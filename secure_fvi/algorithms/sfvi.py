@@ -32,6 +32,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "exponential": lambda t: 0.01**t,
 }
 
+_EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
+
 
 @dataclass(frozen=True)
 class SFVI:
@@ -91,6 +93,10 @@ class SFVI:
     @property
     def most_rounds(self) -> int:
         return self.iterations or self.max_iterations
+
+    @property
+    def expected_calls(self) -> int:
+        return self.iterations or _EXPECTED_ROUNDS
 
     def multiplier(self, round_: int) -> float:
         """Of the learning rate in a run of fixed length."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import Problem, cohort_size
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, cohort_size
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params, global_family
@@ -39,7 +39,9 @@ class SFVIFrame:
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
         self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
         self.terms = self._terms()
+        self.terms_by_phase = {ROUND_PHASE: self.terms} if self.terms is not None else {}
         self.table = self._table()
+        self.tables = {ROUND_PHASE: self.table}
 
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy

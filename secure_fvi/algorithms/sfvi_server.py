@@ -45,7 +45,8 @@ class SFVIServer:
         self.config, self.problem = config, problem
         self.frame = SFVIFrame(config, problem)
         self.family, self.optimizer = self.frame.family, self.frame.optimizer
-        self.table, self.terms = self.frame.table, self.frame.terms
+        self.table = self.frame.table
+        self.tables, self.terms = self.frame.tables, self.frame.terms_by_phase
         self._releases_objective = any(b.name == "objective" for b in self.table.blocks)
         self._draws = server_draws(problem.seed)
         self._gradient: Callable[..., ServerGradient] = server_gradient(problem.density, self.family)
@@ -115,6 +116,12 @@ class SFVIServer:
         if self.config.iterations is None:
             return state.monitor.converged
         return state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
+
+    def rounds(self, state: SFVIState) -> int:
+        return state.round
+
+    def metrics(self, state: SFVIState) -> dict[str, float | None]:
+        return {"r_hat": state.monitor.r_hat}
 
     def _noise(self, round_: int) -> Tensor:
         return self.frame.move(self._draws.normals(round_, self.family.noise_size)[0])

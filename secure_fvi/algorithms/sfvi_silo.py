@@ -57,7 +57,7 @@ class SFVISilo:
     def __init__(self, config: SFVI, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = frame = SFVIFrame(config, problem)
-        self.table, self.terms = frame.table, frame.terms
+        self.tables, self.terms = frame.tables, frame.terms_by_phase
         self.optimizer = frame.optimizer
         plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
         self._gradient: Callable[..., SiloGradient] = plain
@@ -77,7 +77,7 @@ class SFVISilo:
     def init_local(self, view: SiloView) -> SFVILocal:
         start, frame = view.start, self.frame
         z_record, z_silo = start.z_record, start.z_silo
-        if self.terms is not None:  # a start that the silo's data had a part in would be a release without noise
+        if self.terms:  # a start that the silo's data had a part in would be a release without noise
             z_record, z_silo = self.problem.start.z_record[:1].expand_as(z_record), self.problem.start.z_silo
         record = frame.local_family.init(frame.move(z_record))
         silo = frame.silo_family.init(frame.move(z_silo).unsqueeze(0))
@@ -117,7 +117,7 @@ class SFVISilo:
         )  # fmt: skip
         values = flat.cpu().numpy().astype(np.float64)
         # Under silo privacy neither the bound nor the number of records is released.
-        values = values[:-1] if self.terms is not None else np.append(values, float(view.size))
+        values = values[:-1] if self.terms else np.append(values, float(view.size))
         record, record_moments = put(local.record, at, record), put(local.record_moments, at, record_moments)
         return gate.release(values), _Stepped(record, record_moments, silo, silo_moments)
 
@@ -156,11 +156,11 @@ class SFVISilo:
         own = self._own(shared, local.silo, eps_silo) if self.frame.n_silo else None
         data_free = None
         if own is not None:
-            assert self.terms is not None
+            assert self.frame.terms is not None
             data_free = rate * flat_gradient(own._replace(silo={}), self.frame.couples)
-            if self.terms.extent.side:
+            if self.frame.terms.extent.side:
                 data_free = torch.cat([data_free, rate * own.value.reshape(1)])
-        public = [float(view.size)] if any(b.name == "records" for b in self.table.blocks) else []
+        public = [float(view.size)] if any(b.name == "records" for b in self.frame.table.blocks) else []
         release, hidden = gate.release_records(chunks(), data_free, public)
         silo, silo_moments = local.silo, local.silo_moments
         if own is not None:

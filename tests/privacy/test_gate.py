@@ -1,0 +1,241 @@
+"""The gate under privacy: one record moves a release by at most the clipping norm, and nothing goes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block
+from secure_fvi.errors import AggregationError, BudgetError, ProtocolError
+from secure_fvi.privacy.events import PoissonSampled, Skellam
+from secure_fvi.privacy.gate import Gate, RecordRelease
+from secure_fvi.privacy.noise import SYSTEM_SOURCE, NoiseSource
+from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
+from secure_fvi.privacy.terms import Extent, Terms, agree
+
+SHARED, HIDDEN = 4, 2
+TEST_KEY = NoiseSource(b"test")
+
+
+def record_terms(noise: str = "distributed", side: int = 0, clip: float = 2.0, multiplier: float = 1.0) -> Terms:
+    share = 0.2 if side else 0.0
+    asked = RecordDP(noise_multiplier=multiplier, clipping_norm=clip, noise=noise, objective_share=share)  # type: ignore[arg-type]
+    return agree(asked, 3, 0.5, 10, Extent(SHARED, HIDDEN, side))
+
+
+def make_gate(terms: Terms, noise: NoiseSource = TEST_KEY, paid: list[int] | None = None) -> Gate:
+    shared = Block("direct", (terms.extent.shared,), 1.0)
+    charge = (paid if paid is not None else []).append
+    return Gate("here", {"round": terms.table([shared], [])}, {"round": terms}, lambda _, index: charge(index), noise)
+
+
+def releases(gate: Gate, rows: Tensor, objective: Tensor | None = None, index: int = 1) -> RecordRelease:
+    values = torch.zeros(len(rows)) if objective is None else objective
+    gate.begin(index, "round", gate.terms.cohort)  # type: ignore[union-attr]
+    return gate.release_records([(rows, values)], None, [])
+
+
+def joint(gate: Gate, out: RecordRelease) -> np.ndarray:
+    """Everything noised, shared and hidden, in natural units."""
+    terms, clip = gate.terms, gate.terms.settings.clipping_norm  # type: ignore[union-attr]
+    return np.concatenate([out.release.values * terms.step(clip), out.hidden.numpy()])  # type: ignore[union-attr]
+
+
+anything = st.floats(allow_nan=True, allow_infinity=True, width=64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays(np.float64, (5, SHARED + HIDDEN), elements=anything), st.sampled_from(["distributed", "silo", "server"]))
+def test_one_record_moves_the_release_by_at_most_the_clipping_norm(rows: np.ndarray, noise: str) -> None:
+    """Same noise with and without the first record, whatever it holds: shared and hidden parts together."""
+    terms = record_terms(noise)
+    gate = make_gate(terms)
+    data = torch.from_numpy(rows)
+    with_it, without = joint(gate, releases(gate, data)), joint(gate, releases(gate, data[1:], index=1))
+    rounding = terms.step(2.0) * np.sqrt(terms.dimension) if terms.resolution else 1e-9
+    assert np.isfinite(with_it).all()
+    assert np.linalg.norm(with_it - without) <= 2.0 + rounding
+
+
+def test_the_event_allows_for_rounding() -> None:
+    terms = record_terms()
+    event = terms.event
+    assert isinstance(event, PoissonSampled)
+    assert isinstance(event.event, Skellam)
+    assert event.event.l2 == terms.resolution + np.sqrt(terms.dimension)
+    assert event.event.variance == (terms.noise_multiplier * terms.resolution) ** 2
+
+
+def test_gradient_and_objective_share_one_clipping_norm() -> None:
+    terms = record_terms("silo", side=1, clip=3.0)
+    gate = make_gate(terms)
+    loud = torch.full((1, SHARED + HIDDEN), 1e6)
+    empty = joint(gate, releases(gate, loud[:0]))
+    moved = joint(gate, releases(gate, loud, torch.tensor([-1e9]))) - empty
+    assert np.linalg.norm(moved) == pytest.approx(3.0, abs=1e-5)
+    side = moved[SHARED]
+    assert side == pytest.approx(-3.0 * np.sqrt(0.2), abs=1e-5)
+    assert terms.in_clear(np.append(np.zeros(SHARED), side), 3.0)[-1] == pytest.approx(-10.0, abs=1e-4)
+
+
+def test_records_that_are_not_finite_count_as_zero_and_are_counted_here_only() -> None:
+    gate = make_gate(record_terms("silo"))
+    rows = torch.randn(4, SHARED + HIDDEN, dtype=torch.float64)
+    clean = joint(gate, releases(gate, rows))
+    spoiled = torch.cat([rows, torch.full((1, SHARED + HIDDEN), float("nan"))])
+    spoiled = torch.cat([spoiled, torch.tensor([[0.0, float("inf"), 0.0, 0.0, 0.0, 0.0]])])
+    assert np.array_equal(joint(gate, releases(gate, spoiled)), clean)
+    assert gate.dropped == 2
+
+
+def test_chunks_add_up_to_one_release_with_one_draw_of_noise() -> None:
+    gate = make_gate(record_terms("silo"))
+    rows = torch.randn(6, SHARED + HIDDEN, dtype=torch.float64)
+    whole = joint(gate, releases(gate, rows))
+    gate.begin(1, "round", 3)
+    pieces = [(part, torch.zeros(len(part))) for part in rows.split(2)]
+    assert np.allclose(joint(gate, gate.release_records(pieces, None, [])), whole, atol=1e-12)
+
+
+def test_nothing_goes_around_the_gate() -> None:
+    terms = record_terms()
+    paid: list[int] = []
+    gate = make_gate(terms, paid=paid)
+    rows = torch.zeros(1, SHARED + HIDDEN)
+    gate.begin(5, "round", 3)
+    with pytest.raises(AggregationError, match="a record at a time"):
+        gate.release(np.zeros(SHARED))
+    with pytest.raises(ProtocolError, match="releases once"):  # the refused attempt used the index up
+        gate.release_records([(rows, torch.zeros(1))], None, [])
+    with pytest.raises(ProtocolError, match="planned for 3"):
+        gate.begin(6, "round", 2)
+    gate.begin(7, "round", 3)
+    with pytest.raises(AggregationError, match="5 gradients for 6"):
+        gate.release_records([(rows[:, :-1], torch.zeros(1))], None, [])
+    assert paid == []
+    releases(gate, rows, index=8)
+    assert paid == [8]
+    with pytest.raises(AggregationError, match="needs its ledger"):
+        Gate("here", {"round": gate.table}, {"round": terms})
+
+
+def test_nothing_is_released_where_nothing_is_left() -> None:
+    def broke(phase: str, index: int) -> None:
+        raise BudgetError("spent")
+
+    terms = record_terms()
+    gate = Gate("here", {"round": terms.table([Block("direct", (SHARED,), 1.0)], [])}, {"round": terms}, broke)
+    with pytest.raises(BudgetError):
+        releases(gate, torch.zeros(1, SHARED + HIDDEN))
+
+
+def test_noise_is_new_in_every_release_and_ignores_torch_seeds() -> None:
+    gate = make_gate(record_terms(), NoiseSource())
+    rows = torch.zeros(0, SHARED + HIDDEN)
+    torch.manual_seed(0)
+    first = joint(gate, releases(gate, rows))
+    torch.manual_seed(0)
+    assert not np.array_equal(first, joint(gate, releases(gate, rows)))
+    assert NoiseSource().status == SYSTEM_SOURCE
+    assert "TEST KEY" in repr(TEST_KEY)
+
+
+def _spread(terms: Terms, asked: DP, silos: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise of one sum over `silos` with no records: shared part summed, hidden part of one of them."""
+    total, hidden = np.zeros(terms.extent.shared), np.zeros(0)
+    for j in range(silos):
+        table = terms.table([Block("direct", (size,), 1.0)], [])
+        gate = Gate(f"s{j}", {"round": table}, {"round": terms}, lambda *_: None, TEST_KEY)
+        out = releases(gate, torch.zeros(0, terms.extent.shared + terms.extent.hidden))
+        total += out.release.values * terms.step(asked.clipping_norm)
+        hidden = out.hidden.numpy()
+    return total, hidden
+
+
+@pytest.mark.parametrize(("dropouts", "colluders"), [(0, 0), (2, 1)])
+def test_variance_of_the_summed_noise(dropouts: int, colluders: int) -> None:
+    """1e6 draws: the variance of J / honest times the design within 1%, seven standard errors (1e-12 false alarms).
+
+    Exactly as many silos as are counted on add up to the design.
+    """
+    size = 1_000_000
+    asked = RecordDP(noise_multiplier=1.5, clipping_norm=0.7, dropouts=dropouts, colluders=colluders)
+    terms = agree(asked, 6, 0.1, 10, Extent(size, 0, 0))
+    total, _ = _spread(terms, asked, terms.honest, size)
+    assert total.var() == pytest.approx((1.5 * 0.7) ** 2, rel=0.01)
+    assert abs(total.mean()) < 5 * 1.5 * 0.7 / 1000
+
+
+@pytest.mark.parametrize("noise", ["distributed", "silo", "server"])
+def test_hidden_coordinates_get_all_of_the_noise_at_the_silo(noise: str) -> None:
+    """200,000 draws, 1.5% is five standard errors: false alarm below 1e-6."""
+    size = 200_000
+    asked = RecordDP(noise_multiplier=2.0, noise=noise)  # type: ignore[arg-type]
+    terms = agree(asked, 5, 1.0, 10, Extent(1, size, 0))
+    _, hidden = _spread(terms, asked, 1, 1)
+    assert hidden.var() == pytest.approx(4.0, rel=0.015)
+
+
+def silo_gate(asked: SiloDP, cohort: int = 4) -> Gate:
+    side = int(asked.target_quantile is not None)
+    return make_gate(agree(asked, cohort, 1.0, 10, Extent(SHARED, 0, side)))
+
+
+def whole(gate: Gate, values: Sequence[float], clip: float | None = None) -> np.ndarray:
+    gate.begin(1, "round", 4, clip)
+    return gate.release(np.array(values)).values
+
+
+def test_a_whole_contribution_is_clipped_under_silo_privacy() -> None:
+    gate = silo_gate(SiloDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo"))
+    nothing = whole(gate, [0.0] * SHARED)
+    assert np.linalg.norm(whole(gate, [3e8, 4e8, 0.0, 0.0]) - nothing) == pytest.approx(2.0, abs=1e-5)
+    assert np.allclose(whole(gate, [0.3, 0.4, 0.0, 0.0]) - nothing, [0.3, 0.4, 0, 0], atol=1e-6)
+    assert np.array_equal(whole(gate, [np.nan, 0.0, 0.0, 0.0]), nothing)
+
+
+def test_counting_below_the_norm_is_paid_from_the_same_norm() -> None:
+    asked = SiloDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo", target_quantile=0.5, quantile_share=0.1)
+    gate = silo_gate(asked)
+    gate.begin(1, "round", 4, 2.0)
+    loud = gate.release(np.array([1e9, 0.0, 0.0, 0.0])).values
+    gate.begin(1, "round", 4, 2.0)
+    quiet = gate.release(np.zeros(SHARED)).values
+    one_more = loud - quiet
+    assert np.linalg.norm(one_more[:SHARED]) == pytest.approx(2.0 * np.sqrt(0.9), abs=1e-5)
+    # above the norm counts -1/2, below it +1/2: a silo that joins moves the count by half, so 2 * 0.1 ** 0.5 / 1.0
+    assert one_more[SHARED] == pytest.approx(-2 * 2.0 * np.sqrt(0.1), abs=1e-5)
+    terms = gate.terms
+    assert terms is not None
+    assert sum(n**2 for n in terms.norms(2.0)) == pytest.approx(4.0)
+
+
+def test_the_clipping_norm_follows_the_quantile() -> None:
+    """Fifty silos with norms of median 3; the norm starts 30 times too large. Noise of the count is in it."""
+    asked = SiloDP(noise_multiplier=0.5, clipping_norm=90.0, noise="silo", target_quantile=0.5)
+    terms = agree(asked, 50, 1.0, 300, Extent(SHARED, 0, 1))
+    rng = np.random.default_rng(0)
+    norms, clip, path = 3.0 * np.exp(rng.standard_normal(50)), 90.0, []
+    for _ in range(300):
+        main, side = terms.norms(clip)
+        noise = rng.standard_normal() * 0.5 * np.sqrt(50) * clip
+        below = terms.in_clear(np.append(np.zeros(4), ((norms <= main) - 0.5).sum() * 2 * side + noise), clip)[-1]
+        clip = terms.next_clip(below, 50, clip)
+        path.append(main)
+    assert np.median(path[100:]) == pytest.approx(np.median(norms), rel=0.25)
+
+
+def test_a_server_cannot_set_a_norm_that_was_fixed() -> None:
+    gate = silo_gate(SiloDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo"))
+    assert np.array_equal(whole(gate, [1e9, 0, 0, 0], clip=1e6), whole(gate, [1e9, 0, 0, 0]))
+    adaptive = silo_gate(SiloDP(noise_multiplier=1.0, target_quantile=0.5))
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ProtocolError, match="no positive number"):
+            adaptive.begin(1, "round", 4, bad)
