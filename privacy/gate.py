@@ -21,7 +21,7 @@ from secure_fvi.privacy.clipping import noisy_clipped_sum
 from secure_fvi.privacy.noise import NoiseSource, gaussian, skellam
 from secure_fvi.privacy.terms import Terms
 
-#: Charges one release to the ledger, by phase and sum index, before it leaves; raises BudgetError where nothing is left.
+#: Charges one release to the ledger, by phase and sum index, before it leaves; raises BudgetError past the budget.
 Charge = Callable[[str, int], None]
 
 
@@ -153,6 +153,27 @@ class Gate:
         self._check_length(values, self.table.size)
         self._pay(index)
         return RecordRelease(Release(index, values), noised[:hidden] * terms.step(self._clip))
+
+    def release_parts(self, changes: Tensor) -> Release:
+        """A sum over disjoint parts of the silo's records, noised: virtual clients, local partitions, or the one part
+        that is the whole silo (parameter perturbation; Heikkila et al. 2023).
+
+        changes (V, shared): what each part arrived at by itself. How the records were parted must not depend on them,
+        and every record counts: there is no amplification by sampling. A record that joins or leaves turns its part's
+        row into another one, not into zero, so that each row is clipped to half the norm.
+        """
+        index = self._once()
+        terms = self.terms
+        if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or sum(terms.extent[1:]):
+            raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a sum over parts")
+        rows = changes.double().cpu()
+        self._check_length(rows.sum(0).numpy(), terms.extent.shared)
+        noised, dropped = noisy_clipped_sum(
+            [[rows]], [terms.extent.shared], [self._clip / 2], self._noiser(index, 0)
+        )
+        self.dropped += dropped
+        self._pay(index)
+        return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
 
     def _noiser(self, index: int, hidden: int) -> Callable[[Tensor], Tensor]:
         """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement."""

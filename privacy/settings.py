@@ -21,8 +21,8 @@ class DP:
     of the noise over `clipping_norm`. noise: "distributed" (each silo adds a Skellam share inside the ring; needs
     a masked or homomorphic sum), "silo" (each adds all of it), "server" (the trusted aggregator adds it).
     dropouts: silos that a round may lose; with distributed noise a sum with fewer survivors is refused.
-    colluders: silos whose noise the adversary may know. retries: sums beyond the rounds that may be abandoned or lost to a crash and made again; they are
-    charged like any other.
+    colluders: silos whose noise the adversary may know. retries: sums beyond the rounds, for what is abandoned or lost
+    to a crash and made again; they are charged like any other.
     """
 
     epsilon: float | None = None

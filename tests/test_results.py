@@ -115,7 +115,7 @@ def test_the_programs_constants_take_the_runs_type() -> None:
     problem = make_intercepts()
     torch.set_default_dtype(torch.float32)
     try:
-        server, engine = fitting.build_parties(
+        server, engine, _ = fitting.build_parties(
             problem.model, problem.silos, sf.SFVI(iterations=9), sf.Plain(), compile=False
         )
         engine.run(server.round())

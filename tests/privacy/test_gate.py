@@ -232,6 +232,40 @@ def test_the_clipping_norm_follows_the_quantile() -> None:
     assert np.median(path[100:]) == pytest.approx(np.median(norms), rel=0.25)
 
 
+@settings(max_examples=40, deadline=None)
+@given(arrays(np.float64, (3, SHARED), elements=anything), arrays(np.float64, SHARED, elements=anything))
+def test_a_record_turns_its_parts_change_into_any_other(rows: np.ndarray, other: np.ndarray) -> None:
+    """Virtual clients: whatever the record's part arrives at without it, the sum moves by the norm at most."""
+    asked = RecordDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo")
+    gate = make_gate(agree(asked, 3, 1.0, 10, Extent(SHARED, 0, 0)))
+    sums = []
+    for changes in (rows, np.vstack([rows[:2], other])):
+        gate.begin(1, "round", 3)
+        sums.append(gate.release_parts(torch.from_numpy(changes)).values)
+    assert np.linalg.norm(sums[0] - sums[1]) <= 2.0 + 1e-9
+
+
+def test_parts_need_terms_without_sampling() -> None:
+    gate = make_gate(record_terms())
+    gate.begin(1, "round", 3)
+    with pytest.raises(AggregationError, match="sum over parts"):
+        gate.release_parts(torch.zeros(2, SHARED))
+
+
+def test_a_phase_that_sends_nothing_is_a_local_step_with_all_of_the_noise() -> None:
+    """DP optimisation at the silo: every coordinate stays, is noised in full, and is charged."""
+    asked = RecordDP(noise_multiplier=1.0, clipping_norm=2.0)
+    terms = agree(asked, 3, 0.5, 10, Extent(0, SHARED, 0))
+    paid: list[int] = []
+    gate = Gate("here", {"local": terms.table([], [])}, {"local": terms}, lambda _, i: paid.append(i), NoiseSource())
+    gate.begin(4, "local", 3)
+    out = gate.release_records([(torch.zeros(1, SHARED), torch.zeros(1))], None, [])
+    assert out.release.values.size == 0
+    assert out.hidden.shape == (SHARED,)
+    assert (out.hidden != 0).all()
+    assert paid == [4]
+
+
 def test_a_server_cannot_set_a_norm_that_was_fixed() -> None:
     gate = silo_gate(SiloDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo"))
     assert np.array_equal(whole(gate, [1e9, 0, 0, 0], clip=1e6), whole(gate, [1e9, 0, 0, 0]))
