@@ -164,13 +164,11 @@ class Gate:
         """
         index = self._once()
         terms = self.terms
-        if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or sum(terms.extent[1:]):
+        if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or terms.extent[1:] != (0, 0):
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a sum over parts")
         rows = changes.double().cpu()
         self._check_length(rows.sum(0).numpy(), terms.extent.shared)
-        noised, dropped = noisy_clipped_sum(
-            [[rows]], [terms.extent.shared], [self._clip / 2], self._noiser(index, 0)
-        )
+        noised, dropped = noisy_clipped_sum([[rows]], [terms.extent.shared], [self._clip / 2], self._noiser(index, 0))
         self.dropped += dropped
         self._pay(index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))

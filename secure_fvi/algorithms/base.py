@@ -73,7 +73,7 @@ class Broadcast(NamedTuple):
 class Step(NamedTuple):
     """What a round told the server, for logs and progress. Derived from broadcasts and totals only."""
 
-    objective: float  # noisy estimate of the bound, nats
+    objective: float  # noisy estimate of the bound, nats; nan where it is not released
     learning_rate: float
     r_hat: float | None
     phase: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 from typing import Self
@@ -51,7 +52,7 @@ class RunProgress:
                 SpinnerColumn(),
                 TextColumn("{task.description:>9}"),
                 BarColumn(),
-                TextColumn("{task.completed}/{task.total} rounds, bound {task.fields[objective]:.2f}"),
+                TextColumn("{task.completed}/{task.total} rounds{task.fields[objective]}"),
                 TextColumn("rate {task.fields[rate]:.2g}{task.fields[r_hat]}"),
                 TimeElapsedColumn(),
                 TextColumn("at most"),
@@ -60,12 +61,12 @@ class RunProgress:
                 transient=True,
             )
             self._bar.start()
-            self._bar.add_task("", total=progress.max_rounds, objective=0.0, rate=0.0, r_hat="")
+            self._bar.add_task("", total=progress.max_rounds, objective="", rate=0.0, r_hat="")
         self._bar.update(
             self._bar.task_ids[0],
             description=progress.phase,
             completed=progress.round,
-            objective=self._objective,
+            objective=self._bound,
             rate=progress.learning_rate,
             r_hat=_r_hat(progress),
         )
@@ -74,10 +75,15 @@ class RunProgress:
         done = progress.round - self._first_round
         left = f", at most {seconds / done * (progress.max_rounds - progress.round):.0f} s left" if done else ""
         click.echo(
-            f"round {progress.round}/{progress.max_rounds} ({progress.phase}), bound {self._objective:.2f}, "
+            f"round {progress.round}/{progress.max_rounds} ({progress.phase}){self._bound}, "
             f"rate {progress.learning_rate:.2g}{_r_hat(progress)}{left}",
             err=True,
         )
+
+    @property
+    def _bound(self) -> str:
+        shown = self._objective is not None and math.isfinite(self._objective)
+        return f", bound {self._objective:.2f}" if shown else ""
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ INTERVAL = 50
 
 
 class MetricsLog:
-    """Appends to `path`: round, objective (mean over the interval, nats), learning_rate, r_hat, phase,
+    """Appends to `path`: round, objective (mean over the interval, nats; null: not released), learning_rate, r_hat, phase,
     bytes_up and bytes_down (totals over all silos) and seconds, both over all pieces of a resumed run.
     """
 
@@ -40,9 +41,10 @@ class MetricsLog:
         return True
 
     def _write(self, progress: Progress) -> None:
+        mean = sum(self._objectives) / len(self._objectives)
         row = {
             "round": progress.round,
-            "objective": sum(self._objectives) / len(self._objectives),
+            "objective": mean if math.isfinite(mean) else None,
             "learning_rate": progress.learning_rate,
             "r_hat": progress.r_hat,
             "phase": progress.phase,

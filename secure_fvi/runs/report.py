@@ -34,11 +34,12 @@ def write_report(directory: Path) -> None:
     comparison = _optional(directory / "compare.json")
     densities = _optional(directory / "marginals.json") or {}
     rows = comparison_rows(comparison) if comparison else []
+    released = [row for row in metrics if row["objective"] is not None]
     pictures = {
         "marginals": _picture(_marginals(densities, comparison), "Marginal posteriors of the global sites")
         if densities
         else None,
-        "objective": _picture(plots.objective(metrics), "The bound over the rounds") if metrics else None,
+        "objective": _picture(plots.objective(released), "The bound over the rounds") if released else None,
         "traffic": _picture(plots.traffic(metrics, len(result["silos"])), "Traffic of a silo") if metrics else None,
         "errors": _picture(plots.errors(rows), "Errors of the means, in reference sds") if rows else None,
     }

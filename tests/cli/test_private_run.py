@@ -1,0 +1,117 @@
+"""Runs under privacy from the command line: charged, reported, refused when spent, continued after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+from secure_fvi.privacy.ledger import Ledger
+from secure_fvi.privacy.ledger_verify import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+
+PRIVACY = """
+[privacy]
+unit = "record"
+epsilon = 4.0
+delta = 1e-3
+clipping_norm = 5.0
+"""
+
+
+def private(cli: CommandLine, more: str = "") -> None:
+    cli.change('kind = "plain"', 'kind = "masked"')
+    cli.change("iterations = 120", "iterations = 40\nsampling_rate = 0.5")
+    cli.config.write_text(cli.config.read_text() + PRIVACY + more)
+
+
+def test_a_private_run_says_what_it_guarantees_and_keeps_its_ledger(cli: CommandLine) -> None:
+    private(cli)
+    answer = cli.run()
+    assert answer.code == 0, answer
+    result = json.loads((cli.folder / "out" / "result.json").read_text())
+    assert result["elbo"] is None
+    assert result["metrics"]["records"] is None
+    privacy = result["privacy"]
+    assert privacy["unit"] == "record"
+    assert 3.6 < privacy["epsilon"] <= 4.0
+    assert {"delta", "accountant", "noise"} <= privacy.keys()
+    assert cli("budget", "verify", cli.folder / "out" / "ledger.sqlite").code == 0
+    report = cli("budget", "report", cli.folder / "out" / "ledger.sqlite", "--silo", "a", "--format", "json")
+    told = json.loads(report.out)
+    assert told["epsilon"] <= told["budget"]["epsilon"] if isinstance(told["budget"], dict) else told["budget"]
+    assert len(told["jobs"]) == 1
+    page = (cli.folder / "out" / "report.html").read_text()
+    assert "epsilon" in page.lower()
+
+
+def test_an_exhausted_budget_exits_with_3_and_writes_nothing(cli: CommandLine) -> None:
+    ledger = cli.folder / "site.sqlite"
+    for silo in "abc":
+        set_ = ("budget", "set", ledger, "--silo", silo, "--data-set", "people", "--epsilon", 4.0, "--delta", 1e-3)
+        assert cli(*set_).code == 0
+    private(cli, f'ledger = "{ledger}"\ndata_set = "people"\n')
+    assert cli.run(out="first").code == 0
+    assert (cli.folder / "first" / "ledger.sqlite").exists()
+    answer = cli.run(out="second")
+    assert answer.code == 3
+    assert answer.err.count("\n") == 1
+    assert "budget of data set 'people'" in answer.err
+    assert not (cli.folder / "second").exists()
+    for silo in "abc":
+        assert len(Ledger.open(ledger, silo).chain.jobs) == 1
+
+
+def test_bad_privacy_options_are_refused(cli: CommandLine) -> None:
+    private(cli)
+    cli.change("epsilon = 4.0", "epsilon = -1.0")
+    cli.refused("privacy", "epsilon must be positive")
+    cli.change("epsilon = -1.0", "epsilom = 1.0")
+    cli.refused("epsilom", "did you mean 'epsilon'")
+    cli.change("epsilom = 1.0", "epsilon = 1.0")
+    cli.change('unit = "record"', 'unit = "person"')
+    cli.refused("privacy.unit", "record, silo")
+
+
+def _start(cli: CommandLine) -> subprocess.Popen[bytes]:
+    code = "from secure_fvi.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", str(cli.config), "--out", "out", "--resume", "--quiet"]
+    with (cli.folder / "errors").open("ab") as errors:
+        return subprocess.Popen(command, cwd=cli.folder, env=os.environ, stderr=errors)
+
+
+def test_killed_and_resumed_never_releases_more_than_was_charged(cli: CommandLine) -> None:
+    """Two kills after a checkpoint; the ledger verifies each time, and the resumed run ends within its charge."""
+    private(cli)
+    cli.change("iterations = 40", "iterations = 400")
+    latest: Path = cli.folder / "out" / "checkpoint" / "LATEST"
+    rng = random.Random(5)
+    for _ in range(2):
+        process = _start(cli)
+        deadline = time.monotonic() + 120
+        before = latest.read_bytes() if latest.exists() else b""
+        while process.poll() is None and time.monotonic() < deadline:
+            if latest.exists() and latest.read_bytes() != before:
+                break
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        verify(cli.folder / "out" / "ledger.sqlite")
+    assert _start(cli).wait() == 0, (cli.folder / "errors").read_text()
+    verify(cli.folder / "out" / "ledger.sqlite")
+    record = Ledger.open(cli.folder / "out" / "ledger.sqlite", "a").chain.jobs
+    assert len(record) == 1
+    job = next(iter(record.values()))
+    assert 400 < job.released["round"] <= 420
+    assert json.loads((cli.folder / "out" / "result.json").read_text())["rounds"] == 400
