@@ -44,9 +44,12 @@ def noisy_clipped_sum(
     parts = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
     optimizer = _Optimizer(parts, norms, noise)
     dropped = 0
-    optimizer.zero_grad()
-    for chunk in [*chunks, [torch.zeros(1, size, dtype=torch.float64) for size in sizes]]:
-        finite = torch.stack([torch.isfinite(rows).all(1) for rows in chunk]).all(0)
+    for part in parts:  # a sum over no records is zero, and noised like any other
+        part.summed_grad = torch.zeros_like(part.data)  # type: ignore[attr-defined]
+    for chunk in chunks:
+        finite = torch.isfinite(sum(rows.sum(1) for rows in chunk))
+        if not finite.all():  # a sum of finite entries may overflow, so look at each
+            finite = torch.stack([torch.isfinite(rows).all(1) for rows in chunk]).all(0)
         dropped += int((~finite).sum())
         for part, rows in zip(parts, chunk, strict=True):
             part.grad_sample = torch.where(finite[:, None], rows, 0.0)  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ class Server:
         )
         values, clip = total.values, state.clip
         if terms is not None:
-            values = curated(values, terms, clip, self._noise.generator("server", index))
+            values = curated(values, terms, clip, self._noise, index)
             if terms.adaptive:
                 below = float(table.split(values)[terms.side_name])
                 clip = terms.next_clip(below, len(total.survivors), clip)
