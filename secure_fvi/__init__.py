@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from secure_fvi.aggregation import Masked as Masked
     from secure_fvi.aggregation import Plain as Plain
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
+    from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
     from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
     from secure_fvi.errors import SecureFVIError as SecureFVIError
@@ -41,6 +42,7 @@ _HOME = {
     "RecordDP": "secure_fvi.privacy.settings",
     "Result": "secure_fvi.results",
     "SFVI": "secure_fvi.algorithms.sfvi",
+    "SFVIAvg": "secure_fvi.algorithms.sfvi_avg",
     "SecureFVIError": "secure_fvi.errors",
     "SecureFVIWarning": "secure_fvi.errors",
     "SiloDP": "secure_fvi.privacy.settings",

@@ -15,7 +15,10 @@ from secure_fvi.errors import InputError
 from secure_fvi.runs.wording import first_error, nearest, unknown_key
 
 #: What `[algorithm] name` may be, and where its dataclass is.
-ALGORITHMS = {"sfvi": "secure_fvi.algorithms.sfvi:SFVI"}
+ALGORITHMS = {
+    "sfvi": "secure_fvi.algorithms.sfvi:SFVI",
+    "sfvi-avg": "secure_fvi.algorithms.sfvi_avg:SFVIAvg",
+}
 #: What `[aggregation] kind` may be.
 AGGREGATIONS = {
     "homomorphic": "secure_fvi.aggregation:Homomorphic",

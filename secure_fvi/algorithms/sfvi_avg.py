@@ -1,0 +1,143 @@
+"""SFVI-Avg (Hassan et al. 2023, Algorithm 2): many local steps, then a Wasserstein average, in a few secure sums.
+
+    server:  sends eta_G and theta
+    silo:    fits its own copy of (eta_G, theta) and its eta_L, as if the other records were like its own
+    server:  the W2 barycenter of the silos' q(Z_G), the mean of their theta, from one total
+
+Each silo maximises L0 + (N / N_j) L_j. The paper scales log p(y_j, Z_Lj | Z_G) but not -log q(Z_Lj | Z_G), which runs
+off in models with record-level latents; here all of L_j is scaled (`scale_entropy`). However many rounds it takes,
+the result stays approximate: it averages posteriors of silos (docs/sfvi-avg.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.errors import InputError
+from secure_fvi.families import Amortised, Conditional
+from secure_fvi.optimizers import TRACEABLE
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.base import Problem
+    from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
+    from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
+
+#: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
+COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
+#: Draws of Z_G with which a silo estimates its part of the bound at the q(Z_G) it was sent.
+BOUND_DRAWS = 16
+#: The learning rate falls to this share of itself within a round, and over the rounds to no less than this share.
+LEAST_RATE = 0.1
+
+
+@dataclass(frozen=True)
+class SFVIAvg:
+    """Configuration. With every option at its default a model of moderate size stops by itself, or says it has not.
+
+    rounds: at most; a run ends when a merge moves q by less than `tolerance`: the largest of the moves of its means in
+    posterior sds, of its log sds, and of theta relative to 1 + |theta|. local_steps: a silo's steps a round.
+    importance_samples: K; 1 is the ELBO. family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.
+    weights: of a silo in the merge, its number of records or 1, as in the paper. scale_entropy: False leaves the
+    entropy of the silo's own latents unscaled, which is the paper's text, for comparison. bures_iterations: secure sums
+    a round for the barycenter of full covariances; one is enough, since the next round goes on where it ended.
+    decay: factor on the learning rate from round to round; within a round it falls linearly to a tenth.
+    average_last: share of a round's last iterates that a silo averages. persistent: silos keep their optimisers' state
+    from round to round. participation: share of silos asked a round. total_records: N, where it is public; otherwise it
+    is counted by one more secure sum. bound: largest absolute value of any element of a contribution.
+    """
+
+    rounds: int = 20
+    local_steps: int = 500
+    importance_samples: int = 1
+    family: Literal["auto", "diagonal", "full"] = "auto"
+    weights: Literal["records", "equal"] = "records"
+    scale_entropy: bool = True
+    tolerance: float = 0.05
+    bures_iterations: int = 1
+    optimizer: str = "adam"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float = 0.05
+    decay: float = 0.7
+    average_last: float = 0.5
+    persistent: bool = True
+    participation: float = 1.0
+    total_records: int | None = None
+    bound: float = 2.0**30
+    local_family: Conditional | Amortised = field(default_factory=Conditional)
+    silo_family: Conditional = field(default_factory=Conditional)
+
+    name = "sfvi-avg"
+
+    def __post_init__(self) -> None:
+        family: str = self.family
+        if family == "low_rank":
+            raise InputError(
+                "family 'low_rank' has no barycenter: that of low-rank Gaussians is not low rank; "
+                "choose auto, diagonal or full, or the algorithm sfvi"
+            )
+        if self.weights not in ("records", "equal"):
+            raise InputError(f"weights '{self.weights}' is unknown; choose records or equal")
+        for option in ("rounds", "local_steps", "bures_iterations", "total_records"):
+            value = getattr(self, option)
+            if not (value is None and option == "total_records") and (type(value) is not int or value < 1):
+                raise InputError(f"{option} must be a whole number of at least 1, not {value!r}")
+        if not 0 < self.decay <= 1:
+            raise InputError(f"decay must lie in (0, 1], not {self.decay}")
+        if not 0 <= self.tolerance < math.inf:
+            raise InputError(f"tolerance must be at least 0 and finite, not {self.tolerance}")
+        if not self.scale_entropy and self.importance_samples != 1:
+            raise InputError("scale_entropy = False is the paper's text, which has importance_samples = 1 only")
+        if self.optimizer not in TRACEABLE:
+            self.steps()  # names an unknown optimiser as such
+            raise InputError(f"optimizer '{self.optimizer}' cannot be traced; choose one of {', '.join(TRACEABLE)}")
+        self.steps()
+
+    def steps(self) -> SFVI:
+        """What a silo's local steps share with SFVI. Raises InputError for what SFVI refuses."""
+        return SFVI(
+            family=self.family,
+            importance_samples=self.importance_samples,
+            iterations=self.rounds * self.local_steps,
+            optimizer=self.optimizer,
+            optimizer_options=self.optimizer_options,
+            learning_rate=self.learning_rate,
+            average_last=self.average_last,
+            participation=self.participation,
+            bound=self.bound,
+            local_family=self.local_family,
+            silo_family=self.silo_family,
+        )
+
+    @property
+    def most_rounds(self) -> int:
+        return self.rounds
+
+    @property
+    def expected_calls(self) -> int:
+        return self.rounds * (self.local_steps + BOUND_DRAWS)
+
+    def multiplier(self, round_: int, step: int) -> float:
+        """Of the learning rate in a local step."""
+        within = 1 - (1 - LEAST_RATE) * step / self.local_steps
+        return within * max(self.decay**round_, LEAST_RATE)
+
+    def averaging_weight(self, step: int) -> float:
+        """Of the iterate after a local step in the average of the round's last iterates; 1 before that begins."""
+        first = min(self.local_steps - 1, math.ceil(self.local_steps * (1 - self.average_last)))
+        return 1 / max(1, step - first + 1)
+
+    def server(self, problem: Problem) -> SFVIAvgServer:
+        """The server's half. Raises InputError for what the model or its privacy do not allow."""
+        from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
+
+        return SFVIAvgServer(self, problem)
+
+    def silo(self, problem: Problem) -> SFVIAvgSilo:
+        """The silos' half; it holds no data, so that all silos of a process share its traces."""
+        from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
+
+        return SFVIAvgSilo(self, problem)

@@ -1,0 +1,172 @@
+"""The server's half of SFVI-Avg: it merges the silos' posteriors from totals, and knows none of them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.barycenter import ROOT
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step, choose_cohort
+from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, BURES, COUNT, FINISH, MERGE, SFVIAvg
+from secure_fvi.algorithms.sfvi_avg_frame import (
+    LEAST_SD,
+    LOC,
+    OBJECTIVE,
+    RECORDS,
+    SD,
+    SILOS,
+    THETA,
+    SFVIAvgFrame,
+    full_parameters,
+)
+from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.families import Params
+from secure_fvi.randomness import server_draws
+from secure_fvi.trees import merge, to_numpy
+
+
+class Merging(NamedTuple):
+    """A merge whose barycenter wants more sums."""
+
+    iteration: int  # Bures iterations done
+    loc: Tensor  # (n,) the merged mean
+    theta: Params
+    covariance: FloatArray  # (n, n) S
+    root: FloatArray  # (n (n + 1) / 2,) mean of the silos' last terms: from it the silos derive S themselves
+
+
+class SFVIAvgState(NamedTuple):
+    """The server's state. All of it follows from broadcasts and totals."""
+
+    round: int
+    phase: str  # of the sum to come
+    eta: Params
+    theta: Params
+    records: int  # N; 0 before it was counted
+    merging: Merging
+    movement: float | None  # of the last merge
+    objective: float  # nats; NaN where it is not released
+
+
+class SFVIAvgServer:
+    """`algorithms.base.ServerProgram`."""
+
+    def __init__(self, config: SFVIAvg, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        self.frame = SFVIAvgFrame(config, problem)
+        self.family = self.frame.family
+        self.tables, self.terms = self.frame.tables, self.frame.terms
+        self._draws = server_draws(problem.seed)
+
+    def init(self) -> SFVIAvgState:
+        move, nothing = self.frame.base.move, np.zeros(0)
+        eta = self.family.init(move(self.problem.start.z_global))
+        theta = {name: move(value) for name, value in self.frame.theta_start.items()}
+        first = COUNT if self.frame.counts_first else MERGE
+        idle = Merging(0, eta["loc"], theta, nothing, nothing)
+        return SFVIAvgState(0, first, eta, theta, self.config.total_records or 0, idle, None, math.nan)
+
+    def broadcast(self, state: SFVIAvgState, index: int, accepted: int) -> Broadcast:
+        silos, scalars = self.problem.silos, {"records": float(state.records)}
+        if state.phase in (MERGE, BURES):
+            silos = choose_cohort(silos, self.config.participation, self.problem.seed, state.round)
+        if state.phase == BURES:
+            scalars["iteration"] = float(state.merging.iteration)
+            tensors = {ROOT: torch.from_numpy(state.merging.root)}
+        else:
+            tensors = merge(eta=state.eta, theta=state.theta)
+        return Broadcast(state.round, index, accepted, silos, scalars, tensors, state.phase)
+
+    def update(
+        self, state: SFVIAvgState, message: Broadcast, total: FloatArray, scale: float
+    ) -> tuple[SFVIAvgState, Step]:
+        blocks = self.tables[message.phase].split(total)
+        if OBJECTIVE in blocks:
+            state = state._replace(objective=self._global_bound(state) + scale * float(blocks[OBJECTIVE]))
+            if not math.isfinite(state.objective):
+                raise InputError(
+                    f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
+                )
+        finished = message.phase == FINISH
+        if message.phase == COUNT:
+            state = state._replace(records=round(scale * float(blocks[RECORDS])), phase=MERGE)
+        elif message.phase == MERGE:
+            state, finished = self._merge(state, blocks, scale)
+        elif message.phase == BURES:
+            weight = _positive(float(blocks[RECORDS if self.frame.by_records else SILOS]))
+            state, finished = self._iterate(state, state.merging, blocks[ROOT] / weight)
+        rate = self.config.learning_rate * self.config.multiplier(message.round, 0)
+        return state, Step(state.objective, rate, None, message.phase, finished)
+
+    def posterior(self, state: SFVIAvgState) -> Posterior:
+        return Posterior(self.family, state.eta, state.theta)
+
+    def converged(self, state: SFVIAvgState) -> bool:
+        """Whether the last merge moved q by less than the tolerance. It says nothing about the error of averaging."""
+        return state.movement is not None and state.movement < self.config.tolerance
+
+    def rounds(self, state: SFVIAvgState) -> int:
+        return state.round
+
+    def metrics(self, state: SFVIAvgState) -> dict[str, float | None]:
+        """`bound`: at the last q that silos were sent, nats. `movement`: of the last merge, posterior sds."""
+        return {"bound": None if math.isnan(state.objective) else state.objective, "movement": state.movement}
+
+    def _merge(self, state: SFVIAvgState, blocks: dict[str, FloatArray], scale: float) -> tuple[SFVIAvgState, bool]:
+        weight = _positive(self.frame.total_weight(blocks, scale))
+
+        def moved(old: Tensor, name: str) -> Tensor:
+            return old + torch.from_numpy(blocks[name] / weight).to(old)
+
+        loc = moved(state.eta["loc"], LOC)
+        theta = {name: moved(value, THETA + name) for name, value in state.theta.items()}
+        if self.frame.full:
+            covariance = to_numpy(self.family.covariance(state.eta))
+            return self._iterate(state, Merging(0, loc, theta, covariance, state.merging.root), blocks[ROOT] / weight)
+        before = self.family.stddev(state.eta)
+        log_scale = torch.maximum(moved(before, SD), LEAST_SD * before).log()
+        return self._adopt(state, {"loc": loc, "log_scale": log_scale}, theta)
+
+    def _iterate(self, state: SFVIAvgState, merging: Merging, root: FloatArray) -> tuple[SFVIAvgState, bool]:
+        """One Bures iteration, and the merge's end where it was the last."""
+        covariance = self.frame.after_iteration(merging.covariance, root)
+        merging = merging._replace(iteration=merging.iteration + 1, covariance=covariance, root=root)
+        if merging.iteration < self.config.bures_iterations:
+            return state._replace(phase=BURES, merging=merging), False
+        return self._adopt(state, full_parameters(merging.loc, covariance), merging.theta)
+
+    def _adopt(self, state: SFVIAvgState, eta: Params, theta: Params) -> tuple[SFVIAvgState, bool]:
+        movement = _movement(self.family.stddev(state.eta), self.family.stddev(eta), state, eta, theta)
+        if not math.isfinite(movement):
+            raise InputError(f"the merge of round {state.round} is not finite; lower learning_rate or rescale the data")
+        state = state._replace(round=state.round + 1, phase=MERGE, eta=eta, theta=theta, movement=movement)
+        done = movement < self.config.tolerance or state.round >= self.config.rounds
+        if done and FINISH in self.tables:
+            return state._replace(phase=FINISH), False
+        return state, done
+
+    def _global_bound(self, state: SFVIAvgState) -> float:
+        """E[L0] = E[log p(Z_G) - log q(Z_G)], nats, by draws that everyone may know."""
+        values = []
+        for draw in range(BOUND_DRAWS):
+            eps = self.frame.base.move(self._draws.normals(state.round * BOUND_DRAWS + draw, self.family.noise_size)[0])
+            z = self.family.transform(state.eta, eps)
+            values.append(self.problem.density.log_prior(z, state.theta) - self.family.log_prob(state.eta, z))
+        return float(torch.stack(values).mean())
+
+
+def _movement(sd_before: Tensor, sd: Tensor, state: SFVIAvgState, eta: Params, theta: Params) -> float:
+    moves = [(eta["loc"] - state.eta["loc"]).abs() / sd, (sd / sd_before).log().abs()]
+    moves += [((theta[n] - old).abs() / (1 + old.abs())).flatten() for n, old in state.theta.items()]
+    return float(torch.cat(moves).max())
+
+
+def _positive(weight: float) -> float:
+    if weight <= 0:
+        raise AggregationError("the weights of a merge add up to nothing")
+    return weight
