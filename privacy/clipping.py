@@ -47,7 +47,7 @@ def noisy_clipped_sum(
     for part in parts:  # a sum over no records is zero, and noised like any other
         part.summed_grad = torch.zeros_like(part.data)  # type: ignore[attr-defined]
     for chunk in chunks:
-        finite = torch.isfinite(sum(rows.sum(1) for rows in chunk))
+        finite = torch.isfinite(torch.stack([rows.sum(1) for rows in chunk]).sum(0))
         if not finite.all():  # a sum of finite entries may overflow, so look at each
             finite = torch.stack([torch.isfinite(rows).all(1) for rows in chunk]).all(0)
         dropped += int((~finite).sum())

@@ -1,30 +1,33 @@
-"""Posterior predictive draws: the Pyro program run forward under draws of the global sites."""
+"""Posterior predictive draws and densities: the Pyro program run forward under draws of the global sites."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import transform_to
 
 from secure_fvi.algorithms.base import Posterior, Problem
-from secure_fvi.density import Params, param_constraint, running
+from secure_fvi.density import Params, param_constraint, record_dim, running
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
 from secure_fvi.results import draw_unconstrained
 
 
 class _Forward(Messenger):  # type: ignore[misc]
-    """Global sites take given values, all other sites are drawn, observed ones too."""
+    """Global sites take given values, all other latent sites are drawn; observed ones are drawn, or scored."""
 
-    def __init__(self, values: Mapping[str, Tensor], theta: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], theta: Mapping[str, Tensor], record_plate: str | None) -> None:
         super().__init__()
-        self.values, self.theta = values, theta
+        self.values, self.theta, self.record_plate = values, theta, record_plate
         self.observed: Params = {}
+        self.log_prob: list[Tensor] = []  # (N,) each; with a record plate only
 
     def _pyro_param(self, msg: Any) -> None:
         msg["value"] = transform_to(param_constraint(msg))(self.theta[msg["name"]])
@@ -35,15 +38,33 @@ class _Forward(Messenger):  # type: ignore[misc]
             return
         if name in self.values:
             msg["value"] = self.values[name]
-        elif msg["is_observed"]:
+        elif not msg["is_observed"]:
+            msg["value"] = fn.sample()
+        elif self.record_plate is None:
             msg["value"] = self.observed[name] = fn.sample()
         else:
-            msg["value"] = fn.sample()
+            term = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
+            dim = record_dim(msg, self.record_plate)
+            self.log_prob.append(term.movedim(dim, 0).reshape(term.shape[dim], -1).sum(1))
         msg["done"] = True
 
 
 def predict(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int) -> Params:
     """See `Result.predict`."""
+    draws = [run.observed for run in _runs(problem, posterior, data, n, seed, None)]
+    return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
+
+
+def log_predictive(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int) -> Tensor:
+    """See `Result.log_predictive`."""
+    runs = _runs(problem, posterior, data, n, seed, problem.model.record_plate)
+    scores = torch.stack([torch.stack(run.log_prob).sum(0) for run in runs])
+    return torch.logsumexp(scores, 0) - math.log(n)
+
+
+def _runs(
+    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, record_plate: str | None
+) -> Iterator[_Forward]:
     schema, records = read_data(data, "predict", problem.dtype)
     if schema.fields != problem.schema.fields:
         want = {name: shape for name, shape, _ in problem.schema.fields}
@@ -51,12 +72,11 @@ def predict(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: 
     if n < 1:
         raise InputError(f"the number of draws must be at least 1, not {n}")
     rows = {name: value.to(problem.device) for name, value in records.rows.items()}
-    draws: list[Params] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for z in draw_unconstrained(posterior, n, seed):
             values, _ = problem.density.constrain(z, posterior.theta)
-            with running(problem.dtype, problem.device), torch.no_grad(), _Forward(values, posterior.theta) as run:
+            forward = _Forward(values, posterior.theta, record_plate)
+            with running(problem.dtype, problem.device), torch.no_grad(), forward as run:
                 problem.model.fn(**rows, **problem.schema.constants)
-            draws.append(run.observed)
-    return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
+            yield run

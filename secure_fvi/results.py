@@ -78,6 +78,16 @@ class Result:
 
         return predict(self.problem, self.variational, data, n, seed)
 
+    def log_predictive(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Tensor:
+        """Log predictive density of each record of `data`, in nats (N,): log of the mean over `n` draws.
+
+        Latent sites of a record or a silo are drawn from their priors given the global sites. Same requirements as
+        `predict`.
+        """
+        from secure_fvi.prediction import log_predictive
+
+        return log_predictive(self.problem, self.variational, data, n, seed)
+
     def to_json(self) -> dict[str, Any]:
         """The content of result.json."""
         return {

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from programs import make_intercepts, make_rate
@@ -39,6 +41,23 @@ def test_predictions_cover_new_records(result: sf.Result) -> None:
     truth = result.variational.eta["loc"].item()
     assert logs.mean().item() == pytest.approx(truth, abs=5 * (0.41 / 10_000 + 0.01 / 200) ** 0.5)
     assert logs.var().item() == pytest.approx(0.41, rel=0.1)
+
+
+def test_the_log_predictive_density_is_that_of_the_draws() -> None:
+    """A conjugate model without local sites: the exact predictive density is known."""
+    prior = sf.FederatedModel(_known_noise)
+    y = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
+    fitted = sf.fit(prior, [{"y": y}], sf.SFVI(), sf.Plain(), compile=False)
+    mean, sd = fitted.posterior["mu"].mean, fitted.posterior["mu"].sd
+    new = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64)
+    exact = torch.distributions.Normal(mean, (sd**2 + 0.25).sqrt()).log_prob(new)
+    assert torch.allclose(fitted.log_predictive({"y": new}, n=4000), exact, atol=0.05)
+
+
+def _known_noise(y: torch.Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(mu, 0.5), obs=y)
 
 
 def test_predict_refuses_other_data(result: sf.Result) -> None:

@@ -72,3 +72,17 @@ def ledger(as_json: bool, releases: int, folder: Path | None, debug: bool) -> No
     from secure_fvi.cli.bench_ledger import command
 
     command(as_json, releases, folder)
+
+
+@bench.command()
+@click.option(
+    "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Holds uci_adult."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--quick", is_flag=True, help="A quarter of the rounds.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def privacy(data: Path | None, as_json: bool, quick: bool, debug: bool) -> None:
+    """What privacy costs on UCI Adult: ours at two epsilons, Opacus on pooled data beside it, and a step's time."""
+    from secure_fvi.cli.bench_privacy import command
+
+    command(as_json, data, quick)

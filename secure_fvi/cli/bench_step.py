@@ -69,7 +69,7 @@ def measure(repeats: int = 9, iterations: int = 100) -> dict[str, Any]:
     medians = {name: statistics.median(times[name]) if name in times else None for name in contestants}
     pyro_ms = statistics.median(times["pyro_svi"])
     return {
-        "machine": _machine(),
+        "machine": machine(),
         "ms_per_iteration": medians,
         "speed_relative_to_pyro_svi": {name: pyro_ms / ms for name, ms in medians.items() if ms is not None},
         "iterations_per_block": iterations,
@@ -146,7 +146,7 @@ def _numpyro(data: Dataset) -> Block | None:
     return block
 
 
-def _machine() -> str:
+def machine() -> str:
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device file, not a document
