@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from secure_fvi.aggregation import Homomorphic as Homomorphic
     from secure_fvi.aggregation import Masked as Masked
     from secure_fvi.aggregation import Plain as Plain
+    from secure_fvi.algorithms.pvi import PVI as PVI
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
     from secure_fvi.errors import BudgetError as BudgetError
@@ -37,6 +38,7 @@ _HOME = {
     "Homomorphic": "secure_fvi.aggregation",
     "InputError": "secure_fvi.errors",
     "Masked": "secure_fvi.aggregation",
+    "PVI": "secure_fvi.algorithms.pvi",
     "Plain": "secure_fvi.aggregation",
     "Progress": "secure_fvi.fitting",
     "RecordDP": "secure_fvi.privacy.settings",

@@ -1,0 +1,168 @@
+"""Gaussian factors in natural parameters: what approximate likelihoods (sites), cavities and q are in partitioned VI.
+
+A factor is exp(shift . z - z . precision z / 2), up to a constant. Products add parameters, quotients subtract them. A
+factor need not be proper: a site's precision may have negative eigenvalues as long as q's has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secure_fvi.families.gaussian import Params
+
+#: Relative size up to which second derivatives at two points count as the same.
+_SAME = 1e-7
+
+
+class Natural(NamedTuple):
+    """One factor, float64."""
+
+    shift: Tensor  # (n,) precision times mean
+    precision: Tensor  # (n, n) symmetric, or (n,): its diagonal, all others zero
+
+    @property
+    def n(self) -> int:
+        return self.shift.shape[0]
+
+    @property
+    def full(self) -> bool:
+        return self.precision.dim() == 2
+
+    def plus(self, other: Natural, factor: float = 1.0) -> Natural:
+        """The product with another factor to the power `factor`."""
+        return Natural(self.shift + factor * other.shift, self.precision + factor * other.precision)
+
+    def minus(self, other: Natural) -> Natural:
+        return self.plus(other, -1.0)
+
+    @property
+    def proper(self) -> bool:
+        """Whether it can be normalised."""
+        if not bool(torch.isfinite(self.shift).all() and torch.isfinite(self.precision).all()):
+            return False
+        if not self.full:
+            return bool((self.precision > 0).all())
+        return int(torch.linalg.cholesky_ex(self.precision).info) == 0
+
+    def mean(self) -> Tensor:
+        """(n,), of a proper factor."""
+        if not self.full:
+            return self.shift / self.precision
+        return torch.cholesky_solve(self.shift.unsqueeze(-1), torch.linalg.cholesky(self.precision)).squeeze(-1)
+
+    def covariance(self) -> Tensor:
+        """(n, n), or (n,) variances, of a proper factor."""
+        return torch.cholesky_inverse(torch.linalg.cholesky(self.precision)) if self.full else 1 / self.precision
+
+    def stddev(self) -> Tensor:
+        """(n,) marginal standard deviations of a proper factor."""
+        covariance = self.covariance()
+        return (covariance.diagonal() if self.full else covariance).sqrt()
+
+    def factor(self) -> Tensor:
+        """F with covariance F F', lower triangular (n, n), or (n,) standard deviations."""
+        return torch.linalg.cholesky(self.covariance()) if self.full else self.precision.rsqrt()
+
+    def log_normaliser(self) -> Tensor:
+        """log of the integral of exp(shift . z - z . precision z / 2), in nats, of a proper factor."""
+        root = torch.linalg.cholesky(self.precision).diagonal() if self.full else self.precision.sqrt()
+        return 0.5 * (self.shift @ self.mean()) - root.log().sum() + 0.5 * self.n * math.log(2 * math.pi)
+
+    def pack(self) -> Tensor:
+        """All numbers in one vector: (n + n (n + 1) / 2,) for a full precision, whose lower half is kept, else (2 n,)."""
+        if not self.full:
+            return torch.cat([self.shift, self.precision])
+        rows, cols = torch.tril_indices(self.n, self.n)
+        return torch.cat([self.shift, self.precision[rows, cols]])
+
+
+def unpack(flat: Tensor, n: int, full: bool) -> Natural:
+    """The inverse of `pack`."""
+    shift, rest = flat[:n], flat[n:]
+    if not full:
+        return Natural(shift, rest)
+    rows, cols = torch.tril_indices(n, n)
+    precision = rest.new_zeros(n, n)
+    precision[rows, cols] = rest
+    precision[cols, rows] = rest
+    return Natural(shift, precision)
+
+
+def packed_size(n: int, full: bool) -> int:
+    return n + (n * (n + 1) // 2 if full else n)
+
+
+def nothing(n: int, full: bool) -> Natural:
+    """The factor 1."""
+    zeros = torch.zeros(n, dtype=torch.float64)
+    return Natural(zeros, torch.zeros(n, n, dtype=torch.float64) if full else zeros)
+
+
+def from_moments(mean: Tensor, covariance: Tensor) -> Natural:
+    """From (n,) and (n, n), or (n,) variances."""
+    if covariance.dim() == 1:
+        return Natural(mean / covariance, 1 / covariance)
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
+    precision = 0.5 * (precision + precision.T)
+    return Natural(precision @ mean, precision)
+
+
+def to_eta(q: Natural) -> Params:
+    """Parameters of `families.Full` or `families.Diagonal` for the same distribution."""
+    if not q.full:
+        return {"loc": q.mean(), "log_scale": -0.5 * q.precision.log()}
+    factor = q.factor()
+    scale = factor.diagonal()
+    rows, cols = torch.tril_indices(q.n, q.n, -1)
+    lower = (factor / scale.unsqueeze(-1))[rows, cols]
+    return {"loc": q.mean(), "log_scale": scale.log(), "lower": lower}
+
+
+def kl(q: Natural, p: Natural) -> Tensor:
+    """KL(q || p) in nats, both proper."""
+    mean, covariance = q.mean(), q.covariance()
+    change = q.minus(p)
+    spread = (change.precision * covariance).sum()
+    inner = change.precision @ mean @ mean if q.full else (change.precision * mean.square()).sum()
+    return change.shift @ mean - 0.5 * (spread + inner) - q.log_normaliser() + p.log_normaliser()
+
+
+def distance(q: Natural, other: Natural) -> float:
+    """How far apart two are, in standard deviations of the first: the largest difference of marginal means, or of the
+    logarithms of marginal standard deviations. Infinite where one is improper."""
+    if not (q.proper and other.proper):
+        return math.inf
+    sd = q.stddev()
+    means = ((other.mean() - q.mean()) / sd).abs().max()
+    return float(torch.maximum(means, (other.stddev() / sd).log().abs().max()))
+
+
+def quadratic(fn: Callable[[Tensor], Tensor], at: Tensor, full: bool) -> Natural | None:
+    """The factor that exp(fn) is, where `fn` has constant second derivatives, without cross terms if not `full`.
+
+    Looked at in four points, the last ones far out; None where it is no such function.
+    """
+    gradient = torch.func.grad(fn)
+
+    def along(z: Tensor, v: Tensor) -> Tensor:
+        pull: Any = torch.func.vjp(gradient, z)[1]
+        return pull(v)[0]  # type: ignore[no-any-return]
+
+    curvature = torch.func.hessian(fn)(at) if full else along(at, torch.ones_like(at))
+    rng = torch.Generator().manual_seed(0)
+    for radius in (0.0, 0.3, 1.0, 3.0):
+        v, step = torch.randn(2, at.shape[0], generator=rng, dtype=torch.float64).to(at)
+        got, want = along(at + radius * step, v), curvature @ v if full else curvature * v
+        scale = _SAME * max(float(want.abs().max()), float(curvature.abs().max()), 1e-12)
+        if not bool(((got - want).abs() <= scale).all()):
+            return None
+    precision = -curvature.double()
+    precision = 0.5 * (precision + precision.T) if full else precision
+    centre = at.double()
+    shift = gradient(at).double() + (precision @ centre if full else precision * centre)
+    return Natural(shift, precision)

@@ -1,0 +1,106 @@
+"""What both halves of PVI derive from the model: families, the blocks of a contribution, who is asked in a round."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort
+from secure_fvi.algorithms.natural import Natural, packed_size, unpack
+from secure_fvi.algorithms.pvi import CLOSED_FORM, NATURAL, PVI
+from secure_fvi.errors import InputError
+from secure_fvi.families import global_family
+from secure_fvi.families.amortised import ENCODER
+from secure_fvi.optimizers import Optimizer
+from secure_fvi.privacy.settings import RecordDP, SiloDP
+from secure_fvi.privacy.terms import Extent, Terms, agree
+
+
+class PVIFrame:
+    """A configuration bound to a problem. Every party builds the same one."""
+
+    def __init__(self, config: PVI, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        layout, samples = problem.layout, config.importance_samples
+        self.n, self.n_record, self.n_silo = (layout.size(r) for r in ("global", "record", "silo"))
+        self.family = global_family(config.family, self.n)
+        self.full = self.family.name == "full"
+        self.local_family = config.local_family.build(self.n_record, self.n + self.n_silo, samples)
+        self.silo_family = config.silo_family.build(self.n_silo, self.n, 1)
+        self.samples = samples if self.n_record else 1
+        self.local_optimizer = Optimizer("adam", config.local_learning_rate)
+        self.by_row = config.sampling_rate < 1
+        self.theta_start = dict(problem.start.theta)
+        self._check()
+        self.packed = packed_size(self.n, self.full)
+        shapes: dict[str, tuple[int, ...]] = {"change": (self.packed,)}
+        shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
+        self.released = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
+        self.terms = self._terms()
+        self.terms_by_phase = {ROUND_PHASE: self.terms} if self.terms is not None else {}
+        self.table = self._table()
+        self.tables = {ROUND_PHASE: self.table}
+
+    def _check(self) -> None:
+        config, privacy = self.config, self.problem.privacy
+        if any(name.startswith(ENCODER) for name in self.problem.start.theta):
+            raise InputError(f"no pyro.param may start with '{ENCODER}'")
+        if isinstance(privacy, RecordDP):
+            raise InputError("PVI has no record privacy yet; use SFVI with RecordDP, or SiloDP, whose unit is the silo")
+        if privacy is not None and config.rounds is None:
+            raise InputError("under differential privacy give rounds: a job is charged for all its rounds beforehand")
+        if self.local_family.couples_records and self.by_row:
+            raise InputError(
+                "a dense local scale couples all records of a silo; use sampling_rate = 1 or another scale"
+            )
+        if config.local_optimizer == CLOSED_FORM:
+            if self.n_record or self.n_silo:
+                raise InputError(
+                    f"local_optimizer = '{CLOSED_FORM}' is for models without local latents; use '{NATURAL}'"
+                )
+            if self.theta_start:
+                raise InputError(f"local_optimizer = '{CLOSED_FORM}' learns no pyro.param; use '{NATURAL}'")
+        if self.cohort_size > len(self.problem.silos):
+            raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
+
+    @property
+    def cohort_size(self) -> int:
+        """Silos asked in a round."""
+        by_schedule = {"synchronous": len(self.problem.silos), "sequential": 1, "asynchronous": self.config.buffer}
+        return by_schedule[self.config.schedule]
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        silos, config = self.problem.silos, self.config
+        if config.schedule == "sequential":
+            return (silos[round_ % len(silos)],)
+        return choose_cohort(silos, self.cohort_size / len(silos), self.problem.seed, round_)
+
+    def _terms(self) -> Terms | None:
+        privacy = self.problem.privacy
+        if privacy is None:
+            return None
+        side = int(isinstance(privacy, SiloDP) and privacy.target_quantile is not None)
+        extent = Extent(sum(b.size for b in self.released), 0, side)
+        return agree(privacy, self.cohort_size, 1.0, self.config.most_rounds, extent)
+
+    def _table(self) -> BlockTable:
+        if self.terms is not None:
+            return self.terms.table(self.released, [])
+        counts = (
+            Block("records", (), 2.0**31, integer=True),
+            Block("skipped", (), 1.0, integer=True),  # silos that met an improper cavity and left their site alone
+            # Who is in the total: the secure sum shows the server that anyway, and a silo has to know whether its
+            # change was used.
+            Block("present", (len(self.problem.silos),), 1.0, integer=True),
+        )
+        return BlockTable((*self.released, Block("objective", (), self.config.bound), *counts))
+
+    def unpack(self, flat: Tensor) -> Natural:
+        return unpack(flat.to("cpu", torch.float64), self.n, self.full)
+
+    def move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.problem.device, self.problem.dtype)
+
+    def scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self.problem.dtype, device=self.problem.device)
