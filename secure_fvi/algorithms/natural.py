@@ -74,7 +74,7 @@ class Natural(NamedTuple):
         return 0.5 * (self.shift @ self.mean()) - root.log().sum() + 0.5 * self.n * math.log(2 * math.pi)
 
     def pack(self) -> Tensor:
-        """All numbers in one vector: (n + n (n + 1) / 2,) for a full precision, whose lower half is kept, else (2 n,)."""
+        """All numbers in one vector: (n + n (n + 1) / 2,) for a full precision, its lower half, else (2 n,)."""
         if not self.full:
             return torch.cat([self.shift, self.precision])
         rows, cols = torch.tril_indices(self.n, self.n)

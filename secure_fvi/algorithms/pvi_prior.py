@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, vmap
 
-from secure_fvi.algorithms.natural import Natural, quadratic
+from secure_fvi.algorithms.natural import Natural, kl, quadratic
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.families import Params
 from secure_fvi.randomness import server_draws
@@ -31,6 +31,13 @@ class Prior:
         self.frame = frame
         half = server_draws(frame.problem.seed).normals(0, _DRAWS * frame.n)[0].reshape(_DRAWS, frame.n)
         self._eps = torch.cat([half, -half])
+        self._known: tuple[Natural, float] | None = None  # of a Gaussian prior without theta, and log p's constant
+        if not frame.theta_start:
+            fixed = self._find({})
+            if fixed is not None:
+                at = self._centre
+                inner = fixed.precision @ at @ at if fixed.full else (fixed.precision * at.square()).sum()
+                self._known = fixed, float(self.log_prob(at, {}) - fixed.shift @ at + 0.5 * inner)
 
     def log_prob(self, z: Tensor, theta: Params) -> Tensor:
         return self.frame.problem.density.log_prior(self.frame.move(z), theta).to("cpu", torch.float64)
@@ -42,17 +49,24 @@ class Prior:
 
     def exact(self, theta: Params) -> Natural | None:
         """Its parameters where it is Gaussian within the family, else None."""
-        at = self.frame.problem.start.z_global.to("cpu", torch.float64)
-        return quadratic(lambda z: self.log_prob(z, theta), at, self.frame.full)
+        if self._known is not None:
+            return self._known[0]
+        return self._find(theta) if theta else None
+
+    @property
+    def _centre(self) -> Tensor:
+        return self.frame.problem.start.z_global.to("cpu", torch.float64)
+
+    def _find(self, theta: Params) -> Natural | None:
+        return quadratic(lambda z: self.log_prob(z, theta), self._centre, self.frame.full)
 
     def start(self, theta: Params) -> Natural:
         """The site before the first round, when q is the prior's approximation alone."""
         exact = self.exact(theta)
         if exact is not None:
             return exact
-        at = self.frame.problem.start.z_global.to("cpu", torch.float64)
         one = torch.ones(self.frame.n, dtype=torch.float64)
-        q = Natural(at, torch.diag(one) if self.frame.full else one)
+        q = Natural(self._centre, torch.diag(one) if self.frame.full else one)
         for _ in range(_START_STEPS):
             target = _floored(self.target(q, theta))
             q = q.plus(target.minus(q), _DAMPING)
@@ -60,6 +74,8 @@ class Prior:
 
     def refit(self, q: Natural, site: Natural, theta: Params) -> tuple[Natural, Natural]:
         """q and the prior's site after a damped step, or an exact one; as they were where q would be improper."""
+        if self._known is not None:
+            return q, site
         exact = self.exact(theta)
         damping = _DAMPING if exact is None else 1.0
         target = exact if exact is not None else self.target(q, theta)
@@ -89,6 +105,9 @@ class Prior:
 
     def minus_kl(self, q: Natural, theta: Params) -> float:
         """E_q[log p] + entropy of q, nats."""
+        if self._known is not None:
+            prior, constant = self._known
+            return float(constant + prior.log_normaliser() - kl(q, prior))
         expected = vmap(lambda z: self.log_prob(z, theta))(self.draws(q)).mean()
         mean = q.mean()
         inner = q.precision @ mean @ mean if q.full else (q.precision * mean.square()).sum()

@@ -205,9 +205,13 @@ class PVISilo:
         g = self._gradient(z, shift, {**theta, **phi}, record, silo, rows, weights, eps_record, eps_silo)
         held = cavity[0] - (cavity[1] @ z if cavity[1].dim() == 2 else cavity[1] * z)
         shared, own = split_theta(g.theta, theta)
-        after = self.steps.step(current, eps, g.direct + held, g.path, scale)
+        after = self.steps.step(current, eps, g.direct + g.path + held, scale)
         new_record, record_moments = self.optimizer.step(record, g.local, record_moments, scale, local_units(record))
         new_silo, silo_moments = self.optimizer.step(silo, g.silo, silo_moments, scale, local_units(silo))
+        # The silo's latents move along with the mean of Z_G, as their conditionals say they do: held back, they would
+        # turn a Newton step on the marginal likelihood into a step of EM, which is slow where much is unobserved.
+        moved = self.steps.loc(after) - self.steps.loc(current)
+        new_record, new_silo = reanchored(new_record, new_silo, moved)
         new_phi, phi_moments = self.optimizer.step(phi, own, phi_moments, scale)
         seen = {"loc": self.steps.loc(after), "covariance": self.steps.covariance(after), "value": g.value.reshape(1)}
         seen |= {f"theta/{name}": value for name, value in shared.items()}

@@ -8,7 +8,7 @@ noise vanishes where q meets the tilted distribution. Pure functions that can be
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class GlobalSteps(Protocol):
         """Z_G (n,)."""
         ...
 
-    def step(self, state: Params, eps: Tensor, direct: Tensor, path: Tensor, scale: Tensor) -> Params:
-        """The next state; `direct` includes the cavity's gradient, `scale` is the share of the first rate."""
+    def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
+        """The next state, from the gradient of log (cavity x likelihood) in Z_G; `scale`: share of the first rate."""
         ...
 
     def covariance(self, state: Params) -> Tensor:
@@ -87,18 +87,17 @@ class NaturalSteps:
     def draw(self, state: Params, eps: Tensor) -> Tensor:
         return state["loc"] + _times(state["factor"], eps)
 
-    def step(self, state: Params, eps: Tensor, direct: Tensor, path: Tensor, scale: Tensor) -> Params:
+    def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
         factor, rate = state["factor"], scale * self.rate
-        score = _times(factor.mT, direct) if factor.dim() == 2 else factor * direct
-        along = score + (factor.mT @ path if factor.dim() == 2 else factor * path)
-        mean_step, along = rate * (score + eps), along + eps
+        score = _times(factor.mT if factor.dim() == 2 else factor, gradient) + eps
+        mean_step = rate * score
         if factor.dim() == 1:
             mean_step = mean_step.clamp(-_MEAN_STEP, _MEAN_STEP)
-            grow = (0.5 * rate * eps * along).clamp(-_SCALE_STEP, _SCALE_STEP)
+            grow = (0.5 * rate * eps * score).clamp(-_SCALE_STEP, _SCALE_STEP)
             return {"loc": state["loc"] + factor * mean_step, "factor": factor * grow.exp()}
         longest = _MEAN_STEP * eps.shape[0] ** 0.5
         mean_step = mean_step * (longest / mean_step.norm().clamp(min=longest))
-        outer = torch.outer(eps, along)
+        outer = torch.outer(eps, score)
         grow = 0.25 * rate * (outer + outer.mT)
         grow = grow * (_SCALE_STEP / grow.norm().clamp(min=_SCALE_STEP))
         return {
@@ -137,16 +136,14 @@ class TorchSteps:
         u = self.family.transform(part(state, "eta"), eps)
         return state["base/loc"] + _times(state["base/factor"], u)
 
-    def step(self, state: Params, eps: Tensor, direct: Tensor, path: Tensor, scale: Tensor) -> Params:
+    def step(self, state: Params, eps: Tensor, gradient: Tensor, scale: Tensor) -> Params:
         eta, base = part(state, "eta"), state["base/factor"]
         back = base.mT if base.dim() == 2 else base
         u, transform_vjp = vjp(lambda eta: self.family.transform(eta, eps), eta)
         log_q, log_q_vjp = vjp(lambda u: self.family.log_prob(eta, u), u)
         (q_score,) = log_q_vjp(torch.ones_like(log_q))
-        along: Any = _times(back, path)
-        (gradient,) = transform_vjp(_times(back, direct) + along - q_score)
-        gradient["loc"] = gradient["loc"] - along
-        eta, moments = self.optimizer.step(eta, gradient, part(state, "moments"), scale)
+        (eta_gradient,) = transform_vjp(_times(back, gradient) - q_score)
+        eta, moments = self.optimizer.step(eta, eta_gradient, part(state, "moments"), scale)
         return merge(base=part(state, "base"), eta=eta, moments=moments)
 
     def covariance(self, state: Params) -> Tensor:

@@ -1,0 +1,332 @@
+"""PVI: exact posteriors of conjugate models under every schedule, q as the product of its sites, damping, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from programs import Conjugate, make_clinics, make_intercepts, make_rate, make_slopes
+from pvi_world import REGRESSION, build, make_regression
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.errors import InputError
+
+EXACT = {"local_optimizer": "closed_form", "family": "full"}
+VISITS = {"schedule": "sequential", "reveal_changes": True}
+
+
+def _close(got: Natural, want: Natural, tolerance: float = 1e-8) -> bool:
+    scale = float(want.precision.abs().max())
+    return bool(
+        (got.precision - want.precision).abs().max() < tolerance * scale
+        and ((got.mean() - want.mean()).abs() < tolerance).all()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [
+        ({"damping": 1.0}, 1),
+        (VISITS, 3),
+        ({"schedule": "asynchronous", "buffer": 2, "damping": 1.0}, 6),
+        ({"damping": "auto"}, 12),
+    ],
+)
+def test_regression_with_known_noise_is_exact(options: dict[str, Any], rounds: int) -> None:
+    """One synchronous round, one sequential pass, or as many rounds as it takes until every silo was asked."""
+    silos, exact = make_regression((7, 30, 12))
+    world = build(REGRESSION, silos, sf.PVI(rounds=rounds, **EXACT, **options))
+    for _ in range(rounds):
+        world.round()
+    assert _close(world.state.q, exact, 1e-8 if options.get("damping") != "auto" else 1e-3)
+
+
+def test_diagonal_family_reaches_the_mean_field_posterior() -> None:
+    """A product of Gaussians approximated coordinate by coordinate: exact mean, the conditional variances."""
+    silos, exact = make_regression((7, 30, 12))
+    options: Any = {**EXACT, "family": "diagonal", **VISITS}
+    result = sf.fit(REGRESSION, silos, sf.PVI(rounds=300, **options), sf.Plain())
+    torch.testing.assert_close(result.posterior["beta"].mean, exact.mean(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.posterior["beta"].sd, exact.precision.diagonal().rsqrt(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("make", [make_intercepts, make_slopes, make_rate, make_clinics])
+def test_structured_models_reach_the_exact_posterior(make: Callable[[], Conjugate]) -> None:
+    """Local latents, uneven silos, masked sums: 0.15 posterior sd in the mean, 10% in the sd, in six sums."""
+    problem = make()
+    result = sf.fit(problem.model, problem.silos, sf.PVI(rounds=6, local_steps=200))
+    for site, mean in problem.mean.items():
+        sd = problem.sd[site]
+        assert ((result.posterior[site].mean - mean).abs() < 0.15 * sd).all()
+        assert ((result.posterior[site].sd / sd - 1).abs() < 0.1).all()
+    assert result.aggregation["kind"] == "masked"
+
+
+def test_torch_optimisers_and_sequential_visits() -> None:
+    problem = make_slopes()
+    algorithm = sf.PVI(rounds=6, local_optimizer="adam", local_steps=200, **VISITS)  # type: ignore[arg-type]
+    result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain())
+    assert ((result.posterior["beta"].mean - problem.mean["beta"]).abs() < 0.15 * problem.sd["beta"]).all()
+    assert ((result.posterior["beta"].sd / problem.sd["beta"] - 1).abs() < 0.1).all()
+
+
+def test_a_run_without_rounds_stops_by_itself() -> None:
+    problem = make_intercepts()
+    result = sf.fit(problem.model, problem.silos, sf.PVI(local_steps=150), sf.Plain())
+    assert result.converged
+    assert result.rounds < 15
+    assert result.metrics["last_change_sd"] < 0.05
+
+
+def test_masked_sums_give_the_same_as_plain_ones() -> None:
+    silos, _ = make_regression((7, 30, 12))
+    ends = []
+    for sums in (sf.Plain(), sf.Masked()):
+        world = build(REGRESSION, silos, sf.PVI(rounds=4, **EXACT), sums)  # type: ignore[arg-type]
+        for _ in range(4):
+            world.round()
+        ends.append(world.state.q)
+    assert not torch.equal(ends[0].precision, ends[1].precision)
+    assert _close(ends[1], ends[0], 1e-7)
+
+
+LOSSES = [
+    {"lost_before": ("silo-1",)},
+    {"lost_after": ("silo-2",)},
+    {"lost_before": ("silo-1", "silo-3")},
+    {},
+    {"lost_after": ("silo-1",), "lost_before": ("silo-2",)},
+    {},
+]
+
+
+@pytest.mark.parametrize("options", [{}, VISITS, {"schedule": "asynchronous", "buffer": 3}])
+def test_q_is_the_prior_times_the_sites_whatever_gets_lost(options: dict[str, Any]) -> None:
+    """Broadcasts that do not arrive, answers that do not arrive, silos that are away for a while."""
+    silos, exact = make_regression((7, 30, 12, 20))
+    world = build(REGRESSION, silos, sf.PVI(rounds=100, **EXACT, **options))
+    for losses in LOSSES:
+        try:
+            world.round(**losses)
+        except sf.SecureFVIError:
+            assert options  # a cohort of which nobody answered
+        assert _close(world.product(), world.state.q, 1e-10)
+    for _ in range(40):
+        world.round()
+        assert _close(world.product(), world.state.q, 1e-10)
+    assert _close(world.state.q, exact, 1e-4)
+
+
+def test_a_site_follows_the_sum_only_if_the_server_used_it() -> None:
+    """The control of the test above: sites that took every change for used would not multiply to q."""
+    silos, _ = make_regression((7, 30, 12))
+    world = build(REGRESSION, silos, sf.PVI(rounds=10, damping=1.0, **EXACT))  # type: ignore[arg-type]
+    world.round(lost_after=("silo-2",))
+    sent = world.engine.silos["silo-2"].local["state"].change
+    assert float(sent.precision.abs().max()) > 1
+    assert not _close(world.product().plus(sent), world.state.q, 1e-3)
+    assert _close(world.product(), world.state.q, 1e-10)
+
+
+def _logistic(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(x.new_zeros(x.shape[-1]), 3.0).to_event(1))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+def test_damping_keeps_q_proper_with_20_heterogeneous_silos() -> None:
+    """Each silo sees one label and its own direction of the covariates; the largest damping is asked for."""
+    rng = torch.Generator().manual_seed(3)
+    silos = []
+    for j in range(20):
+        x = torch.randn(6, 4, generator=rng) * 0.3 + 2 * torch.randn(4, generator=rng)
+        silos.append({"x": x, "y": torch.full((6,), float(j % 2))})
+    model = sf.FederatedModel(_logistic, "row")
+    for damping in (1.0, "auto"):
+        world = build(model, silos, sf.PVI(rounds=12, damping=damping, local_steps=40))  # type: ignore[arg-type]
+        for _ in range(12):
+            world.round()
+            assert world.state.q.proper
+            assert _close(world.product(), world.state.q, 1e-8)
+        if damping == "auto":
+            assert float(world.state.moved.max()) < 1.0
+
+
+def test_an_improper_step_is_cut_back() -> None:
+    """A change that would take away more precision than q has is taken in part, and the silos are told which part."""
+    silos, _ = make_regression((5, 5, 5))
+    world = build(REGRESSION, silos, sf.PVI(rounds=9, damping=1.0, **EXACT))  # type: ignore[arg-type]
+    message = world.server.program.broadcast(world.state, 1, 0)
+    bad = Natural(torch.zeros(3), -10 * world.state.q.precision)
+    total = torch.cat([bad.pack(), torch.tensor([0.0, 15.0, 0.0, 1.0, 1.0, 1.0])]).numpy()
+    after, step = world.server.program.update(world.state, message, total, 1.0)
+    assert after.q.proper
+    assert step.learning_rate == 1 / 16
+    assert (after.factors == 1 / 16).all()
+
+
+def test_a_silo_with_an_improper_cavity_leaves_its_site_alone() -> None:
+    silos, _ = make_regression((5, 5, 5))
+    world = build(REGRESSION, silos, sf.PVI(rounds=9, damping=1.0, **EXACT))  # type: ignore[arg-type]
+    world.round()
+    box: Any = world.engine.silos["silo-1"]
+    box.settle(world.server.state.accepted)
+    state = box.local["state"]
+    box.local["state"] = state._replace(change=state.change._replace(precision=1e3 * torch.eye(3)))
+    before = world.state.q
+    world.round()
+    assert world.state.skipped == 1
+    assert _close(world.state.q, before)
+
+
+def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
+    problem = make_clinics()
+    algorithm = sf.PVI(rounds=4, local_steps=20)
+    whole = sf.fit(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+
+    class _Stop(Exception):
+        pass
+
+    def stop(progress: sf.Progress) -> None:
+        if progress.round == 2:
+            raise _Stop
+
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_seconds": 0.0, "compile": False}
+    with pytest.raises(_Stop):
+        sf.fit(problem.model, problem.silos, algorithm, sf.Plain(), on_round=stop, **options)
+    resumed = sf.fit(problem.model, problem.silos, algorithm, sf.Plain(), resume=True, **options)
+    assert torch.equal(resumed.posterior["mu"].mean, whole.posterior["mu"].mean)
+    assert torch.equal(resumed.posterior["mu"].sd, whole.posterior["mu"].sd)
+
+
+def _scaled(y: Tensor) -> None:
+    """A prior that is no Gaussian in unconstrained space, on a scale."""
+    mu = pyro.sample("mu", dist.StudentT(4.0, 0.0, 2.0))
+    scale = pyro.sample("scale", dist.Gamma(3.0, 2.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(mu, scale), obs=y)
+
+
+def test_priors_that_are_not_gaussian_have_their_own_site() -> None:
+    """Against global VI of the same family (SFVI), 0.1 posterior sd."""
+    rng = torch.Generator().manual_seed(5)
+    silos = [{"y": 1.0 + 1.3 * torch.randn(n, generator=rng)} for n in (4, 9, 6)]
+    model = sf.FederatedModel(_scaled, "row")
+    reference = sf.fit(model, silos, sf.SFVI(iterations=3000, schedule="cosine"), sf.Plain())
+    result = sf.fit(model, silos, sf.PVI(rounds=10, local_steps=200), sf.Plain())
+    for site, (mean, sd) in reference.posterior.items():
+        assert (result.posterior[site].mean - mean).abs() < 0.1 * sd
+        assert (result.posterior[site].sd / sd - 1).abs() < 0.1
+
+
+def test_local_posterior_is_relative_to_the_mean_it_was_fitted_at() -> None:
+    """Intercepts given mu: (0.49 * 3 (ybar - mu)) / (0.25 + 3 * 0.49); draws at the joint posterior, 4 standard errors."""
+    problem = make_intercepts()
+    result = sf.fit(problem.model, problem.silos, sf.PVI(rounds=4, local_steps=200), sf.Plain())
+    draws = result.local["silo-2"].sample(4000)["b"]
+    shrink = 3 * 0.49 / (0.25 + 3 * 0.49)
+    expected = shrink * (problem.silos[1]["y"].mean(1) - problem.mean["mu"])
+    error = draws.std(0) / 4000**0.5
+    assert ((draws.mean(0) - expected).abs() < 4 * error + 0.02).all()
+
+
+def _empirical_bayes(y: Tensor) -> None:
+    tau = pyro.param("tau", torch.tensor(0.3), constraint=dist.constraints.positive)
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("person", len(y)):
+        b = pyro.sample("b", dist.Normal(0.0, tau))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+def test_theta_is_learned_by_empirical_bayes() -> None:
+    """tau near the maximum of the marginal likelihood, which a grid on the closed form finds."""
+    silos = make_intercepts().silos
+    result = sf.fit(sf.FederatedModel(_empirical_bayes, "person"), silos, sf.PVI(rounds=30, local_steps=40), sf.Plain())
+    rows = torch.cat([s["y"] for s in silos])
+    n, best = len(rows), (-torch.inf, 0.0)
+    for tau in torch.linspace(0.3, 1.2, 91):
+        v = torch.kron(torch.eye(n), tau**2 * torch.ones(3, 3) + 0.25 * torch.eye(3)) + 100.0
+        evidence = dist.MultivariateNormal(torch.zeros(3 * n), v).log_prob(rows.flatten())
+        best = max(best, (float(evidence), float(tau)))
+    assert result.theta["tau"].item() == pytest.approx(best[1], rel=0.05)
+
+
+def test_each_silo_keeps_its_own_encoder() -> None:
+    torch.manual_seed(0)
+    problem = make_intercepts()
+    amortised = sf.Amortised(torch.nn.Linear(4, 2), features=lambda rows: rows["y"], see_global=True)
+    result = sf.fit(problem.model, problem.silos, sf.PVI(rounds=5, local_steps=200, local_family=amortised), sf.Plain())
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.15 * problem.sd["mu"]
+    assert not result.variational.theta
+    assert result.local["silo-1"].sample(3)["b"].shape == (3, 7)
+
+
+def test_minibatches_of_the_local_fit() -> None:
+    problem = make_intercepts()
+    algorithm = sf.PVI(rounds=6, local_optimizer="adam", sampling_rate=0.5, local_steps=400)
+    result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain())
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.3 * problem.sd["mu"]
+
+
+def test_silo_privacy_keeps_sites_and_q_together() -> None:
+    """What counts as a silo's change is what it released: clipped, and with its own noise."""
+    silos, _ = make_regression((20, 20, 20, 20))
+    privacy = sf.SiloDP(noise_multiplier=0.1, clipping_norm=5.0, noise="silo")
+    from secure_fvi.fitting import build_parties
+    from pvi_world import World
+
+    algorithm = sf.PVI(rounds=5, damping=0.5, **EXACT)  # type: ignore[arg-type]
+    server, engine, _ = build_parties(REGRESSION, silos, algorithm, sf.Plain(), privacy=privacy, noise_key=b"k" * 32)
+    world = World(server, engine)
+    for _ in range(5):
+        world.round()
+        assert world.state.q.proper
+        assert _close(world.product(), world.state.q, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "sequential"}, "shows the server each silo's change"),
+        ({"schedule": "random"}, "schedule 'random' is unknown"),
+        ({"family": "low_rank"}, "has no sites"),
+        ({"damping": 1.5}, "damping must be 'auto' or lie in"),
+        ({"local_optimizer": "newton"}, "optimizer 'newton' is unknown"),
+        ({"local_optimizer": "natural", "learning_rate": 2.0}, "at most 1"),
+        ({"rounds": 0}, "rounds must be a whole number"),
+        ({"sampling_rate": 0.0}, "sampling_rate must lie"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sf.PVI(**options)
+
+
+def test_what_cannot_be_done_is_refused_before_it_begins() -> None:
+    problem = make_intercepts()
+    with pytest.raises(InputError, match="without local latents"):
+        sf.fit(problem.model, problem.silos, sf.PVI(rounds=1, **EXACT))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no record privacy yet"):
+        sf.fit(problem.model, problem.silos, sf.PVI(rounds=1), privacy=sf.RecordDP(epsilon=1.0, delta=1e-5))
+    silos = [{"x": torch.ones(5, 1), "y": torch.ones(5)}] * 3
+    model = sf.FederatedModel(_logistic, "row")
+    with pytest.raises(InputError, match="not quadratic"):
+        sf.fit(model, silos, sf.PVI(rounds=1, **EXACT))  # type: ignore[arg-type]
+    with pytest.raises(sf.SecureFVIError, match="cohort"):
+        sf.fit(model, silos, sf.PVI(rounds=3, **VISITS), sf.Masked())  # type: ignore[arg-type]
+
+
+def test_moments_and_natural_parameters_are_inverse() -> None:
+    rng = torch.Generator().manual_seed(0)
+    root = torch.randn(4, 4, generator=rng)
+    covariance, mean = root @ root.T + torch.eye(4), torch.randn(4, generator=rng)
+    q = from_moments(mean, covariance)
+    torch.testing.assert_close(q.mean(), mean)
+    torch.testing.assert_close(q.covariance(), covariance)
