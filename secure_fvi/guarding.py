@@ -19,6 +19,7 @@ from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
 from secure_fvi.privacy.ledger_filter import smallest_budget
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.terms import Terms
+from secure_fvi.witnessing import countersign
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Guards(NamedTuple):
     """The gates of all silos in this process, with their open jobs where there is a ledger."""
 
     gates: Mapping[str, Gate]
-    jobs: Sequence[OpenJob]
-    ledgers: Sequence[Ledger]
+    jobs: Sequence[OpenJob] = ()
+    ledgers: Mapping[str, Ledger] = {}  # noqa: RUF012 - never written to
+    path: Path | None = None
 
     @property
     def last_index(self) -> int:
@@ -52,7 +54,9 @@ class Guards(NamedTuple):
     def close(self, outcome: str) -> None:
         for job in self.jobs:
             job.close(outcome)
-        for ledger in self.ledgers:
+        if self.path is not None:
+            countersign(self.path, self.ledgers)
+        for ledger in self.ledgers.values():
             ledger.close()
 
 
@@ -82,10 +86,10 @@ def build_guards(
 ) -> Guards:
     """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job."""
     if not terms:
-        return Guards({silo: Gate(silo, tables) for silo in silos}, (), ())
+        return Guards({silo: Gate(silo, tables) for silo in silos})
     if books.path is None:
         gates = {silo: Gate(silo, tables, terms, _in_memory(terms), noise) for silo in silos}
-        return Guards(gates, (), ())
+        return Guards(gates)
     declared = tuple(Term(phase, t.event, t.releases) for phase, t in terms.items())
     settings = next(iter(terms.values())).settings
     about = {"algorithm": algorithm, **description(terms, noise)}
@@ -94,13 +98,14 @@ def build_guards(
     if settings.epsilon is not None:
         own_budget = dataclasses.replace(own_budget, epsilon=max(own_budget.epsilon, settings.epsilon))
     ledgers = {silo: Ledger.open(books.path, silo, create=True) for silo in silos}
+    countersign(books.path, ledgers)
     for ledger in ledgers.values():
         ledger.check_job(job, default_budget=own_budget)
     jobs = {
         silo: ledger.open_job(job, default_budget=own_budget, block=books.block) for silo, ledger in ledgers.items()
     }
     gates = {silo: Gate(silo, tables, terms, jobs[silo].charge, noise) for silo in silos}
-    return Guards(gates, tuple(jobs.values()), tuple(ledgers.values()))
+    return Guards(gates, tuple(jobs.values()), ledgers, books.path)
 
 
 def _in_memory(terms: Mapping[str, Terms]) -> Charge:

@@ -12,7 +12,7 @@ import torch
 from programs import Conjugate, make_clinics, make_intercepts, make_slopes
 
 import secure_fvi as sf
-from secure_fvi.errors import AggregationError, BudgetError, InputError
+from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.ledger import Budget, Ledger
@@ -225,6 +225,28 @@ def test_a_job_is_charged_to_every_silos_ledger_and_a_second_one_does_not_fit(tm
     assert set(ledger.chain.jobs) == {"first"}
     assert ledger.chain.jobs["first"].released["round"] >= 30
     assert path.read_bytes() == before or len(ledger.chain.jobs) == 1
+
+
+def test_a_ledger_restored_from_a_backup_is_refused_by_its_witnesses(tmp_path: Path) -> None:
+    problem = make_intercepts()
+    path = tmp_path / "ledger.sqlite"
+
+    def run(job: str) -> None:
+        privacy = sf.RecordDP(epsilon=0.5, delta=1e-3)
+        sf.fit(
+            problem.model, problem.silos, sf.SFVI(iterations=5), privacy=privacy, books=sf.Books(path, job=job),
+            compile=False,
+        )  # fmt: skip
+
+    Ledger.open(path, "silo-1", create=True).set_budget(Budget("data", 5.0, 1e-3))
+    run("first")
+    backup = path.read_bytes()
+    run("second")
+    for leftover in tmp_path.glob("ledger.sqlite-*"):
+        leftover.unlink()
+    path.write_bytes(backup)
+    with pytest.raises(ProtocolError, match="rolled back"):
+        run("third")
 
 
 def test_no_silo_is_charged_where_one_of_them_refuses(tmp_path: Path) -> None:
