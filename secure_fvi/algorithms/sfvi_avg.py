@@ -30,38 +30,44 @@ if TYPE_CHECKING:
 COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
 #: Draws of Z_G with which a silo estimates its part of the bound at the q(Z_G) it was sent.
 BOUND_DRAWS = 16
-#: The learning rate falls to this share of itself within a round, and over the rounds to no less than this share.
+#: The learning rate falls to this share of itself within a round.
 LEAST_RATE = 0.1
+#: Once a merge has moved q by less than this, in posterior sds, the learning rate falls from round to round.
+SETTLED = 0.5
+#: Rounds at falling rates that a run does at least.
+REFINED = 4
 
 
 @dataclass(frozen=True)
 class SFVIAvg:
     """Configuration. With every option at its default a model of moderate size stops by itself, or says it has not.
 
-    rounds: at most; a run ends when a merge moves q by less than `tolerance`: the largest of the moves of its means in
-    posterior sds, of its log sds, and of theta relative to 1 + |theta|. local_steps: a silo's steps a round.
+    rounds: at most. local_steps: a silo's steps a round. The first rounds go far; once a merge moves q by less than
+    SETTLED, the learning rate falls by the factor `decay` from round to round, so that silos stray less and less from
+    each other, and with that the error of averaging falls. The run ends after REFINED such rounds when a merge moves q
+    by less than `tolerance`: the largest of the moves of its means in posterior sds, of its log sds, and of theta
+    relative to 1 + |theta|. Within a round the rate falls linearly to a tenth.
     importance_samples: K; 1 is the ELBO. family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.
     weights: of a silo in the merge, its number of records or 1, as in the paper. scale_entropy: False leaves the
     entropy of the silo's own latents unscaled, which is the paper's text, for comparison. bures_iterations: secure sums
     a round for the barycenter of full covariances; one is enough, since the next round goes on where it ended.
-    decay: factor on the learning rate from round to round; within a round it falls linearly to a tenth.
     average_last: share of a round's last iterates that a silo averages. persistent: silos keep their optimisers' state
     from round to round. participation: share of silos asked a round. total_records: N, where it is public; otherwise it
     is counted by one more secure sum. bound: largest absolute value of any element of a contribution.
     """
 
     rounds: int = 20
-    local_steps: int = 500
+    local_steps: int = 2000
     importance_samples: int = 1
     family: Literal["auto", "diagonal", "full"] = "auto"
     weights: Literal["records", "equal"] = "records"
     scale_entropy: bool = True
-    tolerance: float = 0.05
+    tolerance: float = 0.1
     bures_iterations: int = 1
     optimizer: str = "adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.05
-    decay: float = 0.7
+    decay: float = 0.35
     average_last: float = 0.5
     persistent: bool = True
     participation: float = 1.0
@@ -120,10 +126,9 @@ class SFVIAvg:
     def expected_calls(self) -> int:
         return self.rounds * (self.local_steps + BOUND_DRAWS)
 
-    def multiplier(self, round_: int, step: int) -> float:
-        """Of the learning rate in a local step."""
-        within = 1 - (1 - LEAST_RATE) * step / self.local_steps
-        return within * max(self.decay**round_, LEAST_RATE)
+    def multiplier(self, step: int) -> float:
+        """Of a round's learning rate in a local step."""
+        return 1 - (1 - LEAST_RATE) * step / self.local_steps
 
     def averaging_weight(self, step: int) -> float:
         """Of the iterate after a local step in the average of the round's last iterates; 1 before that begins."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from secure_fvi.aggregation.barycenter import ROOT
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step, choose_cohort
-from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, BURES, COUNT, FINISH, MERGE, SFVIAvg
+from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, BURES, COUNT, FINISH, MERGE, REFINED, SETTLED, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_frame import (
     LEAST_SD,
     LOC,
@@ -27,7 +27,7 @@ from secure_fvi.algorithms.sfvi_avg_frame import (
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Params
 from secure_fvi.randomness import server_draws
-from secure_fvi.trees import merge, to_numpy
+from secure_fvi.trees import merge, part, to_numpy
 
 
 class Merging(NamedTuple):
@@ -49,7 +49,8 @@ class SFVIAvgState(NamedTuple):
     theta: Params
     records: int  # N; 0 before it was counted
     merging: Merging
-    movement: float | None  # of the last merge
+    settled: int  # merges since one moved q by less than SETTLED, that one included
+    movement: float | None  # of the last merge, posterior sds
     objective: float  # nats; NaN where it is not released
 
 
@@ -69,10 +70,11 @@ class SFVIAvgServer:
         theta = {name: move(value) for name, value in self.frame.theta_start.items()}
         first = COUNT if self.frame.counts_first else MERGE
         idle = Merging(0, eta["loc"], theta, nothing, nothing)
-        return SFVIAvgState(0, first, eta, theta, self.config.total_records or 0, idle, None, math.nan)
+        return SFVIAvgState(0, first, eta, theta, self.config.total_records or 0, idle, 0, None, math.nan)
 
     def broadcast(self, state: SFVIAvgState, index: int, accepted: int) -> Broadcast:
-        silos, scalars = self.problem.silos, {"records": float(state.records)}
+        silos, rate = self.problem.silos, self.config.decay**state.settled
+        scalars = {"records": float(state.records), "rate": rate}
         if state.phase in (MERGE, BURES):
             silos = choose_cohort(silos, self.config.participation, self.problem.seed, state.round)
         if state.phase == BURES:
@@ -87,7 +89,8 @@ class SFVIAvgServer:
     ) -> tuple[SFVIAvgState, Step]:
         blocks = self.tables[message.phase].split(total)
         if OBJECTIVE in blocks:
-            state = state._replace(objective=self._global_bound(state) + scale * float(blocks[OBJECTIVE]))
+            own = self._global_bound(dict(message.tensors), message.round)
+            state = state._replace(objective=own + scale * float(blocks[OBJECTIVE]))
             if not math.isfinite(state.objective):
                 raise InputError(
                     f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
@@ -100,21 +103,21 @@ class SFVIAvgServer:
         elif message.phase == BURES:
             weight = _positive(float(blocks[RECORDS if self.frame.by_records else SILOS]))
             state, finished = self._iterate(state, state.merging, blocks[ROOT] / weight)
-        rate = self.config.learning_rate * self.config.multiplier(message.round, 0)
+        rate = self.config.learning_rate * message.scalars["rate"]
         return state, Step(state.objective, rate, None, message.phase, finished)
 
     def posterior(self, state: SFVIAvgState) -> Posterior:
         return Posterior(self.family, state.eta, state.theta)
 
     def converged(self, state: SFVIAvgState) -> bool:
-        """Whether the last merge moved q by less than the tolerance. It says nothing about the error of averaging."""
-        return state.movement is not None and state.movement < self.config.tolerance
+        """Whether merges have settled; it says nothing about what averaging posteriors gets wrong."""
+        return state.settled > REFINED and state.movement is not None and state.movement < self.config.tolerance
 
     def rounds(self, state: SFVIAvgState) -> int:
         return state.round
 
     def metrics(self, state: SFVIAvgState) -> dict[str, float | None]:
-        """`bound`: at the last q that silos were sent, nats. `movement`: of the last merge, posterior sds."""
+        """`bound`: at the last q that silos were sent, nats. `movement`: by the last merge, posterior sds."""
         return {"bound": None if math.isnan(state.objective) else state.objective, "movement": state.movement}
 
     def _merge(self, state: SFVIAvgState, blocks: dict[str, FloatArray], scale: float) -> tuple[SFVIAvgState, bool]:
@@ -141,29 +144,33 @@ class SFVIAvgServer:
         return self._adopt(state, full_parameters(merging.loc, covariance), merging.theta)
 
     def _adopt(self, state: SFVIAvgState, eta: Params, theta: Params) -> tuple[SFVIAvgState, bool]:
-        movement = _movement(self.family.stddev(state.eta), self.family.stddev(eta), state, eta, theta)
+        new = merge(eta=eta, theta=theta)
+        movement = self._movement(merge(eta=state.eta, theta=state.theta), new)
         if not math.isfinite(movement):
             raise InputError(f"the merge of round {state.round} is not finite; lower learning_rate or rescale the data")
-        state = state._replace(round=state.round + 1, phase=MERGE, eta=eta, theta=theta, movement=movement)
-        done = movement < self.config.tolerance or state.round >= self.config.rounds
+        settled = state.settled + 1 if state.settled or movement < SETTLED else 0
+        state = state._replace(
+            round=state.round + 1, phase=MERGE, eta=eta, theta=theta, settled=settled, movement=movement
+        )
+        done = self.converged(state) or state.round >= self.config.rounds
         if done and FINISH in self.tables:
             return state._replace(phase=FINISH), False
         return state, done
 
-    def _global_bound(self, state: SFVIAvgState) -> float:
-        """E[L0] = E[log p(Z_G) - log q(Z_G)], nats, by draws that everyone may know."""
-        values = []
+    def _movement(self, old: Params, new: Params) -> float:
+        before, after = (self.family.stddev(part(p, "eta")) for p in (old, new))
+        moves = [(new["eta/loc"] - old["eta/loc"]).abs() / after, (after / before).log().abs()]
+        moves += [((new[n] - v).abs() / (1 + v.abs())).flatten() for n, v in old.items() if n.startswith(THETA)]
+        return float(torch.cat(moves).max())
+
+    def _global_bound(self, sent: Params, round_: int) -> float:
+        """E[L0] = E[log p(Z_G) - log q(Z_G)] at the q that silos were sent, nats, by draws that everyone may know."""
+        eta, theta, values = part(sent, "eta"), part(sent, "theta"), []
         for draw in range(BOUND_DRAWS):
-            eps = self.frame.base.move(self._draws.normals(state.round * BOUND_DRAWS + draw, self.family.noise_size)[0])
-            z = self.family.transform(state.eta, eps)
-            values.append(self.problem.density.log_prior(z, state.theta) - self.family.log_prob(state.eta, z))
+            eps = self.frame.base.move(self._draws.normals(round_ * BOUND_DRAWS + draw, self.family.noise_size)[0])
+            z = self.family.transform(eta, eps)
+            values.append(self.problem.density.log_prior(z, theta) - self.family.log_prob(eta, z))
         return float(torch.stack(values).mean())
-
-
-def _movement(sd_before: Tensor, sd: Tensor, state: SFVIAvgState, eta: Params, theta: Params) -> float:
-    moves = [(eta["loc"] - state.eta["loc"]).abs() / sd, (sd / sd_before).log().abs()]
-    moves += [((theta[n] - old).abs() / (1 + old.abs())).flatten() for n, old in state.theta.items()]
-    return float(torch.cat(moves).max())
 
 
 def _positive(weight: float) -> float:

@@ -181,7 +181,7 @@ class SFVIAvgSilo:
         )
         copies = message.scalars["records"] / view.size
         for step in range(config.local_steps):
-            factors = (copies, config.multiplier(message.round, step), config.averaging_weight(step))
+            factors = (copies, message.scalars["rate"] * config.multiplier(step), config.averaging_weight(step))
             carried, _ = self._call(carried, view, message.round, BOUND_DRAWS + step, factors)
         own, record, silo = carried.average
         return own, local._replace(
