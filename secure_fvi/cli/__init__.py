@@ -13,6 +13,7 @@ import click
 from secure_fvi.cli.bench import bench
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
+from secure_fvi.cli.reproduce import reproduce
 from secure_fvi.cli.run import run
 from secure_fvi.errors import SecureFVIError
 
@@ -33,6 +34,7 @@ cli.add_command(run)
 cli.add_command(compare)
 cli.add_command(bench)
 cli.add_command(budget)
+cli.add_command(reproduce)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -75,7 +75,7 @@ def measure(data: Path | None, rounds: int = ROUNDS, seed: int = 0) -> dict[str,
         family="diagonal",
         iterations=rounds,
         sampling_rate=RATE,
-        learning_rate=0.05,
+        learning_rate=0.02,
         schedule="cosine",
         average_last=0.5,
     )

@@ -1,7 +1,7 @@
-"""The rule for silo-level latents is needed: a distinguishing attack breaks the claim of the naive rule, not of ours.
+"""The rule for silo-level latents is needed: an attack breaks the claim of the naive rule, and not of ours.
 
-A silo-level latent follows all records of its silo. The naive rule clips and noises what is sent and lets the silo's own
-step see the exact sum: then one record moves every other record's next gradient, which no clipping bounds.
+A silo-level latent follows all records of its silo. The naive rule clips and noises what is sent and lets the silo's
+own step see the exact sum: then one record moves every other record's next gradient, which no clipping bounds.
 """
 
 from __future__ import annotations

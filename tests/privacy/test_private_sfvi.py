@@ -238,7 +238,8 @@ def test_a_ledger_restored_from_a_backup_is_refused_by_its_witnesses(tmp_path: P
             compile=False,
         )  # fmt: skip
 
-    Ledger.open(path, "silo-1", create=True).set_budget(Budget("data", 5.0, 1e-3))
+    for silo in ("silo-1", "silo-2", "silo-3"):
+        Ledger.open(path, silo, create=True).set_budget(Budget("data", 5.0, 1e-3))
     run("first")
     backup = path.read_bytes()
     run("second")
