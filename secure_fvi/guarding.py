@@ -43,7 +43,7 @@ class Guards(NamedTuple):
 
     gates: Mapping[str, Gate]
     jobs: Sequence[OpenJob] = ()
-    ledgers: Mapping[str, Ledger] = {}  # noqa: RUF012 - never written to
+    ledgers: Mapping[str, Ledger] = {}
     path: Path | None = None
 
     @property

@@ -16,8 +16,8 @@ INTERVAL = 50
 
 
 class MetricsLog:
-    """Appends to `path`: round, objective (mean over the interval, nats; null: not released), learning_rate, r_hat, phase,
-    bytes_up and bytes_down (totals over all silos) and seconds, both over all pieces of a resumed run.
+    """Appends to `path`: round, objective (mean over the interval, nats; null: not released), learning_rate, r_hat,
+    phase, bytes_up and bytes_down (totals over all silos) and seconds, both over all pieces of a resumed run.
     """
 
     def __init__(self, path: Path, resumed_from: int = 0) -> None:

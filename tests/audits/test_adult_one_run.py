@@ -1,7 +1,7 @@
 """One audited run of the adult model: its empirical epsilon stays below the claim, and not where noise is missing.
 
-Canaries are records that push one coordinate of their own as far as the clipping norm lets them (white-box Dirac canaries).
-Adult has too few coordinates, so 5,000 inert ones are appended: no other record has a gradient in them.
+Canaries are records that push one coordinate of their own as far as the clipping norm lets them (white-box Dirac
+canaries). Adult has too few coordinates, so 5,000 inert ones are appended: no other record has a gradient in them.
 """
 
 from __future__ import annotations
