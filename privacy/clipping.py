@@ -6,6 +6,7 @@ only where that noise comes from is replaced (its own replays from torch's seed)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -26,7 +27,8 @@ class _Optimizer(DPPerLayerOptimizer):  # type: ignore[misc]
         self._noise = noise
 
     def add_noise(self) -> None:
-        together = self._noise(torch.cat([p.summed_grad.reshape(-1) for p in self.params]))
+        total = torch.cat([p.summed_grad.reshape(-1) for p in self.params])
+        together = self._noise(total.cpu()).to(total.device)  # noise is drawn on the CPU
         for p, noised in zip(self.params, together.split([p.numel() for p in self.params]), strict=True):
             p.grad = noised.view_as(p)
             _mark_as_processed(p.summed_grad)
@@ -37,16 +39,19 @@ def noisy_clipped_sum(
 ) -> tuple[Tensor, int]:
     """Sum over records of parts clipped to L2 `norms`, plus noise; and how many records were dropped.
 
-    Each chunk holds one float64 tensor (B, sizes[i]) a part. A record with any entry that is not finite counts as
-    zero. `noise` maps the clipped sum (sum(sizes),) to the noised one and is called exactly once, also where there
+    Each chunk holds one float64 tensor (B, sizes[i]) a part, on any device; the result is on the CPU. A record with any
+    entry that is not finite counts as zero. `noise` maps the clipped sum (sum(sizes),) to the noised one and is called exactly once, also where there
     are no records. The count of dropped records is for the silo's own eyes.
     """
-    parts = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in sizes]
+    chunks = iter(chunks)
+    first = next(chunks, None)
+    device = first[0].device if first is not None else torch.device("cpu")
+    parts = [nn.Parameter(torch.zeros(size, dtype=torch.float64, device=device)) for size in sizes]
     optimizer = _Optimizer(parts, norms, noise)
     dropped = 0
     for part in parts:  # a sum over no records is zero, and noised like any other
         part.summed_grad = torch.zeros_like(part.data)  # type: ignore[attr-defined]
-    for chunk in chunks:
+    for chunk in itertools.chain([] if first is None else [first], chunks):
         finite = torch.isfinite(torch.stack([rows.sum(1) for rows in chunk]).sum(0))
         if not finite.all():  # a sum of finite entries may overflow, so look at each
             finite = torch.stack([torch.isfinite(rows).all(1) for rows in chunk]).all(0)
@@ -57,4 +62,4 @@ def noisy_clipped_sum(
         for part in parts:
             part.grad_sample = None  # type: ignore[attr-defined]
     optimizer.add_noise()
-    return torch.cat([part.grad for part in parts if part.grad is not None]).detach(), dropped
+    return torch.cat([part.grad.cpu() for part in parts if part.grad is not None]).detach(), dropped

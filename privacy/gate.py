@@ -134,10 +134,10 @@ class Gate:
                 if rows.shape[1] != hidden + shared:
                     raise AggregationError(f"silo '{self.silo}': {rows.shape[1]} gradients for {hidden + shared}")
                 # Hidden coordinates first, so that what is shared lies together.
-                ordered = [torch.cat([rows[:, shared:], rows[:, :shared]], 1).double().cpu()]
+                ordered = [torch.cat([rows[:, shared:], rows[:, :shared]], 1).double()]
                 if with_side:
                     bound = terms.side_bound
-                    ordered.append((objective.double().cpu().clamp(-bound, bound) * (side / bound)).unsqueeze(1))
+                    ordered.append((objective.double().clamp(-bound, bound) * (side / bound)).unsqueeze(1))
                 yield ordered
 
         noised, dropped = noisy_clipped_sum(parts(), sizes, norms, self._noiser(index, hidden))
@@ -166,8 +166,8 @@ class Gate:
         terms = self.terms
         if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or terms.extent[1:] != (0, 0):
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a sum over parts")
-        rows = changes.double().cpu()
-        self._check_length(rows.sum(0).numpy(), terms.extent.shared)
+        rows = changes.double()
+        self._check_length(np.empty(rows.shape[1:]), terms.extent.shared)
         noised, dropped = noisy_clipped_sum([[rows]], [terms.extent.shared], [self._clip / 2], self._noiser(index, 0))
         self.dropped += dropped
         self._pay(index)

@@ -25,7 +25,7 @@ from secure_fvi.discovery import read_layout
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
-from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough
+from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -149,6 +149,7 @@ def build_parties(
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
+    warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
     guards = build_guards(ordered, program.tables, terms, algorithm.name, books or Books(), noise)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
     silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data

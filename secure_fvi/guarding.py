@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from secure_fvi.aggregation import Homomorphic, Plain
 from secure_fvi.aggregation.base import BlockTable, SecureSum
-from secure_fvi.errors import BudgetError, InputError
+from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
 from secure_fvi.privacy.claim import description
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
@@ -106,6 +107,19 @@ def build_guards(
     }
     gates = {silo: Gate(silo, tables, terms, jobs[silo].charge, noise) for silo in silos}
     return Guards(gates, tuple(jobs.values()), ledgers, books.path)
+
+
+def warn_of_large_delta(terms: Mapping[str, Terms], sizes: Mapping[str, int]) -> None:
+    """At the silos: a delta of 1 / N or more allows to publish a whole record. The warning gives no size away."""
+    for silo, size in sizes.items():
+        if any(t.settings.unit == "record" and t.settings.delta * size >= 1 for t in terms.values()):
+            delta = next(iter(terms.values())).settings.delta
+            warnings.warn(
+                f"silo '{silo}': delta = {delta:g} is not below 1 / N, its number of records: such a guarantee allows "
+                "to publish whole records; choose a far smaller one",
+                SecureFVIWarning,
+                stacklevel=4,
+            )
 
 
 def _in_memory(terms: Mapping[str, Terms]) -> Charge:

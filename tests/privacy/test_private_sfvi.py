@@ -262,6 +262,18 @@ def test_no_silo_is_charged_where_one_of_them_refuses(tmp_path: Path) -> None:
     assert Ledger.open(path, "silo-1").chain.jobs == {}
 
 
+def test_a_delta_of_one_over_n_is_warned_about() -> None:
+    with pytest.warns(sf.SecureFVIWarning, match="silo-2.*not below 1 / N"):
+        parties(small_job(delta=0.03))
+
+
+def test_homomorphic_sums_carry_the_noise_too() -> None:
+    server, engine, _ = parties(small_job(), aggregation=sf.Homomorphic())
+    step = engine.run(server.round())
+    assert server.rounds == 1
+    assert np.isnan(step.objective)
+
+
 def test_no_secret_of_a_private_job_is_in_a_repr() -> None:
     _, engine, guards = parties(small_job())
     silo = engine.silos["silo-1"]
