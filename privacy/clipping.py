@@ -40,8 +40,8 @@ def noisy_clipped_sum(
     """Sum over records of parts clipped to L2 `norms`, plus noise; and how many records were dropped.
 
     Each chunk holds one float64 tensor (B, sizes[i]) a part, on any device; the result is on the CPU. A record with any
-    entry that is not finite counts as zero. `noise` maps the clipped sum (sum(sizes),) to the noised one and is called exactly once, also where there
-    are no records. The count of dropped records is for the silo's own eyes.
+    entry that is not finite counts as zero. `noise` maps the clipped sum (sum(sizes),) to the noised one and is called
+    exactly once, also where there are no records. The count of dropped records is for the silo's own eyes.
     """
     chunks = iter(chunks)
     first = next(chunks, None)
