@@ -33,7 +33,7 @@ BOUND_DRAWS = 16
 #: The learning rate falls to this share of itself within a round.
 LEAST_RATE = 0.1
 #: Once a merge has moved q by less than this, in posterior sds, the learning rate falls from round to round.
-SETTLED = 0.5
+SETTLED = 1.0
 #: Rounds at falling rates that a run does at least.
 REFINED = 4
 
@@ -67,7 +67,7 @@ class SFVIAvg:
     optimizer: str = "adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.05
-    decay: float = 0.35
+    decay: float = 0.2
     average_last: float = 0.5
     persistent: bool = True
     participation: float = 1.0

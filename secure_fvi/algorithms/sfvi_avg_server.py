@@ -124,7 +124,7 @@ class SFVIAvgServer:
         weight = _positive(self.frame.total_weight(blocks, scale))
 
         def moved(old: Tensor, name: str) -> Tensor:
-            return old + torch.from_numpy(blocks[name] / weight).to(old)
+            return old + torch.as_tensor(blocks[name] / weight).to(old)
 
         loc = moved(state.eta["loc"], LOC)
         theta = {name: moved(value, THETA + name) for name, value in state.theta.items()}

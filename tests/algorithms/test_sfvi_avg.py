@@ -1,0 +1,396 @@
+"""SFVI-Avg: merges are barycenters, local runs are scaled and anchored right, posteriors come near the exact one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from programs import Conjugate, make_clinics, make_intercepts, make_slopes
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.aggregation.barycenter import Gaussian, trusted_barycenter
+from secure_fvi.algorithms.sfvi_avg_frame import bures_term, full_parameters
+from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
+from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
+from secure_fvi.engines.local import LocalEngine
+from secure_fvi.errors import InputError
+from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.fitting import build_parties
+from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
+from secure_fvi.server import Server
+
+
+def _pooled(problem: Conjugate) -> list[dict[str, Tensor]]:
+    return [{name: torch.cat([s[name] for s in problem.silos]) for name in problem.silos[0]}]
+
+
+def _parties(problem: Conjugate, algorithm: sf.SFVIAvg, aggregation: Any = None) -> tuple[Server, LocalEngine]:
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, aggregation or sf.Plain(), compile=False)
+    return server, engine
+
+
+def _run_rounds(server: Server, engine: LocalEngine, rounds: int) -> None:
+    while server.rounds < rounds:
+        engine.run(server.round())
+
+
+@pytest.mark.parametrize("make", [make_intercepts, make_slopes])
+def test_one_silo_recovers_the_conjugate_posterior(make: Callable[[], Conjugate]) -> None:
+    """Nothing is averaged: 0.1 posterior sd in the mean, 10% in the sd; it stops by itself."""
+    problem = make()
+    result = sf.fit(problem.model, _pooled(problem), sf.SFVIAvg(local_steps=250), sf.Plain(), compile=True)
+    assert result.converged
+    for site, mean in problem.mean.items():
+        assert ((result.posterior[site].mean - mean).abs() < 0.1 * problem.sd[site]).all()
+        assert ((result.posterior[site].sd / problem.sd[site] - 1).abs() < 0.1).all()
+
+
+def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> None:
+    """Silos of 7, 40 and 13 under masks: 0.25 posterior sd. The latents refer to the last merge, not to their own q."""
+    problem = make_intercepts()
+    result = sf.fit(problem.model, problem.silos, sf.SFVIAvg(local_steps=250), compile=True)
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.25 * problem.sd["mu"]
+    assert (result.posterior["mu"].sd / problem.sd["mu"] - 1).abs() < 0.15
+    assert result.metrics["records"] == 60
+    kept = 0.49 / (0.49 + 0.25 / 3)
+    for number, silo in enumerate(problem.silos):
+        exact = kept * (silo["y"].mean(1) - problem.mean["mu"])
+        drawn = result.local[f"silo-{number + 1}"].sample(4000)["b"].mean(0)
+        assert ((drawn - exact).abs() < 0.08).all()  # sd of a posterior 0.29, of a mean of draws 0.005
+
+
+@pytest.mark.parametrize("weights", ["records", "equal"])
+def test_weights_are_those_asked_for(weights: str) -> None:
+    """At a constant rate silos go to their own optimum, the silo's mean; the merge averages those: within 0.1.
+
+    The smallest silo is shifted, so that the two ways of averaging are 0.3 apart.
+    """
+    made = make_intercepts()
+    silos = [{"y": s["y"] + (1.5 if n == 0 else 0.0)} for n, s in enumerate(made.silos)]
+    problem = made._replace(silos=silos)
+    server, engine = _parties(problem, sf.SFVIAvg(local_steps=300, weights=weights))  # type: ignore[arg-type]
+    _run_rounds(server, engine, 2)
+    means = torch.stack([s["y"].mean() for s in silos])
+    counts = torch.tensor([float(len(s["y"])) for s in silos])
+    by = {"records": float(counts @ means / counts.sum()), "equal": float(means.mean())}
+    assert abs(by["records"] - by["equal"]) > 0.3
+    assert float(server.state.algorithm.eta["loc"][0]) == pytest.approx(by[weights], abs=0.1)
+
+
+# ---- the merge ----
+
+
+def _own_gaussians(engine: LocalEngine, family: Any) -> list[Gaussian]:
+    """What the silos ended their local runs with; only a test may look."""
+    found = []
+    for silo in engine.silos.values():
+        assert silo.pending is not None
+        local = silo.pending.local
+        found.append(Gaussian(local.anchor.numpy(), local.covariance))
+    return found
+
+
+def test_the_full_merge_is_the_barycenter_of_the_silos() -> None:
+    """Mean, and covariance after eight sums, against POT to 1e-6; masked sums of 64 bits."""
+    problem = make_slopes()
+    server, engine = _parties(problem, sf.SFVIAvg(local_steps=60, bures_iterations=8), sf.Masked())
+    _run_rounds(server, engine, 1)
+    own = _own_gaussians(engine, server.program)
+    sizes = np.array([len(s["x"]) for s in problem.silos], float)
+    reference = trusted_barycenter(own, sizes / sizes.sum())
+    merged = server.program.posterior(server.state.algorithm)
+    np.testing.assert_allclose(merged.eta["loc"].numpy(), reference.mean, atol=1e-6)
+    covariance = merged.family.covariance(merged.eta).numpy()
+    np.testing.assert_allclose(covariance, reference.covariance, rtol=1e-6, atol=1e-8)
+    assert np.linalg.norm(own[0].covariance - own[1].covariance) > 1e-4  # they did differ
+    assert server.state.last_index == 1 + 8  # the count, and a sum an iteration
+
+
+def test_one_iteration_a_round_has_the_same_fixed_point() -> None:
+    """Round after round with silos that do not move: one sum each, and the barycenter to 1e-6."""
+    rng = np.random.default_rng(0)
+    factors = rng.normal(size=(3, 4, 4))
+    own = [Gaussian(np.zeros(4), f @ f.T + 0.2 * np.eye(4)) for f in factors]
+    weights = np.array([7, 40, 13])
+    frame = SFVIAvgServer(sf.SFVIAvg(), _problem(make_slopes())).frame
+    covariance = 0.01 * np.eye(4)
+    for _ in range(30):
+        terms = [bures_term(g.covariance, int(w), covariance) for g, w in zip(own, weights, strict=True)]
+        covariance = frame.after_iteration(covariance, np.sum(terms, 0) / weights.sum())
+        eta = full_parameters(torch.zeros(4), covariance)
+    reference = trusted_barycenter(own, weights / weights.sum())
+    np.testing.assert_allclose(covariance, reference.covariance, rtol=1e-6, atol=1e-7)
+    from secure_fvi.families import Full
+
+    np.testing.assert_allclose(Full(4).covariance(eta).numpy(), covariance, rtol=1e-10)
+
+
+def test_the_diagonal_merge_averages_means_and_sds() -> None:
+    problem = make_slopes()
+    silo_ends: dict[str, tuple[Tensor, Tensor]] = {}
+    server, engine = _parties(problem, sf.SFVIAvg(local_steps=40, family="diagonal"))
+    program = next(iter(engine.silos.values())).program
+    plain_run = program._run  # type: ignore[attr-defined]
+
+    def watched(message: Any, local: Any, shared: Any, view: Any) -> Any:
+        own, after = plain_run(message, local, shared, view)
+        silo_ends[view.silo] = (own["eta/loc"], own["eta/log_scale"].exp())
+        return own, after
+
+    program._run = watched  # type: ignore[attr-defined]
+    _run_rounds(server, engine, 1)
+    w = torch.tensor([float(s.size) for s in engine.silos.values()])
+    w = w / w.sum()
+    merged = server.program.posterior(server.state.algorithm).eta
+    for at, value in enumerate((merged["loc"], merged["log_scale"].exp())):
+        expected = sum(wj * silo_ends[name][at] for wj, name in zip(w, engine.silos, strict=True))
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_masked_equals_plain() -> None:
+    ends = []
+    for aggregation in (sf.Plain(), sf.Masked()):
+        server, engine = _parties(make_slopes(), sf.SFVIAvg(local_steps=30, bures_iterations=2), aggregation)
+        _run_rounds(server, engine, 3)
+        ends.append(server.state.algorithm.eta)
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-6, atol=1e-6)
+
+
+class _Lossy(LocalEngine):
+    """Delivers nothing to the silos in `away`."""
+
+    away: tuple[str, ...] = ()
+
+    def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        return super().exchange({s: m for s, m in messages.items() if s not in self.away})
+
+
+def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> None:
+    problem = make_slopes()
+    server, engine = _parties(problem, sf.SFVIAvg(local_steps=60, bures_iterations=8))
+    lossy = _Lossy(engine.silos)
+    lossy.run(server.round())  # the count
+    lossy.away = ("silo-2",)
+    lossy.run(server.round())
+    lossy.away = ()
+    _run_rounds(server, lossy, 1)
+    there = [engine.silos[name].pending for name in ("silo-1", "silo-3")]
+    own = [Gaussian(p.local.anchor.numpy(), p.local.covariance) for p in there if p is not None]
+    reference = trusted_barycenter(own, np.array([7, 13]) / 20)
+    merged = server.program.posterior(server.state.algorithm)
+    np.testing.assert_allclose(merged.eta["loc"].numpy(), reference.mean, atol=1e-6)
+    np.testing.assert_allclose(merged.family.covariance(merged.eta).numpy(), reference.covariance, rtol=1e-6, atol=1e-8)
+    assert server.state.algorithm.records == 60
+
+
+def test_drawn_cohorts_come_near_the_posterior() -> None:
+    """Three of six silos a round; which three moves the merge, so half a posterior sd is allowed."""
+    problem = make_intercepts()
+    silos = [{"y": part} for part in torch.split(_pooled(problem)[0]["y"], 10)]
+    server, engine, _ = build_parties(
+        problem.model, silos, sf.SFVIAvg(local_steps=100, participation=0.5), sf.Plain(), compile=True
+    )
+    _run_rounds(server, engine, 10)
+    loc = server.program.posterior(server.state.algorithm).eta["loc"][0]
+    assert (loc - problem.mean["mu"]).abs() < 0.5 * problem.sd["mu"]
+    assert server.state.algorithm.records == 60
+
+
+# ---- local runs ----
+
+
+def _problem(made: Conjugate) -> Any:
+    server, _ = _parties(made, sf.SFVIAvg())
+    return server.problem
+
+
+def test_scaling_stands_for_copies_of_the_records() -> None:
+    """One step at N / N_j = 2 moves eta_G as a step at 1 does whose records all occur twice; at 1 it does not."""
+    made = make_slopes(sizes=(5,))
+    problem = _problem(made)
+    program = SFVIAvgSilo(sf.SFVIAvg(optimizer="sgd", learning_rate=1e-3), problem)
+    rng = torch.Generator().manual_seed(0)
+    eta = program.frame.family.init(problem.start.z_global)
+    shared = {f"eta/{name}": value for name, value in eta.items()}
+    eps, eps_record = torch.randn(2, generator=rng), torch.randn(1, 5, 2, generator=rng)
+    record = program.base.local_family.init(torch.randn(5, 2, generator=rng))
+
+    def step(copies: float, times: int) -> dict[str, Tensor]:
+        rows = {name: value.repeat(times, 1) for name, value in made.silos[0].items()}
+        latents = {n: v.repeat(times, *[1] * (v.dim() - 1)) for n, v in record.items()}
+        after, _ = program._step_function(
+            shared, program.optimizer.init(shared), latents, program.optimizer.init(latents), {}, {},
+            shared, latents, {}, rows, torch.ones(5 * times), eps, eps_record.repeat(1, times, 1),
+            torch.zeros(1, 0), torch.tensor([copies, 1.0, 1.0]),
+        )  # fmt: skip
+        return after.shared
+
+    scaled, copied, plain = step(2.0, 1), step(1.0, 2), step(1.0, 1)
+    for name, value in copied.items():
+        torch.testing.assert_close(scaled[name], value, rtol=1e-10, atol=1e-12)
+    assert (scaled["eta/loc"] - plain["eta/loc"]).abs().max() > 1e-4
+
+
+def test_anchoring_leaves_conditionals_as_they_were() -> None:
+    """q(Z_S | Z_G) and q(Z_i | Z_G, Z_S) at a fixed point, before and after mu_G has moved."""
+    server, engine = _parties(make_clinics(), sf.SFVIAvg(local_steps=80))
+    _run_rounds(server, engine, 1)
+    silo = engine.silos["silo-2"]
+    silo.settle(server.state.accepted)
+    program: Any = silo.program
+    before = silo.local
+    after = program._anchored(before, before.anchor + 0.7)
+    assert before.silo["coupling"].abs().min() > 0.01
+    assert before.record["coupling"].abs().mean() > 0.01
+    z_global, z_silo = torch.tensor([0.3]), torch.tensor([-0.4])
+
+    def moments(local: Any) -> list[Tensor]:
+        shift = z_global - local.anchor
+        own = program.base.silo_family.moments(local.silo, {}, {}, z_global, shift)
+        both = torch.cat([shift, z_silo - local.silo["loc"][0]])
+        records = program.base.local_family.moments(local.record, {}, {}, z_global, both)
+        return [gaussian_rows.transform(m, torch.ones_like(m["loc"])) for m in (own, records)]
+
+    for old, new in zip(moments(before), moments(after), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
+    assert (after.record["loc"] - before.record["loc"]).abs().max() > 0.01
+
+
+def test_the_papers_text_runs_off_on_six_cities() -> None:
+    """Entropy left unscaled: omega leaves for beyond 1 (posterior -0.68, sd 0.04); scaled, it stays within 0.2."""
+    records = SIX_CITIES.load().records
+    order = torch.randperm(537, generator=torch.Generator().manual_seed(0))
+    silos = [{name: value[at] for name, value in records.items()} for at in order.split([300, 237])]
+    omega = {}
+    for scaled in (True, False):
+        algorithm = sf.SFVIAvg(local_steps=1000, scale_entropy=scaled)
+        server, engine, _ = build_parties(SIX_CITIES.model, silos, algorithm, sf.Plain(), compile=True)
+        _run_rounds(server, engine, 3)
+        omega[scaled] = float(server.state.algorithm.eta["loc"][4])
+    assert abs(omega[True] + 0.68) < 0.2
+    assert omega[False] > 1.0
+
+
+def _empirical_bayes(y: Tensor) -> None:
+    tau = pyro.param("tau", torch.tensor(0.3), constraint=dist.constraints.positive)
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("person", len(y)):
+        b = pyro.sample("b", dist.Normal(0.0, tau))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+def test_theta_is_averaged_near_what_sfvi_finds() -> None:
+    rows = _pooled(make_intercepts())[0]["y"]
+    silos = [{"y": part} for part in rows.split(30)]
+    model = sf.FederatedModel(_empirical_bayes, "person")
+    result = sf.fit(model, silos, sf.SFVIAvg(local_steps=250), sf.Plain(), compile=True)
+    reference = sf.fit(model, silos, sf.SFVI(iterations=2000), sf.Plain(), compile=False)
+    assert result.theta["tau"].item() == pytest.approx(reference.theta["tau"].item(), rel=0.06)
+    assert reference.theta["tau"].item() > 0.5  # it started at 0.3
+
+
+# ---- the run ----
+
+
+@pytest.mark.parametrize("options", [{}, {"bures_iterations": 3, "persistent": False}])
+def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], tmp_path: Path) -> None:
+    """Stopped between phases after the second round and resumed from the checkpoint: the same bits."""
+    problem = make_clinics()
+    algorithm = sf.SFVIAvg(rounds=4, local_steps=40, tolerance=10.0, **options)
+
+    class _KilledError(Exception):
+        pass
+
+    calls = 0
+
+    def kill(_: sf.Progress) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise _KilledError
+
+    def fit(**more: Any) -> sf.Result:
+        with pytest.warns(sf.SecureFVIWarning):
+            return sf.fit(problem.model, problem.silos, algorithm, compile=False, **more)
+
+    whole = fit()
+    keep = {"checkpoint_dir": tmp_path, "checkpoint_seconds": 0.0}
+    with pytest.raises(_KilledError):
+        sf.fit(problem.model, problem.silos, algorithm, compile=False, on_round=kill, **keep)  # type: ignore[arg-type]
+    resumed = fit(resume=True, **keep)
+    assert resumed.rounds == whole.rounds == 4
+    for name, value in whole.variational.eta.items():
+        assert torch.equal(resumed.variational.eta[name], value)
+
+
+def test_a_run_that_has_not_settled_says_so() -> None:
+    problem = make_intercepts()
+    with pytest.warns(sf.SecureFVIWarning, match="without converging"):
+        result = sf.fit(problem.model, problem.silos, sf.SFVIAvg(rounds=1, local_steps=50), sf.Plain())
+    assert not result.converged
+    assert result.metrics["movement"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "low_rank"}, "has no barycenter"),
+        ({"family": "lowrank"}, "family 'lowrank' is unknown"),
+        ({"weights": "size"}, "choose records or equal"),
+        ({"rounds": 0}, "rounds must be a whole number of at least 1"),
+        ({"local_steps": 1.5}, "local_steps must be a whole number"),
+        ({"total_records": 0}, "total_records must be"),
+        ({"decay": 0.0}, "decay must lie in"),
+        ({"tolerance": -1.0}, "tolerance must be at least 0"),
+        ({"scale_entropy": False, "importance_samples": 5}, "importance_samples = 1 only"),
+        ({"optimizer": "nadam"}, "cannot be traced"),
+        ({"optimizer": "adm"}, "optimizer 'adm' is unknown"),
+        ({"participation": 0.0}, "participation must lie in"),
+        ({"bound": -1.0}, "bound must be positive"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sf.SFVIAvg(**options)
+
+
+# ---- privacy ----
+
+
+def test_silo_privacy_noises_the_change() -> None:
+    """Twelve silos, little noise: the run ends near the posterior, and every merge was charged."""
+    problem = make_intercepts()
+    silos = [{"y": part} for part in torch.split(_pooled(problem)[0]["y"], 5)]
+    algorithm = sf.SFVIAvg(
+        rounds=6, local_steps=200, family="diagonal", weights="equal", total_records=60, tolerance=10.0
+    )
+    privacy = sf.SiloDP(noise_multiplier=0.02, clipping_norm=1.0, noise="silo")
+    with pytest.warns(sf.SecureFVIWarning):
+        result = sf.fit(problem.model, silos, algorithm, sf.Masked(), privacy, compile=True, noise_key=b"n" * 32)
+    assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.5 * problem.sd["mu"]
+    assert result.elbo is None
+    assert result.metrics["records"] is None
+    assert result.privacy is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "privacy", "message"),
+    [
+        ({}, sf.RecordDP(epsilon=1.0), "takes no record privacy"),
+        ({}, sf.SiloDP(epsilon=8.0), "family = 'diagonal'"),
+        ({"family": "diagonal"}, sf.SiloDP(epsilon=8.0), "weights = 'equal'"),
+        ({"family": "diagonal", "weights": "equal"}, sf.SiloDP(epsilon=8.0), "needs total_records"),
+    ],
+)
+def test_privacy_that_cannot_be_had_is_refused(options: dict[str, Any], privacy: Any, message: str) -> None:
+    problem = make_intercepts()
+    with pytest.raises(InputError, match=message):
+        sf.fit(problem.model, problem.silos, sf.SFVIAvg(**options), privacy=privacy)
