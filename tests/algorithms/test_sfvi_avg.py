@@ -45,7 +45,7 @@ def _run_rounds(server: Server, engine: LocalEngine, rounds: int) -> None:
 def test_one_silo_recovers_the_conjugate_posterior(make: Callable[[], Conjugate]) -> None:
     """Nothing is averaged: 0.1 posterior sd in the mean, 10% in the sd; it stops by itself."""
     problem = make()
-    result = sf.fit(problem.model, _pooled(problem), sf.SFVIAvg(local_steps=250), sf.Plain(), compile=True)
+    result = sf.fit(problem.model, _pooled(problem), sf.SFVIAvg(local_steps=500), sf.Plain(), compile=True)
     assert result.converged
     for site, mean in problem.mean.items():
         assert ((result.posterior[site].mean - mean).abs() < 0.1 * problem.sd[site]).all()
@@ -75,8 +75,8 @@ def test_weights_are_those_asked_for(weights: str) -> None:
     made = make_intercepts()
     silos = [{"y": s["y"] + (1.5 if n == 0 else 0.0)} for n, s in enumerate(made.silos)]
     problem = made._replace(silos=silos)
-    server, engine = _parties(problem, sf.SFVIAvg(local_steps=300, weights=weights))  # type: ignore[arg-type]
-    _run_rounds(server, engine, 2)
+    server, engine = _parties(problem, sf.SFVIAvg(local_steps=300, decay=1.0, weights=weights))  # type: ignore[arg-type]
+    _run_rounds(server, engine, 3)
     means = torch.stack([s["y"].mean() for s in silos])
     counts = torch.tensor([float(len(s["y"])) for s in silos])
     by = {"records": float(counts @ means / counts.sum()), "equal": float(means.mean())}
