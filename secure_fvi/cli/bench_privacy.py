@@ -32,8 +32,8 @@ from secure_fvi.privacy.settings import RecordDP
 
 SILOS, RATE, ROUNDS, DELTA = 10, 0.05, 400, 1e-5
 #: Clipping norm by epsilon: the noisier, the smaller.
-CLIPPING = {1.0: 2.5, 0.2: 2.0}
-REPEATS = 3
+CLIPPING = {1.0: 2.25, 0.2: 2.0}
+REPEATS = 4
 _DRAWS = 200
 
 
@@ -75,9 +75,9 @@ def measure(data: Path | None, rounds: int = ROUNDS, seed: int = 0) -> dict[str,
         family="diagonal",
         iterations=rounds,
         sampling_rate=RATE,
-        learning_rate=0.02,
+        learning_rate=0.03,
         schedule="cosine",
-        average_last=0.5,
+        average_last=0.6,
     )
     rows = [_ours("federated, no privacy", silos, test, algorithm, None)]
     for epsilon, clip in CLIPPING.items():
