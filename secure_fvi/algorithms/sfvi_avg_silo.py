@@ -162,7 +162,7 @@ class SFVIAvgSilo:
         return gate.release(self._flat(message, values)), local._replace(iteration=iteration + 1, at=at)
 
     def _flat(self, message: Broadcast, values: dict[str, Any]) -> FloatArray:
-        """The phase's blocks in order; what is charged for under privacy only, in a phase's table, the gate adds."""
+        """The phase's blocks in order; under privacy the gate adds its side coordinate itself."""
         names = [b.name for b in self.tables[message.phase].blocks if b.name in values]
         return np.concatenate([np.ravel(values[name]) for name in names]).astype(np.float64)
 
