@@ -276,19 +276,22 @@ def _result(
             stacklevel=3,
         )
     tail = np.array(objectives)
+    metrics = server.program.metrics(state)
+    # A run of few rounds has one good estimate, its last; a mean over rounds would take the approach in.
+    bound = metrics["bound"] if "bound" in metrics else tail.mean()
     return Result(
         algorithm=algorithm.name,
         seed=problem.seed,
         silos=list(problem.silos),
         rounds=server.rounds,
         seconds=seconds,
-        elbo=_number(tail.mean()),
+        elbo=None if bound is None else _number(bound),
         converged=converged,
         posterior=summarise(problem, posterior),
         theta=problem.density.constrain(posterior.eta["loc"], posterior.theta)[1],
         metrics={
             "elbo_sd": _number(tail.std()),
-            **server.program.metrics(state),
+            **metrics,
             "records": server.state.records,
             "execution": problem.mode,
         },
