@@ -15,7 +15,11 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 
 #: Program name -> the module whose `PROGRAM` it is. A module is imported only when its program is asked for.
-MODULES = {"adult": "secure_fvi.models.uci_adult", "six-cities": "secure_fvi.models.six_cities"}
+MODULES = {
+    "adult": "secure_fvi.models.uci_adult",
+    "credit": "secure_fvi.models.uci_credit",
+    "six-cities": "secure_fvi.models.six_cities",
+}
 
 
 @dataclass(frozen=True)

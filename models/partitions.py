@@ -1,0 +1,115 @@
+"""Splits of a data set over silos that differ in size and in content, seeded: the same call gives the same split.
+
+Sizes and label shares after Ashman et al. (2022, Appendix E.1), who follow Sharma et al. (2019); shards of labels after
+their MNIST experiment. Every function returns row indices by silo, sorted, that use no row twice.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+from secure_fvi.models.base import Dataset
+
+#: (beta, kappa) of the paper's splits A and B (Table 2).
+PAPER_SPLITS = {
+    ("adult", "A"): (0.0, 0.0),
+    ("adult", "B"): (0.7, -3.0),
+    ("credit", "A"): (0.0, 0.0),
+    ("credit", "B"): (0.3, -0.7),
+}
+
+
+def size_and_label(labels: Tensor, silos: int, beta: float, kappa: float, seed: int = 0) -> list[Tensor]:
+    """Half the silos small, half large; the small ones with another share of positive labels.
+
+    `labels` (N,) 0 or 1, with share eta of ones. Small silos have floor(N / silos (1 - beta)) rows, large ones
+    floor(N / silos (1 + beta)). Small silos' share of the label 1 is eta (1 - kappa), as the paper's Table 2 has it
+    (adult: .240 x 4 = .96; credit, where its label 1 is a refusal: .55 x 1.7 = .94); equation (76) as printed gives a
+    negative share there. Raises InputError for a share outside [0, 1], or one that the rows do not allow.
+    """
+    _check(silos, len(labels))
+    if silos % 2 or not 0 <= beta < 1:
+        raise InputError(f"an even number of silos and beta in [0, 1) are needed, not {silos} and {beta}")
+    if not bool(((labels == 0) | (labels == 1)).all()):
+        raise InputError("labels must be 0 or 1")
+    share = float(labels.double().mean()) * (1 - kappa)
+    small, large = (math.floor(len(labels) / silos * (1 + sign * beta) + 1e-9) for sign in (-1, 1))
+    positive_small = round(small * share)
+    half = silos // 2
+    positives, negatives = (_shuffled(torch.nonzero(labels == value).squeeze(1), seed + value) for value in (1, 0))
+    if not 0 <= positive_small <= small or half * positive_small > len(positives):
+        raise InputError(f"kappa = {kappa} asks small silos for a share {share:.3f} of positive labels")
+    if half * (small - positive_small) > len(negatives):
+        raise InputError(f"kappa = {kappa} leaves too few negative labels for the small silos")
+    parts, used_positive, used_negative = [], 0, 0
+    for _ in range(half):
+        parts.append(
+            torch.cat(
+                [
+                    positives[used_positive : used_positive + positive_small],
+                    negatives[used_negative : used_negative + small - positive_small],
+                ]
+            )
+        )
+        used_positive, used_negative = used_positive + positive_small, used_negative + small - positive_small
+    rest = _shuffled(torch.cat([positives[used_positive:], negatives[used_negative:]]), seed + 2)
+    parts += [rest[j * large : (j + 1) * large] for j in range(half)]
+    return [part.sort().values for part in parts]
+
+
+def label_shards(labels: Tensor, silos: int, shards: int = 2, seed: int = 0) -> list[Tensor]:
+    """Rows sorted by label, cut into silos x shards pieces of equal size, `shards` random pieces to each silo.
+
+    A silo sees at most about `shards` different labels; fewer rows than silos x shards remain over.
+    """
+    _check(silos * shards, len(labels))
+    order = _shuffled(torch.arange(len(labels)), seed)
+    order = order[torch.argsort(labels[order], stable=True)]
+    size = len(labels) // (silos * shards)
+    pieces = order[: size * silos * shards].split(size)
+    drawn = torch.randperm(silos * shards, generator=torch.Generator().manual_seed(seed + 1)).tolist()
+    return [torch.cat([pieces[k] for k in drawn[j::silos]]).sort().values for j in range(silos)]
+
+
+def clusters(features: Tensor, silos: int, seed: int = 0, iterations: int = 100) -> list[Tensor]:
+    """k-means on `features` (N, D) as they are scaled, one silo a cluster, in order of size (Appendix E.2).
+
+    Clusters come out uneven; none is empty.
+    """
+    _check(silos, len(features))
+    rng = torch.Generator().manual_seed(seed)
+    x = features.double()
+    centres = x[torch.randint(len(x), (1,), generator=rng)]
+    while len(centres) < silos:  # k-means++
+        distance = torch.cdist(x, centres).amin(1).square()
+        centres = torch.cat([centres, x[torch.multinomial(distance, 1, generator=rng)]])
+    nearest = torch.cdist(x, centres).argmin(1)
+    for _ in range(iterations):
+        counts = torch.bincount(nearest, minlength=silos)
+        if bool((counts == 0).any()):
+            raise InputError(f"k-means leaves a cluster of {silos} empty; use fewer silos or another seed")
+        centres = torch.zeros_like(centres).index_add_(0, nearest, x) / counts.unsqueeze(1)
+        before, nearest = nearest, torch.cdist(x, centres).argmin(1)
+        if torch.equal(before, nearest):
+            break
+    parts = [torch.nonzero(nearest == j).squeeze(1) for j in range(silos)]
+    return sorted(parts, key=len)
+
+
+def take(dataset: Dataset, parts: list[Tensor]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """Silos' data and record ids for row indices by silo: what `fit` takes."""
+    silos = [{name: tensor[rows] for name, tensor in dataset.records.items()} for rows in parts]
+    return silos, [dataset.record_ids[rows] for rows in parts]
+
+
+def _shuffled(rows: Tensor, seed: int) -> Tensor:
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+
+def _check(pieces: int, rows: int) -> None:
+    if not 1 <= pieces <= rows:
+        raise InputError(f"{rows} rows cannot be cut into {pieces} pieces")
