@@ -33,6 +33,12 @@ from secure_fvi.trees import put, running_average, take, to_numpy
 
 #: The last share of local steps, over which q and the gradient of theta are averaged.
 _TAIL = 0.25
+#: A silo's first visit takes so many times the steps, since its own latents start from nothing.
+_FIRST_VISIT = 4
+#: Share of the local learning rate on later visits, and the least share of any rate.
+_LATER, _LEAST = 0.4, 0.05
+#: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
+_SETTLED_AT = 0.6
 
 
 class PVILocal(NamedTuple):
@@ -163,9 +169,10 @@ class PVISilo:
         tilted = (frame.move(cavity.shift), frame.move(cavity.precision))
         average: Params = {}
         averaged = 0
-        for step in range(config.local_steps):
-            done = step / config.local_steps
-            key = message.sum_index * config.local_steps + step
+        steps_now = config.local_steps * (_FIRST_VISIT if state.visits == 0 else 1)
+        for step in range(steps_now):
+            done = step / steps_now
+            key = message.sum_index * config.local_steps * _FIRST_VISIT + step
             batch = self._batch(key, view)
             at = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
             weights = view.weights if at is None else view.weights[at] * (view.size / len(at))
@@ -174,7 +181,7 @@ class PVISilo:
             current, new, new_record, seen = self._step(
                 current, tilted, theta, take(record, at), silo, phi, take(view.rows, at), weights, eps[0],
                 self._eps_record(key, view, batch), eps_silo, take(moments["record"], at), moments["silo"],
-                moments["phi"], frame.scalar(SCHEDULES["cosine"](done)),
+                moments["phi"], self._rates(done, state.visits),
             )  # fmt: skip
             record = put(record, at, new_record["params"])
             silo, phi = new["silo"], new["phi"]
@@ -183,7 +190,7 @@ class PVISilo:
                 "silo": new["silo_moments"],
                 "phi": new["phi_moments"],
             }
-            if done >= 1 - _TAIL or step == config.local_steps - 1:
+            if done >= 1 - _TAIL or step == steps_now - 1:
                 averaged += 1
                 average = running_average(average, seen, averaged)
         loc = average["loc"].to("cpu", torch.float64)
@@ -205,18 +212,24 @@ class PVISilo:
         g = self._gradient(z, shift, {**theta, **phi}, record, silo, rows, weights, eps_record, eps_silo)
         held = cavity[0] - (cavity[1] @ z if cavity[1].dim() == 2 else cavity[1] * z)
         shared, own = split_theta(g.theta, theta)
-        after = self.steps.step(current, eps, g.direct + g.path + held, scale)
-        new_record, record_moments = self.optimizer.step(record, g.local, record_moments, scale, local_units(record))
-        new_silo, silo_moments = self.optimizer.step(silo, g.silo, silo_moments, scale, local_units(silo))
+        after = self.steps.step(current, eps, g.direct + g.path + held, scale[0])
+        new_record, record_moments = self.optimizer.step(record, g.local, record_moments, scale[1], local_units(record))
+        new_silo, silo_moments = self.optimizer.step(silo, g.silo, silo_moments, scale[1], local_units(silo))
         # The silo's latents move along with the mean of Z_G, as their conditionals say they do: held back, they would
         # turn a Newton step on the marginal likelihood into a step of EM, which is slow where much is unobserved.
         moved = self.steps.loc(after) - self.steps.loc(current)
         new_record, new_silo = reanchored(new_record, new_silo, moved)
-        new_phi, phi_moments = self.optimizer.step(phi, own, phi_moments, scale)
+        new_phi, phi_moments = self.optimizer.step(phi, own, phi_moments, scale[1])
         seen = {"loc": self.steps.loc(after), "covariance": self.steps.covariance(after), "value": g.value.reshape(1)}
         seen |= {f"theta/{name}": value for name, value in shared.items()}
         new = {"silo": new_silo, "silo_moments": silo_moments, "phi": new_phi, "phi_moments": phi_moments}
         return after, new, {"params": new_record, "moments": record_moments}, seen
+
+    def _rates(self, done: float, visits: int) -> Tensor:
+        """Shares of the first learning rates, of q and of the silo's latents, after a share of the local steps."""
+        cosine = SCHEDULES["cosine"]
+        own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) * (1.0 if visits == 0 else _LATER)
+        return self.frame.move(torch.tensor([max(_LEAST, cosine(done)), own]))
 
     def _closed_form(self, cavity: Natural, state: PVILocal, view: SiloView) -> Fitted:
         """The silo's likelihood is a Gaussian factor: q is cavity x likelihood, or its diagonal approximation."""
