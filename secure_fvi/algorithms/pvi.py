@@ -44,8 +44,8 @@ class PVI:
     damping: share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever
     they send, doubles while changes shrink and halves when they grow; a step after which q is improper is cut back.
     local_steps: of the local fit in a round; a silo's first fit takes four times as many. local_optimizer:
-    "natural" (natural gradients on q; the silo's own latents
-    by Adam), "closed_form" (a likelihood that is Gaussian in Z_G, no local latents), or a `torch.optim` class.
+    "natural" (natural gradients on q; the silo's own latents by Adam), "closed_form" (a likelihood that is Gaussian in
+    Z_G, no local latents), or a `torch.optim` class.
     learning_rate: first step of the local fit: share of the natural gradient, or torch's rate in posterior standard
     deviations; it falls to a twentieth over the round. None: 0.3 and 0.05. local_learning_rate: of the silo's latents.
     sampling_rate: share of records in a local step, drawn without replacement. importance_samples: K; 1 is the ELBO.
