@@ -64,9 +64,7 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
     return OneRun(epsilon, delta, confidence, canaries, guesses, correct)
 
 
-def guess(
-    scores: npt.NDArray[np.float64], inside: npt.NDArray[np.bool_], each_side: int, delta: float
-) -> OneRun:
+def guess(scores: npt.NDArray[np.float64], inside: npt.NDArray[np.bool_], each_side: int, delta: float) -> OneRun:
     """Call the `each_side` highest scores in and the lowest out; `each_side` is fixed before scores are seen."""
     order = np.argsort(scores, kind="stable")
     correct = int(inside[order[-each_side:]].sum() + (~inside[order[:each_side]]).sum())
