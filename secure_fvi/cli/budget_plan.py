@@ -114,6 +114,7 @@ def _make(asked: Asked, dimension: int) -> MakeJob:
             noise="distributed",
             dropouts=asked.dropouts,
             colluders=asked.colluders,
+            retries=0,  # a plan is for the rounds that it is given
         )
         return agree(settings, silos, sampling_rate, rounds, Extent(dimension, 0, 0)).job
 

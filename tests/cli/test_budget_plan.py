@@ -54,6 +54,9 @@ def test_plan_for_distributed_noise(cli: CommandLine) -> None:
     assert found["sum_multiplier"] == pytest.approx(found["noise_multiplier"] * 2**0.5)
     gaussian = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40)
     assert accounting.epsilon(gaussian, 1e-5, "rdp") < found["epsilon"] <= 1  # rounding to integers costs a little
+    once = PoissonSampled(0.05, Gaussian(found["noise_multiplier"]))
+    assert found["epsilon"] == pytest.approx(accounting.epsilon(gaussian, 1e-5, "rdp"), rel=0.01)
+    assert found["release_epsilon"] == pytest.approx(accounting.epsilon(once, 1e-5, "rdp"), rel=0.01)
 
 
 def test_plan_for_silos_has_no_sampling(cli: CommandLine) -> None:
