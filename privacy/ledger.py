@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.errors import BudgetError, InputError, ProtocolError, SecureFVIWarning
+from secure_fvi.errors import BudgetError, InputError, ProtocolError
 from secure_fvi.privacy.ledger_chain import BUDGET, JOB, RECEIPT, LedgerFile
-from secure_fvi.privacy.ledger_filter import filter_of, job_curve, refusal
+from secure_fvi.privacy.ledger_filter import admitted, job_curve, refusal
 from secure_fvi.privacy.ledger_job import OpenJob, check_block
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain, read_chain
-from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name
+from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name, warn_of_large_delta
 from secure_fvi.privacy.ledger_writer import Writer
 from secure_fvi.privacy.witness import check_receipt, make_statement
 
@@ -87,13 +86,8 @@ class Ledger:
 
         records: size of the population, if known; a delta of 1 / records or more is warned about.
         """
-        if records is not None and budget.unit == "record" and budget.delta * records >= 1:
-            warnings.warn(
-                f"delta {budget.delta:.3g} is not below 1 / {records} records: such a guarantee allows to publish "
-                f"whole records; choose at most {0.1 / records:.1g}",
-                SecureFVIWarning,
-                stacklevel=2,
-            )
+        if records is not None and budget.unit == "record":
+            warn_of_large_delta(budget.delta, records)
         with self._writer.transaction():
             before = self._writer.chain.budget(budget.data_set)
             if before is not None and before.unit != budget.unit:
@@ -186,7 +180,7 @@ class Ledger:
             )
         charged = [r.job for r in chain.charged(job.data_set)]
         asked = job_curve(job)
-        if filter_of(budget, charged, asked).order_for(asked) is None:
+        if not admitted(budget, charged, asked):
             raise _DoesNotFitError(budget, charged)
         return budget
 

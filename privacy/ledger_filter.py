@@ -126,9 +126,7 @@ def smallest_budget(job: Job) -> Budget:
     if not math.isfinite(low):
         raise InputError(f"job '{job.job}' has no finite epsilon at delta {job.delta:.3g}")
     epsilon = _smallest(
-        lambda e: filter_of(Budget(job.data_set, e, job.delta, job.unit), (), asked).order_for(asked) is not None,
-        max(low, 1e-3),
-        1.001,
+        lambda e: admitted(Budget(job.data_set, e, job.delta, job.unit), (), asked), max(low, 1e-3), 1.001
     )
     if epsilon is None:
         raise InputError(f"no order of the filter admits job '{job.job}' at delta {job.delta:.3g}")
@@ -139,8 +137,7 @@ def admits(epsilon: float, delta: float, event: Event) -> bool:
     """Whether a budget of (epsilon, delta) of which nothing was spent admits a job that costs `event`."""
     from secure_fvi.privacy.accounting import rdp
 
-    asked = rdp(event)
-    return filter_of(Budget("any", epsilon, delta), (), asked).order_for(asked) is not None
+    return admitted(Budget("any", epsilon, delta), (), rdp(event))
 
 
 def refusal(budget: Budget, charged: Iterable[Job], job: Job) -> str:
@@ -179,7 +176,11 @@ def _main_order(budget: Budget, curve: FloatArray, orders: FloatArray) -> int:
 
 
 def _fits(budget: Budget, charged: tuple[Job, ...], terms: tuple[Term, ...]) -> bool:
-    asked = sum_curves(term_curve(t) for t in terms)
+    return admitted(budget, charged, sum_curves(term_curve(t) for t in terms))
+
+
+def admitted(budget: Budget, charged: Iterable[Job], asked: FloatArray) -> bool:
+    """Whether `budget` admits the curve `asked` after the jobs in `charged`."""
     return filter_of(budget, charged, asked).order_for(asked) is not None
 
 

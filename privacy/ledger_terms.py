@@ -7,11 +7,12 @@ made from these and read back into them, so that a row passes the same checks as
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.privacy.events import Event, from_dict, to_dict
 
 UNITS = ("record", "silo")
@@ -34,6 +35,17 @@ def check_delta(delta: object) -> float:
     if type(delta) not in (int, float) or not 0 < delta < 1:  # type: ignore[operator]
         raise InputError(f"delta must lie in (0, 1), not {delta!r}")
     return float(delta)  # type: ignore[arg-type]
+
+
+def warn_of_large_delta(delta: float, records: int) -> None:
+    """Warn where delta is 1 / records or more. The text says how many records there are: for their own silo's eyes."""
+    if delta * records >= 1:
+        warnings.warn(
+            f"delta {delta:.3g} is not below 1 / {records} records: such a guarantee allows to publish "
+            f"whole records; choose at most {0.1 / records:.1g}",
+            SecureFVIWarning,
+            stacklevel=3,
+        )
 
 
 def check_unit(unit: object) -> str:

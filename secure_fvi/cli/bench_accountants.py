@@ -11,26 +11,22 @@ from typing import Any
 import click
 
 from secure_fvi.privacy.accounting import ACCOUNTANTS, epsilon
-from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated
-
-
-def _job(rate: float, noise: float, rounds: int) -> Event:
-    return Repeated(PoissonSampled(rate, Gaussian(noise)), rounds)
-
+from secure_fvi.privacy.events import Composed, Event
+from secure_fvi.privacy.plan import gaussian_job
 
 #: (job, delta) by name.
 JOBS: dict[str, tuple[Event, float]] = {
-    "check: Poisson, 10,000 rounds": (_job(0.01, 1.0, 10_000), 1e-5),
-    "one full batch": (_job(1.0, 1.0, 1), 1e-5),
-    "100 full batches": (_job(1.0, 20.0, 100), 1e-5),
-    "low epsilon": (_job(0.01, 4.0, 500), 1e-6),
-    "very low epsilon": (_job(0.001, 2.0, 1_000), 1e-5),
-    "high epsilon": (_job(0.1, 0.6, 200), 1e-5),
-    "very high epsilon": (_job(0.5, 0.5, 50), 1e-5),
-    "nearly full batches": (_job(0.9, 5.0, 100), 1e-5),
-    "tiny delta": (_job(0.02, 1.2, 2_000), 1e-9),
+    "check: Poisson, 10,000 rounds": (gaussian_job(1.0, 0.01, 10_000), 1e-5),
+    "one full batch": (gaussian_job(1.0, 1.0, 1), 1e-5),
+    "100 full batches": (gaussian_job(20.0, 1.0, 100), 1e-5),
+    "low epsilon": (gaussian_job(4.0, 0.01, 500), 1e-6),
+    "very low epsilon": (gaussian_job(2.0, 0.001, 1_000), 1e-5),
+    "high epsilon": (gaussian_job(0.6, 0.1, 200), 1e-5),
+    "very high epsilon": (gaussian_job(0.5, 0.5, 50), 1e-5),
+    "nearly full batches": (gaussian_job(5.0, 0.9, 100), 1e-5),
+    "tiny delta": (gaussian_job(1.2, 0.02, 2_000), 1e-9),
     "composed: two rates and full batches": (
-        Composed((_job(0.01, 1.0, 1_000), _job(0.05, 2.0, 500), _job(1.0, 8.0, 20))),
+        Composed((gaussian_job(1.0, 0.01, 1_000), gaussian_job(2.0, 0.05, 500), gaussian_job(8.0, 1.0, 20))),
         1e-5,
     ),
 }

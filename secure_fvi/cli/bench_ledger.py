@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from secure_fvi.cli.machine import processor
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term
@@ -53,7 +53,7 @@ def measure(releases: int, folder: Path | None) -> dict[str, Any]:
         ms[f"open a ledger of {rows} rows"] = _median(lambda: Ledger.open(path, "a").close())
         ms[f"verify {rows} rows"] = _median(lambda: verify(path))
         ledger.close()
-    return {"machine": f"{_processor()}, {os.cpu_count()} cores", "releases": releases, "ms": ms}
+    return {"machine": f"{processor()}, {os.cpu_count()} cores", "releases": releases, "ms": ms}
 
 
 def _open_job(ledger: Ledger, block: int, releases: int) -> OpenJob:
@@ -79,11 +79,3 @@ def _median(action: Any, times: int = 5) -> float:
         action()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken) * 1e3
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()

@@ -24,6 +24,7 @@ from secure_fvi.cli.bench_sum_parties import CHECKED_ONE_BY_ONE, Parties, Settin
 from secure_fvi.cli.bench_sum_peers import Floor, Flower, FlowerTimes, TenSEAL, TenSEALTimes
 from secure_fvi.cli.bench_sum_table import print_tables
 from secure_fvi.cli.bench_sum_targets import targets
+from secure_fvi.cli.machine import processor
 from secure_fvi.errors import InputError
 
 #: Called with the share of the work done, in [0, 1], and what is being measured.
@@ -259,15 +260,9 @@ def _version(package: str) -> str | None:
 
 def machine() -> str:
     """Processor, cores, memory, operating system and Python in one line."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     size = _memory()
     memory = "" if size is None else f", {size / 2**30:.0f} GiB"
-    return f"{name}, {os.cpu_count()} cores{memory}, {platform.system()}, Python {platform.python_version()}"
+    return f"{processor()}, {os.cpu_count()} cores{memory}, {platform.system()}, Python {platform.python_version()}"
 
 
 def command(as_json: bool, quick: bool, plot: str | None) -> None:

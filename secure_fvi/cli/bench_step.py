@@ -9,7 +9,6 @@ all, and the median block counts.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pyro.optim import Adam
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.cli.machine import processor
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset, program
@@ -147,10 +147,4 @@ def _numpyro(data: Dataset) -> Block | None:
 
 
 def machine() -> str:
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device file, not a document
-            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import click
 
-from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Event
+from secure_fvi.privacy.ledger_terms import warn_of_large_delta
 from secure_fvi.privacy.plan import MakeJob, Plan, gaussian_job, plan
 
 
@@ -53,13 +53,8 @@ def command(asked: Asked, dimension: int, records: int | None, form: str) -> Non
         accountant=accountant,
         make=_make(asked, dimension),
     )
-    if records is not None and asked.unit == "record" and found.delta * records >= 1:
-        warnings.warn(
-            f"delta {found.delta:.3g} is not below 1 / {records} records: such a guarantee allows to publish "
-            f"whole records; choose at most {0.1 / records:.1g}",
-            SecureFVIWarning,
-            stacklevel=1,
-        )
+    if records is not None and asked.unit == "record":
+        warn_of_large_delta(found.delta, records)
     spread = _spread(asked, found.noise_multiplier)
     if form == "json":
         result = {
@@ -84,11 +79,6 @@ def _placement(asked: Asked, dimension: int) -> dict[str, Any]:
             raise InputError(f"--{name} must be at least {1 if name == 'silos' else 0}, not {value}")
     if dimension < 1:
         raise InputError(f"--dimension must be at least 1, not {dimension}")
-    if asked.noise == "distributed" and _honest(asked) < 1:
-        raise InputError(
-            f"distributed noise needs an honest survivor: of {asked.silos} silos, {asked.dropouts} may drop out and "
-            f"{asked.colluders} may collude"
-        )
     return {"noise": asked.noise, "silos": asked.silos}
 
 
