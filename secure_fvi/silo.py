@@ -7,14 +7,13 @@ contributions, which pass the gate and then the secure sum, and the sum's own pr
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from secure_fvi.aggregation.base import SumSilo
-from secure_fvi.algorithms.base import Problem, SiloProgram, SiloView
+from secure_fvi.algorithms.base import Pending, Problem, SiloProgram, SiloView
 from secure_fvi.discovery import start_at_silo
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Records
@@ -23,13 +22,6 @@ from secure_fvi.privacy.gate import Gate
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 
 _SPARE_ID = -2
-
-
-class Pending(NamedTuple):
-    """A local state that waits for the server's word that sum `index` was used."""
-
-    sum_index: int
-    local: Any
 
 
 class Silo:
@@ -74,10 +66,9 @@ class Silo:
         return answer
 
     def settle(self, accepted: int) -> None:
-        """Adopt the pending local state if the server used the sum it belongs to, forget it otherwise."""
+        """Let the algorithm decide on the pending local state, now that the last used sum is known."""
         if self.pending is not None:
-            if self.pending.sum_index == accepted:
-                self.local = self.pending.local
+            self.local = self.program.commit(self.local, self.pending, accepted)
             self.pending = None
 
 

@@ -58,6 +58,13 @@ class SiloView(NamedTuple):
 ROUND_PHASE = "round"
 
 
+class Pending(NamedTuple):
+    """A local state that waits for the server's word on the sum it was released with."""
+
+    sum_index: int
+    local: Any
+
+
 class Broadcast(NamedTuple):
     """What the server sends before a secure sum. May be seen by everyone."""
 
@@ -181,12 +188,21 @@ class SiloProgram(Protocol):
         ...
 
     def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
-        """What the gate lets out, and the local state to adopt if the server uses it."""
+        """What the gate lets out, and the local state to hand to `commit`."""
+        ...
+
+    def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
+        """The local state from now on, where `accepted` is the index of the last sum that the server used."""
         ...
 
     def local_fit(self, local: Any) -> LocalFit:
         """What the local state stands for now."""
         ...
+
+
+def adopt_if_used(local: Any, pending: Pending, accepted: int) -> Any:
+    """The rule of algorithms whose local state follows the global one step by step."""
+    return pending.local if pending.sum_index == accepted else local
 
 
 def cohort_size(silos: int, participation: float) -> int:

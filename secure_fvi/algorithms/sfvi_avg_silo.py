@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.barycenter import ROOT
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
 from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, BURES, COUNT, MERGE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_frame import (
     LOC,
@@ -112,6 +112,10 @@ class SFVIAvgSilo:
             local = self._anchored(local, shared["eta/loc"])
         values = {RECORDS: np.float64(view.size), OBJECTIVE: self._bound(message, local, shared, view)}
         return gate.release(self._flat(message, values)), local
+
+    def commit(self, local: SFVIAvgLocal, pending: Pending, accepted: int) -> SFVIAvgLocal:
+        kept: SFVIAvgLocal = adopt_if_used(local, pending, accepted)
+        return kept
 
     def local_fit(self, local: SFVIAvgLocal) -> LocalFit:
         base = self.base

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame, local_units
 from secure_fvi.compiled import Traced
@@ -96,6 +96,10 @@ class SFVISilo:
             stage,
         )
         return release, after
+
+    def commit(self, local: SFVILocal, pending: Pending, accepted: int) -> SFVILocal:
+        kept: SFVILocal = adopt_if_used(local, pending, accepted)
+        return kept
 
     def local_fit(self, local: SFVILocal) -> LocalFit:
         frame = self.frame

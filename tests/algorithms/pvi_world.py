@@ -74,6 +74,7 @@ class World(NamedTuple):
         message = self.server.program.broadcast(self.server.state.algorithm, 10**6, self.server.state.accepted)
         total = self.state.prior
         for name, silo in self.engine.silos.items():
+            silo.settle(self.server.state.accepted)
             program: Any = silo.program
             total = total.plus(program.site(silo.local, message, name))
         return total

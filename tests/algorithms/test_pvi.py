@@ -130,7 +130,7 @@ def test_a_site_follows_the_sum_only_if_the_server_used_it() -> None:
     silos, _ = make_regression((7, 30, 12))
     world = build(REGRESSION, silos, sf.PVI(rounds=10, damping=1.0, **EXACT))  # type: ignore[arg-type]
     world.round(lost_after=("silo-2",))
-    sent = world.engine.silos["silo-2"].local["state"].change
+    sent = world.engine.silos["silo-2"].pending.local.change
     assert float(sent.precision.abs().max()) > 1
     assert not _close(world.product().plus(sent), world.state.q, 1e-3)
     assert _close(world.product(), world.state.q, 1e-10)
@@ -179,8 +179,8 @@ def test_a_silo_with_an_improper_cavity_leaves_its_site_alone() -> None:
     world.round()
     box: Any = world.engine.silos["silo-1"]
     box.settle(world.server.state.accepted)
-    state = box.local["state"]
-    box.local["state"] = state._replace(change=state.change._replace(precision=1e3 * torch.eye(3)))
+    state = box.local
+    box.local = state._replace(change=state.change._replace(precision=1e3 * torch.eye(3)))
     before = world.state.q
     world.round()
     assert world.state.skipped == 1

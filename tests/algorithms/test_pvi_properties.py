@@ -23,6 +23,7 @@ def test_local_free_energies_add_up_to_the_global_one() -> None:
     total = torch.zeros(())
     for name, data in zip(sorted(world.engine.silos), silos, strict=True):
         silo = world.engine.silos[name]
+        silo.settle(world.server.state.accepted)
         site: Natural = silo.program.site(silo.local, message, name)  # type: ignore[attr-defined]
         residual = data["y"] - data["x"] @ mean
         spread = ((data["x"] @ covariance) * data["x"]).sum()
