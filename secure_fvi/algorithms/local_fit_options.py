@@ -1,0 +1,90 @@
+"""Options of a silo's local fit, shared by partitioned VI and the baselines that it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from secure_fvi.errors import InputError
+from secure_fvi.families import Amortised, Conditional
+from secure_fvi.optimizers import Optimizer
+
+#: Local optimisers that are no `torch.optim` class.
+CLOSED_FORM, NATURAL = "closed_form", "natural"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalFitOptions:
+    """How a silo fits q(Z_G), and its own latents, by steps that need no exchange. All by keyword.
+
+    family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.
+    importance_samples: K; 1 is the ELBO.
+    local_steps: of the local fit in a round; a silo's first fit takes four times as many. local_optimizer:
+    "natural" (natural gradients on q; the silo's own latents by Adam), "closed_form" (a likelihood that is Gaussian in
+    Z_G, no local latents), or a `torch.optim` class.
+    learning_rate: first step of the local fit: share of the natural gradient, or torch's rate in posterior standard
+    deviations; it falls to a twentieth over the round. None: 0.3 and 0.05. local_learning_rate: of the silo's latents.
+    theta_learning_rate: of `pyro.param`s, by Adam, a step a round.
+    sampling_rate: share of records in a local step, drawn without replacement.
+    bound: largest absolute value of any element of a contribution; past it a silo refuses.
+    """
+
+    family: Literal["auto", "diagonal", "full"] = "auto"
+    importance_samples: int = 1
+    local_steps: int = 500
+    local_optimizer: str = NATURAL
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float | None = None
+    local_learning_rate: float = 0.05
+    theta_learning_rate: float = 0.1
+    sampling_rate: float = 1.0
+    bound: float = 2.0**30
+    local_family: Conditional | Amortised = field(default_factory=Conditional)
+    silo_family: Conditional = field(default_factory=Conditional)
+
+    def __post_init__(self) -> None:
+        if self.family not in ("auto", "diagonal", "full"):
+            raise InputError(f"family '{self.family}' has no sites; choose auto, diagonal or full")
+        self.check_counts("importance_samples", "local_steps")
+        self.check_positive("local_learning_rate", "theta_learning_rate", "bound")
+        if not 0 < self.sampling_rate <= 1:
+            raise InputError(f"sampling_rate must lie in (0, 1], not {self.sampling_rate}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
+        if self.local_optimizer not in (CLOSED_FORM, NATURAL):
+            if not Optimizer(self.local_optimizer, self.first_rate, self.optimizer_options).traceable:
+                raise InputError(f"local_optimizer '{self.local_optimizer}' cannot be traced; choose adam or sgd")
+        elif self.optimizer_options:
+            raise InputError(f"local_optimizer '{self.local_optimizer}' takes no optimizer_options")
+        if self.local_optimizer == NATURAL and self.first_rate > 1:
+            raise InputError(f"learning_rate must be at most 1 for natural gradients, not {self.learning_rate}")
+
+    @property
+    def first_rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 0.3 if self.local_optimizer == NATURAL else 0.05
+
+    def shared(self) -> dict[str, Any]:
+        """The options above, for another algorithm that has them too."""
+        return {f.name: getattr(self, f.name) for f in fields(LocalFitOptions)}
+
+    def traced_calls(self, fits: int) -> int:
+        """Traced calls of a silo that makes so many local fits."""
+        return 1 if self.local_optimizer == CLOSED_FORM else fits * self.local_steps
+
+    def check_counts(self, *options: str, optional: bool = False) -> None:
+        """Raise InputError unless each is a whole number of at least 1, or None where it may be left out."""
+        for option in options:
+            value = getattr(self, option)
+            if not (value is None and optional) and (type(value) is not int or value < 1):
+                raise InputError(f"{option} must be a whole number of at least 1, not {value!r}")
+
+    def check_positive(self, *options: str) -> None:
+        """Raise InputError unless each is positive and finite."""
+        for option in options:
+            value = getattr(self, option)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"{option} must be positive and finite, not {value}")
