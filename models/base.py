@@ -18,6 +18,7 @@ from secure_fvi.federated_model import FederatedModel
 MODULES = {
     "adult": "secure_fvi.models.uci_adult",
     "credit": "secure_fvi.models.uci_credit",
+    "mnist": "secure_fvi.models.mnist",
     "six-cities": "secure_fvi.models.six_cities",
 }
 
