@@ -23,7 +23,7 @@ def bayesian_network(hidden: int = 32, classes: int = 10, scale: float = 1.0) ->
 
     Data: `x` (N, D), `y` (N,) int64. Global sites: `hidden_weights` (D, hidden), `hidden_bias` (hidden,),
     `output_weights` (hidden, classes), `output_bias` (classes,), all N(0, `scale`^2) a priori; 1 is the paper's.
-    The prior's mean is a saddle, where all hidden units are alike: start elsewhere (`sf.PVI(start="random")`).
+    The prior's mean is a saddle, where all hidden units are alike: start elsewhere (`sf.PVI(start_spread=0.1)`).
     """
     for name, value in (("hidden", hidden), ("classes", classes)):
         if type(value) is not int or value < 1:

@@ -70,3 +70,8 @@ class KeyedDraws:
 def server_draws(seed: int) -> KeyedDraws:
     """The source of eps_G. Everyone may see the draws; they depend on the seed and the round alone."""
     return KeyedDraws(seed.to_bytes(16, "big", signed=True), b"global", np.array([UNIT_ID]))
+
+
+def start_draws(seed: int, width: int) -> Tensor:
+    """Standard normals, float64 (width,), for a start that all parties share. Everyone may see them."""
+    return KeyedDraws(seed.to_bytes(16, "big", signed=True), b"start", np.array([UNIT_ID])).normals(0, width)[0]

@@ -21,6 +21,8 @@ class LocalFitOptions:
 
     family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.
     importance_samples: K; 1 is the ELBO.
+    start_spread: a silo's first fit begins at the mean of q plus this share of its standard deviations times draws that
+    all silos share (0.1 for networks, whose hidden units are all alike at the prior's mean).
     local_steps: of the local fit in a round; a silo's first fit takes four times as many. local_optimizer:
     "natural" (natural gradients on q; the silo's own latents by Adam), "closed_form" (a likelihood that is Gaussian in
     Z_G, no local latents), or a `torch.optim` class.
@@ -33,6 +35,7 @@ class LocalFitOptions:
 
     family: Literal["auto", "diagonal", "full"] = "auto"
     importance_samples: int = 1
+    start_spread: float = 0.0
     local_steps: int = 500
     local_optimizer: str = NATURAL
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +52,8 @@ class LocalFitOptions:
             raise InputError(f"family '{self.family}' has no sites; choose auto, diagonal or full")
         self.check_counts("importance_samples", "local_steps")
         self.check_positive("local_learning_rate", "theta_learning_rate", "bound")
+        if not 0 <= self.start_spread < math.inf:
+            raise InputError(f"start_spread must be finite and not negative, not {self.start_spread}")
         if not 0 < self.sampling_rate <= 1:
             raise InputError(f"sampling_rate must lie in (0, 1], not {self.sampling_rate}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:

@@ -17,6 +17,7 @@ from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.pvi_fit import Fitted, OwnState, SiloFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
+from secure_fvi.algorithms.pvi_start import first_start
 from secure_fvi.messages import CLIP
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
@@ -35,7 +36,7 @@ class PVISilo:
     """`algorithms.base.SiloProgram`."""
 
     def __init__(self, config: PVI, problem: Problem) -> None:
-        self.problem = problem
+        self.config, self.problem = config, problem
         self.frame = frame = PVIFrame(config, problem)
         self.tables, self.terms = frame.tables, frame.terms_by_phase
         self.fit = SiloFit(config, problem, frame)
@@ -49,7 +50,8 @@ class PVISilo:
         q = self.frame.unpack(message.tensors["q"])
         cavity = q.minus(local.site)
         theta = {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
-        fitted = self.fit(message.sum_index, theta, q, cavity, local.own, view) if cavity.proper else None
+        begin = q if local.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
+        fitted = self.fit(message.sum_index, theta, begin, cavity, local.own, view) if cavity.proper else None
         if fitted is not None and not fitted.sane:
             fitted = None
         change = fitted.q.minus(q) if fitted is not None else nothing(self.frame.n, self.frame.full)
