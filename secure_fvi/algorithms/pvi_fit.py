@@ -6,7 +6,7 @@ It meets no site and no message: `pvi_silo` says against which cavity, and what 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
+from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, LocalFitOptions
 from secure_fvi.algorithms.natural import Natural, from_moments, quadratic
-from secure_fvi.algorithms.pvi import CLOSED_FORM, PVI
+from secure_fvi.algorithms.pvi_block import Block, Carry, Inputs
 from secure_fvi.algorithms.pvi_frame import PVIFrame
-from secure_fvi.algorithms.pvi_local import Anchored, reanchored, split_theta
+from secure_fvi.algorithms.pvi_local import Anchored, reanchored_records, reanchored_silo
 from secure_fvi.algorithms.pvi_steps import global_steps
 from secure_fvi.algorithms.sfvi import SCHEDULES
-from secure_fvi.algorithms.sfvi_frame import local_units
-from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
-from secure_fvi.objective import silo_gradient
-from secure_fvi.trees import put, running_average, take
+from secure_fvi.trees import put, take
 
 #: The last share of local steps, over which q and the gradient of theta are averaged.
 _TAIL = 0.25
@@ -64,15 +62,11 @@ class Fitted(NamedTuple):
 class SiloFit:
     """The local fits of all silos of a process; it holds no data, so that they share its traces."""
 
-    def __init__(self, config: PVI, problem: Problem, frame: PVIFrame) -> None:
+    def __init__(self, config: LocalFitOptions, problem: Problem, frame: PVIFrame) -> None:
         self.config, self.problem, self.frame = config, problem, frame
         self.optimizer = frame.local_optimizer
-        self.steps = global_steps(frame) if config.local_optimizer != CLOSED_FORM else None
-        self._gradient = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
-        by_shape = frame.local_family.couples_records
-        record, draws = (None, None) if by_shape else (0, 1)
-        axes = (None, None, None, record, None, None, record, record, None, draws, None, record, None, None, None)
-        self._step = Traced(self._step_function, axes, problem.mode, by_shape)
+        self.steps = None if config.local_optimizer == CLOSED_FORM else global_steps(frame)
+        self.block = None if self.steps is None else Block(frame, self.steps)
 
     def init(self, view: SiloView) -> OwnState:
         """Before the first fit."""
@@ -103,77 +97,103 @@ class SiloFit:
         self, sum_index: int, theta: Params, q: Natural, cavity: Natural, own: OwnState, view: SiloView
     ) -> Fitted:
         """q fitted to cavity x likelihood, from q. `sum_index` names the draws, which are never used twice."""
-        if self.steps is None:
+        if self.steps is None or self.block is None:
             return self._closed_form(cavity, own, view)
-        frame, config, steps = self.frame, self.config, self.steps
-        current = steps.init(q, tight=own.visits == 0)
-        centre = q.mean()
-        record, silo = reanchored(own.record, own.silo, frame.move(centre - own.anchor))
-        phi, moments = own.phi, own.moments
+        frame, moments, length = self.frame, own.moments, self.block.length
+        silo, moved = reanchored_silo(own.silo, frame.move(q.mean() - own.anchor), frame.n_silo)
+        record = reanchored_records(own.record, moved)
+        current = self.steps.init(q, tight=own.visits == 0)
+        average = self.block.observed(current, moved.new_zeros(()), theta)
+        carry = Carry(
+            current, record, moments["record"], silo, moments["silo"], own.phi, moments["phi"], average, moved
+        )
         tilted = (frame.move(cavity.shift), frame.move(cavity.precision))
-        average: Params = {}
-        averaged = 0
-        steps_now = config.local_steps * (_FIRST_VISIT if own.visits == 0 else 1)
-        for step in range(steps_now):
-            done = step / steps_now
-            key = sum_index * config.local_steps * _FIRST_VISIT + step
-            batch = self._batch(key, view)
-            at = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
-            weights = view.weights if at is None else view.weights[at] * (view.size / len(at))
-            noise = frame.move(view.silo_draws.normals(key, frame.family.noise_size + frame.n_silo))
-            eps_silo, eps = noise.split([frame.n_silo, frame.family.noise_size], 1)
-            current, new, new_record, seen = self._step(
-                current, tilted, theta, take(record, at), silo, phi, take(view.rows, at), weights, eps[0],
-                self._eps_record(key, view, batch), eps_silo, take(moments["record"], at), moments["silo"],
-                moments["phi"], self._rates(done, own.visits),
-            )  # fmt: skip
-            record = put(record, at, new_record["params"])
-            silo, phi = new["silo"], new["phi"]
-            moments = {
-                "record": put(moments["record"], at, new_record["moments"]),
-                "silo": new["silo_moments"],
-                "phi": new["phi_moments"],
-            }
-            if done >= 1 - _TAIL or step == steps_now - 1:
-                averaged += 1
-                average = running_average(average, seen, averaged)
-        loc = average["loc"].to("cpu", torch.float64)
-        end = from_moments(loc, average["covariance"].to("cpu", torch.float64)) if _finite(average) else cavity
-        anchor = steps.loc(current).to("cpu", torch.float64)
-        after = OwnState(record, silo, phi, moments, anchor, own.visits + 1)
-        gradient = {name: average[f"theta/{name}"] for name in theta}
-        return Fitted(end, float(average["value"]) if _finite(average) else math.nan, gradient, after)
+        first_key = sum_index * self.config.local_steps * _FIRST_VISIT
+        schedule = self._schedule(own.visits)
+        batches = self._batches(first_key, len(schedule), view)
+        for start in range(0, len(schedule), length):
+            batch = None if batches is None else batches[start : start + length]
+            inputs = self._inputs(first_key + start, tilted, theta, batch, schedule[start : start + length], view)
+            carry = self._advance(carry, inputs, batch)
+        average = carry.average
+        ended = all(bool(torch.isfinite(v).all()) for v in average.values())
+        loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
+        after = OwnState(
+            carry.record,
+            carry.silo,
+            carry.phi,
+            {"record": carry.record_moments, "silo": carry.silo_moments, "phi": carry.phi_moments},
+            self.steps.loc(carry.q).to("cpu", torch.float64),
+            own.visits + 1,
+        )
+        return Fitted(
+            from_moments(loc, covariance) if ended else cavity,
+            float(average["value"]) if ended else math.nan,
+            {name: average[f"theta/{name}"] for name in theta},
+            after,
+        )
 
-    def _step_function(
-        self,
-        current: Params, cavity: tuple[Tensor, Tensor], theta: Params, record: Params, silo: Params, phi: Params,
-        rows: Params, weights: Tensor, eps: Tensor, eps_record: Tensor, eps_silo: Tensor, record_moments: Params,
-        silo_moments: Params, phi_moments: Params, scale: Tensor,
-    ) -> tuple[Params, dict[str, Params], dict[str, Params], Params]:  # fmt: skip
-        assert self.steps is not None
-        z = self.steps.draw(current, eps)
-        shift = z - self.steps.loc(current)
-        g = self._gradient(z, shift, {**theta, **phi}, record, silo, rows, weights, eps_record, eps_silo)
-        held = cavity[0] - (cavity[1] @ z if cavity[1].dim() == 2 else cavity[1] * z)
-        shared, phi_gradient = split_theta(g.theta, theta)
-        after = self.steps.step(current, eps, g.direct + g.path + held, scale[0])
-        new_record, record_moments = self.optimizer.step(record, g.local, record_moments, scale[1], local_units(record))
-        new_silo, silo_moments = self.optimizer.step(silo, g.silo, silo_moments, scale[1], local_units(silo))
-        # The silo's latents move along with the mean of Z_G, as their conditionals say they do: held back, they would
-        # turn a Newton step on the marginal likelihood into a step of EM, which is slow where much is unobserved.
-        moved = self.steps.loc(after) - self.steps.loc(current)
-        new_record, new_silo = reanchored(new_record, new_silo, moved)
-        new_phi, phi_moments = self.optimizer.step(phi, phi_gradient, phi_moments, scale[1])
-        seen = {"loc": self.steps.loc(after), "covariance": self.steps.covariance(after), "value": g.value.reshape(1)}
-        seen |= {f"theta/{name}": value for name, value in shared.items()}
-        new = {"silo": new_silo, "silo_moments": silo_moments, "phi": new_phi, "phi_moments": phi_moments}
-        return after, new, {"params": new_record, "moments": record_moments}, seen
+    def _advance(self, carry: Carry, inputs: Inputs, batch: npt.NDArray[np.int64] | None) -> Carry:
+        """The state after a block. Records that are in no batch only move along with the means of Z_G and Z_S."""
+        assert self.block is not None
+        if batch is None or not carry.record:
+            return self.block(carry, inputs)
+        at = torch.from_numpy(batch[0]).to(self.problem.device)
+        after = self.block(
+            carry._replace(record=take(carry.record, at), record_moments=take(carry.record_moments, at)), inputs
+        )
+        return after._replace(
+            record=put(reanchored_records(carry.record, after.moved), at, after.record),
+            record_moments=put(carry.record_moments, at, after.record_moments),
+        )
 
-    def _rates(self, done: float, visits: int) -> Tensor:
-        """Shares of the first learning rates, of q and of the silo's latents, after a share of the local steps."""
+    def _inputs(
+        self, key: int, cavity: tuple[Tensor, Tensor], theta: Params, batch: npt.NDArray[np.int64] | None,
+        schedule: Tensor, view: SiloView,
+    ) -> Inputs:  # fmt: skip
+        """Of the block whose first step has the draws `key`."""
+        frame, steps = self.frame, len(schedule)
+        width = frame.family.noise_size + frame.n_silo
+        noise = frame.move(torch.special.ndtri(torch.from_numpy(view.silo_draws.uniforms(key, width, None, steps))))
+        eps_silo, eps = noise.split([frame.n_silo, frame.family.noise_size], 2)
+        if batch is None:
+            rows, weights = view.rows, view.weights
+        else:
+            at = torch.from_numpy(batch.reshape(-1)).to(self.problem.device)
+            rows = {name: v.unflatten(0, batch.shape) for name, v in take(view.rows, at).items()}
+            weights = view.weights.new_full((batch.shape[1],), view.size / batch.shape[1])
+        eps_record = weights.new_zeros(steps, frame.samples, len(weights), 0)
+        if frame.n_record:  # a block is one step then
+            drawn = view.record_draws.normals(key, frame.samples * frame.n_record, None if batch is None else batch[0])
+            eps_record = frame.move(drawn.reshape(1, len(drawn), frame.samples, frame.n_record).transpose(1, 2))
+        return Inputs(cavity, theta, rows, weights, eps[:, 0], eps_record.contiguous(), eps_silo, schedule)
+
+    def _schedule(self, visits: int) -> Tensor:
+        """(steps, 3): shares of the first learning rates, of q and of the silo's latents, and the weight of the
+        iterate after a step in the average of the last ones."""
         cosine = SCHEDULES["cosine"]
-        own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) * (1.0 if visits == 0 else _LATER)
-        return self.frame.move(torch.tensor([max(_LEAST, cosine(done)), own]))
+        steps = self.config.local_steps * (_FIRST_VISIT if visits == 0 else 1)
+        tail = max(1, math.floor(_TAIL * steps))
+        rows = []
+        for step in range(steps):
+            done = step / steps
+            own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) * (1.0 if visits == 0 else _LATER)
+            rows.append((max(_LEAST, cosine(done)), own, 1.0 / max(1, step + 1 - (steps - tail))))
+        return self.frame.move(torch.tensor(rows, dtype=torch.float64))
+
+    def _batches(self, key: int, steps: int, view: SiloView) -> npt.NDArray[np.int64] | None:
+        """Rows of every step's minibatch (steps, B), None for all: consecutive pieces of shuffles of the silo's
+        records, which follow from its secret."""
+        size = max(2, math.ceil(self.config.sampling_rate * view.size))
+        if size >= view.size:
+            return None
+        pieces = view.size // size
+        orders = [
+            np.argsort(view.batch_draws.uniforms(key + first, 1)[0, : view.size, 0])[: pieces * size]
+            for first in range(0, steps, pieces)
+        ]
+        batches: npt.NDArray[np.int64] = np.concatenate(orders).reshape(-1, size)[:steps]
+        return batches
 
     def _closed_form(self, cavity: Natural, own: OwnState, view: SiloView) -> Fitted:
         """The silo's likelihood is a Gaussian factor: q is cavity x likelihood, or its diagonal approximation."""
@@ -200,21 +220,3 @@ class SiloFit:
         spread = covariance if self.frame.full else torch.diag(covariance)
         value = float(log_likelihood(self.frame.move(mean))) - 0.5 * float((likelihood.precision * spread).sum())
         return Fitted(end, value, {}, own._replace(anchor=mean, visits=own.visits + 1))
-
-    def _eps_record(self, key: int, view: SiloView, rows: npt.NDArray[np.int64] | None) -> Tensor:
-        """eps_L (K, B, n_record)."""
-        n, samples = self.frame.n_record, self.frame.samples
-        eps = view.record_draws.normals(key, samples * n, rows)
-        return self.frame.move(eps.reshape(len(eps), samples, n).transpose(0, 1).contiguous())
-
-    def _batch(self, key: int, view: SiloView) -> npt.NDArray[np.int64] | None:
-        """Rows of a batch of fixed size, drawn without replacement from the silo's secret. None: all."""
-        size = max(2, math.ceil(self.config.sampling_rate * view.size))
-        if size >= view.size:
-            return None
-        order: Any = np.argpartition(view.batch_draws.uniforms(key, 1)[0, : view.size, 0], size)
-        return np.sort(order[:size])
-
-
-def _finite(average: Params) -> bool:
-    return all(bool(torch.isfinite(v).all()) for v in average.values())

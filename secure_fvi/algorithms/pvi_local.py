@@ -10,22 +10,26 @@ from torch import Tensor
 from secure_fvi.families import LocalFamily, Params
 
 
-def reanchored(record: Params, silo: Params, moved: Tensor) -> tuple[Params, Params]:
-    """The same conditionals, relative to a mean of Z_G that lies by `moved` (n_global,) further on."""
-    n = moved.shape[0]
-    new_silo, silo_moved = dict(silo), moved[:0]
+def reanchored_silo(silo: Params, moved: Tensor, n_silo: int) -> tuple[Params, Tensor]:
+    """q(Z_S | Z_G) relative to a mean of Z_G that lies by `moved` (n_global,) further on, and `moved` with what that
+    does to the mean of Z_S appended, (n_global + n_silo,)."""
+    new = dict(silo)
+    silo_moved = moved.new_zeros(n_silo)
     if "coupling" in silo:
         silo_moved = (silo["coupling"] @ moved).reshape(-1)
-        new_silo["loc"] = silo["loc"] + silo_moved
+        new["loc"] = silo["loc"] + silo_moved
     if "scale_coupling" in silo:
-        new_silo["log_scale"] = silo["log_scale"] + silo["scale_coupling"] @ moved
-    new_record = dict(record)
+        new["log_scale"] = silo["log_scale"] + silo["scale_coupling"] @ moved
+    return new, torch.cat([moved, silo_moved])
+
+
+def reanchored_records(record: Params, moved: Tensor) -> Params:
+    """q(Z_L | Z_G, Z_S) relative to means that lie by `moved` (n_global + n_silo,) further on."""
+    new = dict(record)
     for name, target in (("coupling", "loc"), ("scale_coupling", "log_scale")):
         if name in record:
-            width = record[name].shape[-1] - n
-            whole = torch.cat([moved, silo_moved if len(silo_moved) else moved.new_zeros(width)])
-            new_record[target] = record[target] + record[name] @ whole
-    return new_record, new_silo
+            new[target] = record[target] + record[name] @ moved
+    return new
 
 
 def split_theta(gradient: Params, shared: Params) -> tuple[Params, Params]:
