@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from secure_fvi.aggregation import Homomorphic as Homomorphic
     from secure_fvi.aggregation import Masked as Masked
     from secure_fvi.aggregation import Plain as Plain
+    from secure_fvi.algorithms.baselines import BCM as BCM
+    from secure_fvi.algorithms.baselines import VCL as VCL
+    from secure_fvi.algorithms.baselines import StreamingVB as StreamingVB
     from secure_fvi.algorithms.pvi import PVI as PVI
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from secure_fvi.fitting import Progress as Progress
     from secure_fvi.fitting import fit as fit
     from secure_fvi.guarding import Books as Books
+    from secure_fvi.independent import fit_alone as fit_alone
     from secure_fvi.privacy.settings import RecordDP as RecordDP
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
@@ -31,6 +35,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Amortised": "secure_fvi.families",
+    "BCM": "secure_fvi.algorithms.baselines",
     "Books": "secure_fvi.guarding",
     "BudgetError": "secure_fvi.errors",
     "Conditional": "secure_fvi.families",
@@ -49,7 +54,10 @@ _HOME = {
     "SecureFVIWarning": "secure_fvi.errors",
     "SiloDP": "secure_fvi.privacy.settings",
     "Shared": "secure_fvi.federated_model",
+    "StreamingVB": "secure_fvi.algorithms.baselines",
+    "VCL": "secure_fvi.algorithms.baselines",
     "fit": "secure_fvi.fitting",
+    "fit_alone": "secure_fvi.independent",
 }
 __all__ = sorted(_HOME)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.algorithms.base import Algorithm, Problem, Step
 from secure_fvi.algorithms.sfvi import SFVI
@@ -129,6 +129,11 @@ def build_parties(
     noise_key: bytes | None = None,
 ) -> tuple[Server, LocalEngine, Guards]:
     """A server, an engine with its silos and their gates, before the first round. Arguments as in `fit`."""
+    if getattr(algorithm, "reveals_silos", False) and not isinstance(aggregation, Plain):
+        raise InputError(
+            f"{algorithm.name} is to show the server each silo's own term; a {aggregation.kind} sum would hide it in "
+            "name only. Use a plain sum, or take that option back"
+        )
     names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(len(silos))]
     if len(names) != len(silos):
         raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
@@ -245,7 +250,8 @@ def _save(
 def _progress(server: Server, engine: LocalEngine, algorithm: Algorithm, step: Step) -> Progress:
     return Progress(
         server.rounds,
-        algorithm.most_rounds,
+        # What visits silos one after the other knows its rounds only once it knows the silos.
+        getattr(server.program, "most_rounds", algorithm.most_rounds),
         step.objective,
         step.learning_rate,
         step.r_hat,

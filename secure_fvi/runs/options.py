@@ -16,9 +16,12 @@ from secure_fvi.runs.wording import first_error, nearest, unknown_key
 
 #: What `[algorithm] name` may be, and where its dataclass is.
 ALGORITHMS = {
+    "bcm": "secure_fvi.algorithms.baselines:BCM",
     "pvi": "secure_fvi.algorithms.pvi:PVI",
     "sfvi": "secure_fvi.algorithms.sfvi:SFVI",
     "sfvi-avg": "secure_fvi.algorithms.sfvi_avg:SFVIAvg",
+    "streaming-vb": "secure_fvi.algorithms.baselines:StreamingVB",
+    "vcl": "secure_fvi.algorithms.baselines:VCL",
 }
 #: What `[aggregation] kind` may be.
 AGGREGATIONS = {

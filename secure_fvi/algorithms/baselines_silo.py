@@ -1,0 +1,56 @@
+"""The silos' half of a baseline: one local fit against the prior that the baseline gives it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView
+from secure_fvi.algorithms.baselines import Baseline
+from secure_fvi.algorithms.baselines_frame import COUNT, BaselineFrame
+from secure_fvi.algorithms.natural import Natural, nothing
+from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.gate import Gate, Release
+from secure_fvi.trees import to_numpy
+
+
+class BaselineSilo:
+    """`algorithms.base.SiloProgram`. A silo's state is that of its own latents: there is no site."""
+
+    def __init__(self, config: Baseline, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        self.frame = frame = BaselineFrame(config, problem)
+        self.tables, self.terms = frame.tables, frame.terms
+        self.fit = SiloFit(frame.base.config, problem, frame.base)
+
+    def init_local(self, view: SiloView) -> OwnState:
+        return self.fit.init(view)
+
+    def contribute(self, message: Broadcast, local: OwnState, view: SiloView, gate: Gate) -> tuple[Release, OwnState]:
+        if message.phase == COUNT:
+            return gate.release(np.array([float(view.size)])), local
+        prior = self._prior(message, view)
+        fitted = self.fit(message.sum_index, {}, prior, prior, local, view)
+        change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)
+        values = to_numpy(change.pack())
+        if self.frame.base.terms is None:
+            counts = [float(view.size)] if self.frame.all_at_once else []
+            values = np.concatenate([values, counts, [float(not fitted.sane)]])
+        return gate.release(values), fitted.own if fitted.sane else local
+
+    def commit(self, local: OwnState, pending: Pending, accepted: int) -> OwnState:
+        """The pending state in any case: own latents are where a silo's last fit left them, used or not."""
+        return pending.local
+
+    def local_fit(self, local: OwnState) -> LocalFit:
+        return self.fit.local_fit(local)
+
+    def _prior(self, message: Broadcast, view: SiloView) -> Natural:
+        """c_j: q as it was sent, or this silo's share of it."""
+        q = self.frame.base.unpack(message.tensors["q"])
+        if not self.frame.split:
+            return q
+        records = message.scalars["records"]
+        if records < view.size:
+            raise InputError(f"silo '{view.silo}': total_records = {records:.0f}, but this silo alone has more records")
+        return nothing(q.n, q.full).plus(q, view.size / records)
