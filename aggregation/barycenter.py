@@ -110,7 +110,7 @@ def full_contribution(own: Gaussian, weight: int, covariance: FloatArray, first:
     """A silo's term of one iteration at S = `covariance`: the only function here that sees its Gaussian."""
     root = matrix_root(covariance)
     term = matrix_root(root @ own.covariance @ root)
-    parts = [[float(weight)], weight * own.mean if first else [], weight * _pack(term)]
+    parts = [[float(weight)], weight * own.mean if first else [], weight * pack_symmetric(term)]
     return np.concatenate(parts)
 
 
@@ -120,7 +120,7 @@ def next_covariance(covariance: FloatArray, table: BlockTable, total: FloatArray
     Raises AggregationError for a total that no Gaussians have: no weight, or T not positive definite.
     """
     blocks = table.split(total)
-    t = _unpack(blocks[ROOT] / _positive_weight(blocks), covariance.shape[0])
+    t = unpack_symmetric(blocks[ROOT] / _positive_weight(blocks), covariance.shape[0])
     values, vectors = np.linalg.eigh(t)
     if not (np.isfinite(values).all() and values[0] > 0):
         raise AggregationError("the total of a barycenter's iteration is not positive definite")
@@ -157,11 +157,13 @@ def matrix_root(matrix: FloatArray, inverse: bool = False) -> FloatArray:
     return root
 
 
-def _pack(symmetric: FloatArray) -> FloatArray:
+def pack_symmetric(symmetric: FloatArray) -> FloatArray:
+    """The upper triangle of a symmetric matrix (d, d), rows one after the other, (d (d + 1) / 2,)."""
     return symmetric[np.triu_indices(symmetric.shape[0])]
 
 
-def _unpack(upper: FloatArray, d: int) -> FloatArray:
+def unpack_symmetric(upper: FloatArray, d: int) -> FloatArray:
+    """The symmetric matrix (d, d) of an upper triangle; inverse of `pack_symmetric`."""
     out = np.zeros((d, d))
     out[np.triu_indices(d)] = upper
     return out + np.triu(out, 1).T

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
 COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
-#: Draws of Z_G with which a silo estimates its part of the bound at the q(Z_G) it was sent.
+#: Draws of Z_G at which silos estimate the bound and its slope at the q(Z_G) that they were sent.
 BOUND_DRAWS = 16
 #: The learning rate falls to this share of itself within a round.
 LEAST_RATE = 0.1
@@ -36,6 +36,8 @@ LEAST_RATE = 0.1
 SETTLED = 1.0
 #: Rounds at falling rates that a run does at least.
 REFINED = 4
+#: Posterior sds from the optimum of global VI, as the slope of the bound tells, beyond which a run has not converged.
+FAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,12 @@ class SFVIAvg:
     weights: of a silo in the merge, its number of records or 1, as in the paper. scale_entropy: False leaves the
     entropy of the silo's own latents unscaled, which is the paper's text, for comparison. bures_iterations: secure sums
     a round for the barycenter of full covariances; one is enough, since the next round goes on where it ended.
-    average_last: share of a round's last iterates that a silo averages. persistent: silos keep their optimisers' state
-    from round to round. participation: share of silos asked a round. total_records: N, where it is public; otherwise it
-    is counted by one more secure sum. bound: largest absolute value of any element of a contribution.
+    barycenter: "secure" takes it from totals; "trusted" shows the server each silo's own q(Z_G) and number of records,
+    and needs a plain sum.
+    sampling_rate: each record joins a local step with this probability. average_last: share of a round's last iterates
+    that a silo averages. persistent: silos keep their optimisers' state from round to round. participation: share of
+    silos asked a round. total_records: N, where it is public; otherwise it is counted by one more secure sum. bound:
+    largest absolute value of any element of a contribution.
     """
 
     rounds: int = 20
@@ -64,12 +69,14 @@ class SFVIAvg:
     scale_entropy: bool = True
     tolerance: float = 0.1
     bures_iterations: int = 1
+    barycenter: Literal["secure", "trusted"] = "secure"
     optimizer: str = "adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.05
     decay: float = 0.2
     average_last: float = 0.5
     persistent: bool = True
+    sampling_rate: float = 1.0
     participation: float = 1.0
     total_records: int | None = None
     bound: float = 2.0**30
@@ -87,6 +94,10 @@ class SFVIAvg:
             )
         if self.weights not in ("records", "equal"):
             raise InputError(f"weights '{self.weights}' is unknown; choose records or equal")
+        if self.barycenter not in ("secure", "trusted"):
+            raise InputError(f"barycenter '{self.barycenter}' is unknown; choose secure or trusted")
+        if self.reveals_silos and self.bures_iterations != 1:
+            raise InputError("a trusted barycenter is taken at once; leave bures_iterations at 1")
         for option in ("rounds", "local_steps", "bures_iterations", "total_records"):
             value = getattr(self, option)
             if not (value is None and option == "total_records") and (type(value) is not int or value < 1):
@@ -112,11 +123,17 @@ class SFVIAvg:
             optimizer_options=self.optimizer_options,
             learning_rate=self.learning_rate,
             average_last=self.average_last,
+            sampling_rate=self.sampling_rate,
             participation=self.participation,
             bound=self.bound,
             local_family=self.local_family,
             silo_family=self.silo_family,
         )
+
+    @property
+    def reveals_silos(self) -> bool:
+        """Whether the server is to see single silos' terms."""
+        return self.barycenter == "trusted"
 
     @property
     def most_rounds(self) -> int:
@@ -130,10 +147,10 @@ class SFVIAvg:
         """Of a round's learning rate in a local step."""
         return 1 - (1 - LEAST_RATE) * step / self.local_steps
 
-    def averaging_weight(self, step: int) -> float:
-        """Of the iterate after a local step in the average of the round's last iterates; 1 before that begins."""
+    def averaged(self, step: int) -> int:
+        """Iterates in the average of the round's last ones after a local step; at most 1 before that begins."""
         first = min(self.local_steps - 1, math.ceil(self.local_steps * (1 - self.average_last)))
-        return 1 / max(1, step - first + 1)
+        return step - first + 1
 
     def server(self, problem: Problem) -> SFVIAvgServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""

@@ -15,6 +15,7 @@ from secure_fvi.aggregation.barycenter import ROOT, WEIGHT, Gaussian, full_contr
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import Problem, cohort_size
 from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, FINISH, MERGE, SFVIAvg
+from secure_fvi.algorithms.sfvi_avg_trusted import LARGEST, trusted_blocks
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
@@ -24,7 +25,9 @@ from secure_fvi.privacy.terms import Extent, Terms, agree
 #: A merged sd is at least this share of the one before: noise must not make it negative.
 LEAST_SD = 0.1
 
-RECORDS, SILOS, LOC, SD, OBJECTIVE, THETA = "records", "silos", "loc", "sd", "objective", "theta/"
+RECORDS, SILOS, LOC, SD, THETA = "records", "silos", "loc", "sd", "theta/"
+#: The silos' part of the bound at the q(Z_G) that was sent, and of its gradient in Z_G.
+OBJECTIVE, SLOPE = "objective", "slope"
 
 
 class SFVIAvgFrame:
@@ -43,6 +46,12 @@ class SFVIAvgFrame:
         self.full = self.family.name == "full"
         self.theta_start = self.base.theta_start
         self.private = isinstance(privacy, SiloDP)
+        self.trusted = config.reveals_silos
+        if self.trusted and self.family.n > LARGEST:
+            raise InputError(
+                f"a trusted barycenter is for at most {LARGEST} global dimensions, not {self.family.n}; use "
+                "barycenter = 'secure', which is one sum for family = 'diagonal'"
+            )
         if self.private:
             self._check_private()
         self.changes = self._changes()
@@ -57,6 +66,8 @@ class SFVIAvgFrame:
         return self.config.weights == "records"
 
     def _check_private(self) -> None:
+        if self.trusted:
+            raise InputError("under silo privacy sfvi-avg needs barycenter = 'secure'")
         if self.full:
             raise InputError("under silo privacy sfvi-avg needs family = 'diagonal': noise breaks a Bures iteration")
         if self.by_records:
@@ -68,9 +79,9 @@ class SFVIAvgFrame:
             )
 
     def _changes(self) -> tuple[Block, ...]:
-        """What every merge sums besides weights, roots and the objective."""
+        """What every merge sums besides weights, roots, the objective and its slope."""
         bound, n = self.config.bound, self.family.n
-        shapes: dict[str, tuple[int, ...]] = {LOC: (n,), **({} if self.full else {SD: (n,)})}
+        shapes: dict[str, tuple[int, ...]] = {} if self.trusted else {LOC: (n,), **({} if self.full else {SD: (n,)})}
         shapes |= {THETA + name: tuple(v.shape) for name, v in sorted(self.theta_start.items())}
         return tuple(Block(name, shape, bound) for name, shape in shapes.items())
 
@@ -80,15 +91,16 @@ class SFVIAvgFrame:
             return {MERGE: terms.table(self.changes, [])}, {MERGE: terms}
         records = Block(RECORDS, (), 2.0**31, integer=True)
         weight = records if self.by_records else Block(SILOS, (), 1.0, integer=True)
-        objective = Block(OBJECTIVE, (), self.config.bound)
-        n = self.family.n
-        root = (Block(ROOT, (n * (n + 1) // 2,), self.config.bound),) if self.full else ()
+        n, bound = self.family.n, self.config.bound
+        at_sent = (Block(OBJECTIVE, (), bound), Block(SLOPE, (n,), bound))
+        root = (Block(ROOT, (n * (n + 1) // 2,), bound),) if self.full else ()
+        silos = trusted_blocks(len(self.problem.silos), n, self.full, bound) if self.trusted else root
         counts = (records,) if self.by_records else (records, weight)
-        tables = {COUNT: BlockTable((records, objective))} if self.counts_first else {}
-        tables[MERGE] = BlockTable((*counts, objective, *self.changes, *root))
+        tables = {COUNT: BlockTable((records, *at_sent))} if self.counts_first else {}
+        tables[MERGE] = BlockTable((*counts, *at_sent, *self.changes, *silos))
         if self.full and self.config.bures_iterations > 1:
             tables[BURES] = BlockTable((weight, *root))
-        tables[FINISH] = BlockTable((records, objective))
+        tables[FINISH] = BlockTable((records, *at_sent))
         return tables, {}
 
     def _terms(self) -> Terms:

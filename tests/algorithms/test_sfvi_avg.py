@@ -137,14 +137,15 @@ def test_the_diagonal_merge_averages_means_and_sds() -> None:
     silo_ends: dict[str, tuple[Tensor, Tensor]] = {}
     server, engine = _parties(problem, sf.SFVIAvg(local_steps=40, family="diagonal"))
     program = next(iter(engine.silos.values())).program
-    plain_run = program._run  # type: ignore[attr-defined]
+    plain_run = program.run  # type: ignore[attr-defined]
 
-    def watched(message: Any, local: Any, shared: Any, view: Any) -> Any:
-        own, after = plain_run(message, local, shared, view)
-        silo_ends[view.silo] = (own["eta/loc"], own["eta/log_scale"].exp())
-        return own, after
+    def watched(*args: Any) -> Any:
+        end, average = plain_run(*args)
+        silo_ends[args[-1].silo] = (average.shared["eta/loc"], average.shared["eta/log_scale"].exp())
+        return end, average
 
-    program._run = watched  # type: ignore[attr-defined]
+    watched.slope = plain_run.slope  # type: ignore[attr-defined]
+    program.run = watched  # type: ignore[attr-defined]
     _run_rounds(server, engine, 1)
     w = torch.tensor([float(s.size) for s in engine.silos.values()])
     w = w / w.sum()
@@ -226,10 +227,10 @@ def test_scaling_stands_for_copies_of_the_records() -> None:
     def step(copies: float, times: int) -> dict[str, Tensor]:
         rows = {name: value.repeat(times, 1) for name, value in made.silos[0].items()}
         latents = {n: v.repeat(times, *[1] * (v.dim() - 1)) for n, v in record.items()}
-        after, _ = program._step_function(
-            shared, program.optimizer.init(shared), latents, program.optimizer.init(latents), {}, {},
-            shared, latents, {}, rows, torch.ones(5 * times), eps, eps_record.repeat(1, times, 1),
-            torch.zeros(1, 0), torch.tensor([copies, 1.0, 1.0]),
+        moments, record_moments, _ = program.run.init_moments(shared, latents, {})
+        after, _ = program.run.step_function(
+            shared, moments, latents, record_moments, {}, {}, rows, torch.ones(5 * times), eps,
+            eps_record.repeat(1, times, 1), torch.zeros(1, 0), torch.tensor([copies, 1.0]),
         )  # fmt: skip
         return after.shared
 
