@@ -1,0 +1,116 @@
+"""Choices of vertical federated inference, and what all parties derive from them.
+
+    augmented (3.2)   z_j ~ N(eta_j, rho^2), y ~ p(y | sum_j z_j)
+    power (3.3)       z_j ~ N(eta_j, rho^2), log-likelihood sum_j w_j log p(y | eta_j + sum_{k != j} z_k), w_j = 1/J
+
+Section numbers are those of Hassan et al. (2024). rho is a standard deviation. The power likelihood is not normalised:
+its bound may not be compared with another model's as evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.algorithms.vertical.auxiliary import Amortised, MeanField
+from secure_fvi.errors import InputError
+
+#: The sums of one round: z_j, and in the power-likelihood model what the others need of silo j's likelihood.
+AUXILIARY_PHASE, SLOPE_PHASE = "auxiliary", "slope"
+
+
+@dataclass(frozen=True)
+class Vertical:
+    """One model and one family.
+
+    response: who knows y: "shared" by silos and server, or "private" to the server.
+    family: of theta_j, as in `families.global_family`. auxiliary: of z_j given theta_j.
+    local_steps: updates a silo makes between two exchanges, for the same s. damping: share of their change that is
+    kept; None keeps all of one step and 1/J of several, since J silos answer the same s at once.
+    weight_concentration: Dirichlet prior of the likelihood weights w_j; None keeps them at 1/J. At 1 the prior is flat
+    and a single silo takes all the weight.
+    batch_size: records a round, the same at all parties by a shared seed; None uses all.
+    bound: largest absolute value of an element of a contribution; past it a silo refuses.
+    """
+
+    model: Literal["augmented", "power"] = "augmented"
+    rho: float = 1.0
+    response: Literal["shared", "private"] = "shared"
+    family: Literal["auto", "diagonal", "full", "low_rank"] = "auto"
+    auxiliary: Amortised | MeanField = field(default_factory=Amortised)
+    local_steps: int = 1
+    damping: float | None = None
+    weight_concentration: float | None = None
+    batch_size: int | None = None
+    bound: float = 2.0**20
+
+    def __post_init__(self) -> None:
+        if self.model not in ("augmented", "power"):
+            raise InputError(f"model '{self.model}' is unknown; choose augmented or power")
+        if self.response not in ("shared", "private"):
+            raise InputError(f"response '{self.response}' is unknown; choose shared or private")
+        if self.is_power and self.response == "private":
+            raise InputError(
+                "the power-likelihood model needs the response at every silo, since each evaluates the likelihood; "
+                "use model = 'augmented' where the response is private, or share it"
+            )
+        for name in ("rho", "bound"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be positive and finite, not {getattr(self, name)}")
+        for name in ("local_steps", "batch_size"):
+            value = getattr(self, name)
+            if not (value is None and name == "batch_size") and (type(value) is not int or value < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.damping is not None and not 0 < self.damping <= 1:
+            raise InputError(f"damping, the share of a change that is kept, lies in (0, 1], not {self.damping}")
+        if self.weight_concentration is not None:
+            if not self.is_power:
+                raise InputError("likelihood weights belong to the power-likelihood model; use model = 'power'")
+            if not 1 <= self.weight_concentration < math.inf:
+                raise InputError(f"weight_concentration must be at least 1, not {self.weight_concentration}")
+
+    @property
+    def is_power(self) -> bool:
+        return self.model == "power"
+
+    def kept(self, silos: int) -> float:
+        """The damping in force among `silos` silos."""
+        if self.damping is not None:
+            return self.damping
+        return 1.0 if self.local_steps == 1 else 1.0 / silos
+
+    def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
+        """The blocks of each phase for `records` records a round; every party derives the same.
+
+        `local` is the part of the bound that needs no other silo, nats; `mass` the sum of unnormalised weights.
+        """
+        first = [Block("auxiliary", (records, columns), self.bound), Block("local", (), self.bound * records)]
+        if self.weight_concentration is not None:
+            first.append(Block("mass", (), self.bound))
+        tables = {AUXILIARY_PHASE: BlockTable(tuple(first))}
+        if self.is_power:
+            tables[SLOPE_PHASE] = BlockTable(
+                (
+                    Block("slope", (records, columns), self.bound),
+                    Block("gamma", (gamma_size,), self.bound * records),
+                    Block("value", (), self.bound * records),
+                )
+            )
+        return tables
+
+
+def shared_batch(seed: int, round_: int, records: int, size: int | None) -> npt.NDArray[np.int64]:
+    """Positions of the records of a round, sorted, drawn without replacement: the same at every party.
+
+    Everyone knows who takes part, so that subsampling amplifies no privacy guarantee. Terms of records are to be
+    weighted by records / size.
+    """
+    if size is None or size >= records:
+        return np.arange(records)
+    rng = np.random.default_rng([abs(seed), round_])
+    return np.sort(rng.choice(records, size, replace=False)).astype(np.int64)

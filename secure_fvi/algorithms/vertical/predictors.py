@@ -1,0 +1,169 @@
+"""A silo's predictor eta_j = g_j(x_j, theta_j) and its prior, from an ordinary Pyro program.
+
+The program is a function of the silo's columns that returns eta (N,) or (N, C). Its `pyro.sample` sites are theta_j,
+its `pyro.param` sites (a network's weights, say) are fitted as points. A silo chooses its program alone: nobody else
+needs to know it (Hassan et al. 2024, sections 3.1, 5.2 and 5.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro.distributions import HalfNormal, Normal
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import biject_to, transform_to
+
+from secure_fvi.density import param_constraint, running
+from secure_fvi.errors import InputError
+from secure_fvi.trees import Params
+
+Program = Callable[..., Tensor]
+
+
+def linear(columns: int = 1, scale: float = 1.0) -> Program:
+    """eta = x beta with beta ~ N(0, scale^2): (D,), or (D, C) for C columns. The silo's data is `x` (N, D)."""
+
+    def program(x: Tensor) -> Tensor:
+        shape = (x.shape[-1],) if columns == 1 else (x.shape[-1], columns)
+        beta = pyro.sample("beta", Normal(x.new_zeros(shape), scale).to_event(len(shape)))
+        return x @ beta
+
+    return program
+
+
+def grouped_slopes(levels: int, scale: float = 1.0) -> Program:
+    """Slopes by group: eta_i = x_i' beta[level_i], beta[r] ~ N(mu, sigma^2), mu ~ N(0, scale^2), sigma half-normal.
+
+    The silo's data is `x` (N, D) and `level` (N,) with values 0 to levels - 1. Section 5.2 prints mu and sigma with
+    the level as an index, where one draw a level could not tell them apart; figure 4 calls mu the global mean effect.
+    """
+
+    def program(x: Tensor, level: Tensor) -> Tensor:
+        zero = x.new_zeros(x.shape[-1])
+        mu = pyro.sample("mu", Normal(zero, scale).to_event(1))
+        sigma = pyro.sample("sigma", HalfNormal(zero + scale).to_event(1))
+        beta = pyro.sample("beta", Normal(mu.expand(levels, -1), sigma).to_event(2))
+        return (x * beta[level]).sum(-1)
+
+    return program
+
+
+class _Site(NamedTuple):
+    name: str
+    shape: tuple[int, ...]  # unconstrained
+    start: Tensor
+
+
+class _Discover(Messenger):  # type: ignore[misc]
+    """Runs the program once with each site at its prior mean (or at zero, unconstrained) and notes what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: list[_Site] = []
+        self.points: Params = {}
+
+    def _pyro_param(self, msg: Any) -> None:
+        name, args = msg["name"], msg["args"]
+        transform = transform_to(param_constraint(msg))
+        if name not in self.points:
+            if len(args) < 2:
+                raise InputError(f"pyro.param '{name}' has no initial value where it is first used")
+            init = args[1]() if callable(args[1]) else args[1]
+            self.points[name] = transform.inv(torch.as_tensor(init).detach())
+        msg["value"] = transform(self.points[name])
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, name = msg["fn"], msg["name"]
+        if msg["is_observed"]:
+            raise InputError(f"predictor: site '{name}' is observed; the response belongs to the likelihood")
+        if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
+            raise InputError(f"predictor: latent site '{name}' is discrete; sum it out of the program")
+        transform = biject_to(fn.support)
+        unconstrained = torch.zeros(transform.inverse_shape(fn.shape()))
+        mean = _mean(fn)
+        if mean is not None and bool(torch.isfinite(mean).all()) and bool(fn.support.check(mean).all()):
+            unconstrained = transform.inv(mean)
+        msg["value"], msg["done"] = transform(unconstrained), True
+        self.sites.append(_Site(name, tuple(unconstrained.shape), unconstrained.reshape(-1)))
+
+
+class _Evaluate(Messenger):  # type: ignore[misc]
+    """Puts given unconstrained values into the sites and adds up the prior."""
+
+    def __init__(self, latents: Params, points: Params) -> None:
+        super().__init__()
+        self.latents, self.points = latents, points
+        self.values: Params = {}
+        self.log_prior: list[Tensor] = []
+
+    def _pyro_param(self, msg: Any) -> None:
+        msg["value"] = transform_to(param_constraint(msg))(self.points[msg["name"]])
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, name = msg["fn"], msg["name"]
+        transform = biject_to(fn.support)
+        value = transform(self.latents[name])
+        self.log_prior.append(fn.log_prob(value).sum())
+        self.log_prior.append(transform.log_abs_det_jacobian(self.latents[name], value).sum())
+        msg["value"], msg["done"] = value, True
+        self.values[name] = value
+
+
+class Predictor:
+    """A program read on one silo's columns. Stays at the silo.
+
+    `n` is the length of theta_j, unconstrained; `start` (n,) the centre of its prior; `points` the start of the
+    `pyro.param`s, unconstrained. Raises InputError for a program that cannot serve as a predictor.
+    """
+
+    def __init__(self, program: Program, rows: Params, columns: int = 1) -> None:
+        self.program, self.columns = program, columns
+        some = next(iter(rows.values()))
+        self._dtype = next((r.dtype for r in rows.values() if r.is_floating_point()), torch.get_default_dtype())
+        two, three = (self._discover(rows, count, some.device) for count in (2, 3))
+        if [s[:2] for s in two.sites] != [s[:2] for s in three.sites]:
+            raise InputError("predictor: a latent site grows with the number of records; latents must belong to groups")
+        self._sites = two.sites
+        empty = torch.zeros(0, dtype=self._dtype, device=some.device)
+        self.start = torch.cat([empty, *(s.start.to(self._dtype) for s in two.sites)])
+        self.points = {name: value.to(self._dtype) for name, value in two.points.items()}
+        self.n = len(self.start)
+
+    def _discover(self, rows: Params, count: int, device: torch.device) -> _Discover:
+        first = {name: value[:1].expand(count, *value.shape[1:]) for name, value in rows.items()}
+        with running(self._dtype, device), torch.no_grad(), _Discover() as run:
+            eta = self.program(**first)
+        if tuple(eta.shape) not in {(count,), (count, self.columns)} or (eta.dim() == 1 and self.columns > 1):
+            raise InputError(
+                f"predictor: returns shape {tuple(eta.shape)} for {count} records; it should be ({count}, "
+                f"{self.columns})" + (f" or ({count},)" if self.columns == 1 else "")
+            )
+        return run
+
+    def evaluate(self, theta: Tensor, points: Params, rows: Params) -> tuple[Tensor, Tensor]:
+        """eta (N, C) and log p(theta) (), nats, at theta (n,)."""
+        eta, run = self._run(theta, points, rows)
+        eta = eta.unsqueeze(-1) if eta.dim() == 1 else eta
+        return eta, sum(run.log_prior, theta.new_zeros(()))
+
+    def constrain(self, theta: Tensor, points: Params, rows: Params) -> Params:
+        """theta_j by site in the program's own space."""
+        return self._run(theta, points, rows)[1].values
+
+    def _run(self, theta: Tensor, points: Params, rows: Params) -> tuple[Tensor, _Evaluate]:
+        sizes = [torch.Size(s.shape).numel() for s in self._sites]
+        pieces = theta.split(sizes) if sizes else ()
+        latents = {s.name: piece.reshape(s.shape) for s, piece in zip(self._sites, pieces, strict=True)}
+        with running(theta.dtype, theta.device), _Evaluate(latents, points) as run:
+            return self.program(**rows), run
+
+
+def _mean(fn: Any) -> Tensor | None:
+    try:
+        return fn.mean.expand(fn.shape()).clone()
+    except (NotImplementedError, AttributeError):
+        return None

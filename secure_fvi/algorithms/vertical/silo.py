@@ -1,0 +1,180 @@
+"""The silo's half of a round: pure functions of one silo's columns.
+
+    draw      theta_j, eta_j, z_j from q; z_j is what the silo adds to the first secure sum
+    slope     power likelihood only: d_j = w_j dlog p / d predictor at eta_j + s - z_j, for the second sum
+    update    one or several ascent steps on q, given the pull on z_j: dlog p(y | s)/ds in the augmented-variable model,
+              D - d_j with D = sum_k d_k in the power-likelihood model
+
+(Hassan et al. 2024, Algorithms 1 and 2, eqs. 11 to 17; the derivative of g in (12) and (16) is in psi.) Silos never
+see each other's z_k or d_k, only s and D. Gradients stick the landing. Several steps answer one pull; in between the
+likelihood stands in by the quadratic that bounds it from below, pull (z' - z) - h/2 (z' - z)^2, all draws held fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secure_fvi.algorithms.sfvi_frame import local_units, mean_units
+from secure_fvi.algorithms.vertical.auxiliary import log_normal
+from secure_fvi.algorithms.vertical.config import Vertical
+from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
+from secure_fvi.algorithms.vertical.predictors import Predictor
+from secure_fvi.families import global_family
+from secure_fvi.optimizers import Optimizer
+from secure_fvi.trees import Params, merge, part
+
+
+class SiloParams(NamedTuple):
+    """q's parameters. They never leave the silo."""
+
+    shared: Params  # "theta/...": of q(theta_j); "z/...": of q(z_j | theta_j); "point/...": pyro.params
+    record: Params  # (N, C) each: of q(z_j) in the mean field, a row a record
+
+
+class Moments(NamedTuple):
+    """The optimiser's state for `SiloParams`."""
+
+    shared: Params
+    record: Params
+
+
+class Response(NamedTuple):
+    """What is known of the response where it is known; both (N,)."""
+
+    y: Tensor
+    offset: Tensor
+
+
+class Noise(NamedTuple):
+    """Standard normals of one round, from the silo's own generator."""
+
+    theta: Tensor  # (noise_size,)
+    z: Tensor  # (N, C)
+
+
+class Draw(NamedTuple):
+    """One draw from q. `z` and `local` are contributed; the rest stays."""
+
+    theta: Tensor  # (n,)
+    eta: Tensor  # (N, C)
+    z: Tensor  # (N, C)
+    local: Tensor  # () log p(z | eta) / q(z | theta), weighted, + log p(theta) / q(theta), nats
+
+
+class Incoming(NamedTuple):
+    """What an update answers. All of it follows from broadcasts and what the silo sent itself."""
+
+    pull: Tensor  # (N, C) derivative of the likelihood terms in z_j, unweighted
+    curvature: Tensor  # () h, a bound on minus its second derivative
+    others: Tensor  # (N, C) s - z_j; used by the power-likelihood model only
+    gamma: Tensor  # (n_gamma,); likewise
+    share: Tensor  # () w_j; likewise
+
+
+class VerticalSilo:
+    """A configuration bound to one silo's predictor. `response` arguments are () where the response is private."""
+
+    def __init__(
+        self, config: Vertical, likelihood: Likelihood, predictor: Predictor, silos: int, optimizer: Optimizer
+    ) -> None:
+        self.config, self.likelihood, self.predictor, self.optimizer = config, likelihood, predictor, optimizer
+        self.silos, self.kept, self.log_rho = silos, config.kept(silos), math.log(config.rho)
+        self.family = global_family(config.family, predictor.n)
+        self._sees = config.response == "shared"
+        example = torch.zeros(1, dtype=predictor.start.dtype)
+        width = likelihood.features(example).shape[-1] if self._sees else 0
+        self.auxiliary = config.auxiliary.build(likelihood.columns, width, config.rho)
+
+    def init(self, records: int, generator: torch.Generator) -> tuple[SiloParams, Moments]:
+        """q at its start: theta_j at the centre of its prior."""
+        theta = self.family.init(self.predictor.start)
+        z, record = self.auxiliary.init(records, generator, self.predictor.start.dtype)
+        params = SiloParams(merge(theta=theta, z=z, point=self.predictor.points), record)
+        by_row = self.config.batch_size is not None
+        return params, Moments(self.optimizer.init(params.shared), self.optimizer.init(record, by_row))
+
+    def draw(self, params: SiloParams, rows: Params, response: Any, weights: Tensor, noise: Noise) -> Draw:
+        """Phase 1. rows (N, ...), weights (N,): records / batch size, 0 for padding."""
+        return self._draw(params, params, rows, response, weights, noise)
+
+    def slope(
+        self, draw: Draw, response: Response, weights: Tensor, predictor_sum: Tensor, gamma: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Phase 2 of the power-likelihood model, from s (N, C): d_j (N, C), unweighted by record; the gradient in gamma
+        and the value w_j log p, weighted; and, for the silo itself, log p without w_j, ()."""
+        at = draw.eta + predictor_sum - draw.z
+        found = slopes(self.likelihood, response.y, response.offset, at, gamma, weights)
+        return share * found.predictor, share * found.gamma, share * found.value, found.value
+
+    def gradient(
+        self,
+        params: SiloParams,
+        rows: Params,
+        response: Any,
+        weights: Tensor,
+        noise: Noise,
+        sent: Tensor,
+        incoming: Incoming,
+    ) -> SiloParams:
+        """Sticking-the-landing gradient of the bound in q's parameters; `sent` (N, C) is the z_j of `draw`."""
+
+        def bound(free: SiloParams) -> Tensor:
+            draw = self._draw(free, params, rows, response, weights, noise)
+            moved = draw.z - sent
+            pulled = (incoming.pull * moved - 0.5 * incoming.curvature * moved.square()).sum(-1)
+            if self.config.is_power:
+                at = draw.eta + incoming.others + response.offset.unsqueeze(-1)
+                pulled = pulled + incoming.share * self.likelihood.log_prob(response.y, at, incoming.gamma)
+            return draw.local + (weights * pulled).sum()
+
+        return torch.func.grad(bound)(params)
+
+    def update(
+        self,
+        params: SiloParams,
+        moments: Moments,
+        rows: Params,
+        response: Any,
+        weights: Tensor,
+        noise: Noise,
+        incoming: Incoming,
+        scale: Tensor,
+    ) -> tuple[SiloParams, Moments]:
+        """The local steps of one round, `scale` () times the learning rate each."""
+        sent = self.draw(params, rows, response, weights, noise).z
+        new = params
+        for _ in range(self.config.local_steps):
+            found = self.gradient(new, rows, response, weights, noise, sent, incoming)
+            units = self._units(new)
+            shared, m_shared = self.optimizer.step(new.shared, found.shared, moments.shared, scale, units.shared)
+            record, m_record = self.optimizer.step(new.record, found.record, moments.record, scale, units.record)
+            new, moments = SiloParams(shared, record), Moments(m_shared, m_record)
+        if self.kept == 1:
+            return new, moments
+        return SiloParams(*(self._mix(a, b) for a, b in zip(params, new, strict=True))), moments
+
+    def _draw(
+        self, free: SiloParams, held: SiloParams, rows: Params, response: Any, weights: Tensor, noise: Noise
+    ) -> Draw:
+        """A draw along `free`, with the densities of q taken at `held`: equal but for their derivatives."""
+        theta = self.family.transform(part(free.shared, "theta"), noise.theta)
+        eta, log_prior = self.predictor.evaluate(theta, part(free.shared, "point"), rows)
+        features = self.likelihood.features(response.y) if self._sees else eta[:, :0]
+        loc, log_scale = self.auxiliary.moments(part(free.shared, "z"), free.record, eta, features)
+        z = loc + log_scale.exp() * noise.z
+        loc, log_scale = self.auxiliary.moments(part(held.shared, "z"), held.record, eta, features)
+        log_ratio = log_normal(z, eta, torch.full_like(eta, self.log_rho)) - log_normal(z, loc, log_scale)
+        log_q = self.family.log_prob(part(held.shared, "theta"), theta)
+        return Draw(theta, eta, z, (weights * log_ratio).sum() + log_prior - log_q)
+
+    def _units(self, params: SiloParams) -> SiloParams:
+        """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
+        record = local_units(params.record)
+        return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
+
+    def _mix(self, old: Params, new: Params) -> Params:
+        return {name: torch.lerp(value, new[name], self.kept) for name, value in old.items()}
