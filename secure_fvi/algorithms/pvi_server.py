@@ -22,6 +22,11 @@ from secure_fvi.optimizers import Optimizer
 _HALVINGS = 30
 #: A step beyond one over the silos asked may take at most this share of q's precision in any direction.
 _MOST_LOST = 0.75
+#: Under damping = "auto". Changes of the mean whose cosine with the last one is above _ALIKE, or changes that shrink to a
+#: share of _SHRINKING, allow a step longer by _BOLDER; a cosine under _TURNING, or a growth by _RUNNING_OFF, halves it.
+#: On 100 silos of label shards (MNIST) the cosine is .98 at a damping of .05, where all goes well; at .1, where the test
+#: error rises again, it falls from .88 to -.6.
+_ALIKE, _TURNING, _SHRINKING, _RUNNING_OFF, _BOLDER = 0.95, 0.75, 0.8, 1.4, 1.5
 
 
 class PVIState(NamedTuple):
@@ -128,16 +133,22 @@ class PVIServer:
         return torch.tensor([float(whole and name in message.cohort) for name in silos], dtype=torch.float64)
 
     def _damping(self, state: PVIState, change: Natural, asked: int) -> float:
-        """At least one over the silos asked, at most one; more than that only while the changes shrink and agree."""
+        """At least one over the silos asked, at most one; more than that only while successive changes agree.
+
+        A step that is too long turns the next change round in some directions, long before q becomes improper. How far
+        two changes of the mean point the same way shows that early; their lengths do not, since q sharpens meanwhile.
+        """
         if self.config.damping != "auto":
             return float(self.config.damping)
         safe = 1.0 / max(asked, 1)
         if asked < len(self.problem.silos) or not state.damping:
             return safe
-        before, now, both = _products(state.q, state.residual, change)
-        if now > before or both < -0.25 * math.sqrt(now * before):
+        agreement, growth = _agreement(state.q, state.residual, change)
+        if agreement < _TURNING or growth > _RUNNING_OFF:
             return max(safe, state.damping / 2)
-        return min(1.0, state.damping * 2)
+        if agreement > _ALIKE or growth < _SHRINKING:
+            return min(1.0, state.damping * _BOLDER)
+        return max(safe, state.damping)
 
     def _theta_step(
         self, state: PVIState, q: Natural, sums: dict[str, FloatArray], scale: float
@@ -174,16 +185,22 @@ def _least_kept(q: Natural, change: Natural, step: float) -> float:
     return float(torch.linalg.eigvalsh(factor.mT @ change.precision @ factor).min()) * step + 1
 
 
-def _products(q: Natural, a: Natural, b: Natural) -> tuple[float, float, float]:
-    """Squared lengths of two changes and their inner product, in the Fisher metric of q."""
+def _agreement(q: Natural, before: Natural, now: Natural) -> tuple[float, float]:
+    """Cosine between two changes of the mean, and by which factor the changes grew, both in the Fisher metric of q."""
+    (mean_before, scale_before), (mean_now, scale_now) = _coordinates(q, before), _coordinates(q, now)
+    lengths = float(mean_before.norm() * mean_now.norm())
+    cosine = float(mean_before @ mean_now) / lengths if lengths else 1.0
+    size_before, size_now = (
+        math.hypot(float(mean.norm()), float(scale.norm()))
+        for mean, scale in ((mean_before, scale_before), (mean_now, scale_now))
+    )
+    return cosine, size_now / size_before if size_before else 1.0
+
+
+def _coordinates(q: Natural, change: Natural) -> tuple[Tensor, Tensor]:
+    """A small change of q in natural parameters as one of its mean, in standard deviations (n,), and of its scale."""
     mean, factor = q.mean(), q.factor()
-
-    def coordinates(change: Natural) -> Tensor:
-        if not q.full:
-            mean_part = factor * (change.shift - change.precision * mean)
-            return torch.cat([mean_part, change.precision * factor.square() / math.sqrt(2)])
-        mean_part = factor.mT @ (change.shift - change.precision @ mean)
-        return torch.cat([mean_part, (factor.mT @ change.precision @ factor).flatten() / math.sqrt(2)])
-
-    x, y = coordinates(a), coordinates(b)
-    return float(x @ x), float(y @ y), float(x @ y)
+    if not q.full:
+        return factor * (change.shift - change.precision * mean), change.precision * factor.square() / math.sqrt(2)
+    moved = factor.mT @ (change.shift - change.precision @ mean)
+    return moved, (factor.mT @ change.precision @ factor).flatten() / math.sqrt(2)
