@@ -1,4 +1,24 @@
-"""Experiments of the papers, and of the issues that asked for numbers, one a module; `secure-fvi reproduce`."""
+"""Experiments of the papers, and of the issues that asked for numbers, one a module; `secure-fvi reproduce`.
 
-#: What `secure-fvi reproduce` knows: name, and where its function (out folder, quick, tell) -> content is.
-REPRODUCTIONS = {"sfvi-six-cities": "secure_fvi.reproductions.six_cities:reproduce"}
+A module has `reproduce(request)`, which returns the content of NAME.json and the plot as PNG, and `table(content)`, its
+lines for a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+#: What `secure-fvi reproduce` knows, and the module of each.
+REPRODUCTIONS = {
+    "sfvi-six-cities": "secure_fvi.reproductions.six_cities",
+}
+
+
+class Request(NamedTuple):
+    """What an experiment is run with."""
+
+    quick: bool  # fewer repeats, less exact references
+    data: Path | None  # folder of downloaded data sets, for experiments whose data are not shipped
+    tell: Callable[[str], None]  # is told what comes next

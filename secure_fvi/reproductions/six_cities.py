@@ -10,7 +10,7 @@ import io
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from secure_fvi.cli.bench_step import machine
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.fitting import fit
 from secure_fvi.models.six_cities import PROGRAM
+from secure_fvi.reproductions import Request
 from secure_fvi.results import Result
 
 SIZES = (300, 237)
@@ -42,8 +43,9 @@ class Reference(NamedTuple):
     seconds: float
 
 
-def reproduce(quick: bool, tell: Callable[[str], None]) -> tuple[Row, bytes]:
+def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of sfvi-six-cities.json, and the plot as PNG."""
+    quick, tell = request.quick, request.tell
     began = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SecureFVIWarning)  # a text's version that runs off is part of the table
@@ -122,6 +124,20 @@ def row(name: str, seed: int, algorithm: SFVI | SFVIAvg, reference: Reference) -
         "bytes_down_per_silo": result.aggregation["bytes_down_per_silo"],
         "seconds": round(result.seconds, 1),
     }
+
+
+def table(content: Row) -> str:
+    """The rows, narrow enough for a terminal, and the summary."""
+    lines = [f"{'algorithm':<28}{'split':>6}{'error':>8}{'rounds':>8}{'exchanges':>11}{'bytes a silo':>14}{'s':>7}"]
+    for row in content["rows"]:
+        size = row["bytes_up_per_silo"] + row["bytes_down_per_silo"]
+        lines.append(
+            f"{row['algorithm']:<28}{row['split']:>6}{row['error']:>8.2f}{row['rounds']:>8}{row['exchanges']:>11}"
+            f"{size:>14,}{row['seconds']:>7.0f}"
+        )
+    ours = content["ours"]
+    lines.append(f"median {ours['median']:.2f}, largest {ours['largest']:.2f}; {content['setting']}")
+    return "\n".join(lines)
 
 
 def _png(rows: Sequence[Row]) -> bytes:
