@@ -28,27 +28,26 @@ if TYPE_CHECKING:
 
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
 COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
-#: Draws of Z_G at which silos estimate the bound and its slope at the q(Z_G) that they were sent.
+#: Draws of Z_G at which silos estimate their part of the bound at the q(Z_G) that they were sent.
 BOUND_DRAWS = 16
 #: The learning rate falls to this share of itself within a round.
 LEAST_RATE = 0.1
-#: Once a merge has moved q by less than this, in posterior sds, the learning rate falls from round to round.
-SETTLED = 1.0
+#: The learning rate falls from round to round once a merge has moved q by less than SETTLED, in posterior sds, and the
+#: last WATCHED merges together by less than the longest of them.
+SETTLED, WATCHED = 1.0, 3
 #: Rounds at falling rates that a run does at least.
 REFINED = 4
-#: Posterior sds from the optimum of global VI, as the slope of the bound tells, beyond which a run has not converged.
-FAR = 0.5
 
 
 @dataclass(frozen=True)
 class SFVIAvg:
     """Configuration. With every option at its default a model of moderate size stops by itself, or says it has not.
 
-    rounds: at most. local_steps: a silo's steps a round. The first rounds go far; once a merge moves q by less than
-    SETTLED, the learning rate falls by the factor `decay` from round to round, so that silos stray less and less from
-    each other, and with that the error of averaging falls. The run ends after REFINED such rounds when a merge moves q
-    by less than `tolerance`: the largest of the moves of its means in posterior sds, of its log sds, and of theta
-    relative to 1 + |theta|. Within a round the rate falls linearly to a tenth.
+    rounds: at most. local_steps: a silo's steps a round. The first rounds go far. Once merges move q by less than
+    SETTLED, and to and fro rather than on, the learning rate falls by the factor `decay` from round to round: silos
+    stray less and less from each other, and with that the error of averaging falls. The run ends after REFINED such
+    rounds when a merge moves q by less than `tolerance`: the largest of the moves of its means in posterior sds, of its
+    log sds, and of theta relative to 1 + |theta|. Within a round the rate falls linearly to a tenth.
     importance_samples: K; 1 is the ELBO. family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.
     weights: of a silo in the merge, its number of records or 1, as in the paper. scale_entropy: False leaves the
     entropy of the silo's own latents unscaled, which is the paper's text, for comparison. bures_iterations: secure sums

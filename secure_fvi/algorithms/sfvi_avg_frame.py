@@ -25,9 +25,7 @@ from secure_fvi.privacy.terms import Extent, Terms, agree
 #: A merged sd is at least this share of the one before: noise must not make it negative.
 LEAST_SD = 0.1
 
-RECORDS, SILOS, LOC, SD, THETA = "records", "silos", "loc", "sd", "theta/"
-#: The silos' part of the bound at the q(Z_G) that was sent, and of its gradient in Z_G.
-OBJECTIVE, SLOPE = "objective", "slope"
+RECORDS, SILOS, LOC, SD, OBJECTIVE, THETA = "records", "silos", "loc", "sd", "objective", "theta/"
 
 
 class SFVIAvgFrame:
@@ -79,7 +77,7 @@ class SFVIAvgFrame:
             )
 
     def _changes(self) -> tuple[Block, ...]:
-        """What every merge sums besides weights, roots, the objective and its slope."""
+        """What every merge sums besides weights, roots and the objective."""
         bound, n = self.config.bound, self.family.n
         shapes: dict[str, tuple[int, ...]] = {} if self.trusted else {LOC: (n,), **({} if self.full else {SD: (n,)})}
         shapes |= {THETA + name: tuple(v.shape) for name, v in sorted(self.theta_start.items())}
@@ -92,15 +90,15 @@ class SFVIAvgFrame:
         records = Block(RECORDS, (), 2.0**31, integer=True)
         weight = records if self.by_records else Block(SILOS, (), 1.0, integer=True)
         n, bound = self.family.n, self.config.bound
-        at_sent = (Block(OBJECTIVE, (), bound), Block(SLOPE, (n,), bound))
+        objective = Block(OBJECTIVE, (), bound)
         root = (Block(ROOT, (n * (n + 1) // 2,), bound),) if self.full else ()
         silos = trusted_blocks(len(self.problem.silos), n, self.full, bound) if self.trusted else root
         counts = (records,) if self.by_records else (records, weight)
-        tables = {COUNT: BlockTable((records, *at_sent))} if self.counts_first else {}
-        tables[MERGE] = BlockTable((*counts, *at_sent, *self.changes, *silos))
+        tables = {COUNT: BlockTable((records, objective))} if self.counts_first else {}
+        tables[MERGE] = BlockTable((*counts, objective, *self.changes, *silos))
         if self.full and self.config.bures_iterations > 1:
             tables[BURES] = BlockTable((weight, *root))
-        tables[FINISH] = BlockTable((records, *at_sent))
+        tables[FINISH] = BlockTable((records, objective))
         return tables, {}
 
     def _terms(self) -> Terms:

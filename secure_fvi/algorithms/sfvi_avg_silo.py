@@ -18,7 +18,6 @@ from secure_fvi.algorithms.sfvi_avg_frame import (
     RECORDS,
     SD,
     SILOS,
-    SLOPE,
     THETA,
     SFVIAvgFrame,
     bures_term,
@@ -76,7 +75,7 @@ class SFVIAvgSilo:
         shared = self._shared(message)
         if message.phase != COUNT:  # the last q has come: the latents' distributions refer to it from here on
             local = self._anchored(local, shared["eta/loc"])
-        values = {RECORDS: np.float64(view.size), **self._slope(message, local, shared, view)}
+        values = {RECORDS: np.float64(view.size), OBJECTIVE: self._bound(message, local, shared, view)}
         return gate.release(self._flat(message, values)), local
 
     def commit(self, local: SFVIAvgLocal, pending: Pending, accepted: int) -> SFVIAvgLocal:
@@ -98,7 +97,7 @@ class SFVIAvgSilo:
         weight, family = self.frame.weight(view.size), self.frame.family
         before, eta = part(shared, "eta"), part(own, "eta")
         values: dict[str, Any] = {RECORDS: np.float64(view.size), SILOS: np.float64(1.0)}
-        values |= {} if self.frame.private else self._slope(message, local, shared, view)
+        values |= {} if self.frame.private else {OBJECTIVE: self._bound(message, local, shared, view)}
         values |= {LOC: weight * to_numpy(eta["loc"] - before["loc"])}
         values |= {THETA + name: weight * to_numpy(own[THETA + name] - v) for name, v in part(shared, "theta").items()}
         after = after._replace(merged=message.round, iteration=1)
@@ -156,10 +155,9 @@ class SFVIAvgSilo:
         )  # fmt: skip
         return average.shared, after
 
-    def _slope(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> dict[str, FloatArray]:
-        """The silo's part of the bound at the q(Z_G) that was sent, nats, and of its gradient in Z_G."""
-        slope = self.run.slope(self._point(local, shared), message.round, view)
-        return {OBJECTIVE: to_numpy(slope.value), SLOPE: to_numpy(slope.gradient)}
+    def _bound(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> FloatArray:
+        """The silo's part of the bound at the q(Z_G) that was sent, nats."""
+        return to_numpy(self.run.bound(self._point(local, shared), message.round, view))
 
     def _point(self, local: SFVIAvgLocal, shared: Params) -> Point:
         return Point(shared, local.moments, local.record, local.record_moments, local.silo, local.silo_moments)

@@ -40,13 +40,6 @@ class Point(NamedTuple):
     silo_moments: Params
 
 
-class Slope(NamedTuple):
-    """A silo's part of the bound L at the q(Z_G) that it was sent."""
-
-    value: Tensor  # () nats
-    gradient: Tensor  # (n_global,) in Z_G, its own latents following along their conditionals
-
-
 class LocalRun:
     """The runs of all silos of a process; it holds no data, so that they share its traces."""
 
@@ -78,18 +71,17 @@ class LocalRun:
             average = _averaged(average, here, config.averaged(step))
         return here, average
 
-    def slope(self, at: Point, round_: int, view: SiloView) -> Slope:
-        """The silo's part of the bound, and its gradient: the mean over draws of Z_G that all parties have in common.
+    def bound(self, at: Point, round_: int, view: SiloView) -> Tensor:
+        """The silo's part of the bound, nats (): the mean over draws of Z_G that all parties have in common.
 
-        The server adds the gradient of L0 at the same draws, so that at an exact q their noise cancels (Roeder et al.
-        2017).
+        The server adds L0 at the same draws: at an exact q the sum is the same at every Z_G (Roeder et al. 2017).
         """
         found = []
         for draw in range(BOUND_DRAWS):
             key = round_ * (self.config.local_steps + BOUND_DRAWS) + draw
             eps = self._public_draws.normals(round_ * BOUND_DRAWS + draw, self.frame.family.noise_size)[0]
             found.append(self._call(at, view, key, self.base.move(eps), None, 1.0, 0.0)[1])
-        return Slope(torch.stack([s.value for s in found]).mean(), torch.stack([s.gradient for s in found]).mean(0))
+        return torch.stack(found).mean()
 
     def _call(
         self,
@@ -100,8 +92,11 @@ class LocalRun:
         batch: Rows | None,
         copies: float,
         rate: float,
-    ) -> tuple[Point, Slope]:
-        """One step, at the given eps_G or at one of the silo's own; `key` names the draws, which are used once."""
+    ) -> tuple[Point, Tensor]:
+        """One step, at the given eps_G or at one of the silo's own, and the silo's part of the bound before it.
+
+        `key` names the draws, which are used once.
+        """
         base, size = self.base, self.frame.family.noise_size
         rows = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
         weights = view.weights if rows is None else view.weights[rows] / self.config.sampling_rate
@@ -110,19 +105,19 @@ class LocalRun:
         # One draw cut in two: two draws under one key would share their numbers.
         own = base.move(view.silo_draws.normals(key, size + base.n_silo))
         factors = torch.tensor([copies, rate], dtype=self.problem.dtype, device=self.problem.device)
-        new, slope = self._step(
+        new, value = self._step(
             at.shared, at.moments, take(at.record, rows), take(at.record_moments, rows), at.silo, at.silo_moments,
             take(view.rows, rows), weights, own[0, :size].clone() if eps is None else eps, eps_record,
             own[:, size:].clone(), factors,
         )  # fmt: skip
         record, record_moments = put(at.record, rows, new.record), put(at.record_moments, rows, new.record_moments)
-        return new._replace(record=record, record_moments=record_moments), slope
+        return new._replace(record=record, record_moments=record_moments), value
 
     def step_function(
         self,
         shared: Params, moments: Params, record: Params, record_moments: Params, silo: Params, silo_moments: Params,
         rows: Params, weights: Tensor, eps: Tensor, eps_record: Tensor, eps_silo: Tensor, factors: Tensor,
-    ) -> tuple[Point, Slope]:  # fmt: skip
+    ) -> tuple[Point, Tensor]:  # fmt: skip
         """`factors`: N / N_j, and on the learning rate."""
         copies, rate = factors.unbind()
         eta, theta = part(shared, "eta"), part(shared, "theta")
@@ -138,7 +133,7 @@ class LocalRun:
         shared, moments = self.optimizer.step(shared, merge(eta=total.eta, theta=total.theta), moments, rate, units)
         record, record_moments = self.optimizer.step(record, g.local, record_moments, rate, local_units(record))
         silo, silo_moments = self.optimizer.step(silo, g.silo, silo_moments, rate, local_units(silo))
-        return Point(shared, moments, record, record_moments, silo, silo_moments), Slope(g.value, g.direct + g.path)
+        return Point(shared, moments, record, record_moments, silo, silo_moments), g.value
 
     def _gradient(self, copies: Tensor) -> SiloFunction:
         """Of L_j, or, in the paper's text, of L_j with its log-joint alone scaled."""

@@ -144,7 +144,7 @@ def test_the_diagonal_merge_averages_means_and_sds() -> None:
         silo_ends[args[-1].silo] = (average.shared["eta/loc"], average.shared["eta/log_scale"].exp())
         return end, average
 
-    watched.slope = plain_run.slope  # type: ignore[attr-defined]
+    watched.bound = plain_run.bound  # type: ignore[attr-defined]
     program.run = watched  # type: ignore[attr-defined]
     _run_rounds(server, engine, 1)
     w = torch.tensor([float(s.size) for s in engine.silos.values()])
