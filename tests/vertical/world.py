@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation import Plain
-from secure_fvi.aggregation.base import BlockTable, Exchanges, SumServer, SumSilo
+from secure_fvi.aggregation.base import BlockTable, Exchanges, SecureSum, SumServer, SumSilo
 from secure_fvi.algorithms.vertical import (
     AUXILIARY_PHASE,
     SLOPE_PHASE,
@@ -51,6 +51,7 @@ class World:
         rate: float = 0.05,
         seed: int = 0,
         fixed_gamma: Tensor | None = None,
+        sums: SecureSum | None = None,
     ) -> None:
         self.config, self.likelihood, self.rows, self.response = config, likelihood, silos, response
         self.records, self.seed, self.count = len(response.y), seed, len(silos)
@@ -67,12 +68,19 @@ class World:
         self.locals = [Local(*s.init(self.records, self.generator), zero) for s in self.silos]
         self.gamma_params: ServerParams = self.server.init()
         self.ids = [f"s{j}" for j in range(self.count)]
-        self.parties: tuple[SumServer, Mapping[str, SumSilo]] = Plain().local_parties(self.ids)
+        self.parties: tuple[SumServer, Mapping[str, SumSilo]] = (sums or Plain()).local_parties(self.ids)
         self.index = self.round = 0
+        self.means = torch.cat([loc.params.shared["theta/loc"] for loc in self.locals])
 
     def run(self, rounds: int, schedule: Callable[[float], float] = lambda t: 1.0 - 0.99 * t) -> list[float]:
-        """The bound of each round, nats."""
-        return [self.step(schedule(r / rounds)) for r in range(rounds)]
+        """The bound of each round, nats. `means` are averages over the last quarter."""
+        bounds, kept = [], []
+        for r in range(rounds):
+            bounds.append(self.step(schedule(r / rounds)))
+            if 4 * r >= 3 * rounds:
+                kept.append(torch.cat([loc.params.shared["theta/loc"] for loc in self.locals]))
+        self.means = torch.stack(kept).mean(0)
+        return bounds
 
     def step(self, scale: float) -> float:
         """One round: Algorithm 1, or 2."""
@@ -134,10 +142,6 @@ class World:
         self.round += 1
         return float(total["local"]) + value + gamma_value
 
-    def means(self) -> Tensor:
-        """Posterior means of all theta_j in one vector."""
-        return torch.cat([loc.params.shared["theta/loc"] for loc in self.locals])
-
     def sds(self) -> Tensor:
         parts = []
         for silo, local in zip(self.silos, self.locals, strict=True):
@@ -170,7 +174,7 @@ class World:
         return local.logit + scale * (0.5 * found / (a - 1 + 10)).clamp(-0.2, 0.2)
 
     def _sum(self, table: BlockTable, contributions: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-        """A plain secure sum; blocks past their bound are refused by it."""
+        """A secure sum; blocks past their bound are refused by it."""
         server, silos = self.parties
         self.index += 1
         flat = {

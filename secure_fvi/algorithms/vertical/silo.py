@@ -149,13 +149,23 @@ class VerticalSilo:
         new = params
         for _ in range(self.config.local_steps):
             found = self.gradient(new, rows, response, weights, noise, sent, incoming)
-            units = self._units(new)
-            shared, m_shared = self.optimizer.step(new.shared, found.shared, moments.shared, scale, units.shared)
-            record, m_record = self.optimizer.step(new.record, found.record, moments.record, scale, units.record)
-            new, moments = SiloParams(shared, record), Moments(m_shared, m_record)
+            new, moments = self.ascend(new, moments, found, self.units(new), scale)
         if self.kept == 1:
             return new, moments
         return SiloParams(*(self._mix(a, b) for a, b in zip(params, new, strict=True))), moments
+
+    def ascend(
+        self, params: SiloParams, moments: Moments, gradient: SiloParams, units: SiloParams, scale: Tensor
+    ) -> tuple[SiloParams, Moments]:
+        """One step of the optimiser: element by element, so that silos of equal shape can be stacked."""
+        shared, m_shared = self.optimizer.step(params.shared, gradient.shared, moments.shared, scale, units.shared)
+        record, m_record = self.optimizer.step(params.record, gradient.record, moments.record, scale, units.record)
+        return SiloParams(shared, record), Moments(m_shared, m_record)
+
+    def units(self, params: SiloParams) -> SiloParams:
+        """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
+        record = local_units(params.record)
+        return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
 
     def _draw(
         self, free: SiloParams, held: SiloParams, rows: Params, response: Any, weights: Tensor, noise: Noise
@@ -170,11 +180,6 @@ class VerticalSilo:
         log_ratio = log_normal(z, eta, torch.full_like(eta, self.log_rho)) - log_normal(z, loc, log_scale)
         log_q = self.family.log_prob(part(held.shared, "theta"), theta)
         return Draw(theta, eta, z, (weights * log_ratio).sum() + log_prior - log_q)
-
-    def _units(self, params: SiloParams) -> SiloParams:
-        """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
-        record = local_units(params.record)
-        return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
 
     def _mix(self, old: Params, new: Params) -> Params:
         return {name: torch.lerp(value, new[name], self.kept) for name, value in old.items()}
