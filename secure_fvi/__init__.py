@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.baselines import BCM as BCM
     from secure_fvi.algorithms.baselines import VCL as VCL
     from secure_fvi.algorithms.baselines import StreamingVB as StreamingVB
+    from secure_fvi.algorithms.fedavg import FedAvg as FedAvg
     from secure_fvi.algorithms.pvi import PVI as PVI
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
@@ -39,6 +40,7 @@ _HOME = {
     "Books": "secure_fvi.guarding",
     "BudgetError": "secure_fvi.errors",
     "Conditional": "secure_fvi.families",
+    "FedAvg": "secure_fvi.algorithms.fedavg",
     "FederatedModel": "secure_fvi.federated_model",
     "Homomorphic": "secure_fvi.aggregation",
     "InputError": "secure_fvi.errors",

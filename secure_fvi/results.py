@@ -135,7 +135,10 @@ def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:
 
 
 def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:
-    """Moments of each global site: exact for real-valued sites, by a fixed set of draws for constrained ones."""
+    """Moments of each global site: exact for real-valued sites and for a point, by a fixed set of draws for others."""
+    if posterior.family.noise_size == 0:
+        at, _ = problem.density.constrain(posterior.eta["loc"], posterior.theta)
+        return SitePosteriors({name: SitePosterior(v, torch.zeros_like(v)) for name, v in at.items()})
     sd = posterior.family.stddev(posterior.eta)
     exact_mean = problem.layout.split(posterior.eta["loc"], "global")
     exact_sd = problem.layout.split(sd, "global")

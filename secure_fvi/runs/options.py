@@ -17,6 +17,7 @@ from secure_fvi.runs.wording import first_error, nearest, unknown_key
 #: What `[algorithm] name` may be, and where its dataclass is.
 ALGORITHMS = {
     "bcm": "secure_fvi.algorithms.baselines:BCM",
+    "fedavg": "secure_fvi.algorithms.fedavg:FedAvg",
     "pvi": "secure_fvi.algorithms.pvi:PVI",
     "sfvi": "secure_fvi.algorithms.sfvi:SFVI",
     "sfvi-avg": "secure_fvi.algorithms.sfvi_avg:SFVIAvg",

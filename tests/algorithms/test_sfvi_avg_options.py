@@ -35,7 +35,7 @@ def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVI
 @pytest.mark.parametrize("family", ["full", "diagonal"])
 @pytest.mark.parametrize("weights", ["records", "equal"])
 def test_trusted_equals_secure(family: str, weights: str) -> None:
-    """One merge of the same local runs; the secure path iterates 25 times: 1e-6, POT's own stopping rule and float64."""
+    """One merge of the same local runs; the secure path iterates 25 times. 1e-6: POT stops at moves below 1e-11."""
     options: dict[str, Any] = {"local_steps": 60, "family": family, "weights": weights}
     secure_iterations = 25 if family == "full" else 1
     _, trusted = _after_rounds(make_slopes(), 1, barycenter="trusted", **options)
@@ -144,7 +144,7 @@ def test_a_batch_stands_for_all_records() -> None:
     batches = torch.stack([step(run._batch(key, silo.view)) for key in range(1, 301)])
     error = batches.std(0) / 300**0.5
     assert ((batches.mean(0) - whole).abs() < 5 * error).all()
-    assert (error < 0.1 * whole.abs()).all()  # so that a factor of q would be seen
+    assert error.max() < 0.1 * whole.abs().max()  # so that a factor of q would be seen
 
 
 def test_records_outside_a_batch_keep_their_state() -> None:

@@ -1,0 +1,96 @@
+"""Federated averaging (McMahan et al. 2017, Algorithm 1): a point estimate, by local steps and averages.
+
+    server:  sends w, the global latents (unconstrained) and theta
+    silo:    takes `local_steps` gradient steps from w on its own mean log posterior, contributes N_j x the change
+    server:  adds the weighted mean of the changes to w, by SGD with momentum
+
+A silo's objective is F_j = (sum_i log p(y_i | w) + (N_j / N) log p(w)) / N_j, so that sum_j (N_j / N) F_j is the log
+posterior over N: with one local step a round this is gradient ascent on it, and where silos agree more steps come to
+its maximum too. Where they do not, more local steps settle elsewhere (docs/fedavg.md). The maximum is taken in the
+unconstrained space, log Jacobians included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from secure_fvi.errors import InputError
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.base import Problem
+    from secure_fvi.algorithms.fedavg_server import FedAvgServer
+    from secure_fvi.algorithms.fedavg_silo import FedAvgSilo
+
+#: Phases. COUNT once, before the first round, where N is needed; AVERAGE every round.
+COUNT, AVERAGE = "count", "average"
+
+
+@dataclass(frozen=True)
+class FedAvg:
+    """Configuration.
+
+    rounds: at most; the run ends when an average change is below `tolerance`: its largest element, over
+    learning_rate x local_steps where that is below 1, so that a small rate alone is no convergence.
+    learning_rate: of local gradient steps on the mean log posterior of a record. server_learning_rate and
+    server_momentum: of the server's step along the average change. prior: False leaves log p(w) out (maximum
+    likelihood). weights: of a silo in the average, its number of records, or 1. sampling_rate: each record joins a
+    local step with this probability. participation: share of silos asked a round. total_records: N, where it is
+    public; otherwise it is counted by one more secure sum, if the prior needs it. bound: largest absolute value of any
+    element of a contribution.
+    """
+
+    rounds: int = 500
+    local_steps: int = 10
+    learning_rate: float = 0.1
+    server_learning_rate: float = 1.0
+    server_momentum: float = 0.0
+    tolerance: float = 1e-4
+    prior: bool = True
+    weights: Literal["records", "equal"] = "records"
+    sampling_rate: float = 1.0
+    participation: float = 1.0
+    total_records: int | None = None
+    bound: float = 2.0**30
+
+    name = "fedavg"
+    importance_samples = 1
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("records", "equal"):
+            raise InputError(f"weights '{self.weights}' is unknown; choose records or equal")
+        for option in ("rounds", "local_steps", "total_records"):
+            value = getattr(self, option)
+            if not (value is None and option == "total_records") and (type(value) is not int or value < 1):
+                raise InputError(f"{option} must be a whole number of at least 1, not {value!r}")
+        for option in ("learning_rate", "server_learning_rate", "bound"):
+            if not 0 < getattr(self, option) < math.inf:
+                raise InputError(f"{option} must be positive and finite, not {getattr(self, option)}")
+        for option in ("sampling_rate", "participation"):
+            if not 0 < getattr(self, option) <= 1:
+                raise InputError(f"{option} must lie in (0, 1], not {getattr(self, option)}")
+        if not 0 <= self.server_momentum < 1:
+            raise InputError(f"server_momentum must lie in [0, 1), not {self.server_momentum}")
+        if not 0 <= self.tolerance < math.inf:
+            raise InputError(f"tolerance must be at least 0 and finite, not {self.tolerance}")
+
+    @property
+    def most_rounds(self) -> int:
+        return self.rounds
+
+    @property
+    def expected_calls(self) -> int:
+        return self.rounds * (self.local_steps + 1)
+
+    def server(self, problem: Problem) -> FedAvgServer:
+        """The server's half. Raises InputError for what the model or its privacy do not allow."""
+        from secure_fvi.algorithms.fedavg_server import FedAvgServer
+
+        return FedAvgServer(self, problem)
+
+    def silo(self, problem: Problem) -> FedAvgSilo:
+        """The silos' half; it holds no data, so that all silos of a process share its traces."""
+        from secure_fvi.algorithms.fedavg_silo import FedAvgSilo
+
+        return FedAvgSilo(self, problem)

@@ -1,0 +1,95 @@
+"""The server's half of FedAvg: the average change from totals, and SGD with momentum along it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step, choose_cohort
+from secure_fvi.algorithms.fedavg import AVERAGE, COUNT, FedAvg
+from secure_fvi.algorithms.fedavg_frame import OBJECTIVE, RECORDS, SILOS, FedAvgFrame, Z
+from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.families import Params
+
+
+class FedAvgState(NamedTuple):
+    """The server's state. All of it follows from broadcasts and totals."""
+
+    round: int
+    phase: str  # of the sum to come
+    point: Params  # w: "z" (n_global,), unconstrained, and "theta/..."
+    velocity: Params
+    records: int  # N; 0 where nothing needs it
+    movement: float | None  # of the last round, as `tolerance` measures it
+    objective: float  # log p(y | w) + log p(w) at the w last sent, nats; NaN where it is not released
+
+
+class FedAvgServer:
+    """`algorithms.base.ServerProgram`."""
+
+    def __init__(self, config: FedAvg, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        self.frame = FedAvgFrame(config, problem)
+        self.tables, self.terms = self.frame.tables, self.frame.terms
+
+    def init(self) -> FedAvgState:
+        start = self.frame.start
+        still = {name: torch.zeros_like(value) for name, value in start.items()}
+        first = COUNT if self.frame.counts_first else AVERAGE
+        return FedAvgState(0, first, start, still, self.config.total_records or 0, None, math.nan)
+
+    def broadcast(self, state: FedAvgState, index: int, accepted: int) -> Broadcast:
+        config, cohort = self.config, self.problem.silos
+        if state.phase == AVERAGE:
+            cohort = choose_cohort(cohort, config.participation, self.problem.seed, state.round)
+        prior = 1 / state.records if config.prior and state.records else 0.0
+        return Broadcast(state.round, index, accepted, cohort, {"prior": prior}, dict(state.point), state.phase)
+
+    def update(
+        self, state: FedAvgState, message: Broadcast, total: FloatArray, scale: float
+    ) -> tuple[FedAvgState, Step]:
+        config, blocks = self.config, self.tables[message.phase].split(total)
+        if message.phase == COUNT:
+            state = state._replace(records=round(scale * float(blocks[RECORDS])), phase=AVERAGE)
+            return state, Step(math.nan, config.learning_rate, None, COUNT, False)
+        if self.terms:
+            weight = float(round(len(self.problem.silos) / scale))  # the silos that answered
+        else:
+            weight = float(blocks[RECORDS if self.frame.by_records else SILOS])
+        if weight <= 0:
+            raise AggregationError("the weights of an average add up to nothing")
+        change = {name: torch.as_tensor(blocks[name] / weight).to(value) for name, value in state.point.items()}
+        velocity = {name: config.server_momentum * v + change[name] for name, v in state.velocity.items()}
+        point = {name: w + config.server_learning_rate * velocity[name] for name, w in state.point.items()}
+        largest = max(float(c.abs().max()) for c in change.values() if c.numel())
+        movement = largest / min(1.0, config.learning_rate * config.local_steps)
+        if not all(bool(value.isfinite().all()) for value in point.values()):
+            raise InputError(
+                f"the average of round {state.round} is not finite; lower learning_rate or rescale the data"
+            )
+        objective = math.nan
+        if OBJECTIVE in blocks:
+            prior = self.problem.density.log_prior(state.point[Z], self.frame.theta(state.point)) if config.prior else 0
+            objective = scale * float(blocks[OBJECTIVE]) + float(prior)
+        state = FedAvgState(state.round + 1, AVERAGE, point, velocity, state.records, movement, objective)
+        finished = self.converged(state) or state.round >= config.rounds
+        return state, Step(objective, config.learning_rate, None, AVERAGE, finished)
+
+    def posterior(self, state: FedAvgState) -> Posterior:
+        """A point: it says nothing of how uncertain the estimate is."""
+        return Posterior(self.frame.family, {"loc": state.point[Z]}, self.frame.theta(state.point))
+
+    def converged(self, state: FedAvgState) -> bool:
+        """Whether averages have come to rest; with several local steps that need not be at the maximum."""
+        return state.movement is not None and state.movement < self.config.tolerance
+
+    def rounds(self, state: FedAvgState) -> int:
+        return state.round
+
+    def metrics(self, state: FedAvgState) -> dict[str, float | None]:
+        """`log_posterior`: log p(y, w) at the w last sent, nats (log p(y | w) without the prior). There is no bound."""
+        objective = None if math.isnan(state.objective) else state.objective
+        return {"bound": None, "log_posterior": objective, "movement": state.movement}
