@@ -66,6 +66,15 @@ class KeyedDraws:
             self._ahead = (start, width, ahead)
         return ahead[round_ - start]
 
+    def stratified(self, round_: int, width: int, rounds: int) -> Tensor:
+        """Standard normals, float64 (rounds, N, width), Latin hypercube over the rounds: for every id and position one
+        in each of `rounds` strata of equal probability, in random order. Means over the rounds vary less than with
+        independent draws; each round alone is an ordinary draw."""
+        u = self.uniforms(round_, 2 * width, None, rounds)
+        order, jitter = u[..., :width], u[..., width:]
+        strata = np.argsort(np.argsort(order, 0), 0)
+        return torch.special.ndtri(torch.from_numpy((strata + jitter) / rounds))
+
 
 def server_draws(seed: int) -> KeyedDraws:
     """The source of eps_G. Everyone may see the draws; they depend on the seed and the round alone."""

@@ -36,7 +36,7 @@ class LocalFitOptions:
     family: Literal["auto", "diagonal", "full"] = "auto"
     importance_samples: int = 1
     start_spread: float = 0.0
-    local_steps: int = 500
+    local_steps: int = 1000
     local_optimizer: str = NATURAL
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None

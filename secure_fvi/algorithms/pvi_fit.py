@@ -6,6 +6,7 @@ It meets no site and no message: `pvi_silo` says against which cavity, and what 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +30,9 @@ from secure_fvi.trees import put, take
 _TAIL = 0.25
 #: A silo's first visit takes so many times the steps, since its own latents start from nothing.
 _FIRST_VISIT = 4
-#: Share of the local learning rate on later visits, and the least share of any rate.
-_LATER, _LEAST = 0.4, 0.05
+#: Least share of any rate within a fit. Those of own parameters also fall as 1 / visits, from the first rate: their
+#: jitter makes q too narrow.
+_LEAST = 0.05
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 
@@ -104,16 +106,19 @@ class SiloFit:
         record = reanchored_records(own.record, moved)
         current = self.steps.init(q, tight=own.visits == 0)
         average = self.block.observed(current, moved.new_zeros(()), theta)
+        steps = self.config.local_steps * (_FIRST_VISIT if own.visits == 0 else 1)
+        first_key = sum_index * self.config.local_steps * _FIRST_VISIT
+        batches = self._batches(first_key, steps, view)
+        schedule = self._schedule(steps, own.visits)
         carry = Carry(
             current, record, moments["record"], silo, moments["silo"], own.phi, moments["phi"], average, moved
         )
         tilted = (frame.move(cavity.shift), frame.move(cavity.precision))
-        first_key = sum_index * self.config.local_steps * _FIRST_VISIT
-        schedule = self._schedule(own.visits)
-        batches = self._batches(first_key, len(schedule), view)
+        draws = self._draws(first_key, len(schedule), batches, view)
         for start in range(0, len(schedule), length):
             batch = None if batches is None else batches[start : start + length]
-            inputs = self._inputs(first_key + start, tilted, theta, batch, schedule[start : start + length], view)
+            rows, weights = self._rows(batch, view)
+            inputs = Inputs(tilted, theta, rows, weights, *next(draws), schedule[start : start + length])
             carry = self._advance(carry, inputs, batch)
         average = carry.average
         ended = all(bool(torch.isfinite(v).all()) for v in average.values())
@@ -147,38 +152,55 @@ class SiloFit:
             record_moments=put(carry.record_moments, at, after.record_moments),
         )
 
-    def _inputs(
-        self, key: int, cavity: tuple[Tensor, Tensor], theta: Params, batch: npt.NDArray[np.int64] | None,
-        schedule: Tensor, view: SiloView,
-    ) -> Inputs:  # fmt: skip
-        """Of the block whose first step has the draws `key`."""
-        frame, steps = self.frame, len(schedule)
-        width = frame.family.noise_size + frame.n_silo
-        noise = frame.move(torch.special.ndtri(torch.from_numpy(view.silo_draws.uniforms(key, width, None, steps))))
-        eps_silo, eps = noise.split([frame.n_silo, frame.family.noise_size], 2)
+    def _rows(self, batch: npt.NDArray[np.int64] | None, view: SiloView) -> tuple[Params, Tensor]:
+        """Rows and weights of a block, for its batches (S, B)."""
         if batch is None:
-            rows, weights = view.rows, view.weights
-        else:
-            at = torch.from_numpy(batch.reshape(-1)).to(self.problem.device)
-            rows = {name: v.unflatten(0, batch.shape) for name, v in take(view.rows, at).items()}
-            weights = view.weights.new_full((batch.shape[1],), view.size / batch.shape[1])
-        eps_record = weights.new_zeros(steps, frame.samples, len(weights), 0)
-        if frame.n_record:  # a block is one step then
-            drawn = view.record_draws.normals(key, frame.samples * frame.n_record, None if batch is None else batch[0])
-            eps_record = frame.move(drawn.reshape(1, len(drawn), frame.samples, frame.n_record).transpose(1, 2))
-        return Inputs(cavity, theta, rows, weights, eps[:, 0], eps_record.contiguous(), eps_silo, schedule)
+            return view.rows, view.weights
+        at = torch.from_numpy(batch.reshape(-1)).to(self.problem.device)
+        rows = {name: v.unflatten(0, batch.shape) for name, v in take(view.rows, at).items()}
+        return rows, view.weights.new_full((batch.shape[1],), view.size / batch.shape[1])
 
-    def _schedule(self, visits: int) -> Tensor:
-        """(steps, 3): shares of the first learning rates, of q and of the silo's latents, and the weight of the
+    def _draws(
+        self, key: int, steps: int, batches: npt.NDArray[np.int64] | None, view: SiloView
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """eps_G (S, noise), eps_L (S, K, B, n_record) and eps_S (S, 1, n_silo) of each block.
+
+        Stratified over some steps: what a fit reports is an average over many, and the noise of 300 records' draws in
+        a scale site is what keeps it from its target. Minibatches draw eps_L anew, a record at a time.
+        """
+        assert self.block is not None
+        frame, length = self.frame, self.block.length
+        width, samples, n = frame.family.noise_size + frame.n_silo, frame.samples, frame.n_record
+        count = len(view.weights) if batches is None else batches.shape[1]
+        most = _STRATA if batches is not None else min(_STRATA, _AHEAD // max(1, count * samples * n))
+        chunk = length * max(1, most // length)
+        for start in range(0, steps, chunk):
+            rounds = min(chunk, steps - start)
+            noise = frame.move(view.silo_draws.stratified(key + start, width, rounds))
+            eps_silo, eps = noise.split([frame.n_silo, frame.family.noise_size], 2)
+            ahead: Tensor | None = None
+            if n and batches is None:
+                ahead = view.record_draws.stratified(key + start, samples * n, rounds)
+            for first in range(0, rounds, length):
+                block = slice(first, first + length)
+                drawn = torch.empty(length, count, 0)
+                if ahead is not None:
+                    drawn = ahead[block]
+                elif n and batches is not None:  # a block is one step then
+                    drawn = view.record_draws.normals(key + start + first, samples * n, batches[start + first])[None]
+                eps_record = drawn.reshape(length, count, samples, n).transpose(1, 2).contiguous()
+                yield eps[block, 0], frame.move(eps_record), eps_silo[block]
+
+    def _schedule(self, steps: int, visits: int) -> Tensor:
+        """(steps, 3): shares of the first learning rates, of q and of the silo's own parameters, and the weight of the
         iterate after a step in the average of the last ones."""
         cosine = SCHEDULES["cosine"]
-        steps = self.config.local_steps * (_FIRST_VISIT if visits == 0 else 1)
-        tail = max(1, math.floor(_TAIL * steps))
+        first = steps - max(1, math.floor(_TAIL * steps))
         rows = []
         for step in range(steps):
             done = step / steps
-            own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) * (1.0 if visits == 0 else _LATER)
-            rows.append((max(_LEAST, cosine(done)), own, 1.0 / max(1, step + 1 - (steps - tail))))
+            own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) / (1 + visits)
+            rows.append((max(_LEAST, cosine(done)), own, 1.0 / max(1, step + 1 - first)))
         return self.frame.move(torch.tensor(rows, dtype=torch.float64))
 
     def _batches(self, key: int, steps: int, view: SiloView) -> npt.NDArray[np.int64] | None:

@@ -26,8 +26,8 @@ class PVIFrame:
         self.n, self.n_record, self.n_silo = (layout.size(r) for r in ("global", "record", "silo"))
         self.family = global_family(config.family, self.n)
         self.full = self.family.name == "full"
-        self.local_family = config.local_family.build(self.n_record, self.n + self.n_silo, samples)
-        self.silo_family = config.silo_family.build(self.n_silo, self.n, 1)
+        self.local_family = config.local_family.build(self.n_record, self.n + self.n_silo, samples, marginal=True)
+        self.silo_family = config.silo_family.build(self.n_silo, self.n, 1, marginal=True)
         self.samples = samples if self.n_record else 1
         self.local_optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1

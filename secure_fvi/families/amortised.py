@@ -33,7 +33,7 @@ class Amortised:
     see_global: bool = False
     block: bool = False
 
-    def build(self, n_local: int, n_shift: int, importance_samples: int) -> AmortisedGaussian:
+    def build(self, n_local: int, n_shift: int, importance_samples: int, marginal: bool = False) -> AmortisedGaussian:
         """The family for a model's sizes."""
         return AmortisedGaussian(self, n_local)
 

@@ -54,7 +54,8 @@ class Conditional:
     `scale`: "diagonal"; "block" for a full covariance within a record; "dense" for one over all records of a
     silo, which couples records (full-batch only, no record-level privacy) and suits small silos only.
     `coupling`: the mean depends on Z_G.
-    `varying_scale`: the scale does as well; "auto" turns it on for the importance-weighted bound.
+    `varying_scale`: the scale does as well; "auto" turns it on for the importance-weighted bound, and where the bound
+    has to follow the marginal likelihood as Z_G moves (partitioned VI).
     """
 
     scale: Literal["diagonal", "block", "dense"] = "block"
@@ -65,10 +66,12 @@ class Conditional:
         if self.scale not in ("diagonal", "block", "dense"):
             raise InputError(f"local scale '{self.scale}' is unknown; choose diagonal, block or dense")
 
-    def build(self, n_local: int, n_shift: int, importance_samples: int) -> ConditionalGaussian:
+    def build(self, n_local: int, n_shift: int, importance_samples: int, marginal: bool = False) -> ConditionalGaussian:
         """The family for a model's sizes; raises InputError for a combination that has no meaning."""
         coupling = n_shift <= COUPLED_UP_TO if self.coupling == "auto" else self.coupling
-        varying = coupling and importance_samples > 1 if self.varying_scale == "auto" else self.varying_scale
+        varying = (
+            coupling and (importance_samples > 1 or marginal) if self.varying_scale == "auto" else self.varying_scale
+        )
         if self.scale == "dense" and importance_samples > 1:
             raise InputError("a dense local scale couples records, so they cannot be importance-weighted one by one")
         return ConditionalGaussian(n_local, n_shift, self.scale, coupling, varying)
