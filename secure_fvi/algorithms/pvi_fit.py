@@ -33,6 +33,8 @@ _FIRST_VISIT = 4
 #: Least share of any rate within a fit. Those of own parameters also fall as 1 / visits, from the first rate: their
 #: jitter makes q too narrow.
 _LEAST = 0.05
+#: Steps over which draws are stratified, and numbers drawn ahead for them at most.
+_STRATA, _AHEAD = 16, 4_000_000
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 
