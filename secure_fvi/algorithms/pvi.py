@@ -34,11 +34,15 @@ class PVI(LocalFitOptions):
 
     rounds: secure sums to make; under "sequential" one silo's visit is a round. None: until no site moves q by
     `tolerance` posterior standard deviations, at most `max_rounds`.
-    schedule: "synchronous", all silos a round; "asynchronous", `buffer` silos drawn a round, so that the rest may be
-    busy or away; "sequential", one after the other. A sequential schedule shows the server each silo's change of its
-    site, which is its posterior alone: it needs `reveal_changes = True` and a sum that admits a cohort of one.
+    schedule: "synchronous", all silos a round; "asynchronous", `buffer` silos a round, so that the rest may be busy or
+    away; "sequential", one after the other. A sequential schedule shows the server each silo's change of its site,
+    which is its posterior alone: it needs `reveal_changes = True` and a sum that admits a cohort of one.
+    delay: of the asynchronous schedule, simulated: local fits take 0 to `delay` rounds, by silo, drawn by the seed, and
+    the `buffer` that are done first answer. A change fitted against the q of `a` rounds ago counts 1 / (1 + a). 0:
+    fits end within a round, and the silos of a round are drawn.
     damping: share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever
-    they send, doubles while changes shrink and halves when they grow; a step after which q is improper is cut back.
+    they send, grows while successive changes point the same way and halves when they turn; a step after which q is
+    improper is cut back.
     """
 
     rounds: int | None = None
@@ -46,6 +50,7 @@ class PVI(LocalFitOptions):
     tolerance: float = 0.05
     schedule: Literal["synchronous", "sequential", "asynchronous"] = "synchronous"
     buffer: int = 3
+    delay: int = 0
     reveal_changes: bool = False
     damping: float | Literal["auto"] = "auto"
 
@@ -57,6 +62,12 @@ class PVI(LocalFitOptions):
             raise InputError(f"schedule '{self.schedule}' is unknown; choose synchronous, sequential or asynchronous")
         self.check_counts("rounds", optional=True)
         self.check_counts("max_rounds", "buffer")
+        if type(self.delay) is not int or self.delay < 0:
+            raise InputError(f"delay must be a whole number of rounds, 0 or more, not {self.delay!r}")
+        if self.delay and self.schedule != "asynchronous":
+            raise InputError(
+                "delay is for schedule = 'asynchronous': in the others every silo answers on this round's q"
+            )
         if self.schedule == "sequential" and not self.reveal_changes:
             raise InputError(
                 "a sequential schedule shows the server each silo's change of its site, from which it can compute that "

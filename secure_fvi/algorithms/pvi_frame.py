@@ -9,6 +9,7 @@ from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
 from secure_fvi.algorithms.pvi import CLOSED_FORM, NATURAL, PVI
+from secure_fvi.algorithms.pvi_schedule import delays
 from secure_fvi.errors import InputError
 from secure_fvi.families import global_family
 from secure_fvi.families.amortised import ENCODER
@@ -32,6 +33,7 @@ class PVIFrame:
         self.local_optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1
         self.theta_start = dict(problem.start.theta)
+        self.delays = delays(len(problem.silos), config.delay, problem.seed)
         self._check()
         self.packed = packed_size(self.n, self.full)
         shapes: dict[str, tuple[int, ...]] = {"change": (self.packed,)}

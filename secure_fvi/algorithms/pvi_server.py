@@ -14,6 +14,7 @@ from secure_fvi.algorithms.natural import Natural, distance, nothing, to_eta
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_prior import Prior
+from secure_fvi.algorithms.pvi_schedule import Turns, after_turn, first_turns, next_cohort, weight
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.optimizers import Optimizer
@@ -22,10 +23,10 @@ from secure_fvi.optimizers import Optimizer
 _HALVINGS = 30
 #: A step beyond one over the silos asked may take at most this share of q's precision in any direction.
 _MOST_LOST = 0.75
-#: Under damping = "auto". Changes of the mean whose cosine with the last one is above _ALIKE, or changes that shrink to a
-#: share of _SHRINKING, allow a step longer by _BOLDER; a cosine under _TURNING, or a growth by _RUNNING_OFF, halves it.
-#: On 100 silos of label shards (MNIST) the cosine is .98 at a damping of .05, where all goes well; at .1, where the test
-#: error rises again, it falls from .88 to -.6.
+#: Under damping = "auto". Changes of the mean whose cosine with the last one is above _ALIKE, or changes that shrink to
+#: a share of _SHRINKING, allow a step longer by _BOLDER; a cosine under _TURNING, or a growth by _RUNNING_OFF, halves
+#: it. On 100 silos of label shards (MNIST) the cosine is .98 at a damping of .05, where all goes well; at .1, where the
+#: test error rises again, it falls from .88 to -.6.
 _ALIKE, _TURNING, _SHRINKING, _RUNNING_OFF, _BOLDER = 0.95, 0.75, 0.8, 1.4, 1.5
 
 
@@ -43,6 +44,7 @@ class PVIState(NamedTuple):
     damping: float  # the share to be taken next, under "auto"; 0 before the first round
     residual: Natural  # the last sum of changes of all silos
     skipped: int  # times that a silo met an improper cavity
+    turns: Turns  # of a schedule with delays
 
 
 class PVIServer:
@@ -63,12 +65,17 @@ class PVIServer:
         none = torch.zeros(len(self.problem.silos), dtype=torch.float64)
         moved = torch.full_like(none, math.inf)
         residual = nothing(self.frame.n, self.frame.full)
-        return PVIState(0, prior, prior, theta, self.optimizer.init(theta), none, none, moved, 0.0, residual, 0)
+        moments, turns = self.optimizer.init(theta), first_turns(len(none))
+        return PVIState(0, prior, prior, theta, moments, none, none, moved, 0.0, residual, 0, turns)
 
     def broadcast(self, state: PVIState, index: int, accepted: int) -> Broadcast:
         tensors = {"q": state.q.pack(), "counted": state.counted, "factors": state.factors}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
-        return Broadcast(state.round, index, accepted, self.frame.cohort(state.round), {}, tensors)
+        cohort = self.frame.cohort(state.round)
+        if self.config.delay:
+            silos = self.problem.silos
+            cohort = tuple(silos[j] for j in next_cohort(state.turns, len(cohort), self.problem.seed, state.round))
+        return Broadcast(state.round, index, accepted, cohort, {}, tensors)
 
     def update(self, state: PVIState, message: Broadcast, total: FloatArray, scale: float) -> tuple[PVIState, Step]:
         sums = self.frame.table.split(total)
@@ -78,10 +85,11 @@ class PVIServer:
         if not asked:
             change = nothing(self.frame.n, self.frame.full)
         damping = self._damping(state, change, asked)
-        q, taken = _accept(state.q, change, damping, asked)
-        moved = torch.where(present > 0, distance(state.q, state.q.plus(change)), state.moved)
+        turns, age = self._turns(state, message)
+        q, taken = _accept(state.q, change, damping, 0.0 if age else 1.0 / max(asked, 1))
+        moved = torch.where(present > 0, distance(state.q, state.q.plus(change, 1 / weight(age))), state.moved)
         objective = math.nan
-        if "objective" in sums and asked == len(self.problem.silos):
+        if "objective" in sums and asked == len(self.problem.silos) and not age:
             objective = float(sums["objective"]) + self.prior.minus_kl(q, state.theta)
         theta, moments = self._theta_step(state, q, sums, scale)
         prior = state.prior
@@ -98,6 +106,7 @@ class PVIServer:
             damping=taken or damping / 2,
             residual=change,
             skipped=state.skipped + int(sums.get("skipped", 0)),
+            turns=turns,
         )
         done = after.round >= self.config.most_rounds
         finished = done or (self.config.rounds is None and self.converged(after))
@@ -132,6 +141,15 @@ class PVIServer:
         whole = round(len(silos) / scale) == len(message.cohort)
         return torch.tensor([float(whole and name in message.cohort) for name in silos], dtype=torch.float64)
 
+    def _turns(self, state: PVIState, message: Broadcast) -> tuple[Turns, int]:
+        """After this round, and the age of the oldest change in its total: late silos answer on their last turn's q."""
+        if not self.config.delay:
+            return state.turns, 0
+        cohort = [self.problem.silos.index(name) for name in message.cohort]
+        late = [j for j in cohort if self.frame.delays[j] > 0 and state.turns.last[j] >= 0]
+        age = max((message.round - int(state.turns.last[j]) for j in late), default=0)
+        return after_turn(state.turns, cohort, self.frame.delays, message.round), age
+
     def _damping(self, state: PVIState, change: Natural, asked: int) -> float:
         """At least one over the silos asked, at most one; more than that only while successive changes agree.
 
@@ -162,13 +180,12 @@ class PVIServer:
         return self.optimizer.step(state.theta, gradient, state.theta_moments, self.frame.scalar(1.0))
 
 
-def _accept(q: Natural, change: Natural, damping: float, asked: int) -> tuple[Natural, float]:
+def _accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float]:
     """q after the largest step of `damping`, `damping` / 2, ... that is proper and sane, and its size; 0 for none.
 
-    One over the silos asked is an average of their local posteriors, and proper without a check where nothing was
-    lost, stale or noised.
+    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors, where
+    nothing is late.
     """
-    safe = 1.0 / max(asked, 1)
     for halving in range(_HALVINGS):
         step = damping * 0.5**halving
         after = q.plus(change, step)

@@ -15,12 +15,24 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView
 from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi import PVI
-from secure_fvi.algorithms.pvi_fit import Fitted, OwnState, SiloFit
+from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
+from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
+from secure_fvi.families import Params
 from secure_fvi.messages import CLIP
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
+
+
+class Answer(NamedTuple):
+    """A finished local fit. Never leaves the silo but as a change, in a sum."""
+
+    round: int  # of the broadcast that it was fitted against; -1: there is none
+    site: Natural  # what t_j should be
+    value: float  # see `Fitted`
+    theta: Params
+    usable: bool  # False where the cavity was improper or the fit failed: the site stays as it is
 
 
 class PVILocal(NamedTuple):
@@ -30,6 +42,7 @@ class PVILocal(NamedTuple):
     change: Natural  # as it was released with sum `sent`
     sent: int  # 0: none
     own: OwnState
+    waiting: Answer  # for the silo's next turn, where its fits take longer than a round
 
 
 class PVISilo:
@@ -40,28 +53,41 @@ class PVISilo:
         self.frame = frame = PVIFrame(config, problem)
         self.tables, self.terms = frame.tables, frame.terms_by_phase
         self.fit = SiloFit(config, problem, frame)
+        self._one = nothing(frame.n, frame.full)
+        self._none = Answer(-1, self._one, 0.0, {}, False)
 
     def init_local(self, view: SiloView) -> PVILocal:
-        one = nothing(self.frame.n, self.frame.full)
-        return PVILocal(one, one, 0, self.fit.init(view))
+        return PVILocal(self._one, self._one, 0, self.fit.init(view), self._none)
 
     def contribute(self, message: Broadcast, local: PVILocal, view: SiloView, gate: Gate) -> tuple[Release, PVILocal]:
         local = self._settled(message, local, view.silo)
-        q = self.frame.unpack(message.tensors["q"])
-        cavity = q.minus(local.site)
-        theta = {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
-        begin = q if local.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
-        fitted = self.fit(message.sum_index, theta, begin, cavity, local.own, view) if cavity.proper else None
-        if fitted is not None and not fitted.sane:
-            fitted = None
-        change = fitted.q.minus(q) if fitted is not None else nothing(self.frame.n, self.frame.full)
-        release = gate.release(self._values(change, fitted, view))
+        answer, own = self._fitted(message, local, view)
+        waiting = self._none
+        if self.frame.delays[self.problem.silos.index(view.silo)] > 0:  # this fit will be done by the next turn
+            waiting, answer = answer, local.waiting if local.waiting.round >= 0 else answer
+        change = self._one
+        if answer.usable:
+            change = self._one.plus(answer.site.minus(local.site), weight(message.round - answer.round))
+        release = gate.release(self._values(change, answer, view))
         if self.frame.terms is not None:  # what counts is what was released: clipped, and with the silo's own noise
             clip = message.scalars.get(CLIP, self.frame.terms.settings.clipping_norm)
             released = self.frame.terms.in_clear(release.values, clip)[: self.frame.packed]
             change = self.frame.unpack(torch.from_numpy(released))
-        own = fitted.own if fitted is not None else local.own._replace(visits=local.own.visits + 1)
-        return release, PVILocal(local.site, change, message.sum_index, own)
+        return release, PVILocal(local.site, change, message.sum_index, own, waiting)
+
+    def _fitted(self, message: Broadcast, local: PVILocal, view: SiloView) -> tuple[Answer, OwnState]:
+        """The local fit against the q of `message`, and the silo's latents after it."""
+        q = self.frame.unpack(message.tensors["q"])
+        cavity = q.minus(local.site)
+        theta = {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
+        if cavity.proper:
+            begin = q if local.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
+            fitted = self.fit(message.sum_index, theta, begin, cavity, local.own, view)
+            if fitted.sane:
+                return Answer(message.round, fitted.q.minus(cavity), fitted.value, fitted.theta, True), fitted.own
+        zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
+        own = local.own._replace(visits=local.own.visits + 1)
+        return Answer(message.round, self._one, 0.0, zeros, False), own
 
     def commit(self, local: PVILocal, pending: Pending, accepted: int) -> PVILocal:
         """The pending state in any case: whether its change counts is read off a later broadcast, which may come
@@ -80,20 +106,15 @@ class PVISilo:
         if not local.sent:
             return local
         mine = self.problem.silos.index(silo)
-        none = nothing(self.frame.n, self.frame.full)
         if int(message.tensors["counted"][mine]) != local.sent:
-            return local._replace(change=none, sent=0)
+            return local._replace(change=self._one, sent=0)
         damping = float(message.tensors["factors"][mine])
-        return local._replace(site=local.site.plus(local.change, damping), change=none, sent=0)
+        return local._replace(site=local.site.plus(local.change, damping), change=self._one, sent=0)
 
-    def _values(self, change: Natural, fitted: Fitted | None, view: SiloView) -> FloatArray:
-        theta = {n: v if fitted is None else fitted.theta[n] for n, v in self.frame.theta_start.items()}
-        if fitted is None:
-            theta = {name: torch.zeros_like(v) for name, v in theta.items()}
-        parts = [change.pack(), *(theta[name].reshape(-1) for name in sorted(theta))]
+    def _values(self, change: Natural, answer: Answer, view: SiloView) -> FloatArray:
+        parts = [change.pack(), *(answer.theta[name].reshape(-1) for name in sorted(answer.theta))]
         values = np.concatenate([to_numpy(p) for p in parts])
         if self.frame.terms is not None:
             return values
         present = [float(name == view.silo) for name in self.problem.silos]
-        value = 0.0 if fitted is None else fitted.value
-        return np.concatenate([values, [value, float(view.size), float(fitted is None)], present])
+        return np.concatenate([values, [answer.value, float(view.size), float(not answer.usable)], present])
