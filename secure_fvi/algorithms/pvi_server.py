@@ -44,6 +44,7 @@ class PVIState(NamedTuple):
     damping: float  # the share to be taken next, under "auto"; 0 before the first round
     residual: Natural  # the last sum of changes of all silos
     skipped: int  # times that a silo met an improper cavity
+    halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
     turns: Turns  # of a schedule with delays
 
 
@@ -66,7 +67,7 @@ class PVIServer:
         moved = torch.full_like(none, math.inf)
         residual = nothing(self.frame.n, self.frame.full)
         moments, turns = self.optimizer.init(theta), first_turns(len(none))
-        return PVIState(0, prior, prior, theta, moments, none, none, moved, 0.0, residual, 0, turns)
+        return PVIState(0, prior, prior, theta, moments, none, none, moved, 0.0, residual, 0, 0, turns)
 
     def broadcast(self, state: PVIState, index: int, accepted: int) -> Broadcast:
         tensors = {"q": state.q.pack(), "counted": state.counted, "factors": state.factors}
@@ -86,7 +87,7 @@ class PVIServer:
             change = nothing(self.frame.n, self.frame.full)
         damping = self._damping(state, change, asked)
         turns, age = self._turns(state, message)
-        q, taken = _accept(state.q, change, damping, 0.0 if age else 1.0 / max(asked, 1))
+        q, taken, halvings = _accept(state.q, change, damping, 0.0 if age else 1.0 / max(asked, 1))
         moved = torch.where(present > 0, distance(state.q, state.q.plus(change, 1 / weight(age))), state.moved)
         objective = math.nan
         if "objective" in sums and asked == len(self.problem.silos) and not age:
@@ -106,6 +107,7 @@ class PVIServer:
             damping=taken or damping / 2,
             residual=change,
             skipped=state.skipped + int(sums.get("skipped", 0)),
+            halvings=state.halvings + halvings,
             turns=turns,
         )
         done = after.round >= self.config.most_rounds
@@ -131,6 +133,7 @@ class PVIServer:
             "last_change_sd": moved if math.isfinite(moved) else None,
             "damping": state.damping,
             "skipped_cavities": state.skipped,
+            "halvings": state.halvings,
         }
 
     def _present(self, message: Broadcast, shown: FloatArray | None, scale: float) -> Tensor:
@@ -180,8 +183,9 @@ class PVIServer:
         return self.optimizer.step(state.theta, gradient, state.theta_moments, self.frame.scalar(1.0))
 
 
-def _accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float]:
-    """q after the largest step of `damping`, `damping` / 2, ... that is proper and sane, and its size; 0 for none.
+def _accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float, int]:
+    """q after the largest step of `damping`, `damping` / 2, ... that is proper and sane, its size (0 for none), and the
+    halvings it took.
 
     A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors, where
     nothing is late.
@@ -190,8 +194,8 @@ def _accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[N
         step = damping * 0.5**halving
         after = q.plus(change, step)
         if after.proper and (step <= safe or _least_kept(q, change, step) > 1 - _MOST_LOST):
-            return after, step
-    return q, 0.0
+            return after, step, halving
+    return q, 0.0, _HALVINGS
 
 
 def _least_kept(q: Natural, change: Natural, step: float) -> float:
