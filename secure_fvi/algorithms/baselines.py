@@ -85,13 +85,13 @@ class BCM(Baseline):
 class VCL(Baseline):
     """Variational continual learning: one pass over the silos, each with the last one's q for a prior.
 
-    The server sees each silo's change of q, its posterior alone: it needs `reveal_changes = True` and a sum that
-    admits a cohort of one. A visit is a round.
+    The server sees each silo's change of q, its posterior alone: it needs `reveal_changes = True` and a plain sum,
+    since any other would hide it in name only. A visit is a round.
     """
 
     reveal_changes: bool = False
 
-    name = "vcl"
+    name, reveals_silos = "vcl", True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +108,7 @@ class StreamingVB(Baseline):
     passes: int = 10
     reveal_changes: bool = False
 
-    name = "streaming-vb"
+    name, reveals_silos = "streaming-vb", True
 
     def __post_init__(self) -> None:
         super().__post_init__()

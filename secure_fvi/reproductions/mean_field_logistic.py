@@ -1,7 +1,8 @@
 """Logistic regression under a mean-field Gaussian: predictive probabilities, and global VI without Monte Carlo.
 
-The bound needs E[log sigma(a)] for Gaussian a alone, one integral a record: Gauss-Hermite quadrature has it to all digits
-that matter, and L-BFGS the maximum. A reference that shares neither draws nor optimiser with the fits it is set beside.
+The bound needs E[log sigma(a)] for Gaussian a alone, one integral a record. Gauss-Hermite quadrature has it to all
+digits that matter, and L-BFGS finds the maximum: a reference that shares neither draws nor optimiser with the fits that
+it is set beside.
 """
 
 from __future__ import annotations
