@@ -85,7 +85,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         "machine": machine(),
         "setting": (
             f"{SILOS} silos, mean-field q, prior N(0, I), a seeded {TRAIN_SHARE:.0%} of the records to train on "
-            "(adult: adult.data and adult.test pooled; credit: the 653 complete rows, as many as Table 2 has), masked sums for "
+            "(adult: adult.data and adult.test pooled; credit: the 653 complete rows, as in Table 2), masked sums for "
             "synchronous methods; ours: test log-likelihood of sequential and synchronous PVI after "
             f"{PASSES} rounds less that of global VI, nats a record"
         ),
