@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
+    "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
     "sfvi-six-cities": "secure_fvi.reproductions.six_cities",
 }
