@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.fedavg import FedAvg as FedAvg
     from secure_fvi.algorithms.pvi import PVI as PVI
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
+    from secure_fvi.algorithms.sfvi import WarmStart as WarmStart
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
     from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
@@ -58,6 +59,7 @@ _HOME = {
     "Shared": "secure_fvi.federated_model",
     "StreamingVB": "secure_fvi.algorithms.baselines",
     "VCL": "secure_fvi.algorithms.baselines",
+    "WarmStart": "secure_fvi.algorithms.sfvi",
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.independent",
 }

@@ -20,9 +20,8 @@ from secure_fvi.families import Amortised, Conditional
 from secure_fvi.optimizers import Optimizer
 
 if TYPE_CHECKING:
-    from secure_fvi.algorithms.base import Problem
-    from secure_fvi.algorithms.sfvi_server import SFVIServer
-    from secure_fvi.algorithms.sfvi_silo import SFVISilo
+    from secure_fvi.algorithms.base import Problem, ServerProgram, SiloProgram
+    from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 
 #: Factor on the learning rate after a share `t` in [0, 1) of the rounds.
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -36,6 +35,23 @@ _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 
 
 @dataclass(frozen=True)
+class WarmStart:
+    """Rounds of SFVI-Avg, of `local_steps` each, before the first round of SFVI (Hassan et al. 2023, S3.2).
+
+    rounds: 0 for none. weights and total_records as in `SFVIAvg`; all else follows SFVI's own options.
+    """
+
+    rounds: int = 0
+    local_steps: int = 1000
+    weights: Literal["records", "equal"] = "records"
+    total_records: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.rounds) is not int or self.rounds < 0:
+            raise InputError(f"warm_start.rounds must be a whole number of at least 0, not {self.rounds!r}")
+
+
+@dataclass(frozen=True)
 class SFVI:
     """Configuration. With every option at its default a model of moderate size converges and stops by itself.
 
@@ -45,6 +61,7 @@ class SFVI:
     average_last: with `iterations` set, the share of last iterates that is averaged (0 keeps the last one).
     sampling_rate: each record joins a round with this probability. participation: share of silos asked a round.
     bound: largest absolute value of any element of a contribution; past it a silo refuses.
+    warm_start: rounds of SFVI-Avg beforehand; they are not counted in iterations.
     """
 
     family: Literal["auto", "diagonal", "full", "low_rank"] = "auto"
@@ -62,6 +79,7 @@ class SFVI:
     bound: float = 2.0**30
     local_family: Conditional | Amortised = field(default_factory=Conditional)
     silo_family: Conditional = field(default_factory=Conditional)
+    warm_start: WarmStart = field(default_factory=WarmStart)
 
     name = "sfvi"
 
@@ -89,28 +107,60 @@ class SFVI:
         Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)
         if not (math.isfinite(self.bound) and self.bound > 0):
             raise InputError(f"bound must be positive and finite, not {self.bound}")
+        if self.warm_start.rounds:
+            self.averaging()
 
     @property
-    def most_rounds(self) -> int:
+    def own_rounds(self) -> int:
+        """At most, those of a warm start aside."""
         return self.iterations or self.max_iterations
 
     @property
+    def most_rounds(self) -> int:
+        return self.warm_start.rounds + self.own_rounds
+
+    @property
     def expected_calls(self) -> int:
-        return self.iterations or _EXPECTED_ROUNDS
+        before = self.averaging().expected_calls if self.warm_start.rounds else 0
+        return before + (self.iterations or _EXPECTED_ROUNDS)
 
     def multiplier(self, round_: int) -> float:
         """Of the learning rate in a run of fixed length."""
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
-        return float(schedule(round_ / self.most_rounds))
+        return float(schedule(round_ / self.own_rounds))
 
-    def server(self, problem: Problem) -> SFVIServer:
+    def averaging(self) -> SFVIAvg:
+        """The warm start as an algorithm. Raises InputError for what SFVI-Avg refuses."""
+        from secure_fvi.algorithms.sfvi_avg import SFVIAvg
+
+        return SFVIAvg(
+            rounds=self.warm_start.rounds,
+            local_steps=self.warm_start.local_steps,
+            importance_samples=self.importance_samples,
+            family=self.family,  # type: ignore[arg-type]  # it refuses the one that it lacks
+            weights=self.warm_start.weights,
+            tolerance=0.0,  # so that it makes all its rounds
+            optimizer=self.optimizer,
+            optimizer_options=self.optimizer_options,
+            learning_rate=self.learning_rate,
+            sampling_rate=self.sampling_rate,
+            participation=self.participation,
+            total_records=self.warm_start.total_records,
+            bound=self.bound,
+            local_family=self.local_family,
+            silo_family=self.silo_family,
+        )
+
+    def server(self, problem: Problem) -> ServerProgram:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""
         from secure_fvi.algorithms.sfvi_server import SFVIServer
+        from secure_fvi.algorithms.sfvi_warm import WarmServer
 
-        return SFVIServer(self, problem)
+        return WarmServer(self, problem) if self.warm_start.rounds else SFVIServer(self, problem)
 
-    def silo(self, problem: Problem) -> SFVISilo:
+    def silo(self, problem: Problem) -> SiloProgram:
         """The silos' half; it holds no data, so that all silos of a process share its traces."""
         from secure_fvi.algorithms.sfvi_silo import SFVISilo
+        from secure_fvi.algorithms.sfvi_warm import WarmSilo
 
-        return SFVISilo(self, problem)
+        return WarmSilo(self, problem) if self.warm_start.rounds else SFVISilo(self, problem)

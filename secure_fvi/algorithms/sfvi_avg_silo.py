@@ -74,7 +74,7 @@ class SFVIAvgSilo:
             return self._iterate(message, local, view, gate)
         shared = self._shared(message)
         if message.phase != COUNT:  # the last q has come: the latents' distributions refer to it from here on
-            local = self._anchored(local, shared["eta/loc"])
+            local = self.anchored(local, shared["eta/loc"])
         values = {RECORDS: np.float64(view.size), OBJECTIVE: self._bound(message, local, shared, view)}
         return gate.release(self._flat(message, values)), local
 
@@ -92,7 +92,7 @@ class SFVIAvgSilo:
         self, message: Broadcast, local: SFVIAvgLocal, view: SiloView, gate: Gate
     ) -> tuple[Release, SFVIAvgLocal]:
         shared = self._shared(message)
-        local = self._anchored(local, shared["eta/loc"])
+        local = self.anchored(local, shared["eta/loc"])
         own, after = self._run(message, local, shared, view)
         weight, family = self.frame.weight(view.size), self.frame.family
         before, eta = part(shared, "eta"), part(own, "eta")
@@ -165,7 +165,7 @@ class SFVIAvgSilo:
     def _shared(self, message: Broadcast) -> Params:
         return {name: self.base.move(value) for name, value in message.tensors.items()}
 
-    def _anchored(self, local: SFVIAvgLocal, loc: Tensor) -> SFVIAvgLocal:
+    def anchored(self, local: SFVIAvgLocal, loc: Tensor) -> SFVIAvgLocal:
         """The same distributions given Z_G, written around the mean `loc` of the merged q(Z_G)."""
         shift = loc - local.anchor
         silo, silo_shift = _around(local.silo, shift)

@@ -77,7 +77,7 @@ class SFVIFrame:
         else:
             extent = Extent(shared, 0, int(isinstance(privacy, SiloDP) and privacy.target_quantile is not None))
         cohort = cohort_size(len(self.problem.silos), config.participation)
-        return agree(privacy, cohort, config.sampling_rate, config.most_rounds, extent)
+        return agree(privacy, cohort, config.sampling_rate, config.own_rounds, extent)
 
     def _table(self) -> BlockTable:
         records = Block("records", (), 2.0**31, integer=True)

@@ -58,7 +58,10 @@ class SFVIServer:
 
     def init(self) -> SFVIState:
         eta = self.family.init(self.frame.move(self.problem.start.z_global))
-        theta = {name: self.frame.move(value) for name, value in self.frame.theta_start.items()}
+        return self.init_at(eta, {name: self.frame.move(value) for name, value in self.frame.theta_start.items()})
+
+    def init_at(self, eta: Params, theta: Params) -> SFVIState:
+        """The state before the first round, from given parameters."""
         merged = merge(eta=eta, theta=theta)
         eps = self._noise(0)
         z_global, shift = self._draw(eta, eps)
@@ -91,7 +94,7 @@ class SFVIServer:
                 f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
             )
         monitor = stopping.observe(state.monitor, *iterate)
-        finished = message.round + 1 >= self.config.most_rounds
+        finished = state.round + 1 >= self.config.own_rounds
         if self.config.iterations is None:
             monitor, stage_ended = stopping.assess(monitor)
             finished = finished or monitor.converged

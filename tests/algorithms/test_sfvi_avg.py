@@ -248,7 +248,7 @@ def test_anchoring_leaves_conditionals_as_they_were() -> None:
     silo.settle(server.state.accepted)
     program: Any = silo.program
     before = silo.local
-    after = program._anchored(before, before.anchor + 0.7)
+    after = program.anchored(before, before.anchor + 0.7)
     assert before.silo["coupling"].abs().min() > 0.01
     assert before.record["coupling"].abs().mean() > 0.01
     z_global, z_silo = torch.tensor([0.3]), torch.tensor([-0.4])
