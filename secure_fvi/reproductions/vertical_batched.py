@@ -51,7 +51,10 @@ class State(NamedTuple):
 
 
 class VerticalRound:
-    """Rounds of `Vertical` for J silos with columns x (J, N, D). With `pooled`, z_j is eta_j itself: no augmentation."""
+    """Rounds of `Vertical` with one local step, for J silos with columns x (J, N, D).
+
+    With `pooled`, z_j is eta_j itself: no augmentation.
+    """
 
     def __init__(
         self,
@@ -122,9 +125,7 @@ class VerticalRound:
     def _draw(self, params: SiloParams, rows: Params, noise: Noise) -> Draw:
         return self.silo.draw(params, rows, self.response, self._weights, noise)
 
-    def _gradient(
-        self, params: SiloParams, rows: Params, noise: Noise, sent: Tensor, incoming: Incoming
-    ) -> SiloParams:
+    def _gradient(self, params: SiloParams, rows: Params, noise: Noise, sent: Tensor, incoming: Incoming) -> SiloParams:
         return self.silo.gradient(params, rows, self.response, self._weights, noise, sent, incoming)
 
     def _exchange(self, draws: Draw, gamma: Tensor) -> tuple[Incoming, Tensor, Tensor]:

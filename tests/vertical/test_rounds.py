@@ -37,17 +37,25 @@ def _run(config: Vertical, rounds: int = 1000, rate: float = 0.05) -> World:
     return world
 
 
-@pytest.mark.parametrize("model", ["augmented", "power"])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(
+    ("model", "steps"),
+    [
+        ("augmented", 1),
+        ("power", 1),
+        pytest.param("augmented", 3, marks=pytest.mark.slow),
+        pytest.param("power", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_mean_field_finds_the_closed_form(model: Any, steps: int) -> None:
     """The best mean field has the joint posterior's mean and conditional variances; so do several damped local steps.
 
-    Averaged iterates of 1,000 rounds end within .1 sd and 6% over ten seeds; a wrong pull is off by 1 sd and more.
+    theta_j and z_j pull at each other, so that a mean is a few hundredths to .15 sd short after 800 rounds of one step
+    and .2 sd after those of three; a wrong pull is off by 1 sd and more.
     """
     exact = joint(PROBLEM, 1.0, model == "power")
-    world = _run(Vertical(model=model, auxiliary=MeanField(), local_steps=steps, family="full"), 1000)
+    world = _run(Vertical(model=model, auxiliary=MeanField(), local_steps=steps, family="full"), 800)
     error = (world.means - exact.theta_mean()) / exact.theta_sd()
-    assert float(error.abs().max()) < 0.15
+    assert float(error.abs().max()) < 0.25
     ratio = world.sds() / exact.mean_field_sd(WIDTHS)
     assert float((ratio - 1).abs().max()) < 0.1
 
@@ -59,13 +67,13 @@ def test_small_rho_gives_the_pooled_posterior(model: Any) -> None:
     precision = torch.eye(x.shape[1]) + x.T @ x / 0.8**2
     mean = torch.linalg.solve(precision, x.T @ PROBLEM.response.y / 0.8**2)
     sd = torch.linalg.inv(precision).diagonal().sqrt()
-    world = _run(Vertical(model=model, rho=0.05, family="full"), 1000)
+    world = _run(Vertical(model=model, rho=0.05, family="full"), 700)
     assert float(((world.means - mean) / sd).abs().max()) < 0.1
 
 
 def test_batches_by_a_shared_seed() -> None:
-    full = _run(Vertical(rho=0.1, family="full"))
-    half = _run(Vertical(rho=0.1, family="full", batch_size=15), rate=0.03)
+    full = _run(Vertical(rho=0.1, family="full"), 500)
+    half = _run(Vertical(rho=0.1, family="full", batch_size=15), 500, rate=0.03)
     exact = joint(PROBLEM, 0.1, False)
     # Half of the records a round add noise, .1 sd at this rate; unweighted records would halve the data.
     assert float(((half.means - full.means) / exact.theta_sd()).abs().max()) < 0.3
@@ -92,6 +100,7 @@ def test_a_contribution_past_its_bound_is_refused() -> None:
         _run(Vertical(bound=0.01), 1)
 
 
+@pytest.mark.slow
 def test_private_response_with_local_steps() -> None:
     """Bernoulli, the response at the server alone: several local steps agree with one, .15 sd."""
     rng = torch.Generator().manual_seed(2)
@@ -112,7 +121,7 @@ def test_gamma_is_learned() -> None:
     """Unknown variance: at small rho its posterior mean lies near the residual variance of the fit."""
     problem = make([2, 2], 200)
     world = World(Vertical(rho=0.1, family="full"), Gaussian(), problem.silos, problem.response)
-    world.run(800)
+    world.run(500)
     sigma = float(world.server.likelihood.constrain(world.gamma_params.eta["loc"])["sigma"])
     assert sigma == pytest.approx(0.8, abs=0.12)  # the posterior sd is 0.8 / sqrt(400) = .04
 
@@ -129,7 +138,7 @@ def test_silos_choose_their_own_structure() -> None:
     silos = [{"x": a, "level": level}, {"x": b}]
     config = Vertical(rho=0.1, response="private", family="full")
     world = World(config, Poisson(), silos, Response(y, offset), [grouped_slopes(levels), linear()], rate=0.03)
-    world.run(1200)
+    world.run(800)
     sites = world.silos[0].predictor.constrain(world.means[:-1], {}, silos[0])
     # Augmented noise of rho sqrt(2) adds to Poisson noise of .23 a record: slopes are known to about .025.
     torch.testing.assert_close(sites["beta"], by_level, rtol=0, atol=0.1)
@@ -152,7 +161,7 @@ def test_categorical_and_a_network_as_predictor() -> None:
     config = Vertical(rho=0.5, auxiliary=Amortised((8,)))
     world = World(config, Categorical(3), [{"x": noise}, {"x": x}], Response(y, torch.zeros(150)), [linear(3), network])
     before = world.locals[1].params.shared["point/weight"].clone()
-    bounds = world.run(400)
+    bounds = world.run(250)
     after = world.locals[1].params.shared
     assert float((after["point/weight"] - before).abs().max()) > 0.1
     predicted = world.silos[1].predictor.evaluate(after["theta/loc"], {"weight": after["point/weight"]}, {"x": x})[0]
@@ -168,7 +177,7 @@ def _weighted(concentration: float) -> Tensor:
     y = 3 * x[:, 0] + 0.5 * torch.randn(60, generator=rng)
     config = Vertical(model="power", weight_concentration=concentration, family="full")
     world = World(config, Gaussian(), [{"x": x[:, :2]}, {"x": x[:, 2:]}], Response(y, torch.zeros(60)))
-    world.run(600, lambda t: 1.0)
+    world.run(300, lambda t: 1.0)
     return world.shares()
 
 

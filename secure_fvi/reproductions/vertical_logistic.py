@@ -1,0 +1,257 @@
+"""Logistic regression over silos with different columns (Hassan et al. 2024, section 5.1), and the limit of small rho.
+
+500 records of 20 columns, 2 silos of ten or 10 silos of two; the augmented-variable and the power-likelihood model at
+rho = .5, 1 and 2 by mean-field VI, amortised VI and SOUL, beside NUTS on the same target and on the pooled model. The
+power likelihood is not normalised, so its bounds are drawn but not compared with another model's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul, Vertical
+from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.cli.bench_step import machine
+from secure_fvi.compiled import Mode
+from secure_fvi.reproductions.vertical_batched import Fit, SoulRound, VerticalRound
+from secure_fvi.reproductions.vertical_plot import png
+from secure_fvi.reproductions.vertical_speed import step_times
+from secure_fvi.reproductions.vertical_targets import sample
+from secure_fvi.runs.draws import default_dtype
+
+RECORDS, COLUMNS = 500, 20
+SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
+SHOWN = 0  # the coefficient whose marginal is drawn
+MODELS: tuple[Literal["augmented", "power"], ...] = ("augmented", "power")
+
+Row = dict[str, Any]
+
+
+class Effort(NamedTuple):
+    """How long each method runs."""
+
+    rounds: int
+    soul_rounds: int
+    chains: int
+    warmup: int
+    draws: int
+    seeds: int  # data sets of the small-rho check
+    mode: Mode
+
+
+_FULL = Effort(20_000, 20_000, 2, 500, 2_000, 3, "compiled")
+_QUICK = Effort(3_000, 2_000, 1, 200, 500, 1, "compiled")
+
+
+class Data(NamedTuple):
+    x: Tensor  # (N, p)
+    y: Tensor  # (N,)
+    beta: Tensor  # (p,) truth
+
+    def by_silo(self, silos: int) -> Tensor:
+        """(J, N, p / J)."""
+        return self.x.reshape(len(self.x), silos, -1).movedim(1, 0).contiguous()
+
+
+class Marginal(NamedTuple):
+    """What is kept of a fit or of NUTS."""
+
+    mean: Tensor  # (p,)
+    sd: Tensor  # (p,)
+    shown: Tensor  # (draws,) of one coefficient
+
+
+def make_data(seed: int, records: int = RECORDS, columns: int = COLUMNS) -> Data:
+    """Standard normal columns and coefficients; the linear predictor of each record has standard normal noise."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(records, columns, generator=rng, dtype=torch.float64)
+    beta = torch.randn(columns, generator=rng, dtype=torch.float64)
+    noise = torch.randn(records, generator=rng, dtype=torch.float64)
+    y = torch.bernoulli(torch.sigmoid(x @ beta + noise), generator=rng)
+    return Data(x, y, beta)
+
+
+def reproduce(quick: bool, tell: Callable[[str], None]) -> tuple[Row, bytes]:
+    """The content of vertical-logistic.json, and the plot as PNG."""
+    return run(_QUICK if quick else _FULL, tell)
+
+
+def run(effort: Effort, tell: Callable[[str], None]) -> tuple[Row, bytes]:
+    """`reproduce` at any effort."""
+    began = time.monotonic()
+    with default_dtype(torch.float64):
+        data = make_data(0)
+        tell("NUTS on the pooled model")
+        pooled = nuts(effort, "pooled", 1.0, data, 1)
+        rows, bounds, shown = [], [], [("pooled", "nuts", 0, 0.0, pooled.shown)]
+        for silos in SILOS:
+            tell(f"{silos} silos: VI of the pooled model")
+            fit, seconds = pooled_vi(effort, data, silos)
+            rows.append(row("pooled", "mean field", silos, 0.0, _marginal(fit), pooled, pooled, fit, seconds))
+            bounds.append(("pooled", "mean field", silos, 0.0, fit.bounds))
+            shown.append(("pooled", "mean field", silos, 0.0, fit.draws[:, SHOWN]))
+            for rho in RHOS:
+                for model in MODELS:
+                    tell(f"{silos} silos, rho {rho}, {model}")
+                    target = nuts(effort, model, rho, data, silos)
+                    rows.append(row(model, "nuts", silos, rho, target, target, pooled, None, 0.0))
+                    shown.append((model, "nuts", silos, rho, target.shown))
+                    for method in ("mean field", "amortised", "soul"):
+                        fit, seconds = fit_one(effort, method, model, rho, data, silos)
+                        found = _marginal(fit)
+                        rows.append(row(model, method, silos, rho, found, target, pooled, fit, seconds))
+                        bounds.append((model, method, silos, rho, fit.bounds))
+                        shown.append((model, method, silos, rho, found.shown))
+        limit = small_rho(effort, tell)
+        tell("milliseconds a step beside Pyro")
+        speed = step_times(data.by_silo(2), data.y, steps=300 if effort is _QUICK else 2000)
+    worst = [r["error"] for r in limit]
+    content = {
+        "name": "vertical-logistic",
+        "paper": "the posteriors of both models tend to the pooled model's as rho goes to 0 (section 2.1; no number)",
+        "ours": {
+            "mean": statistics.mean(worst),
+            "sd": statistics.stdev(worst),
+            "seeds": effort.seeds,
+            "median": statistics.median(worst),
+            "largest": max(worst),
+        },
+        "seconds": round(time.monotonic() - began, 1),
+        "bytes": Vertical().tables(RECORDS, 1, 1)["auxiliary"].size * 8,
+        "machine": machine(),
+        "setting": (
+            f"{RECORDS} records, {COLUMNS} columns, 2 and 10 silos, {effort.rounds} rounds; ours: largest error of a "
+            f"posterior mean at rho = {SMALL_RHO}, NUTS and amortised VI of both models, in sds of NUTS on the pooled "
+            "model; bytes: upload a silo and sum at 8 bytes a number, whatever the number of silos"
+        ),
+        "rows": rows,
+        "small_rho": limit,
+        "ms_per_step": speed,
+    }
+    return content, png(bounds, shown, float(data.beta[SHOWN]), SILOS, RHOS)
+
+
+def nuts(effort: Effort, model: str, rho: float, data: Data, silos: int) -> Marginal:
+    """NUTS on theta's exact posterior in one of the three models."""
+    found = sample(model, rho, data.x, data.y, silos, effort.chains, effort.warmup, effort.draws)
+    beta = found.sites["beta"].flatten(0, 1)
+    return Marginal(beta.mean(0), beta.std(0), beta[:, SHOWN])
+
+
+def pooled_vi(effort: Effort, data: Data, silos: int) -> tuple[Fit, float]:
+    """VI of the pooled model, q(theta) factorised over the silos as in the others."""
+    began = time.monotonic()
+    response = Response(data.y, torch.zeros_like(data.y))
+    fit = VerticalRound(Vertical(), Bernoulli(), data.by_silo(silos), response, 0.02, effort.mode, pooled=True).fit(
+        effort.rounds
+    )
+    return fit, time.monotonic() - began
+
+
+def fit_one(
+    effort: Effort, method: str, model: Literal["augmented", "power"], rho: float, data: Data, silos: int
+) -> tuple[Fit, float]:
+    """One of the three federated methods, and its seconds, compilation included."""
+    began, x = time.monotonic(), data.by_silo(silos)
+    response = Response(data.y, torch.zeros_like(data.y))
+    if method == "soul":
+        soul = Soul(model=model, rho=rho)
+        fit = SoulRound(soul, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.soul_rounds)
+    else:
+        # As in the paper, only the power likelihood's network is shown the response.
+        config = Vertical(
+            model=model,
+            rho=rho,
+            response="shared" if model == "power" else "private",
+            auxiliary=Amortised() if method == "amortised" else MeanField(),
+        )
+        fit = VerticalRound(config, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.rounds)
+    return fit, time.monotonic() - began
+
+
+def small_rho(effort: Effort, tell: Callable[[str], None]) -> list[Row]:
+    """NUTS and amortised VI at rho = .05 beside NUTS on the pooled model, over fresh data sets."""
+    found = []
+    for seed in range(effort.seeds):
+        data = make_data(100 + seed)
+        tell(f"rho {SMALL_RHO}, data set {seed + 1}")
+        pooled = nuts(effort, "pooled", 1.0, data, 1)
+        for silos in SILOS:
+            exact, _ = pooled_vi(effort, data, silos)
+            for model in MODELS:
+                fit, _ = fit_one(effort, "amortised", model, SMALL_RHO, data, silos)
+                for method, marginal in (
+                    ("nuts", nuts(effort, model, SMALL_RHO, data, silos)),
+                    ("amortised", _marginal(fit)),
+                ):
+                    found.append(
+                        {
+                            "data_set": seed,
+                            "silos": silos,
+                            "model": model,
+                            "method": method,
+                            "error": _error(marginal, pooled),
+                            "pooled_vi_error": _error(_marginal(exact), pooled),
+                        }
+                    )
+    return found
+
+
+def row(
+    model: str,
+    method: str,
+    silos: int,
+    rho: float,
+    found: Marginal,
+    target: Marginal,
+    pooled: Marginal,
+    fit: Fit | None,
+    seconds: float,
+) -> Row:
+    """One combination beside NUTS on its own target and on the pooled model."""
+    return {
+        "model": model,
+        "method": method,
+        "silos": silos,
+        "rho": rho,
+        "error": _error(found, target),
+        "sd_ratio": float((found.sd / target.sd).mean()),
+        "error_pooled": _error(found, pooled),
+        "sd_ratio_pooled": float((found.sd / pooled.sd).mean()),
+        "bound": float(fit.bounds[-10:].mean()) if fit is not None and len(fit.bounds) else None,
+        "mean": found.mean.tolist(),
+        "sd": found.sd.tolist(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def table(content: Row) -> str:
+    """The rows, narrow enough for a terminal, and the summary."""
+    lines = [f"{'model':<11}{'method':<12}{'silos':>5}{'rho':>6}{'error':>8}{'sd':>7}{'bound':>9}{'s':>7}"]
+    for r in content["rows"]:
+        bound = f"{r['bound']:>9.1f}" if r["bound"] is not None else f"{'':>9}"
+        lines.append(
+            f"{r['model']:<11}{r['method']:<12}{r['silos']:>5}{r['rho']:>6}{r['error']:>8.2f}{r['sd_ratio']:>7.2f}"
+            f"{bound}{r['seconds']:>7.0f}"
+        )
+    lines.append("error: largest, in sds of NUTS on the same target; sd: mean ratio to it; bound in nats")
+    ours, ms = content["ours"], content["ms_per_step"]
+    lines.append(
+        f"rho {SMALL_RHO} against the pooled model: median {ours['median']:.2f}, largest {ours['largest']:.2f}"
+    )
+    lines.append("ms a step: " + ", ".join(f"{name} {value:.2f}" for name, value in ms.items()))
+    return "\n".join(lines)
+
+
+def _marginal(fit: Fit) -> Marginal:
+    return Marginal(fit.mean, fit.sd, fit.draws[:, SHOWN])
+
+
+def _error(found: Marginal, reference: Marginal) -> float:
+    return float(((found.mean - reference.mean) / reference.sd).abs().max())
