@@ -15,6 +15,7 @@ REPRODUCTIONS = {
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
     "sfvi-six-cities": "secure_fvi.reproductions.six_cities",
+    "sfvi-warm-start": "secure_fvi.reproductions.sfvi_warm_start",
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.barycenter import Gaussian, trusted_barycenter
+from secure_fvi.algorithms.base import choose_cohort
 from secure_fvi.algorithms.sfvi_avg_frame import bures_term, full_parameters
 from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
 from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
@@ -68,20 +69,21 @@ def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> No
 
 @pytest.mark.parametrize("weights", ["records", "equal"])
 def test_weights_are_those_asked_for(weights: str) -> None:
-    """At a constant rate silos go to their own optimum, the silo's mean; the merge averages those: within 0.1.
+    """At a constant rate silos go to their own optimum, the silo's mean; the merge averages those.
 
-    The smallest silo is shifted, so that the two ways of averaging are 0.3 apart.
+    The smallest silo is shifted, so that the two ways of averaging are 0.3 apart. What is left of the way from the start
+    halves from round to round: 0.03 after five.
     """
     made = make_intercepts()
     silos = [{"y": s["y"] + (1.5 if n == 0 else 0.0)} for n, s in enumerate(made.silos)]
     problem = made._replace(silos=silos)
     server, engine = _parties(problem, sf.SFVIAvg(local_steps=300, decay=1.0, weights=weights))  # type: ignore[arg-type]
-    _run_rounds(server, engine, 3)
+    _run_rounds(server, engine, 5)
     means = torch.stack([s["y"].mean() for s in silos])
     counts = torch.tensor([float(len(s["y"])) for s in silos])
     by = {"records": float(counts @ means / counts.sum()), "equal": float(means.mean())}
     assert abs(by["records"] - by["equal"]) > 0.3
-    assert float(server.state.algorithm.eta["loc"][0]) == pytest.approx(by[weights], abs=0.1)
+    assert float(server.state.algorithm.eta["loc"][0]) == pytest.approx(by[weights], abs=0.03)
 
 
 # ---- the merge ----
@@ -192,16 +194,24 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
     assert server.state.algorithm.records == 60
 
 
-def test_drawn_cohorts_come_near_the_posterior() -> None:
-    """Three of six silos a round; a merge is of half the records, about one posterior sd off; two allowed."""
+def test_a_merge_of_a_drawn_cohort_is_that_cohorts() -> None:
+    """Three of six silos a round, at a constant rate: the mean of their own optima, within 0.02.
+
+    Those means differ by far more from round to round (0.1 and more), so a merge knows the silos drawn only.
+    """
     problem = make_intercepts()
     silos = [{"y": part} for part in torch.split(_pooled(problem)[0]["y"], 10)]
-    server, engine, _ = build_parties(
-        problem.model, silos, sf.SFVIAvg(local_steps=100, participation=0.5), sf.Plain(), compile=True
-    )
-    _run_rounds(server, engine, 10)
-    loc = server.program.posterior(server.state.algorithm).eta["loc"][0]
-    assert (loc - problem.mean["mu"]).abs() < 2 * problem.sd["mu"]
+    algorithm = sf.SFVIAvg(local_steps=300, participation=0.5, decay=1.0)
+    server, engine, _ = build_parties(problem.model, silos, algorithm, sf.Plain(), compile=False)
+    own = {name: float(data["y"].mean()) for name, data in zip(engine.silos, silos, strict=True)}
+    found, expected = [], []
+    for round_ in range(5):
+        _run_rounds(server, engine, round_ + 1)
+        cohort = choose_cohort(tuple(own), 0.5, 0, round_)
+        found.append(float(server.state.algorithm.eta["loc"][0]))
+        expected.append(sum(own[name] for name in cohort) / 3)
+    assert found[2:] == pytest.approx(expected[2:], abs=0.02)
+    assert max(expected[2:]) - min(expected[2:]) > 0.1
     assert server.state.algorithm.records == 60
 
 
