@@ -12,7 +12,9 @@ from secure_fvi.families import Amortised, Conditional
 from secure_fvi.optimizers import Optimizer
 
 #: Local optimisers that are no `torch.optim` class.
-CLOSED_FORM, NATURAL = "closed_form", "natural"
+CLOSED_FORM, NATURAL, FIXED_POINT, GRADIENT = "closed_form", "natural", "fixed_point", "gradient"
+#: Those without noise of their own, for models without local latents.
+EXACT = (CLOSED_FORM, FIXED_POINT, GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,12 @@ class LocalFitOptions:
     start_spread: a silo's first fit begins at the mean of q plus this share of its standard deviations times draws that
     all silos share (0.1 for networks, whose hidden units are all alike at the prior's mean).
     local_steps: of the local fit in a round; a silo's first fit takes four times as many. local_optimizer:
-    "natural" (natural gradients on q; the silo's own latents by Adam), "closed_form" (a likelihood that is Gaussian in
-    Z_G, no local latents), or a `torch.optim` class.
+    "natural" (natural gradients on q; the silo's own latents by Adam), a `torch.optim` class, or, without local
+    latents, "closed_form" (a likelihood that is Gaussian in Z_G), "fixed_point" and "gradient" (steps in natural
+    parameters with expectations over fixed draws; few dimensions, since they take second derivatives).
     learning_rate: first step of the local fit: share of the natural gradient, or torch's rate in posterior standard
-    deviations; it falls to a twentieth over the round. None: 0.3 and 0.05. local_learning_rate: of the silo's latents.
+    deviations, which fall to a twentieth over the round; constant for "fixed_point", whose damping it is, and
+    "gradient". None: 0.3, 0.05, 0.5 and 0.1. local_learning_rate: of the silo's latents.
     theta_learning_rate: of `pyro.param`s, by Adam, a step a round.
     sampling_rate: share of records in a local step, drawn without replacement.
     bound: largest absolute value of any element of a contribution; past it a silo refuses.
@@ -58,19 +62,21 @@ class LocalFitOptions:
             raise InputError(f"sampling_rate must lie in (0, 1], not {self.sampling_rate}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
-        if self.local_optimizer not in (CLOSED_FORM, NATURAL):
+        if self.local_optimizer not in (*EXACT, NATURAL):
             if not Optimizer(self.local_optimizer, self.first_rate, self.optimizer_options).traceable:
                 raise InputError(f"local_optimizer '{self.local_optimizer}' cannot be traced; choose adam or sgd")
         elif self.optimizer_options:
             raise InputError(f"local_optimizer '{self.local_optimizer}' takes no optimizer_options")
-        if self.local_optimizer == NATURAL and self.first_rate > 1:
-            raise InputError(f"learning_rate must be at most 1 for natural gradients, not {self.learning_rate}")
+        if self.local_optimizer in (NATURAL, FIXED_POINT) and self.first_rate > 1:
+            raise InputError(f"learning_rate must be at most 1 for {self.local_optimizer}, not {self.learning_rate}")
+        if self.local_optimizer in EXACT and self.sampling_rate < 1:
+            raise InputError(f"local_optimizer '{self.local_optimizer}' takes all records; use sampling_rate = 1")
 
     @property
     def first_rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
-        return 0.3 if self.local_optimizer == NATURAL else 0.05
+        return {NATURAL: 0.3, FIXED_POINT: 0.5, GRADIENT: 0.1}.get(self.local_optimizer, 0.05)
 
     def shared(self) -> dict[str, Any]:
         """The options above, for another algorithm that has them too."""
@@ -78,7 +84,7 @@ class LocalFitOptions:
 
     def traced_calls(self, fits: int) -> int:
         """Traced calls of a silo that makes so many local fits."""
-        return 1 if self.local_optimizer == CLOSED_FORM else fits * self.local_steps
+        return 1 if self.local_optimizer in EXACT else fits * self.local_steps
 
     def check_counts(self, *options: str, optional: bool = False) -> None:
         """Raise InputError unless each is a whole number of at least 1, or None where it may be left out."""

@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from secure_fvi.algorithms.local_fit_options import CLOSED_FORM as CLOSED_FORM
-from secure_fvi.algorithms.local_fit_options import NATURAL as NATURAL
 from secure_fvi.algorithms.local_fit_options import LocalFitOptions
 from secure_fvi.errors import InputError
 

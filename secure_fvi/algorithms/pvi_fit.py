@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
-from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, LocalFitOptions
-from secure_fvi.algorithms.natural import Natural, from_moments, quadratic
+from secure_fvi.algorithms.local_fit_options import EXACT, LocalFitOptions
+from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi_block import Block, Carry, Inputs
+from secure_fvi.algorithms.pvi_exact import ExactFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_local import Anchored, reanchored_records, reanchored_silo
 from secure_fvi.algorithms.pvi_steps import global_steps
 from secure_fvi.algorithms.sfvi import SCHEDULES
-from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.trees import put, take
 
@@ -69,7 +69,8 @@ class SiloFit:
     def __init__(self, config: LocalFitOptions, problem: Problem, frame: PVIFrame) -> None:
         self.config, self.problem, self.frame = config, problem, frame
         self.optimizer = frame.local_optimizer
-        self.steps = None if config.local_optimizer == CLOSED_FORM else global_steps(frame)
+        self.exact = ExactFit(config, problem, frame) if config.local_optimizer in EXACT else None
+        self.steps = global_steps(frame) if self.exact is None else None
         self.block = None if self.steps is None else Block(frame, self.steps)
 
     def init(self, view: SiloView) -> OwnState:
@@ -101,8 +102,12 @@ class SiloFit:
         self, sum_index: int, theta: Params, q: Natural, cavity: Natural, own: OwnState, view: SiloView
     ) -> Fitted:
         """q fitted to cavity x likelihood, from q. `sum_index` names the draws, which are never used twice."""
-        if self.steps is None or self.block is None:
-            return self._closed_form(cavity, own, view)
+        if self.exact is not None:
+            end, value, gradient = self.exact(q, cavity, theta, view)
+            anchor = end.mean() if end.proper else own.anchor
+            return Fitted(end, value, gradient, own._replace(anchor=anchor, visits=own.visits + 1))
+        assert self.steps is not None
+        assert self.block is not None
         frame, moments, length = self.frame, own.moments, self.block.length
         silo, moved = reanchored_silo(own.silo, frame.move(q.mean() - own.anchor), frame.n_silo)
         record = reanchored_records(own.record, moved)
@@ -218,29 +223,3 @@ class SiloFit:
         ]
         batches: npt.NDArray[np.int64] = np.concatenate(orders).reshape(-1, size)[:steps]
         return batches
-
-    def _closed_form(self, cavity: Natural, own: OwnState, view: SiloView) -> Fitted:
-        """The silo's likelihood is a Gaussian factor: q is cavity x likelihood, or its diagonal approximation."""
-        no_latents = view.start.z_record.new_zeros(len(view.weights), 0)
-
-        def log_likelihood(z: Tensor) -> Tensor:
-            terms = self.problem.density.evaluate(z, z.new_zeros(0), no_latents.to(z), {}, view.rows)
-            return (view.weights * terms.records).sum()
-
-        at = self.frame.move(self.problem.start.z_global)
-        likelihood = quadratic(log_likelihood, at, True)
-        if likelihood is None:
-            raise InputError(
-                f"silo '{view.silo}': its log likelihood is not quadratic in the global latents; local_optimizer = "
-                "'closed_form' is for Gaussian likelihoods with known variance"
-            )
-        if self.frame.full:
-            end = cavity.plus(likelihood)
-        else:
-            tilted = Natural(cavity.shift, torch.diag(cavity.precision)).plus(likelihood)
-            diagonal = tilted.precision.diagonal()
-            end = Natural(diagonal * tilted.mean(), diagonal)
-        mean, covariance = end.mean(), end.covariance()
-        spread = covariance if self.frame.full else torch.diag(covariance)
-        value = float(log_likelihood(self.frame.move(mean))) - 0.5 * float((likelihood.precision * spread).sum())
-        return Fitted(end, value, {}, own._replace(anchor=mean, visits=own.visits + 1))

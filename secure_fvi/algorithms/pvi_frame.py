@@ -7,8 +7,9 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort
+from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, EXACT, NATURAL
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
-from secure_fvi.algorithms.pvi import CLOSED_FORM, NATURAL, PVI
+from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.pvi_schedule import delays
 from secure_fvi.errors import InputError
 from secure_fvi.families import global_family
@@ -56,13 +57,12 @@ class PVIFrame:
             raise InputError(
                 "a dense local scale couples all records of a silo; use sampling_rate = 1 or another scale"
             )
-        if config.local_optimizer == CLOSED_FORM:
-            if self.n_record or self.n_silo:
-                raise InputError(
-                    f"local_optimizer = '{CLOSED_FORM}' is for models without local latents; use '{NATURAL}'"
-                )
-            if self.theta_start:
-                raise InputError(f"local_optimizer = '{CLOSED_FORM}' learns no pyro.param; use '{NATURAL}'")
+        if config.local_optimizer in EXACT and (self.n_record or self.n_silo):
+            raise InputError(
+                f"local_optimizer = '{config.local_optimizer}' is for models without local latents; use '{NATURAL}'"
+            )
+        if config.local_optimizer == CLOSED_FORM and self.theta_start:
+            raise InputError(f"local_optimizer = '{CLOSED_FORM}' learns no pyro.param; use '{NATURAL}'")
         if self.cohort_size > len(self.problem.silos):
             raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from secure_fvi.algorithms.local_fit_options import NATURAL
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.algorithms.pvi import NATURAL
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.families.gaussian import INITIAL_SCALE, Params
 from secure_fvi.objective import vjp
