@@ -55,6 +55,22 @@ def sample(
     return sample_nuts(program, "records", ["b", "beta"], x.dtype, chains, warmup, draws, seed)
 
 
+def soul_mode(x: Tensor, y: Tensor, noise: float, iterations: int = 30) -> Tensor:
+    """beta (p,) at which SOUL on the augmented-variable model ends: its mean given the mode of z, by Newton's method.
+
+    z enters through s = b + x beta + noise e with noise = sqrt(J) rho, all priors standard normal. Given z, beta is
+    Gaussian, so that its mean at z's mode is its part of the joint mode.
+    """
+    n, p = x.shape
+    design = torch.cat([x, noise * torch.eye(n, dtype=x.dtype), x.new_ones(n, 1)], 1)
+    w, eye = x.new_zeros(design.shape[1]), torch.eye(design.shape[1], dtype=x.dtype)
+    for _ in range(iterations):
+        mean = torch.sigmoid(design @ w)
+        hessian = design.T @ (design * (mean * (1 - mean)).unsqueeze(-1)) + eye
+        w = w + torch.linalg.solve(hessian, design.T @ (y - mean) - w)
+    return w[:p]
+
+
 class _Hermite:
     """Cubic Hermite interpolation of a table; error of order STEP^4."""
 

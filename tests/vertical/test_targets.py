@@ -12,11 +12,11 @@ from gaussian import make
 from pyro.distributions import Normal
 from torch.nn.functional import logsigmoid
 
-from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Gaussian, MeanField, Vertical
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Gaussian, MeanField, Soul, Vertical
 from secure_fvi.algorithms.vertical.silo import Incoming, Response
 from secure_fvi.reproductions import vertical_logistic
-from secure_fvi.reproductions.vertical_batched import VerticalRound
-from secure_fvi.reproductions.vertical_targets import log_marginal, sample
+from secure_fvi.reproductions.vertical_batched import SoulRound, VerticalRound
+from secure_fvi.reproductions.vertical_targets import log_marginal, sample, soul_mode
 from secure_fvi.runs.nuts import sample_nuts
 
 
@@ -126,6 +126,15 @@ def test_pooled_rounds_are_vi_of_the_pooled_model() -> None:
     assert float(((fit.mean - near.mean) / fit.sd).abs().max()) < 0.15
     assert float((fit.sd / near.sd - 1).abs().max()) < 0.15
     assert float(fit.bounds[-20:].mean()) >= float(near.bounds[-20:].mean()) - 0.5
+
+
+def test_soul_ends_at_its_mode() -> None:
+    """Logistic regression: the mean of SOUL's draws and Newton's method, to .3 posterior sds of some .3."""
+    data = vertical_logistic.make_data(2, 60, 4)
+    response = Response(data.y, torch.zeros(60))
+    fit = SoulRound(Soul(rho=1.0), Bernoulli(), data.by_silo(2), response, 0.02, "traced").fit(1500)
+    mode = soul_mode(data.x, data.y, math.sqrt(2))
+    assert float((fit.mean - mode).abs().max()) < 0.1
 
 
 @pytest.mark.slow
