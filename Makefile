@@ -35,6 +35,7 @@ benchmark: .venv/.installed
 	$(BIN)/secure-fvi bench step --json | tee benchmarks/out/step.json
 	$(BIN)/secure-fvi bench accountants --json | tee benchmarks/out/accountants.json
 	$(BIN)/secure-fvi bench ledger --json | tee benchmarks/out/ledger.json
+	test -z "$$SECURE_FVI_DATA" || $(BIN)/secure-fvi bench local-step --json | tee benchmarks/out/local_step.json
 	test -z "$$SECURE_FVI_DATA" || $(BIN)/secure-fvi bench privacy --json | tee benchmarks/out/privacy.json
 	$(BIN)/secure-fvi bench secure-sum --json --plot benchmarks/out/secure_sum.png | tee benchmarks/out/secure_sum.json
 

@@ -33,6 +33,20 @@ def step(as_json: bool, repeats: int, iterations: int, debug: bool) -> None:
         click.echo(f"{name:12} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else ""))
 
 
+@bench.command("local-step")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets."
+)
+@click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed blocks of each.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def local_step(as_json: bool, data: Path | None, repeats: int, debug: bool) -> None:
+    """Time a local step of PVI on adult, minibatches of 128, beside a step of Pyro's SVI."""
+    from secure_fvi.cli.bench_local_step import command
+
+    command(as_json, data, repeats)
+
+
 @bench.command("secure-sum")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quick", is_flag=True, help="Fewer and smaller rows: some 20 s instead of some 5 minutes.")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
+    "pvi-six-cities": "secure_fvi.reproductions.pvi_six_cities",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
     "sfvi-six-cities": "secure_fvi.reproductions.six_cities",
     "sfvi-warm-start": "secure_fvi.reproductions.sfvi_warm_start",

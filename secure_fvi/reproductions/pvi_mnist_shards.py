@@ -182,8 +182,8 @@ def _looked_at(algorithm: PVI, before: PVIState, after: PVIState, damping: float
 
 
 def diverged(row: Row) -> bool:
-    """Whether q was improper or not finite in any round, predicts worse at the end than equal chances for all digits, or
-    errs more than twice as often at the end as it did on the way."""
+    """Whether q was improper or not finite in any round, predicts worse at the end than equal chances for all digits,
+    or errs more than twice as often at the end as it did on the way."""
     uniform = -math.log(10)
     worse = row["error"][-1] > 2 * min(row["error"]) or row["log_likelihood"][-1] < uniform
     return worse or any(row["improper"]) or not all(row["finite"])
