@@ -10,24 +10,15 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step
-from secure_fvi.algorithms.natural import Natural, distance, nothing, to_eta
+from secure_fvi.algorithms.natural import Natural, nothing, to_eta
 from secure_fvi.algorithms.pvi import PVI
+from secure_fvi.algorithms.pvi_damping import accept, distance_moved, pace
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_prior import Prior
 from secure_fvi.algorithms.pvi_schedule import Turns, after_turn, first_turns, next_cohort, weight
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.optimizers import Optimizer
-
-#: Halvings of a step after which q stays where it is.
-_HALVINGS = 30
-#: A step beyond one over the silos asked may take at most this share of q's precision in any direction.
-_MOST_LOST = 0.75
-#: Under damping = "auto". Changes of the mean whose cosine with the last one is above _ALIKE, or changes that shrink to
-#: a share of _SHRINKING, allow a step longer by _BOLDER; a cosine under _TURNING, or a growth by _RUNNING_OFF, halves
-#: it. On 100 silos of label shards (MNIST) the cosine is .98 at a damping of .05, where all goes well; at .1, where the
-#: test error rises again, it falls from .88 to -.6.
-_ALIKE, _TURNING, _SHRINKING, _RUNNING_OFF, _BOLDER = 0.95, 0.75, 0.8, 1.4, 1.5
 
 
 class PVIState(NamedTuple):
@@ -43,6 +34,7 @@ class PVIState(NamedTuple):
     moved: Tensor  # (J,) standard deviations by which each silo's last change, undamped, would have moved q
     damping: float  # the share to be taken next, under "auto"; 0 before the first round
     residual: Natural  # the last sum of changes of all silos
+    earlier: Natural  # the one before
     skipped: int  # times that a silo met an improper cavity
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
     turns: Turns  # of a schedule with delays
@@ -65,9 +57,9 @@ class PVIServer:
             raise InputError("the prior of the global sites has no Gaussian approximation; PVI cannot start from it")
         none = torch.zeros(len(self.problem.silos), dtype=torch.float64)
         moved = torch.full_like(none, math.inf)
-        residual = nothing(self.frame.n, self.frame.full)
+        none_yet = nothing(self.frame.n, self.frame.full)
         moments, turns = self.optimizer.init(theta), first_turns(len(none))
-        return PVIState(0, prior, prior, theta, moments, none, none, moved, 0.0, residual, 0, 0, turns)
+        return PVIState(0, prior, prior, theta, moments, none, none, moved, 0.0, none_yet, none_yet, 0, 0, turns)
 
     def broadcast(self, state: PVIState, index: int, accepted: int) -> Broadcast:
         tensors = {"q": state.q.pack(), "counted": state.counted, "factors": state.factors}
@@ -85,10 +77,10 @@ class PVIServer:
         asked = int(present.sum())
         if not asked:
             change = nothing(self.frame.n, self.frame.full)
-        damping = self._damping(state, change, asked)
+        damping = float(self.config.damping) if self.config.damping != "auto" else self._chosen(state, change, asked)
         turns, age = self._turns(state, message)
-        q, taken, halvings = _accept(state.q, change, damping, 0.0 if age else 1.0 / max(asked, 1))
-        moved = torch.where(present > 0, distance(state.q, state.q.plus(change, 1 / weight(age))), state.moved)
+        q, taken, halvings = accept(state.q, change, damping, 0.0 if age else self._safe(asked))
+        moved = torch.where(present > 0, distance_moved(state.q, change, taken) / weight(age), state.moved)
         objective = math.nan
         if "objective" in sums and asked == len(self.problem.silos) and not age:
             objective = float(sums["objective"]) + self.prior.minus_kl(q, state.theta)
@@ -106,6 +98,7 @@ class PVIServer:
             moved=moved,
             damping=taken or damping / 2,
             residual=change,
+            earlier=state.residual,
             skipped=state.skipped + int(sums.get("skipped", 0)),
             halvings=state.halvings + halvings,
             turns=turns,
@@ -144,6 +137,10 @@ class PVIServer:
         whole = round(len(silos) / scale) == len(message.cohort)
         return torch.tensor([float(whole and name in message.cohort) for name in silos], dtype=torch.float64)
 
+    def _safe(self, asked: int) -> float:
+        """One over the clients asked, virtual ones counted."""
+        return 1.0 / max(asked * self.config.virtual_clients, 1)
+
     def _turns(self, state: PVIState, message: Broadcast) -> tuple[Turns, int]:
         """After this round, and the age of the oldest change in its total: late silos answer on their last turn's q."""
         if not self.config.delay:
@@ -153,23 +150,12 @@ class PVIServer:
         age = max((message.round - int(state.turns.last[j]) for j in late), default=0)
         return after_turn(state.turns, cohort, self.frame.delays, message.round), age
 
-    def _damping(self, state: PVIState, change: Natural, asked: int) -> float:
-        """At least one over the silos asked, at most one; more than that only while successive changes agree.
-
-        A step that is too long turns the next change round in some directions, long before q becomes improper. How far
-        two changes of the mean point the same way shows that early; their lengths do not, since q sharpens meanwhile.
-        """
-        if self.config.damping != "auto":
-            return float(self.config.damping)
-        safe = 1.0 / max(asked, 1)
+    def _chosen(self, state: PVIState, change: Natural, asked: int) -> float:
+        """One over the silos asked; more than that only where all silos were, in this round as in the last."""
+        safe = self._safe(asked)
         if asked < len(self.problem.silos) or not state.damping:
             return safe
-        agreement, growth = _agreement(state.q, state.residual, change)
-        if agreement < _TURNING or growth > _RUNNING_OFF:
-            return max(safe, state.damping / 2)
-        if agreement > _ALIKE or growth < _SHRINKING:
-            return min(1.0, state.damping * _BOLDER)
-        return max(safe, state.damping)
+        return min(1.0, max(safe, state.damping * pace(state.q, change, state.residual, state.earlier)))
 
     def _theta_step(
         self, state: PVIState, q: Natural, sums: dict[str, FloatArray], scale: float
@@ -181,47 +167,3 @@ class PVIServer:
         total = {name: scale * torch.from_numpy(sums[f"theta/{name}"]) for name in state.theta}
         gradient = {name: self.frame.move(total[name]) + own[name] for name in state.theta}
         return self.optimizer.step(state.theta, gradient, state.theta_moments, self.frame.scalar(1.0))
-
-
-def _accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float, int]:
-    """q after the largest step of `damping`, `damping` / 2, ... that is proper and sane, its size (0 for none), and the
-    halvings it took.
-
-    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors, where
-    nothing is late.
-    """
-    for halving in range(_HALVINGS):
-        step = damping * 0.5**halving
-        after = q.plus(change, step)
-        if after.proper and (step <= safe or _least_kept(q, change, step) > 1 - _MOST_LOST):
-            return after, step, halving
-    return q, 0.0, _HALVINGS
-
-
-def _least_kept(q: Natural, change: Natural, step: float) -> float:
-    """Smallest ratio of the new to the old precision over all directions."""
-    if not q.full:
-        return float((1 + step * change.precision / q.precision).min())
-    factor = q.factor()
-    return float(torch.linalg.eigvalsh(factor.mT @ change.precision @ factor).min()) * step + 1
-
-
-def _agreement(q: Natural, before: Natural, now: Natural) -> tuple[float, float]:
-    """Cosine between two changes of the mean, and by which factor the changes grew, both in the Fisher metric of q."""
-    (mean_before, scale_before), (mean_now, scale_now) = _coordinates(q, before), _coordinates(q, now)
-    lengths = float(mean_before.norm() * mean_now.norm())
-    cosine = float(mean_before @ mean_now) / lengths if lengths else 1.0
-    size_before, size_now = (
-        math.hypot(float(mean.norm()), float(scale.norm()))
-        for mean, scale in ((mean_before, scale_before), (mean_now, scale_now))
-    )
-    return cosine, size_now / size_before if size_before else 1.0
-
-
-def _coordinates(q: Natural, change: Natural) -> tuple[Tensor, Tensor]:
-    """A small change of q in natural parameters as one of its mean, in standard deviations (n,), and of its scale."""
-    mean, factor = q.mean(), q.factor()
-    if not q.full:
-        return factor * (change.shift - change.precision * mean), change.precision * factor.square() / math.sqrt(2)
-    moved = factor.mT @ (change.shift - change.precision @ mean)
-    return moved, (factor.mT @ change.precision @ factor).flatten() / math.sqrt(2)
