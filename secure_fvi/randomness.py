@@ -8,6 +8,8 @@ is AES as a pseudorandom function, which is what "ECB" computes; no message is e
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +38,12 @@ class KeyedDraws:
 
     def __repr__(self) -> str:
         return f"KeyedDraws({len(self._ids)} ids)"
+
+    def subset(self, rows: npt.NDArray[np.int64]) -> KeyedDraws:
+        """The draws of some of the ids."""
+        chosen = copy.copy(self)
+        chosen._ids, chosen._ahead = self._ids[rows], (0, -1, ())
+        return chosen
 
     def uniforms(
         self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None, rounds: int = 1

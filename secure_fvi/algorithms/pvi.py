@@ -41,6 +41,8 @@ class PVI(LocalFitOptions):
     damping: share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever
     they send, grows while successive changes point the same way and halves when they turn; a step after which q is
     improper is cut back.
+    virtual_clients: disjoint parts of a silo's records, each with a site of its own; for models without local latents.
+    Under `RecordDP` each part's change is clipped by itself, so that more parts make the noise smaller beside them.
     """
 
     rounds: int | None = None
@@ -51,6 +53,7 @@ class PVI(LocalFitOptions):
     delay: int = 0
     reveal_changes: bool = False
     damping: float | Literal["auto"] = "auto"
+    virtual_clients: int = 1
 
     name = "pvi"
 
@@ -59,7 +62,7 @@ class PVI(LocalFitOptions):
         if self.schedule not in ("synchronous", "sequential", "asynchronous"):
             raise InputError(f"schedule '{self.schedule}' is unknown; choose synchronous, sequential or asynchronous")
         self.check_counts("rounds", optional=True)
-        self.check_counts("max_rounds", "buffer")
+        self.check_counts("max_rounds", "buffer", "virtual_clients")
         if type(self.delay) is not int or self.delay < 0:
             raise InputError(f"delay must be a whole number of rounds, 0 or more, not {self.delay!r}")
         if self.delay and self.schedule != "asynchronous":

@@ -40,6 +40,8 @@ class PVIFrame:
         shapes: dict[str, tuple[int, ...]] = {"change": (self.packed,)}
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
         self.released = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
+        #: Under record privacy changes are clipped and noised as a sum over the silos' parts.
+        self.by_parts = isinstance(problem.privacy, RecordDP)
         self.terms = self._terms()
         self.terms_by_phase = {ROUND_PHASE: self.terms} if self.terms is not None else {}
         self.table = self._table()
@@ -49,8 +51,10 @@ class PVIFrame:
         config, privacy = self.config, self.problem.privacy
         if any(name.startswith(ENCODER) for name in self.problem.start.theta):
             raise InputError(f"no pyro.param may start with '{ENCODER}'")
-        if isinstance(privacy, RecordDP):
-            raise InputError("PVI has no record privacy yet; use SFVI with RecordDP, or SiloDP, whose unit is the silo")
+        if isinstance(privacy, RecordDP) and privacy.objective_share:
+            raise InputError("PVI under RecordDP releases no objective; use objective_share = 0")
+        if config.virtual_clients > 1 and (self.n_record or self.n_silo):
+            raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
         if privacy is not None and config.rounds is None:
             raise InputError("under differential privacy give rounds: a job is charged for all its rounds beforehand")
         if self.local_family.couples_records and self.by_row:

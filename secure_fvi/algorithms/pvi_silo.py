@@ -6,6 +6,7 @@ and with which damping; whatever is lost in between, q stays the prior times the
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
+from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
 from secure_fvi.families import Params
@@ -35,14 +37,29 @@ class Answer(NamedTuple):
     usable: bool  # False where the cavity was improper or the fit failed: the site stays as it is
 
 
+class Part(NamedTuple):
+    """A silo, or one of its virtual clients. Never leaves the silo."""
+
+    site: Natural  # t_j, without the change that is on its way
+    change: Natural  # as it was released with the last sum
+    own: OwnState
+    waiting: Answer  # for the silo's next turn, where its fits take longer than a round
+
+
 class PVILocal(NamedTuple):
     """A silo's state. Never leaves the silo."""
 
-    site: Natural  # t_j, without the change that is on its way
-    change: Natural  # as it was released with sum `sent`
-    sent: int  # 0: none
-    own: OwnState
-    waiting: Answer  # for the silo's next turn, where its fits take longer than a round
+    parts: tuple[Part, ...]
+    sent: int  # index of the sum that the changes were released with; 0: none
+
+    @property
+    def site(self) -> Natural:
+        """The product of all parts' sites."""
+        return _product([part.site for part in self.parts])
+
+    @property
+    def change(self) -> Natural:
+        return _product([part.change for part in self.parts])
 
 
 class PVISilo:
@@ -57,36 +74,50 @@ class PVISilo:
         self._none = Answer(-1, self._one, 0.0, {}, False)
 
     def init_local(self, view: SiloView) -> PVILocal:
-        return PVILocal(self._one, self._one, 0, self.fit.init(view), self._none)
+        views = part_views(view, self.config.virtual_clients)
+        return PVILocal(tuple(Part(self._one, self._one, self.fit.init(v), self._none) for v in views), 0)
 
     def contribute(self, message: Broadcast, local: PVILocal, view: SiloView, gate: Gate) -> tuple[Release, PVILocal]:
         local = self._settled(message, local, view.silo)
-        answer, own = self._fitted(message, local, view)
+        late = bool(self.frame.delays[self.problem.silos.index(view.silo)] > 0)
+        views = part_views(view, self.config.virtual_clients)
+        answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
+        parts, answers = [part for part, _ in answered], [answer for _, answer in answered]
+        rows = np.stack([self._row(part.change, answer) for part, answer in answered])
+        if self.frame.terms is None:
+            release = gate.release(np.concatenate([rows.sum(0), *self._in_clear(answers, view)]))
+        elif self.frame.by_parts:
+            release = gate.release_parts(torch.from_numpy(rows))
+        else:
+            release = gate.release(rows.sum(0))
+        if self.frame.terms is not None:
+            parts = self._as_released(message, parts, rows, release)
+        return release, PVILocal(tuple(parts), message.sum_index)
+
+    def _answered(self, message: Broadcast, k: int, part: Part, view: SiloView, late: bool) -> tuple[Part, Answer]:
+        """The k-th part with its change, and the answer that the change is from."""
+        answer, own = self._fitted(message, k, part, view)
         waiting = self._none
-        if self.frame.delays[self.problem.silos.index(view.silo)] > 0:  # this fit will be done by the next turn
-            waiting, answer = answer, local.waiting if local.waiting.round >= 0 else answer
+        if late:  # this fit will be done by the next turn
+            waiting, answer = answer, part.waiting if part.waiting.round >= 0 else answer
         change = self._one
         if answer.usable:
-            change = self._one.plus(answer.site.minus(local.site), weight(message.round - answer.round))
-        release = gate.release(self._values(change, answer, view))
-        if self.frame.terms is not None:  # what counts is what was released: clipped, and with the silo's own noise
-            clip = message.scalars.get(CLIP, self.frame.terms.settings.clipping_norm)
-            released = self.frame.terms.in_clear(release.values, clip)[: self.frame.packed]
-            change = self.frame.unpack(torch.from_numpy(released))
-        return release, PVILocal(local.site, change, message.sum_index, own, waiting)
+            change = self._one.plus(answer.site.minus(part.site), weight(message.round - answer.round))
+        return Part(part.site, change, own, waiting), answer
 
-    def _fitted(self, message: Broadcast, local: PVILocal, view: SiloView) -> tuple[Answer, OwnState]:
+    def _fitted(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Answer, OwnState]:
         """The local fit against the q of `message`, and the silo's latents after it."""
         q = self.frame.unpack(message.tensors["q"])
-        cavity = q.minus(local.site)
+        cavity = q.minus(part.site)
         theta = {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
         if cavity.proper:
-            begin = q if local.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
-            fitted = self.fit(message.sum_index, theta, begin, cavity, local.own, view)
+            begin = q if part.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
+            draws = message.sum_index * self.config.virtual_clients + k
+            fitted = self.fit(draws, theta, begin, cavity, part.own, view)
             if fitted.sane:
                 return Answer(message.round, fitted.q.minus(cavity), fitted.value, fitted.theta, True), fitted.own
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
-        own = local.own._replace(visits=local.own.visits + 1)
+        own = part.own._replace(visits=part.own.visits + 1)
         return Answer(message.round, self._one, 0.0, zeros, False), own
 
     def commit(self, local: PVILocal, pending: Pending, accepted: int) -> PVILocal:
@@ -95,26 +126,43 @@ class PVISilo:
         return pending.local
 
     def local_fit(self, local: PVILocal) -> LocalFit:
-        return self.fit.local_fit(local.own)
+        return self.fit.local_fit(local.parts[0].own)  # models with local latents have one part
 
     def site(self, local: PVILocal, message: Broadcast, silo: str) -> Natural:
         """t_j as of a broadcast. For the silo's own eyes."""
         return self._settled(message, local, silo).site
 
     def _settled(self, message: Broadcast, local: PVILocal, silo: str) -> PVILocal:
-        """With the change that was sent taken into the site, if the server says that it used it."""
-        if not local.sent:
-            return local
+        """With the changes that were sent taken into the sites, if the server says that it used them."""
         mine = self.problem.silos.index(silo)
-        if int(message.tensors["counted"][mine]) != local.sent:
-            return local._replace(change=self._one, sent=0)
-        damping = float(message.tensors["factors"][mine])
-        return local._replace(site=local.site.plus(local.change, damping), change=self._one, sent=0)
+        used = local.sent and int(message.tensors["counted"][mine]) == local.sent
+        damping = float(message.tensors["factors"][mine]) if used else 0.0
+        parts = [p._replace(site=p.site.plus(p.change, damping), change=self._one) for p in local.parts]
+        return PVILocal(tuple(parts), 0)
 
-    def _values(self, change: Natural, answer: Answer, view: SiloView) -> FloatArray:
+    def _row(self, change: Natural, answer: Answer) -> FloatArray:
+        """What a part adds to the blocks that are protected."""
         parts = [change.pack(), *(answer.theta[name].reshape(-1) for name in sorted(answer.theta))]
-        values = np.concatenate([to_numpy(p) for p in parts])
-        if self.frame.terms is not None:
-            return values
+        return np.concatenate([to_numpy(p) for p in parts])
+
+    def _in_clear(self, answers: list[Answer], view: SiloView) -> list[FloatArray]:
+        """The blocks that only a run without differential privacy has."""
+        skipped = float(not all(answer.usable for answer in answers))
         present = [float(name == view.silo) for name in self.problem.silos]
-        return np.concatenate([values, [answer.value, float(view.size), float(not answer.usable)], present])
+        return [np.array([sum(answer.value for answer in answers), float(view.size), skipped]), np.array(present)]
+
+    def _as_released(self, message: Broadcast, parts: list[Part], rows: FloatArray, release: Release) -> list[Part]:
+        """What counts is what was released: each part's change as it was clipped, and an even share of the rest."""
+        assert self.frame.terms is not None
+        clip = message.scalars.get(CLIP, self.frame.terms.settings.clipping_norm)
+        total = torch.from_numpy(self.frame.terms.in_clear(release.values, clip)[: self.frame.packed])
+        kept = torch.from_numpy(rows)
+        if self.frame.by_parts:
+            kept = kept * (clip / 2 / kept.norm(dim=1, keepdim=True)).clamp(max=1.0)
+        changes = kept[:, : self.frame.packed]
+        changes = changes + (total - changes.sum(0)) / len(parts)
+        return [part._replace(change=self.frame.unpack(row)) for part, row in zip(parts, changes, strict=True)]
+
+
+def _product(factors: list[Natural]) -> Natural:
+    return functools.reduce(Natural.plus, factors)

@@ -311,8 +311,8 @@ def test_what_cannot_be_done_is_refused_before_it_begins() -> None:
     problem = make_intercepts()
     with pytest.raises(InputError, match="without local latents"):
         sf.fit(problem.model, problem.silos, sf.PVI(rounds=1, **EXACT))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="no record privacy yet"):
-        sf.fit(problem.model, problem.silos, sf.PVI(rounds=1), privacy=sf.RecordDP(epsilon=1.0, delta=1e-5))
+    with pytest.raises(InputError, match="without local latents"):
+        sf.fit(problem.model, problem.silos, sf.PVI(rounds=1, virtual_clients=2))
     silos = [{"x": torch.ones(5, 1), "y": torch.ones(5)}] * 3
     model = sf.FederatedModel(_logistic, "row")
     with pytest.raises(InputError, match="not quadratic"):
