@@ -60,7 +60,7 @@ def test_mean_field_finds_the_closed_form(model: Any, steps: int) -> None:
     assert float((ratio - 1).abs().max()) < 0.1
 
 
-@pytest.mark.parametrize("model", ["augmented", "power"])
+@pytest.mark.parametrize("model", ["augmented", pytest.param("power", marks=pytest.mark.slow)])
 def test_small_rho_gives_the_pooled_posterior(model: Any) -> None:
     """Amortised VI at rho = .05, beside regression on all columns: means within .1 sd, the issue's number."""
     x = torch.cat([s["x"] for s in PROBLEM.silos], 1)
