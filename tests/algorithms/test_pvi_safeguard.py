@@ -1,4 +1,4 @@
-"""The damping that PVI finds itself, with the control in which a fixed one of 1 leaves q improper; the networks' start."""
+"""The damping that PVI finds itself, the control in which a fixed one of 1 leaves q improper, and a network's start."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_damping_is_found_where_a_fixed_one_leaves_q_improper(monkeypatch: pytes
 
 
 def test_a_network_needs_a_start_that_silos_share() -> None:
-    """4 silos that are alike, each with all classes. Without it every silo numbers its hidden units as its noise has it,
-    and the average of their networks knows nothing: log 4 = 1.39 nats is guessing, and seeds differ by .1."""
+    """4 silos that are alike, with all classes each. Without it every silo numbers its hidden units as its noise has
+    it, and the average of their networks knows nothing. Guessing has -log 4 = -1.39 nats; seeds differ by .1."""
     labels = torch.arange(12) % 4
     rng = torch.Generator().manual_seed(0)
     silos = [{"x": CORNERS[labels] + 0.3 * torch.randn(12, 2, generator=rng), "y": labels} for _ in range(4)]
