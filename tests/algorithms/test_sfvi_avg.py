@@ -71,7 +71,7 @@ def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> No
 def test_weights_are_those_asked_for(weights: str) -> None:
     """At a constant rate silos go to their own optimum, the silo's mean; the merge averages those.
 
-    The smallest silo is shifted, so that the two ways of averaging are 0.3 apart. What is left of the way from the start
+    The smallest silo is shifted, so that the two ways of averaging are 0.3 apart. What is left of the way to go
     halves from round to round: 0.03 after five.
     """
     made = make_intercepts()
