@@ -180,7 +180,8 @@ def test_a_silo_with_an_improper_cavity_leaves_its_site_alone() -> None:
     box: Any = world.engine.silos["silo-1"]
     box.settle(world.server.state.accepted)
     state = box.local
-    box.local = state._replace(change=state.change._replace(precision=1e3 * torch.eye(3)))
+    (part,) = state.parts
+    box.local = state._replace(parts=(part._replace(change=part.change._replace(precision=1e3 * torch.eye(3))),))
     before = world.state.q
     world.round()
     assert world.state.skipped == 1

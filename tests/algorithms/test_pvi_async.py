@@ -116,7 +116,7 @@ def test_a_late_change_is_fitted_against_the_older_q_and_counts_by_its_age() -> 
         for name, site in sites.items():
             silo = world.engine.silos[name]
             cavity = q.minus(site)
-            fresh = program.fit(index, {}, q, cavity, silo.local.own, silo.view).q.minus(cavity)
+            fresh = program.fit(index, {}, q, cavity, silo.local.parts[0].own, silo.view).q.minus(cavity)
             sent = silo.pending.local.change  # type: ignore[union-attr]
             if delay[name] > 0 and name in wanted:
                 then, target, old_q = wanted[name]
