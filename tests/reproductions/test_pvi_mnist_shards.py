@@ -60,7 +60,7 @@ def test_table_and_plot() -> None:
 
 @pytest.mark.slow
 def test_the_quick_run_converges_and_its_control_does_not(tmp_path: Path) -> None:
-    """30 silos: two minutes on 2 shared CPU cores. An error of .9 is guessing."""
+    """30 silos: one to two minutes on 2 shared CPU cores. An error of .9 is guessing."""
     data = os.environ.get("SECURE_FVI_DATA")
     if not data or not (Path(data) / "mnist").is_dir():
         pytest.skip("SECURE_FVI_DATA holds no mnist")
