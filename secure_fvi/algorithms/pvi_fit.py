@@ -35,6 +35,8 @@ _FIRST_VISIT = 4
 _LEAST = 0.05
 #: Steps over which draws are stratified, and numbers drawn ahead for them at most.
 _STRATA, _AHEAD = 16, 4_000_000
+#: Steps of a window of early stopping, and windows without a rise.
+_WINDOW, _PATIENCE = 50, 2
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 
@@ -61,6 +63,22 @@ class Fitted(NamedTuple):
     @property
     def sane(self) -> bool:
         return self.q.proper and math.isfinite(self.value)
+
+
+class _Watch:
+    """Early stopping (paper, section 5.3.1): once the expected log-likelihood, averaged over windows, has not risen
+    above its best for `_PATIENCE` windows."""
+
+    def __init__(self, window: int) -> None:
+        self.window, self.best, self.waited = window, -math.inf, 0
+
+    def over(self, steps: int, value: Tensor) -> bool:
+        """Whether to stop after so many steps; `value` is the average since the window began."""
+        if not self.window or steps % self.window:
+            return False
+        self.waited = 0 if float(value) > self.best else self.waited + 1
+        self.best = max(self.best, float(value))
+        return self.waited >= _PATIENCE
 
 
 class SiloFit:
@@ -111,7 +129,7 @@ class SiloFit:
         frame, moments, length = self.frame, own.moments, self.block.length
         silo, moved = reanchored_silo(own.silo, frame.move(q.mean() - own.anchor), frame.n_silo)
         record = reanchored_records(own.record, moved)
-        current = self.steps.init(q, tight=own.visits == 0)
+        current = self.steps.init(q, tight=own.visits == 0 or self.config.early_stopping)
         average = self.block.observed(current, moved.new_zeros(()), theta)
         steps = self.config.local_steps * (_FIRST_VISIT if own.visits == 0 else 1)
         first_key = sum_index * self.config.local_steps * _FIRST_VISIT
@@ -122,11 +140,14 @@ class SiloFit:
         )
         tilted = (frame.move(cavity.shift), frame.move(cavity.precision))
         draws = self._draws(first_key, len(schedule), batches, view)
+        watch = _Watch(self._window if self.config.early_stopping else 0)
         for start in range(0, len(schedule), length):
             batch = None if batches is None else batches[start : start + length]
             rows, weights = self._rows(batch, view)
             inputs = Inputs(tilted, theta, rows, weights, *next(draws), schedule[start : start + length])
             carry = self._advance(carry, inputs, batch)
+            if watch.over(start + length, carry.average["value"]):
+                break
         average = carry.average
         ended = all(bool(torch.isfinite(v).all()) for v in average.values())
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
@@ -207,8 +228,15 @@ class SiloFit:
         for step in range(steps):
             done = step / steps
             own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) / (1 + visits)
-            rows.append((max(_LEAST, cosine(done)), own, 1.0 / max(1, step + 1 - first)))
+            averaged = step % self._window if self.config.early_stopping else max(0, step - first)
+            rows.append((max(_LEAST, cosine(done)), own, 1.0 / (averaged + 1)))
         return self.frame.move(torch.tensor(rows, dtype=torch.float64))
+
+    @property
+    def _window(self) -> int:
+        """Steps over which early stopping looks at the expected log-likelihood: whole blocks."""
+        assert self.block is not None
+        return math.ceil(_WINDOW / self.block.length) * self.block.length
 
     def _batches(self, key: int, steps: int, view: SiloView) -> npt.NDArray[np.int64] | None:
         """Rows of every step's minibatch (steps, B), None for all: consecutive pieces of shuffles of the silo's
