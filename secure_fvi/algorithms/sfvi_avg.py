@@ -32,9 +32,9 @@ COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
 BOUND_DRAWS = 16
 #: The learning rate falls to this share of itself within a round.
 LEAST_RATE = 0.1
-#: The learning rate falls from round to round once a merge has moved q by less than SETTLED, in posterior sds, and the
-#: last WATCHED merges together by less than the longest of them.
-SETTLED, WATCHED = 1.0, 3
+#: The learning rate falls from round to round once a merge has moved q by less than SETTLED, in posterior sds, and
+#: either by less than SHRINKING times the longest of the last WATCHED, or these together by less than the longest.
+SETTLED, SHRINKING, WATCHED = 1.0, 0.1, 3
 #: Rounds at falling rates that a run does at least.
 REFINED = 4
 
@@ -44,8 +44,8 @@ class SFVIAvg:
     """Configuration. With every option at its default a model of moderate size stops by itself, or says it has not.
 
     rounds: at most. local_steps: a silo's steps a round. The first rounds go far. Once merges move q by less than
-    SETTLED, and to and fro rather than on, the learning rate falls by the factor `decay` from round to round: silos
-    stray less and less from each other, and with that the error of averaging falls. The run ends after REFINED such
+    SETTLED, and no longer at an even pace one way, the learning rate falls by the factor `decay` from round to round:
+    silos stray less and less from each other, and with that the error of averaging falls. The run ends after REFINED such
     rounds when a merge moves q by less than `tolerance`: the largest of the moves of its means in posterior sds, of its
     log sds, and of theta relative to 1 + |theta|. Within a round the rate falls linearly to a tenth.
     importance_samples: K; 1 is the ELBO. family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.

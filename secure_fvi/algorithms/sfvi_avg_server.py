@@ -20,6 +20,7 @@ from secure_fvi.algorithms.sfvi_avg import (
     MERGE,
     REFINED,
     SETTLED,
+    SHRINKING,
     WATCHED,
     SFVIAvg,
 )
@@ -60,7 +61,7 @@ class SFVIAvgState(NamedTuple):
     theta: Params
     records: int  # N; 0 before it was counted
     merging: Merging
-    settled: int  # merges since q began to go to and fro, that one included
+    settled: int  # merges since q arrived, that one included
     movement: float | None  # of the last merge, posterior sds
     ways: Tensor  # (WATCHED, n) of the means in the last merges, posterior sds
     objective: float  # at the q last sent, nats; NaN where it is not released
@@ -168,10 +169,13 @@ class SFVIAvgServer:
             raise InputError(f"the merge of round {state.round} is not finite; lower learning_rate or rescale the data")
         way = (eta["loc"] - state.eta["loc"]) / self.family.stddev(eta)
         ways = torch.cat([state.ways[1:], way.unsqueeze(0)])
-        # Far from the end merges go on and on one way; there, they go to and fro. A small merge alone may mean no more
-        # than that silos take few steps.
-        arrived = movement < SETTLED and bool(ways.sum(0).norm() < ways.norm(dim=1).max())
-        settled = state.settled + 1 if state.settled or (arrived and state.round + 1 >= WATCHED) else 0
+        # A small merge alone may mean no more than that silos take few steps: q goes on at an even pace then. At the
+        # end merges shrink fast, or go to and fro.
+        lengths = ways.norm(dim=1)
+        shrinking = bool(lengths[-1] < SHRINKING * lengths.max())
+        to_and_fro = state.round + 1 >= WATCHED and bool(ways.sum(0).norm() < lengths.max())
+        arrived = movement < SETTLED and (shrinking or to_and_fro)
+        settled = state.settled + 1 if state.settled or arrived else 0
         state = state._replace(
             round=state.round + 1, phase=MERGE, eta=eta, theta=theta, settled=settled, movement=movement, ways=ways
         )

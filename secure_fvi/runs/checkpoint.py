@@ -112,12 +112,13 @@ def _put_together(node: Any, template: Any, tensors: Mapping[str, Tensor], direc
         known = template if isinstance(template, Mapping) else {}
         return {k: _put_together(v, known.get(k), tensors, directory) for k, v in content.items()}
     if kind == "l":
-        if not hasattr(template, "_fields"):
+        named = hasattr(template, "_fields")
+        if not named and (type(template) is not tuple or len(template) != len(content)):  # of a length that varies
             return tuple(_put_together(c, None, tensors, directory) for c in content)
         if len(template) != len(content):
             raise InputError(f"the checkpoint in {directory} was written by another version or algorithm")
         parts = [_put_together(c, f, tensors, directory) for c, f in zip(content, template, strict=True)]
-        return type(template)(*parts)
+        return type(template)(*parts) if named else tuple(parts)
     return content
 
 
