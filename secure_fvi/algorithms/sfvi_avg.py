@@ -45,7 +45,7 @@ class SFVIAvg:
 
     rounds: at most. local_steps: a silo's steps a round. The first rounds go far. Once merges move q by less than
     SETTLED, and no longer at an even pace one way, the learning rate falls by the factor `decay` from round to round:
-    silos stray less and less from each other, and with that the error of averaging falls. The run ends after REFINED such
+    silos stray less from each other, and with that the error of averaging falls. The run ends after REFINED such
     rounds when a merge moves q by less than `tolerance`: the largest of the moves of its means in posterior sds, of its
     log sds, and of theta relative to 1 + |theta|. Within a round the rate falls linearly to a tenth.
     importance_samples: K; 1 is the ELBO. family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.

@@ -9,7 +9,6 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.barycenter import (
     Bounds,
     Gaussian,
-    _unpack,
     diagonal_blocks,
     diagonal_contribution,
     diagonal_from_total,
@@ -19,6 +18,7 @@ from secure_fvi.aggregation.barycenter import (
     next_covariance,
     relative_change,
     trusted_barycenter,
+    unpack_symmetric,
 )
 from secure_fvi.aggregation.barycenter_parties import _CODEC, BarycenterSilo, Step, secure_barycenter
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -187,7 +187,7 @@ class TestTotalsOfFewSilos:
             table = full_blocks(covariance, BOUNDS, first=False)
             own = [Gaussian(np.zeros(self.D), c) for c in covariances]
             total = sum(full_contribution(g, 1, covariance, first=False) for g in own)
-            seen.append((covariance, _unpack(table.split(total)["root"], self.D)))
+            seen.append((covariance, unpack_symmetric(table.split(total)["root"], self.D)))
             covariance = next_covariance(covariance, table, total)
         return seen
 
@@ -200,7 +200,7 @@ class TestTotalsOfFewSilos:
         upper = np.triu_indices(self.D)
 
         def covariances(unknown):
-            parts = [_unpack(unknown[j * size : (j + 1) * size], self.D) for j in range(silos - 1)]
+            parts = [unpack_symmetric(unknown[j * size : (j + 1) * size], self.D) for j in range(silos - 1)]
             return [inverse @ m @ m @ inverse for m in [*parts, total - sum(parts)]]
 
         def residuals(unknown):
@@ -254,7 +254,7 @@ class TestTotalsOfFewSilos:
         roots, totals = np.stack([matrix_root(c) for c, _ in seen])[:, None], np.stack([t for _, t in seen])
 
         def covariances(unknown):
-            halves = np.stack([_unpack(m, self.D) for m in unknown.reshape(len(own), -1)])
+            halves = np.stack([unpack_symmetric(m, self.D) for m in unknown.reshape(len(own), -1)])
             return halves @ halves
 
         def residuals(unknown):
