@@ -277,7 +277,7 @@ def _result(
     if not converged:
         warnings.warn(
             f"{algorithm.name} ended after {server.rounds} rounds without converging; "
-            "raise max_iterations or iterations, or rescale the data",
+            "allow it more rounds, or rescale the data",
             SecureFVIWarning,
             stacklevel=3,
         )

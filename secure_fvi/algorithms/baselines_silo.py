@@ -9,6 +9,7 @@ from secure_fvi.algorithms.baselines import Baseline
 from secure_fvi.algorithms.baselines_frame import COUNT, BaselineFrame
 from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
+from secure_fvi.algorithms.pvi_start import first_start
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
@@ -30,7 +31,9 @@ class BaselineSilo:
         if message.phase == COUNT:
             return gate.release(np.array([float(view.size)])), local
         prior = self._prior(message, view)
-        fitted = self.fit(message.sum_index, {}, prior, prior, local, view)
+        base = self.frame.base
+        begin = prior if local.visits else first_start(prior, base.config.start_spread, base.problem.seed)
+        fitted = self.fit(message.sum_index, {}, begin, prior, local, view)
         change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)
         values = to_numpy(change.pack())
         if self.frame.base.terms is None:

@@ -17,6 +17,7 @@ REPRODUCTIONS = {
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
     "sfvi-six-cities": "secure_fvi.reproductions.six_cities",
     "sfvi-warm-start": "secure_fvi.reproductions.sfvi_warm_start",
+    "vertical-logistic": "secure_fvi.reproductions.vertical_logistic",
 }
 
 
