@@ -272,7 +272,7 @@ def test_each_silo_keeps_its_own_encoder() -> None:
 
 def test_minibatches_of_the_local_fit() -> None:
     problem = make_intercepts()
-    algorithm = sf.PVI(rounds=6, local_optimizer="adam", sampling_rate=0.5, local_steps=400)
+    algorithm = sf.PVI(rounds=4, local_optimizer="adam", sampling_rate=0.5, local_steps=200)
     result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain())
     assert (result.posterior["mu"].mean - problem.mean["mu"]).abs() < 0.3 * problem.sd["mu"]
 
