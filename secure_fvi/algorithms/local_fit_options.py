@@ -33,6 +33,8 @@ class LocalFitOptions:
     deviations, which fall to a twentieth over the round; constant for "fixed_point", whose damping it is, and
     "gradient". None: 0.3, 0.05, 0.5 and 0.1. local_learning_rate: of the silo's latents.
     theta_learning_rate: of `pyro.param`s, by Adam, a step a round.
+    alpha: of power EP (Algorithm 2), whose limit 0 is the variational fit; above 0 with "closed_form" only, since the
+    moments of other tilted distributions have no closed form. It matters to a diagonal family.
     early_stopping: every fit begins with a tight q and ends when the expected log-likelihood no longer rises: for
     mean-field networks, which prune their units otherwise; q is then no optimum of the bound.
     sampling_rate: share of records in a local step, drawn without replacement.
@@ -48,6 +50,7 @@ class LocalFitOptions:
     learning_rate: float | None = None
     local_learning_rate: float = 0.05
     theta_learning_rate: float = 0.1
+    alpha: float = 0.0
     early_stopping: bool = False
     sampling_rate: float = 1.0
     bound: float = 2.0**30
@@ -74,6 +77,8 @@ class LocalFitOptions:
             raise InputError(f"learning_rate must be at most 1 for {self.local_optimizer}, not {self.learning_rate}")
         if self.local_optimizer in EXACT and self.sampling_rate < 1:
             raise InputError(f"local_optimizer '{self.local_optimizer}' takes all records; use sampling_rate = 1")
+        if not 0 <= self.alpha <= 1 or (self.alpha and self.local_optimizer != CLOSED_FORM):
+            raise InputError(f"alpha must lie in [0, 1], and above 0 needs '{CLOSED_FORM}', not {self.alpha}")
         if self.local_optimizer in EXACT and self.early_stopping:
             raise InputError(f"local_optimizer '{self.local_optimizer}' has no tight start to stop from")
 

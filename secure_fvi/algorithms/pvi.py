@@ -41,6 +41,8 @@ class PVI(LocalFitOptions):
     damping: share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever
     they send, grows while successive changes point the same way and halves when they turn; a step after which q is
     improper is cut back.
+    theta_updates: "round", a step along the gradient of the free energy after every round; "converged", only after
+    rounds in which no site moved q by `tolerance` (paper, Appendix A: the inner loop run to convergence).
     virtual_clients: disjoint parts of a silo's records, each with a site of its own; for models without local latents.
     Under `RecordDP` each part's change is clipped by itself, so that more parts make the noise smaller beside them.
     """
@@ -53,6 +55,7 @@ class PVI(LocalFitOptions):
     delay: int = 0
     reveal_changes: bool = False
     damping: float | Literal["auto"] = "auto"
+    theta_updates: Literal["round", "converged"] = "round"
     virtual_clients: int = 1
 
     name = "pvi"
@@ -76,6 +79,8 @@ class PVI(LocalFitOptions):
             )
         if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0 < self.damping <= 1):
             raise InputError(f"damping must be 'auto' or lie in (0, 1], not {self.damping!r}")
+        if self.theta_updates not in ("round", "converged"):
+            raise InputError(f"theta_updates '{self.theta_updates}' is unknown; choose round or converged")
         self.check_positive("tolerance")
 
     @property

@@ -13,7 +13,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, FIXED_POINT, LocalFitOptions
-from secure_fvi.algorithms.natural import Natural, distance, quadratic
+from secure_fvi.algorithms.natural import Natural, distance, from_moments, quadratic
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
@@ -38,7 +38,7 @@ class ExactFit:
     def __call__(self, q: Natural, cavity: Natural, theta: Params, view: SiloView) -> tuple[Natural, float, Params]:
         """The fitted q, E_q[log p(y)] in nats, and its gradient in theta."""
         if self.config.local_optimizer == CLOSED_FORM:
-            end, value = self._closed_form(cavity, view)
+            end, value = self._closed_form(q, cavity, view)
             return end, value, {}
         end = q
         for _ in range(self.config.local_steps):
@@ -90,8 +90,9 @@ class ExactFit:
         records = self.problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(len(weights), 0), theta, rows).records
         return (weights * records).sum()
 
-    def _closed_form(self, cavity: Natural, view: SiloView) -> tuple[Natural, float]:
-        """The silo's likelihood is a Gaussian factor: q is cavity x likelihood, or its diagonal approximation."""
+    def _closed_form(self, q: Natural, cavity: Natural, view: SiloView) -> tuple[Natural, float]:
+        """The silo's likelihood is a Gaussian factor: q is cavity x likelihood, or its diagonal approximation, by
+        divergence KL(q || .) or, for alpha > 0, by power EP's moments (paper, Algorithm 2 with damping 1)."""
         log_likelihood = self.likelihood(view)
         at = self.frame.move(self.problem.start.z_global)
         likelihood = quadratic(lambda z: log_likelihood(z, {}), at, True)
@@ -102,10 +103,18 @@ class ExactFit:
             )
         if self.frame.full:
             end = cavity.plus(likelihood)
+        elif self.config.alpha:
+            site = q.minus(cavity)
+            replaced = likelihood.minus(Natural(site.shift, torch.diag(site.precision)))
+            tilted = Natural(q.shift, torch.diag(q.precision)).plus(replaced, self.config.alpha)
+            matched = from_moments(tilted.mean(), tilted.covariance().diagonal())
+            end = q.plus(matched.minus(q), 1 / self.config.alpha)
         else:
             tilted = Natural(cavity.shift, torch.diag(cavity.precision)).plus(likelihood)
             diagonal = tilted.precision.diagonal()
             end = Natural(diagonal * tilted.mean(), diagonal)
+        if not end.proper:
+            return end, math.nan
         mean, covariance = end.mean(), end.covariance()
         spread = covariance if self.frame.full else torch.diag(covariance)
         value = float(log_likelihood(self.frame.move(mean), {})) - 0.5 * float((likelihood.precision * spread).sum())

@@ -84,7 +84,9 @@ class PVIServer:
         objective = math.nan
         if "objective" in sums and asked == len(self.problem.silos) and not age:
             objective = float(sums["objective"]) + self.prior.minus_kl(q, state.theta)
-        theta, moments = self._theta_step(state, q, sums, scale)
+        theta, moments = state.theta, state.theta_moments
+        if self.config.theta_updates == "round" or float(moved.max()) < self.config.tolerance:
+            theta, moments = self._theta_step(state, q, sums, scale)
         prior = state.prior
         q, prior = self.prior.refit(q, prior, theta)
         after = PVIState(
