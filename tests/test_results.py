@@ -129,6 +129,22 @@ def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert torch.equal(loaded["server"][1], torch.ones(2))
 
 
+def test_a_crash_between_two_phases_of_a_round_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (1.0, 2.0, 3.0):
+        save_checkpoint(tmp_path, 7, {"server": (1, torch.full((2,), value))})
+    assert latest_round(tmp_path) == 7
+
+    def crash(path: Path, content: bytes) -> None:
+        raise OSError("no power")
+
+    monkeypatch.setattr("secure_fvi.runs.checkpoint.write_atomically", crash)
+    with pytest.raises(OSError, match="no power"):
+        save_checkpoint(tmp_path, 7, {"server": (1, torch.full((2,), 4.0))})
+    loaded = load_checkpoint(tmp_path, {"server": (1, torch.ones(2))})
+    assert loaded is not None
+    assert torch.equal(loaded["server"][1], torch.full((2,), 3.0))
+
+
 def test_the_programs_constants_take_the_runs_type() -> None:
     """A model that builds constants runs in float64 although PyTorch's default is float32."""
     problem = make_intercepts()

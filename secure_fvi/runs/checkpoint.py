@@ -24,6 +24,8 @@ from torch import Tensor
 from secure_fvi.errors import InputError
 
 _LATEST = "LATEST"
+#: Ends the folder's name where the newest checkpoint is of another phase of the same round.
+_PHASE = ".phase"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -40,7 +42,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) -> None:
     """Write the state of every party after `round_` rounds and make it the one to resume from."""
     directory.mkdir(parents=True, exist_ok=True)
-    folder = directory / f"round-{round_:09d}"
+    name, latest = f"round-{round_:09d}", directory / _LATEST
+    if latest.exists() and latest.read_text() == name:  # an earlier phase of this round: it counts until this one does
+        name += _PHASE
+    folder = directory / name
     if folder.exists():  # left over from a crash before it counted
         shutil.rmtree(folder)
     folder.mkdir()
@@ -51,7 +56,7 @@ def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) ->
         # The party's name may be any text, so it goes into the file, not into its name.
         write_atomically(folder / f"{number:04d}.safetensors", save(tensors, metadata))
     _sync_folder(directory)
-    write_atomically(directory / _LATEST, folder.name.encode())
+    write_atomically(latest, name.encode())
     for old in directory.glob("round-*"):
         if old != folder:
             shutil.rmtree(old)
@@ -60,7 +65,7 @@ def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) ->
 def latest_round(directory: Path) -> int | None:
     """Rounds done at the checkpoint to resume from; None when there is none."""
     latest = directory / _LATEST
-    return int(latest.read_text().removeprefix("round-")) if latest.exists() else None
+    return int(latest.read_text().removeprefix("round-").removesuffix(_PHASE)) if latest.exists() else None
 
 
 def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, Any] | None:
