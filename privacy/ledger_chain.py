@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import msgpack
@@ -32,7 +33,7 @@ NOTHING = bytes(32)
 
 GENESIS, BUDGET, JOB, RELEASE, CLOSE, RECEIPT = "genesis", "budget", "job", "release", "close", "receipt"
 _FORMAT = 1
-_BUSY_SECONDS = 60.0
+_BUSY_SECONDS, _RETRY_SECONDS = 60.0, 0.02
 _COLUMNS = "seq, previous, time, kind, body, hash, signature"
 
 
@@ -98,7 +99,7 @@ class LedgerFile:
             if read_only:
                 self._connection.execute("PRAGMA query_only = ON")
             else:
-                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._write_ahead()
                 self._connection.execute("PRAGMA synchronous = FULL")
             if create:
                 self._prepare()
@@ -107,6 +108,19 @@ class LedgerFile:
 
     def __repr__(self) -> str:
         return f"LedgerFile({str(self.path)!r})"
+
+    def _write_ahead(self) -> None:
+        """Switch the file to a write-ahead log. SQLite waits for a lock everywhere but here, where two processes that
+        make the same file may meet."""
+        until = monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if monotonic() > until:
+                    raise
+                sleep(_RETRY_SECONDS)
 
     def _prepare(self) -> None:
         with self.transaction():

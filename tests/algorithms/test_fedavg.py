@@ -260,6 +260,7 @@ def least_squares(x, y):
 """
 
 
+@pytest.mark.slow
 def test_run_and_compare_from_a_configuration(tmp_path: Path) -> None:
     """The whole folder is written, report included; centralised SVI's mean is within a posterior sd."""
     (tmp_path / "config.toml").write_text(_CONFIGURATION)

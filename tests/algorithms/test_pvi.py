@@ -142,6 +142,7 @@ def _logistic(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
 
 
+@pytest.mark.slow
 def test_damping_keeps_q_proper_with_20_heterogeneous_silos() -> None:
     """Each silo sees one label and its own direction of the covariates; the largest damping is asked for."""
     rng = torch.Generator().manual_seed(3)
@@ -216,6 +217,7 @@ def _scaled(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu, scale), obs=y)
 
 
+@pytest.mark.slow
 def test_priors_that_are_not_gaussian_have_their_own_site() -> None:
     """Against global VI of the same family (SFVI), 0.1 posterior sd."""
     rng = torch.Generator().manual_seed(5)
@@ -270,6 +272,7 @@ def test_each_silo_keeps_its_own_encoder() -> None:
     assert result.local["silo-1"].sample(3)["b"].shape == (3, 7)
 
 
+@pytest.mark.slow
 def test_minibatches_of_the_local_fit() -> None:
     problem = make_intercepts()
     algorithm = sf.PVI(rounds=4, local_optimizer="adam", sampling_rate=0.5, local_steps=200)

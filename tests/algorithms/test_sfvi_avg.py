@@ -68,6 +68,7 @@ def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> No
 
 
 @pytest.mark.parametrize("weights", ["records", "equal"])
+@pytest.mark.slow
 def test_weights_are_those_asked_for(weights: str) -> None:
     """At a constant rate silos go to their own optimum, the silo's mean; the merge averages those.
 
@@ -275,6 +276,7 @@ def test_anchoring_leaves_conditionals_as_they_were() -> None:
     assert (after.record["loc"] - before.record["loc"]).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_the_papers_text_runs_off_on_six_cities() -> None:
     """Entropy left unscaled: omega leaves for beyond 1 (posterior -0.68, sd 0.04); scaled, it stays within 0.2."""
     records = SIX_CITIES.load().records
@@ -298,6 +300,7 @@ def _empirical_bayes(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_theta_is_averaged_near_what_sfvi_finds() -> None:
     rows = _pooled(make_intercepts())[0]["y"]
     silos = [{"y": part} for part in rows.split(30)]

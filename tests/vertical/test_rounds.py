@@ -27,6 +27,9 @@ from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.weights import weight_gradient
 from secure_fvi.errors import AggregationError
 
+#: Runs of hundreds of rounds each.
+pytestmark = pytest.mark.slow
+
 WIDTHS = [2, 2]
 PROBLEM = make(WIDTHS, 30)
 

@@ -17,6 +17,9 @@ from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.reproductions.vertical_batched import SoulRound
 
+#: Runs of hundreds of rounds each.
+pytestmark = pytest.mark.slow
+
 WIDTHS = [2, 2]
 PROBLEM = make(WIDTHS, 15)
 LIKELIHOOD = Gaussian()
