@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from secure_fvi.errors import InputError
 
@@ -34,10 +34,7 @@ class DP:
     colluders: int = 1
     retries: int = 20
 
-    @property
-    def unit(self) -> Unit:
-        """Who is protected; each subclass says."""
-        raise NotImplementedError
+    unit: ClassVar[Unit]  # who is protected; each subclass says
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -74,9 +71,7 @@ class RecordDP(DP):
     objective_bound: float = 10.0
     public_counts: bool = False
 
-    @property
-    def unit(self) -> Unit:
-        return "record"
+    unit: ClassVar[Unit] = "record"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,9 +93,7 @@ class SiloDP(DP):
     quantile_rate: float = 0.2
     quantile_share: float = 0.1
 
-    @property
-    def unit(self) -> Unit:
-        return "silo"
+    unit: ClassVar[Unit] = "silo"
 
     def __post_init__(self) -> None:
         super().__post_init__()

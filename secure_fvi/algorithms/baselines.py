@@ -18,16 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from secure_fvi.algorithms.local_fit_options import LocalFitOptions
+from secure_fvi.algorithms.local_fit_options import FIRST_FIT, LocalFitOptions
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms.base import Problem
     from secure_fvi.algorithms.baselines_server import BaselineServer
     from secure_fvi.algorithms.baselines_silo import BaselineSilo
-
-#: Fits that a silo's first one costs more than the others (see `LocalFitOptions.local_steps`).
-_FIRST_COSTS_MORE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class Baseline(LocalFitOptions):
 
     @property
     def expected_calls(self) -> int:
-        return self.traced_calls(self.most_rounds + _FIRST_COSTS_MORE)
+        return self.traced_calls(self.most_rounds + FIRST_FIT - 1)
 
     def server(self, problem: Problem) -> BaselineServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""

@@ -16,6 +16,9 @@ CLOSED_FORM, NATURAL, FIXED_POINT, GRADIENT = "closed_form", "natural", "fixed_p
 #: Those without noise of their own, for models without local latents.
 EXACT = (CLOSED_FORM, FIXED_POINT, GRADIENT)
 
+#: A silo's first fit takes so many times the steps, since its own latents start from nothing.
+FIRST_FIT = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalFitOptions:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
-from secure_fvi.algorithms.local_fit_options import EXACT, LocalFitOptions
+from secure_fvi.algorithms.local_fit_options import EXACT, FIRST_FIT, LocalFitOptions
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi_block import Block, Carry, Inputs
 from secure_fvi.algorithms.pvi_exact import ExactFit
@@ -28,8 +28,6 @@ from secure_fvi.trees import put, take
 
 #: The last share of local steps, over which q and the gradient of theta are averaged.
 _TAIL = 0.25
-#: A silo's first visit takes so many times the steps, since its own latents start from nothing.
-_FIRST_VISIT = 4
 #: Least share of any rate within a fit. Those of own parameters also fall as 1 / visits, from the first rate: their
 #: jitter makes q too narrow.
 _LEAST = 0.05
@@ -88,8 +86,7 @@ class SiloFit:
         self.config, self.problem, self.frame = config, problem, frame
         self.optimizer = frame.local_optimizer
         self.exact = ExactFit(config, problem, frame) if config.local_optimizer in EXACT else None
-        self.steps = global_steps(frame) if self.exact is None else None
-        self.block = None if self.steps is None else Block(frame, self.steps)
+        self.block = Block(frame, global_steps(frame)) if self.exact is None else None
 
     def init(self, view: SiloView) -> OwnState:
         """Before the first fit."""
@@ -124,15 +121,14 @@ class SiloFit:
             end, value, gradient = self.exact(q, cavity, theta, view)
             anchor = end.mean() if end.proper else own.anchor
             return Fitted(end, value, gradient, own._replace(anchor=anchor, visits=own.visits + 1))
-        assert self.steps is not None
         assert self.block is not None
-        frame, moments, length = self.frame, own.moments, self.block.length
+        frame, moments, length, q_steps = self.frame, own.moments, self.block.length, self.block.steps
         silo, moved = reanchored_silo(own.silo, frame.move(q.mean() - own.anchor), frame.n_silo)
         record = reanchored_records(own.record, moved)
-        current = self.steps.init(q, tight=own.visits == 0 or self.config.early_stopping)
+        current = q_steps.init(q, tight=own.visits == 0 or self.config.early_stopping)
         average = self.block.observed(current, moved.new_zeros(()), theta)
-        steps = self.config.local_steps * (_FIRST_VISIT if own.visits == 0 else 1)
-        first_key = sum_index * self.config.local_steps * _FIRST_VISIT
+        steps = self.config.local_steps * (FIRST_FIT if own.visits == 0 else 1)
+        first_key = sum_index * self.config.local_steps * FIRST_FIT
         batches = self._batches(first_key, steps, view)
         schedule = self._schedule(steps, own.visits)
         carry = Carry(
@@ -156,7 +152,7 @@ class SiloFit:
             carry.silo,
             carry.phi,
             {"record": carry.record_moments, "silo": carry.silo_moments, "phi": carry.phi_moments},
-            self.steps.loc(carry.q).to("cpu", torch.float64),
+            q_steps.loc(carry.q).to("cpu", torch.float64),
             own.visits + 1,
         )
         return Fitted(

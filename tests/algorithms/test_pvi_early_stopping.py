@@ -22,7 +22,7 @@ def _one_fit(**options: Any) -> tuple[torch.Tensor, int]:
         taken.append(None)
         return block(carry, inputs)
 
-    counted.length, counted.observed = block.length, block.observed  # type: ignore[attr-defined]
+    counted.length, counted.observed, counted.steps = block.length, block.observed, block.steps  # type: ignore[attr-defined]
     fit.block = counted
     world.round()
     return world.state.q.stddev(), len(taken)
