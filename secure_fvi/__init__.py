@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi import WarmStart as WarmStart
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
+    from secure_fvi.driving import Progress as Progress
     from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
     from secure_fvi.errors import SecureFVIError as SecureFVIError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from secure_fvi.families import Conditional as Conditional
     from secure_fvi.federated_model import FederatedModel as FederatedModel
     from secure_fvi.federated_model import Shared as Shared
-    from secure_fvi.fitting import Progress as Progress
     from secure_fvi.fitting import fit as fit
     from secure_fvi.guarding import Books as Books
     from secure_fvi.independent import fit_alone as fit_alone
@@ -48,7 +48,7 @@ _HOME = {
     "Masked": "secure_fvi.aggregation",
     "PVI": "secure_fvi.algorithms.pvi",
     "Plain": "secure_fvi.aggregation",
-    "Progress": "secure_fvi.fitting",
+    "Progress": "secure_fvi.driving",
     "RecordDP": "secure_fvi.privacy.settings",
     "Result": "secure_fvi.results",
     "SFVI": "secure_fvi.algorithms.sfvi",

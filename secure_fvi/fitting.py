@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
-from secure_fvi.algorithms.base import Algorithm, Problem, Step
+from secure_fvi.algorithms.base import Algorithm, Problem
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
+from secure_fvi.driving import Progress, Rounds, drive
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
@@ -31,24 +32,9 @@ from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result, summarise
-from secure_fvi.runs.checkpoint import load_checkpoint, save_checkpoint
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
-
-_OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
-
-
-class Progress(NamedTuple):
-    """Told to `on_round` after every round. Derived from broadcasts and totals, except for the byte counts."""
-
-    round: int
-    max_rounds: int
-    objective: float
-    learning_rate: float
-    r_hat: float | None
-    bytes_up: int  # over all silos, since the start
-    bytes_down: int
-    phase: str
+from secure_fvi.silo_view import silo_view
 
 
 def fit(
@@ -91,26 +77,11 @@ def fit(
     server, engine, guards = parties
     count = choose_threads(work_of(silos, algorithm)) if threads == "auto" else threads
     with with_threads(count):
-        done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _NOTHING_DONE
-        server.skip_to(guards.last_index)
-        began -= done.seconds
-        objectives = list(done.objectives)
-        last_save = time.monotonic()
-        finished = done.finished
-        while not finished:
-            step = engine.run(server.round())
-            finished = step.finished
-            objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
-            due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
-            if privacy is not None:  # a round that is run again is released, and paid for, again
-                due = server.rounds % books.block == 0
-            if checkpoint_dir is not None and (due or finished):
-                _save(server, engine, checkpoint_dir, tuple(objectives), finished, time.monotonic() - began)
-                last_save = time.monotonic()
-            if on_round is not None:
-                on_round(_progress(server, engine, algorithm, step))
-    guards.close("finished")
-    return _result(server, engine, algorithm, aggregation, objectives, time.monotonic() - began)
+        rounds = drive(
+            server, engine, guards, algorithm, privacy is not None, books.block,
+            checkpoint_dir, checkpoint_seconds, resume, on_round, began,
+        )  # fmt: skip
+    return _result(server, engine, algorithm, aggregation, rounds)
 
 
 def build_parties(
@@ -161,11 +132,14 @@ def build_parties(
     built = {
         name: Silo(
             name,
-            problem,
             silo_program,
-            read[name][1],
-            ids[name],
-            silo_secret(lambda name=name: _secret(seed, name, record_ids), bool(terms), noise_key),  # type: ignore[misc]
+            silo_view(
+                name,
+                problem,
+                read[name][1],
+                ids[name],
+                silo_secret(lambda name=name: derived_secret(seed, name, record_ids), bool(terms), noise_key),  # type: ignore[misc]
+            ),
             silo_sums[name],
             guards.gates[name],
         )
@@ -187,7 +161,7 @@ def _device(device: str | torch.device) -> torch.device:
     return where
 
 
-def _secret(seed: int, silo: str, record_ids: Sequence[Tensor] | None) -> bytes:
+def derived_secret(seed: int, silo: str, record_ids: Sequence[Tensor] | None) -> bytes:
     """The sampling secret of a silo in this process, where all follow from the seed so that a run repeats.
 
     Records with ids of their own share one secret, which makes draws independent of the partition.
@@ -210,67 +184,13 @@ def _record_ids(
     return ids
 
 
-class _Done(NamedTuple):
-    """What the loop itself must remember."""
-
-    objectives: tuple[float, ...]
-    finished: bool
-    seconds: float
-    exchanges: int
-    bytes_up: dict[str, int]
-    bytes_down: dict[str, int]
-
-
-_NOTHING_DONE = _Done((), False, 0.0, 0, {}, {})
-
-
-def _restore(server: Server, engine: LocalEngine, directory: Path) -> _Done:
-    templates: dict[str, Any] = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    states = load_checkpoint(directory, {"server": server.state, "run": _NOTHING_DONE, **templates})
-    if states is None:
-        return _NOTHING_DONE
-    server.state = states["server"]
-    for name, silo in engine.silos.items():
-        silo.local = states[f"silo/{name}"]
-    done: _Done = states["run"]
-    engine.exchanges, engine.bytes_up, engine.bytes_down = done.exchanges, done.bytes_up, done.bytes_down
-    return done
-
-
-def _save(
-    server: Server, engine: LocalEngine, directory: Path, objectives: tuple[float, ...], finished: bool, seconds: float
-) -> None:
-    for silo in engine.silos.values():
-        silo.settle(server.state.accepted)
-    done = _Done(objectives, finished, seconds, engine.exchanges, engine.bytes_up, engine.bytes_down)
-    locals_ = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    save_checkpoint(directory, server.rounds, {"server": server.state, "run": done, **locals_})
-
-
-def _progress(server: Server, engine: LocalEngine, algorithm: Algorithm, step: Step) -> Progress:
-    return Progress(
-        server.rounds,
-        # What visits silos one after the other knows its rounds only once it knows the silos.
-        getattr(server.program, "most_rounds", algorithm.most_rounds),
-        step.objective,
-        step.learning_rate,
-        step.r_hat,
-        sum(engine.bytes_up.values()),
-        sum(engine.bytes_down.values()),
-        step.phase,
-    )
-
-
 def _result(
     server: Server,
     engine: LocalEngine,
     algorithm: Algorithm,
     aggregation: SecureSum,
-    objectives: Sequence[float],
-    seconds: float,
+    rounds: Rounds,
 ) -> Result:
-    for silo in engine.silos.values():
-        silo.settle(server.state.accepted)
     problem, state = server.problem, server.state.algorithm
     posterior = server.program.posterior(state)
     converged = server.program.converged(state)
@@ -281,7 +201,7 @@ def _result(
             SecureFVIWarning,
             stacklevel=3,
         )
-    tail = np.array(objectives)
+    tail = np.array(rounds.objectives)
     metrics = server.program.metrics(state)
     # A run of few rounds has one good estimate, its last; a mean over rounds would take the approach in.
     bound = metrics["bound"] if "bound" in metrics else tail.mean()
@@ -290,7 +210,7 @@ def _result(
         seed=problem.seed,
         silos=list(problem.silos),
         rounds=server.rounds,
-        seconds=seconds,
+        seconds=rounds.seconds,
         elbo=None if bound is None else _number(bound),
         converged=converged,
         posterior=summarise(problem, posterior),
@@ -310,7 +230,7 @@ def _result(
         privacy=server.claim(),
         problem=problem,
         variational=posterior,
-        local={name: LocalPosterior(silo, posterior) for name, silo in engine.silos.items()},
+        local={name: LocalPosterior(silo, problem, posterior) for name, silo in engine.silos.items()},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.base import Posterior
+from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError
 from secure_fvi.families import rows as gaussian_rows
@@ -16,8 +16,8 @@ from secure_fvi.silo import Silo
 class LocalPosterior:
     """The posterior of one silo's record-level and silo-level sites, given the global posterior."""
 
-    def __init__(self, silo: Silo, posterior: Posterior) -> None:
-        self._silo, self._posterior = silo, posterior
+    def __init__(self, silo: Silo, problem: Problem, posterior: Posterior) -> None:
+        self._silo, self._problem, self._posterior = silo, problem, posterior
 
     def __repr__(self) -> str:
         return f"LocalPosterior('{self._silo.name}', {self._silo.size} records)"
@@ -30,7 +30,7 @@ class LocalPosterior:
         """
         if n < 1:
             raise InputError(f"the number of draws must be at least 1, not {n}")
-        silo, problem, view = self._silo, self._silo.problem, self._silo.view
+        silo, problem, view = self._silo, self._problem, self._silo.view
         fit = silo.program.local_fit(silo.local)
         layout, samples, theta = problem.layout, fit.importance_samples, self._posterior.theta
         rng = torch.Generator().manual_seed(seed)

@@ -7,21 +7,13 @@ contributions, which pass the gate and then the secure sum, and the sum's own pr
 from __future__ import annotations
 
 import hashlib
-
-import numpy as np
-import numpy.typing as npt
-import torch
+from typing import Any
 
 from secure_fvi.aggregation.base import SumSilo
-from secure_fvi.algorithms.base import Pending, Problem, SiloProgram, SiloView
-from secure_fvi.discovery import start_at_silo
-from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.federated_model import Records
+from secure_fvi.algorithms.base import Pending, SiloProgram
+from secure_fvi.errors import ProtocolError
 from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.randomness import UNIT_ID, KeyedDraws
-
-_SPARE_ID = -2
 
 
 class Silo:
@@ -30,19 +22,15 @@ class Silo:
     def __init__(
         self,
         name: str,
-        problem: Problem,
         program: SiloProgram,
-        records: Records,
-        record_ids: npt.NDArray[np.int64],
-        secret: bytes,
+        view: Any,
         secure_sum: SumSilo,
         gate: Gate,
     ) -> None:
-        self.name, self.problem, self.program, self.size = name, problem, program, records.size
+        """`view`: what the program may use of the silo's data; `view.size` is the number of records."""
+        self.name, self.program, self.view, self.size = name, program, view, view.size
         self._sum, self.gate = secure_sum, gate
-        self.view = _view(name, problem, records, record_ids, secret)
-        problem.density.check_global_density(self.view.rows, name)
-        self.local = program.init_local(self.view)
+        self.local = program.init_local(view)
         self.pending: Pending | None = None
 
     def __repr__(self) -> str:
@@ -70,26 +58,3 @@ class Silo:
         if self.pending is not None:
             self.local = self.program.commit(self.local, self.pending, accepted)
             self.pending = None
-
-
-def _view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int64], secret: bytes) -> SiloView:
-    """Records with one spare row at the end (a copy of the first, of weight zero), and the silo's draws."""
-    if ids.shape != (records.size,):
-        raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
-    if len(np.unique(ids)) != len(ids) or (ids < 0).any():
-        raise InputError(f"silo '{silo}': record ids must be different whole numbers of at least 0")
-    rows = {name: torch.cat([t, t[:1]]).to(problem.device) for name, t in records.rows.items()}
-    weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
-    weights[-1] = 0.0
-    keyed = np.append(ids, _SPARE_ID)
-    start = start_at_silo(problem.model, rows, problem.schema.constants, problem.dtype, silo)
-    return SiloView(
-        silo,
-        rows,
-        weights,
-        records.size,
-        start,
-        KeyedDraws(secret, b"records", keyed),
-        KeyedDraws(secret, b"batches", keyed),
-        KeyedDraws(secret, b"silo/" + silo.encode(), np.array([UNIT_ID])),
-    )

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from secure_fvi import fitting
+from secure_fvi import driving
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 10.0
@@ -29,7 +29,7 @@ class RunProgress:
         self._shown = 0.0
         self._objective: float | None = None
 
-    def update(self, progress: fitting.Progress) -> None:
+    def update(self, progress: driving.Progress) -> None:
         """Take note of a round and, a few times a second at most, show it."""
         # The objective of one round is noisy by several nats; a decaying mean shows where it goes.
         old = self._objective
@@ -46,7 +46,7 @@ class RunProgress:
         else:
             self._show_line(progress, now - self._began)
 
-    def _show_bar(self, progress: fitting.Progress) -> None:
+    def _show_bar(self, progress: driving.Progress) -> None:
         if self._bar is None:
             self._bar = Progress(
                 SpinnerColumn(),
@@ -71,7 +71,7 @@ class RunProgress:
             r_hat=_r_hat(progress),
         )
 
-    def _show_line(self, progress: fitting.Progress, seconds: float) -> None:
+    def _show_line(self, progress: driving.Progress, seconds: float) -> None:
         done = progress.round - self._first_round
         left = f", at most {seconds / done * (progress.max_rounds - progress.round):.0f} s left" if done else ""
         click.echo(
@@ -95,5 +95,5 @@ class RunProgress:
             self._bar.stop()
 
 
-def _r_hat(progress: fitting.Progress) -> str:
+def _r_hat(progress: driving.Progress) -> str:
     return "" if progress.r_hat is None else f", R-hat {progress.r_hat:.3f}"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from secure_fvi.fitting import Progress
+from secure_fvi.driving import Progress
 from secure_fvi.runs.checkpoint import write_atomically
 
 #: Rounds between two lines, and the span that a line's mean objective covers.

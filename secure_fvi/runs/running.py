@@ -9,8 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from secure_fvi.driving import Progress
 from secure_fvi.errors import BudgetError, InputError
-from secure_fvi.fitting import Progress, fit
+from secure_fvi.fitting import fit
 from secure_fvi.guarding import Books
 from secure_fvi.runs.checkpoint import latest_round, write_atomically
 from secure_fvi.runs.config import Config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from secure_fvi.fitting import Progress
+from secure_fvi.driving import Progress
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.metrics import INTERVAL, MetricsLog, read_metrics

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarn
 @pytest.mark.parametrize("problem", [make_intercepts(), make_slopes(), make_clinics()])
 def test_record_gradients_add_up_to_the_silos_gradient(problem: Conjugate, samples: int) -> None:
     algorithm = sf.SFVI(iterations=5, importance_samples=samples)
-    _, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
     silo = engine.silos["silo-2"]
     frame, view = silo.program.frame, silo.view  # type: ignore[attr-defined]
-    whole = silo_gradient(silo.problem.density, frame.local_family, frame.silo_family, frame.samples)
+    whole = silo_gradient(server.problem.density, frame.local_family, frame.silo_family, frame.samples)
     rng = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
