@@ -22,6 +22,7 @@ from secure_fvi.algorithms.vertical import (
     VerticalSilo,
     linear,
 )
+from secure_fvi.algorithms.vertical.predictors import Program
 from secure_fvi.algorithms.vertical.server import ServerParams
 from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, Response, SiloParams
 from secure_fvi.algorithms.vertical.soul import gamma_step
@@ -50,10 +51,18 @@ class State(NamedTuple):
     server: ServerParams
 
 
+class Known(NamedTuple):
+    """The data of all parties."""
+
+    rows: Params  # (J, N, ...) each
+    response: Response
+
+
 class VerticalRound:
     """Rounds of `Vertical` with one local step, for J silos with columns x (J, N, D).
 
-    With `pooled`, z_j is eta_j itself: no augmentation.
+    With `pooled`, z_j is eta_j itself: no augmentation. `program` is the silos' predictor, linear by default, `more`
+    (J, N, ...) what it takes beside x. `like`, of equal arguments but for the data, lends its compiled step.
     """
 
     def __init__(
@@ -65,15 +74,23 @@ class VerticalRound:
         rate: float,
         mode: Mode,
         pooled: bool = False,
+        program: Program | None = None,
+        more: Params | None = None,
+        like: VerticalRound | None = None,
     ) -> None:
         self.config, self.likelihood, self.pooled = config, likelihood, pooled
-        self.rows, self.response, self.count, self.records = {"x": x}, response, x.shape[0], x.shape[1]
-        predictor = Predictor(linear(likelihood.columns), {"x": x[0]}, likelihood.columns)
+        self.known, self.count, self.records = Known({"x": x, **(more or {})}, response), x.shape[0], x.shape[1]
+        first = {name: value[0] for name, value in self.known.rows.items()}
+        predictor = Predictor(program or linear(likelihood.columns), first, likelihood.columns)
         self.optimizer = Optimizer("adam", rate)
         self.silo = VerticalSilo(config, likelihood, predictor, self.count, self.optimizer)
         self.server = VerticalServer(likelihood, self.optimizer, x.dtype)
         self._weights = torch.ones(self.records, dtype=x.dtype)
-        self.step: Callable[..., tuple[State, Tensor]] = Traced(self._round, (None,) * 4, mode)
+        self._step: Callable[..., tuple[State, Tensor]] = like._step if like else Traced(self._round, (None,) * 5, mode)
+
+    def step(self, state: State, noise: Noise, eps: Tensor, scale: Tensor) -> tuple[State, Tensor]:
+        """One round: the new state, and the bound before it, nats."""
+        return self._step(self.known, state, noise, eps, scale)
 
     def init(self, generator: torch.Generator) -> State:
         params = _stack([self.silo.init(self.records, generator)[0] for _ in range(self.count)])
@@ -106,54 +123,53 @@ class VerticalRound:
         trace = torch.stack(bounds)[: rounds // every * every].reshape(-1, every).mean(1)
         return Fit(found, theta["loc"].flatten(), vmap(family.stddev)(theta).flatten(), trace)
 
-    def _round(self, state: State, noise: Noise, eps: Tensor, scale: Tensor) -> tuple[State, Tensor]:
-        params, moments, server = State(*state)
+    def _round(self, known: Known, state: State, noise: Noise, eps: Tensor, scale: Tensor) -> tuple[State, Tensor]:
+        known, (params, moments, server) = Known(known[0], Response(*known[1])), State(*state)
         gamma = self.server.gamma(server.eta, eps)
         if self.pooled:
-            shared, gamma_gradient, value = self._pooled(params, noise, gamma)
+            shared, gamma_gradient, value = self._pooled(known, params, noise, gamma)
             gradient = SiloParams(shared, {name: torch.zeros_like(v) for name, v in params.record.items()})
         else:
-            draws = Draw(*vmap(self._draw)(params, self.rows, noise))
-            incoming, gamma_gradient, value = self._exchange(draws, gamma)
-            gradient = SiloParams(*vmap(self._gradient)(params, self.rows, noise, draws.z, incoming))
+            y, weights = known.response, self._weights
+            draws = Draw(*vmap(lambda p, rows, e: self.silo.draw(p, rows, y, weights, e))(params, known.rows, noise))
+            incoming, gamma_gradient, value = self._exchange(known.response, draws, gamma)
+            gradient = SiloParams(
+                *vmap(lambda p, rows, *rest: self.silo.gradient(p, rows, y, weights, *rest))(
+                    params, known.rows, noise, draws.z, incoming
+                )
+            )
             value = value + draws.local.sum()
         units = SiloParams(*vmap(self.silo.units)(params))
         params, moments = self.silo.ascend(params, moments, gradient, units, scale)
         server, own = self.server.update(server, gamma_gradient, eps, scale)
         return State(params, moments, server), value + own
 
-    def _draw(self, params: SiloParams, rows: Params, noise: Noise) -> Draw:
-        return self.silo.draw(params, rows, self.response, self._weights, noise)
-
-    def _gradient(self, params: SiloParams, rows: Params, noise: Noise, sent: Tensor, incoming: Incoming) -> SiloParams:
-        return self.silo.gradient(params, rows, self.response, self._weights, noise, sent, incoming)
-
-    def _exchange(self, draws: Draw, gamma: Tensor) -> tuple[Incoming, Tensor, Tensor]:
+    def _exchange(self, response: Response, draws: Draw, gamma: Tensor) -> tuple[Incoming, Tensor, Tensor]:
         """What the silos get back (stacked), the gradient in gamma, and the likelihood's part of the bound."""
         s, j = draws.z.sum(0), self.count
-        h = self.server.curvature(self.response.offset, s, gamma).expand(j)
+        h = self.server.curvature(response.offset, s, gamma).expand(j)
         gammas = gamma.expand(j, -1)
         if not self.config.is_power:
-            answer = self.server.respond(self.response, s, gamma, self._weights)
+            answer = self.server.respond(response, s, gamma, self._weights)
             pull = answer.pull.expand(j, *answer.pull.shape)
             return Incoming(pull, h, torch.zeros_like(pull), gammas, torch.ones_like(h)), answer.gamma, answer.value
         share = torch.full_like(h, 1.0 / j)
-        own, in_gamma, value, _ = vmap(lambda d, w: self.silo.slope(d, self.response, self._weights, s, gamma, w))(
+        own, in_gamma, value, _ = vmap(lambda d, w: self.silo.slope(d, response, self._weights, s, gamma, w))(
             draws, share
         )
         incoming = Incoming(own.sum(0) - own, h * (1 - share), s - draws.z, gammas, share)
         return incoming, in_gamma.sum(0), value.sum()
 
-    def _pooled(self, params: SiloParams, noise: Noise, gamma: Tensor) -> tuple[Params, Tensor, Tensor]:
+    def _pooled(self, known: Known, params: SiloParams, noise: Noise, gamma: Tensor) -> tuple[Params, Tensor, Tensor]:
         """Sticking-the-landing gradients and the bound for y ~ p(y | sum_j eta_j)."""
         family, held = self.silo.family, part(params.shared, "theta")
 
         def bound(shared: Params, gamma: Tensor) -> tuple[Tensor, Tensor]:
             theta = vmap(family.transform)(part(shared, "theta"), noise.theta)
-            eta, log_prior = vmap(lambda t, rows: self.silo.predictor.evaluate(t, {}, rows))(theta, self.rows)
+            eta, log_prior = vmap(lambda t, rows: self.silo.predictor.evaluate(t, {}, rows))(theta, known.rows)
             log_q = vmap(family.log_prob)(held, theta).sum()
-            predictor = eta.sum(0) + self.response.offset.unsqueeze(-1)
-            value = self.likelihood.log_prob(self.response.y, predictor, gamma).sum() + log_prior.sum() - log_q
+            predictor = eta.sum(0) + known.response.offset.unsqueeze(-1)
+            value = self.likelihood.log_prob(known.response.y, predictor, gamma).sum() + log_prior.sum() - log_q
             return value, value
 
         (shared, in_gamma), value = torch.func.grad(bound, argnums=(0, 1), has_aux=True)(params.shared, gamma)
