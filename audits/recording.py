@@ -38,7 +38,7 @@ class Recorder:
         self._sums: list[Sum] = []
         self._began = time.monotonic()
         self._round, self._phase = 0, SET_UP
-        server.program = _WatchedProgram(server.program, self._note_release)  # type: ignore[assignment]
+        server.program = _WatchedProgram(server.program, self._note_release)
         server._sum = _WatchedSum(server._sum, self._note_total)
         if isinstance(server._sum.inner, WithHolder):
             server._sum.inner._holder = self._watched_holder(server._sum.inner._holder)
@@ -144,7 +144,7 @@ def replay(transcript: Transcript, server: Server) -> list[FloatArray]:
     """
     recorded = [e for e in transcript.entries if e.party != KEY_HOLDER]
     totals: list[FloatArray] = []
-    server.program = _WatchedProgram(server.program, totals.append)  # type: ignore[assignment]
+    server.program = _WatchedProgram(server.program, totals.append)
     at = 0
     for _ in transcript.sums:
         exchanges = server.round()

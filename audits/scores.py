@@ -1,0 +1,148 @@
+"""Scores with intervals. Each states what its interval rests on.
+
+Rates of right guesses have exact (Clopper and Pearson 1934) intervals, the area under the ROC curve that of DeLong et
+al. (1988), R^2 the percentile bootstrap over groups of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import beta, binom, norm, rankdata
+
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.audits.base import CONFIDENCE, Estimate, Groups, check_confidence
+from secure_fvi.errors import InputError
+
+_RESAMPLES = 4000
+_SEED = 20_231_207
+
+
+def proportion(right: int, trials: int, confidence: float = CONFIDENCE) -> Estimate:
+    """A probability from independent trials, with its Clopper-Pearson interval."""
+    check_confidence(confidence)
+    if not 0 <= right <= trials or trials < 1:
+        raise InputError(f"{right} of {trials} trials cannot be")
+    tail = (1 - confidence) / 2
+    low = 0.0 if right == 0 else float(beta.ppf(tail, right, trials - right + 1))
+    high = 1.0 if right == trials else float(beta.ppf(1 - tail, right + 1, trials - right))
+    return Estimate(right / trials, low, high)
+
+
+def advantage(right: int, trials: int, confidence: float = CONFIDENCE) -> Estimate:
+    """Of guesses at fair coins: 2 P(right) - 1, which 0 is without knowledge and 1 with certainty.
+
+    For a fair coin it is true-positive rate less false-positive rate, the membership advantage of Yeom et al. (2018).
+    """
+    return Estimate(*(2 * p - 1 for p in proportion(right, trials, confidence)))
+
+
+def power_of_advantage(estimate: Estimate, trials: int, confidence: float = CONFIDENCE) -> float:
+    """Probability that `trials` guesses, right as often as the interval's lower end says, give an advantage above 0."""
+    least = next((k for k in range(trials + 1) if advantage(k, trials, confidence).low > 0), trials + 1)
+    return float(binom.sf(least - 1, trials, (1 + estimate.low) / 2))
+
+
+def auc(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: float = CONFIDENCE) -> Estimate:
+    """Area under the ROC curve of `guesses` (B,) for `truth` (B,) of 0 and 1. Rows must be independent.
+
+    DeLong's variance on the logit scale. Where all pairs are in order, or all the wrong way round, that variance is
+    zero, and the bound is Clopper and Pearson's for as many disjoint pairs as there are.
+    """
+    check_confidence(confidence)
+    inside, outside = guesses[truth > 0.5], guesses[truth <= 0.5]
+    m, n = len(inside), len(outside)
+    if not m or not n:
+        raise InputError(f"an AUC needs both kinds of rows, got {m} and {n}")
+    ranks = rankdata(np.concatenate([inside, outside]))
+    among_in, among_out = rankdata(inside), rankdata(outside)
+    above = (ranks[:m] - among_in) / n  # of each row inside: share of rows outside that it beats
+    below = 1 - (ranks[m:] - among_out) / m
+    area = float(above.mean())
+    if min(m, n) < 2 or area in (0.0, 1.0):
+        pairs = min(m, n)
+        bound = proportion(pairs if area > 0.5 else 0, pairs, confidence)
+        return Estimate(area, min(bound.low, area), max(bound.high, area))
+    sd = math.sqrt(above.var(ddof=1) / m + below.var(ddof=1) / n)
+    reach = norm.ppf((1 + confidence) / 2) * sd / (area * (1 - area))
+    centre = math.log(area / (1 - area))
+    return Estimate(area, _logistic(centre - reach), _logistic(centre + reach))
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+class RateAt(NamedTuple):
+    """True-positive rate at a false-positive rate that is asked for."""
+
+    rate: Estimate
+    asked: float
+    threshold: float  # infinite where the rows outside are too few for so low a rate
+
+
+def tpr_at_fpr(truth: FloatArray, guesses: FloatArray, fpr: float, confidence: float = CONFIDENCE) -> RateAt:
+    """The threshold is the k-th largest guess outside, k = floor(fpr (n + 1)): a fresh row outside passes it with a
+    probability of at most `fpr` (a conformal bound, whatever the distribution). Interval: Clopper and Pearson."""
+    inside, outside = guesses[truth > 0.5], np.sort(guesses[truth <= 0.5])
+    if not len(inside) or not 0 < fpr < 1:
+        raise InputError(f"a rate at fpr = {fpr} over {len(inside)} rows cannot be")
+    k = math.floor(fpr * (len(outside) + 1) + 1e-9)
+    threshold = float(outside[-k]) if k else math.inf
+    return RateAt(proportion(int((inside > threshold).sum()), len(inside), confidence), fpr, threshold)
+
+
+def r_squared(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: float = CONFIDENCE) -> Estimate:
+    """1 - squared errors / squared deviations from the mean; guessing the mean gives 0, worse guesses less.
+
+    Percentile bootstrap over whole groups, with a fixed seed.
+    """
+    return _bootstrap(_moments(truth, guesses), groups, _r_squared, confidence)
+
+
+def gain(
+    truth: FloatArray, better: FloatArray, base: FloatArray, groups: Groups, confidence: float = CONFIDENCE
+) -> Estimate:
+    """How much R^2 of the guesses `better` exceeds that of `base`, by a bootstrap of both together."""
+    rows = np.column_stack([_moments(truth, better), (truth - base) ** 2])
+    return _bootstrap(rows, groups, lambda s: _r_squared(s) - _r_squared(s[:, [0, 1, 2, 4]]), confidence)
+
+
+def _moments(truth: FloatArray, guesses: FloatArray) -> FloatArray:
+    centred = truth - truth.mean()
+    return np.column_stack([np.ones(len(truth)), centred, centred**2, (truth - guesses) ** 2])
+
+
+def _r_squared(sums: FloatArray) -> FloatArray:
+    count, first, second, errors = sums.T[:4]
+    spread = second - first**2 / count
+    return np.asarray(1 - errors / np.where(spread > 0, spread, np.nan))
+
+
+@functools.lru_cache(maxsize=4)
+def _resamples(groups: int) -> FloatArray:
+    """How often each group is drawn in each resample, (_RESAMPLES, groups)."""
+    rng = np.random.default_rng(_SEED)
+    return rng.multinomial(groups, np.full(groups, 1 / groups), _RESAMPLES).astype(np.float64)
+
+
+def _bootstrap(
+    rows: FloatArray, groups: Groups, statistic: Callable[[FloatArray], FloatArray], confidence: float
+) -> Estimate:
+    check_confidence(confidence)
+    names, at = np.unique(groups, return_inverse=True)
+    if len(names) < 10:
+        raise InputError(f"a bootstrap over {len(names)} groups means little; use at least 10")
+    by_group = np.zeros((len(names), rows.shape[1]))
+    np.add.at(by_group, at, rows)
+    value = float(statistic(by_group.sum(0, keepdims=True))[0])
+    if math.isnan(value):
+        raise InputError("all targets are the same, so nothing can be recovered")
+    found = statistic(_resamples(len(names)) @ by_group)
+    tail = (1 - confidence) / 2
+    low, high = np.nanquantile(found, [tail, 1 - tail])
+    return Estimate(value, float(low), float(high))
