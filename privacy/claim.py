@@ -17,13 +17,14 @@ _MEANINGFUL = 100.0
 
 def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
     """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
-    settings = next(iter(terms.values())).settings
+    first = next(iter(terms.values()))
+    settings = first.settings
     job = Composed(tuple(t.job for t in terms.values()))
     by_rdp = epsilon(job, settings.delta, "rdp")
     exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
     return {
         "unit": settings.unit,
-        "adjacency": "add or remove one",
+        "adjacency": first.adjacency,
         "epsilon": epsilon(job, settings.delta, "pld") if exact else by_rdp,
         "delta": settings.delta,
         "accountant": "pld" if exact else "rdp",

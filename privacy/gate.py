@@ -50,7 +50,7 @@ class Gate:
     ) -> None:
         if bool(terms) != (charge is not None):
             raise AggregationError(f"silo '{silo}': a job under privacy needs its ledger")
-        if terms and set(terms) != set(tables):
+        if terms and not set(terms) >= set(tables):
             raise AggregationError(f"silo '{silo}': under privacy every phase needs its terms")
         self.silo = silo
         self._tables, self._terms = tables, dict(terms or {})
@@ -173,6 +173,39 @@ class Gate:
         self._pay(index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
 
+    def release_rows(self, rows: Tensor) -> Release:
+        """One row a record, noised: what each person adds stays a row of its own (vertical runs). rows (N, C).
+
+        Replacing a person's values turns its row into another one, so that each row is clipped to half the norm. How
+        other rows depend on this person must have been noised before (`hidden_sum`).
+        """
+        index = self._once()
+        terms = self.terms
+        if terms is None or terms.sampling_rate != 1 or terms.extent != (rows.numel(), 0, 0):
+            raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a row a record")
+        clipped, dropped = _clipped(rows.double(), self._clip / 2)
+        noised = self._noiser(index, 0)(clipped.reshape(-1).cpu())
+        self.dropped += dropped
+        self._pay(index)
+        return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
+
+    def hidden_sum(self, phase: str, rows: Tensor) -> Tensor:
+        """A sum over records for the holder's own next step: noised in full and charged to `phase`, never sent.
+
+        rows (N, n): a person whose values are replaced changes its row alone, which is clipped to half the norm. Call
+        it after `begin` and before the release of the sum index; float64 (n,).
+        """
+        terms, index = self._terms.get(phase), self._index
+        if terms is None or index < 0 or terms.resolution or terms.sampling_rate != 1:
+            raise AggregationError(f"silo '{self.silo}': the terms of '{phase}' are not those of a sum that stays")
+        clipped, dropped = _clipped(rows.double(), self._clip / 2)
+        sd = terms.noise_multiplier * self._clip
+        noise = gaussian(self._noise.generator(self.silo, index, phase), sd, rows.shape[1])
+        self.dropped += dropped
+        assert self._charge is not None
+        self._charge(phase, index)
+        return clipped.sum(0).cpu() + torch.from_numpy(noise)
+
     def _noiser(self, index: int, hidden: int) -> Callable[[Tensor], Tensor]:
         """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement."""
         terms, clip = self.terms, self._clip
@@ -222,3 +255,11 @@ class Gate:
                     "scale the data, lower learning_rate, or declare a larger bound"
                 )
         raise AssertionError("unreachable")
+
+
+def _clipped(rows: Tensor, norm: float) -> tuple[Tensor, int]:
+    """Rows scaled to an L2 norm of at most `norm`, those with an entry that is not finite set to zero; their number."""
+    finite = torch.isfinite(rows).all(1)
+    kept = torch.where(finite.unsqueeze(1), rows, 0.0)
+    factor = (norm / kept.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
+    return kept * factor, int((~finite).sum())

@@ -52,6 +52,7 @@ class Terms:
     cohort: int  # silos asked in a round
     extent: Extent
     resolution: int  # lattice steps a clipping norm; 0 off the lattice
+    adjacency: str = "add or remove one"
 
     @property
     def releases(self) -> int:

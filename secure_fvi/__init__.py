@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi import WarmStart as WarmStart
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
+    from secure_fvi.algorithms.vertical.config import Vertical as Vertical
     from secure_fvi.driving import Progress as Progress
     from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from secure_fvi.privacy.settings import RecordDP as RecordDP
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
+    from secure_fvi.vertical_fitting import fit_vertical as fit_vertical
 
 __version__ = "0.1.0"
 
@@ -59,9 +61,11 @@ _HOME = {
     "Shared": "secure_fvi.federated_model",
     "StreamingVB": "secure_fvi.algorithms.baselines",
     "VCL": "secure_fvi.algorithms.baselines",
+    "Vertical": "secure_fvi.algorithms.vertical.config",
     "WarmStart": "secure_fvi.algorithms.sfvi",
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.independent",
+    "fit_vertical": "secure_fvi.vertical_fitting",
 }
 __all__ = sorted(_HOME)
 

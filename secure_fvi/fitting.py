@@ -109,14 +109,11 @@ def build_parties(
     if len(names) != len(silos):
         raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
     ordered = check_silo_ids(names)
-    if dtype not in (torch.float32, torch.float64):
-        raise InputError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
-    if type(seed) is not int or not -(2**63) <= seed < 2**63:
-        raise InputError("seed must be a whole number of at most 64 bits")
+    check_common(seed, dtype)
     read = {name: read_data(data, name, dtype) for name, data in zip(names, silos, strict=True)}
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
     layout, start = read_layout(model, schema, dtype)
-    where = _device(device)
+    where = device_named(device)
     calls = algorithm.expected_calls * len(silos)
     problem = Problem(
         model, schema.to(where), layout, LogDensity(model, layout, schema.to(where)), start, ordered, seed, dtype,
@@ -154,7 +151,16 @@ def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
     return max(sizes, default=0) * algorithm.importance_samples
 
 
-def _device(device: str | torch.device) -> torch.device:
+def check_common(seed: int, dtype: torch.dtype) -> None:
+    """Raise InputError for a seed or a type of numbers that no run takes."""
+    if dtype not in (torch.float32, torch.float64):
+        raise InputError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
+        raise InputError("seed must be a whole number of at most 64 bits")
+
+
+def device_named(device: str | torch.device) -> torch.device:
+    """The device; raises InputError where PyTorch does not find it."""
     where = torch.device(device)
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
@@ -211,12 +217,12 @@ def _result(
         silos=list(problem.silos),
         rounds=server.rounds,
         seconds=rounds.seconds,
-        elbo=None if bound is None else _number(bound),
+        elbo=None if bound is None else number_or_none(bound),
         converged=converged,
         posterior=summarise(problem, posterior),
         theta=problem.density.constrain(posterior.eta["loc"], posterior.theta)[1],
         metrics={
-            "elbo_sd": _number(tail.std()),
+            "elbo_sd": number_or_none(tail.std()),
             **metrics,
             "records": server.state.records,
             "execution": problem.mode,
@@ -234,6 +240,6 @@ def _result(
     )
 
 
-def _number(value: Any) -> float | None:
+def number_or_none(value: Any) -> float | None:
     """None for what was not released."""
     return float(value) if math.isfinite(value) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.base import Posterior, Problem
+from secure_fvi.algorithms.base import LocalFit, Posterior, Problem
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError
 from secure_fvi.families import rows as gaussian_rows
@@ -31,7 +31,7 @@ class LocalPosterior:
         if n < 1:
             raise InputError(f"the number of draws must be at least 1, not {n}")
         silo, problem, view = self._silo, self._problem, self._silo.view
-        fit = silo.program.local_fit(silo.local)
+        fit: LocalFit = silo.program.local_fit(silo.local)
         layout, samples, theta = problem.layout, fit.importance_samples, self._posterior.theta
         rng = torch.Generator().manual_seed(seed)
         rows = len(view.weights)

@@ -14,7 +14,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
 #: Scalar of a broadcast that the server adds where the clipping norm adapts.
@@ -51,7 +51,7 @@ def encode_broadcast(message: Broadcast) -> bytes:
             VERSION,
             message.round,
             message.sum_index,
-            message.accepted,
+            dict(message.accepted),
             list(message.cohort),
             dict(message.scalars),
             pack_tensors(message.tensors),
@@ -70,7 +70,8 @@ def decode_broadcast(raw: bytes) -> Broadcast:
     _require(isinstance(fields, list) and len(fields) == 8, "a broadcast has eight fields")
     version, round_, index, accepted, cohort, scalars, tensors, phase = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
-    _require(all(type(n) is int and n >= 0 for n in (round_, index, accepted)), "malformed round numbers")
+    _require(isinstance(accepted, dict) and all(isinstance(s, str) for s in accepted), "malformed sums used")
+    _require(all(type(n) is int and n >= 0 for n in (round_, index, *accepted.values())), "malformed round numbers")
     _require(isinstance(cohort, list) and all(isinstance(s, str) for s in cohort), "malformed cohort")
     _require(
         isinstance(scalars, dict)

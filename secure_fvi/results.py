@@ -38,31 +38,55 @@ class SitePosteriors(dict[str, SitePosterior]):
         raise InputError(f"no global site '{name}'; there are: {', '.join(self) or 'none'}")
 
 
-@dataclass(frozen=True, repr=False)
-class Result:
-    """A fitted model. All but `local` follows from broadcasts and totals."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RunSummary:
+    """What every fit reports: the content of result.json. All of it follows from broadcasts and totals."""
 
     algorithm: str
     seed: int
     silos: list[str]
     rounds: int
     seconds: float
-    elbo: (
-        float | None
-    )  # nats; mean over the last rounds (with importance samples: the tighter bound); None: not released
+    # nats; mean over the last rounds (with importance samples: the tighter bound); None: not released
+    elbo: float | None
     converged: bool
     posterior: SitePosteriors
     theta: Params  # in the model's own space
     metrics: dict[str, Any]
     aggregation: dict[str, Any]
     privacy: dict[str, Any] | None
-    problem: Problem = field(repr=False)
-    variational: Posterior = field(repr=False)
-    local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def __repr__(self) -> str:
         sites = ", ".join(self.posterior)
-        return f"Result({self.algorithm}, {self.rounds} rounds, converged={self.converged}, sites: {sites})"
+        return (
+            f"{type(self).__name__}({self.algorithm}, {self.rounds} rounds, converged={self.converged}, sites: {sites})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json."""
+        return {
+            "algorithm": self.algorithm,
+            "seed": self.seed,
+            "silos": self.silos,
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+            "elbo": self.elbo,
+            "converged": self.converged,
+            "posterior": {s: {"mean": p.mean.tolist(), "sd": p.sd.tolist()} for s, p in self.posterior.items()},
+            "theta": {name: value.tolist() for name, value in self.theta.items()},
+            "metrics": self.metrics,
+            "aggregation": self.aggregation,
+            "privacy": self.privacy,
+        }
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Result(RunSummary):
+    """A fitted model. All but `local` follows from broadcasts and totals."""
+
+    problem: Problem = field(repr=False)
+    variational: Posterior = field(repr=False)
+    local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def sample(self, n: int, seed: int = 0) -> Params:
         """`n` draws of every global site, (n, *shape) each, in the model's own space."""
@@ -87,23 +111,6 @@ class Result:
         from secure_fvi.prediction import log_predictive
 
         return log_predictive(self.problem, self.variational, data, n, seed)
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of result.json."""
-        return {
-            "algorithm": self.algorithm,
-            "seed": self.seed,
-            "silos": self.silos,
-            "rounds": self.rounds,
-            "seconds": self.seconds,
-            "elbo": self.elbo,
-            "converged": self.converged,
-            "posterior": {s: {"mean": p.mean.tolist(), "sd": p.sd.tolist()} for s, p in self.posterior.items()},
-            "theta": {name: value.tolist() for name, value in self.theta.items()},
-            "metrics": self.metrics,
-            "aggregation": self.aggregation,
-            "privacy": self.privacy,
-        }
 
     def save(self, directory: str | Path) -> None:
         """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer
-from secure_fvi.algorithms.base import Problem, ServerProgram, Step
+from secure_fvi.algorithms.base import ServerProgram, Step
 from secure_fvi.messages import CLIP, ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.curator import curated
 from secure_fvi.privacy.noise import NoiseSource
@@ -24,7 +24,7 @@ class ServerState(NamedTuple):
 
     algorithm: Any
     last_index: int  # of the last sum begun; the next is larger
-    accepted: int  # of the last sum used
+    accepted: Mapping[str, int]  # by silo, index of the last sum used that has its term
     records: int | None  # N over all silos, once a full cohort has answered
     clip: float  # clipping norm of the next round under differential privacy, 0 without
 
@@ -33,12 +33,13 @@ class Server:
     """The aggregating party."""
 
     def __init__(
-        self, problem: Problem, program: ServerProgram, secure_sum: SumServer, noise: NoiseSource | None = None
+        self, problem: Any, program: ServerProgram, secure_sum: SumServer, noise: NoiseSource | None = None
     ) -> None:
+        """`problem`: a `Problem` or a `VerticalProblem`; the server itself reads the silos' ids."""
         self.problem, self.program, self._sum = problem, program, secure_sum
         self._noise = noise or NoiseSource()
         clip = max((terms.settings.clipping_norm for terms in program.terms.values()), default=0.0)
-        self.state = ServerState(program.init(), 0, 0, None, clip)
+        self.state = ServerState(program.init(), 0, {}, None, clip)
 
     @property
     def rounds(self) -> int:
@@ -66,6 +67,7 @@ class Server:
         self.state = state._replace(last_index=index)
         yield from _wrapped(self._sum.prepare(index))
         message = self.program.broadcast(state.algorithm, index, state.accepted)
+        message = message._replace(accepted={s: state.accepted.get(s, 0) for s in message.cohort})
         terms, table = self.program.terms.get(message.phase), self.program.tables[message.phase]
         if terms is not None and terms.adaptive:
             message = message._replace(scalars={**message.scalars, CLIP: state.clip})
@@ -82,7 +84,8 @@ class Server:
                 clip = terms.next_clip(below, len(total.survivors), clip)
         records, scale = self._absent(message.cohort, total.survivors, table.split(values).get("records"))
         algorithm, step = self.program.update(state.algorithm, message, values, scale)
-        self.state = ServerState(algorithm, index, index, records, clip)
+        accepted = {**state.accepted, **dict.fromkeys(total.survivors, index)}
+        self.state = ServerState(algorithm, index, accepted, records, clip)
         return step
 
     def _absent(

@@ -7,6 +7,7 @@ contributions, which pass the gate and then the secure sum, and the sum's own pr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from secure_fvi.aggregation.base import SumSilo
@@ -53,8 +54,8 @@ class Silo:
         self.pending = Pending(broadcast.sum_index, local)
         return answer
 
-    def settle(self, accepted: int) -> None:
-        """Let the algorithm decide on the pending local state, now that the last used sum is known."""
+    def settle(self, accepted: Mapping[str, int]) -> None:
+        """Let the algorithm decide on the pending local state; `accepted` is a broadcast's, or the server's."""
         if self.pending is not None:
-            self.local = self.program.commit(self.local, self.pending, accepted)
+            self.local = self.program.commit(self.local, self.pending, accepted.get(self.name, 0))
             self.pending = None

@@ -70,11 +70,28 @@ def test_a_pending_state_counts_only_when_its_sum_was_used() -> None:
     before = silo.local
     engine.run(server.round())
     assert silo.local is before
-    silo.settle(99)  # the server used another sum
+    silo.settle({"silo-1": 99})  # the server used another sum
     assert silo.local is before
     engine.run(server.round())
     silo.settle(server.state.accepted)
     assert silo.local is not before
+
+
+def test_a_silo_that_sits_rounds_out_keeps_what_was_used() -> None:
+    """Its next broadcast names a later sum for the others, and its own last one for itself."""
+    problem = make_intercepts()
+    algorithm = sf.SFVI(iterations=30, participation=0.34)
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    kept = dict.fromkeys(engine.silos, 0)
+    for _ in range(30):
+        before = {name: silo.pending for name, silo in engine.silos.items()}
+        engine.run(server.round())
+        for name, silo in engine.silos.items():
+            pending = before[name]
+            if pending is not None and silo.pending is not pending:  # it was asked again
+                assert silo.local is pending.local
+                kept[name] += 1
+    assert min(kept.values()) > 2
 
 
 def test_an_abandoned_sum_never_gives_its_index_again() -> None:
@@ -86,12 +103,12 @@ def test_an_abandoned_sum_never_gives_its_index_again() -> None:
     generator.close()
     engine.run(server.round())
     assert server.state.last_index == 2
-    assert server.state.accepted == 2
+    assert set(server.state.accepted.values()) == {2}
 
 
 def _broadcast() -> Broadcast:
     tensors = {"z_global": torch.tensor([1.0, 2.0]), "theta/t": torch.ones(2, 3, dtype=torch.float32)}
-    return Broadcast(3, 4, 2, ("a", "b"), {"scale": 0.5}, tensors)
+    return Broadcast(3, 4, {"a": 2, "b": 1}, ("a", "b"), {"scale": 0.5}, tensors)
 
 
 def test_broadcasts_survive_the_wire() -> None:

@@ -70,7 +70,7 @@ class Broadcast(NamedTuple):
 
     round: int
     sum_index: int  # of the secure sum that answers it; never used twice
-    accepted: int  # index of the last sum that the server used; silos commit on it, 0 at the start
+    accepted: Mapping[str, int]  # by silo of the cohort, the last sum used that has its term: silos commit on it
     cohort: tuple[str, ...]
     scalars: Mapping[str, float]
     tensors: Mapping[str, Tensor]
@@ -146,8 +146,8 @@ class ServerProgram(Protocol):
         """The state before the first round."""
         ...
 
-    def broadcast(self, state: Any, index: int, accepted: int) -> Broadcast:
-        """The next round's message. Randomness in it is public."""
+    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        """The next round's message; `accepted` is passed on. Randomness in it is public."""
         ...
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
@@ -175,7 +175,10 @@ class ServerProgram(Protocol):
 
 
 class SiloProgram(Protocol):
-    """The silos' half. Local state is a NamedTuple of tensors and plain values and never leaves the silo."""
+    """The silos' half. Local state is a NamedTuple of tensors and plain values and never leaves the silo.
+
+    `view` is what the program may use of the silo's data: a `SiloView`, or a `VerticalView` in vertical runs.
+    """
 
     @property
     def tables(self) -> Mapping[str, BlockTable]: ...
@@ -183,20 +186,20 @@ class SiloProgram(Protocol):
     @property
     def terms(self) -> Mapping[str, Terms]: ...
 
-    def init_local(self, view: SiloView) -> Any:
+    def init_local(self, view: Any) -> Any:
         """A silo's state before the first round."""
         ...
 
-    def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
+    def contribute(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
         """What the gate lets out, and the local state to hand to `commit`."""
         ...
 
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
-        """The local state from now on, where `accepted` is the index of the last sum that the server used."""
+        """The local state from now on; `accepted` is the index of the last sum used that has this silo's term, or 0."""
         ...
 
-    def local_fit(self, local: Any) -> LocalFit:
-        """What the local state stands for now."""
+    def local_fit(self, local: Any) -> Any:
+        """What the local state stands for now: a `LocalFit`; in vertical runs q(theta_j) by name."""
         ...
 
 

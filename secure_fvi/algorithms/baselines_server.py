@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class BaselineServer:
             )
         return BaselineState(0, prior, self.frame.public_records or 0, 0, False)
 
-    def broadcast(self, state: BaselineState, index: int, accepted: int) -> Broadcast:
+    def broadcast(self, state: BaselineState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         counting = self.frame.counts_first and not state.records
         cohort = self.problem.silos if counting else self.frame.base.cohort(state.round)
         phase = COUNT if counting else ROUND_PHASE

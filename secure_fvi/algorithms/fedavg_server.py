@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class FedAvgServer:
         first = COUNT if self.frame.counts_first else AVERAGE
         return FedAvgState(0, first, start, still, self.config.total_records or 0, None, math.nan)
 
-    def broadcast(self, state: FedAvgState, index: int, accepted: int) -> Broadcast:
+    def broadcast(self, state: FedAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         config, cohort = self.config, self.problem.silos
         if state.phase == AVERAGE:
             cohort = choose_cohort(cohort, config.participation, self.problem.seed, state.round)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class PVIServer:
         moments, turns = self.optimizer.init(theta), first_turns(len(none))
         return PVIState(0, prior, prior, theta, moments, none, none, moved, 0.0, none_yet, none_yet, 0, 0, turns)
 
-    def broadcast(self, state: PVIState, index: int, accepted: int) -> Broadcast:
+    def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         tensors = {"q": state.q.pack(), "counted": state.counted, "factors": state.factors}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         cohort = self.frame.cohort(state.round)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +87,7 @@ class SFVIAvgServer:
         ways = eta["loc"].new_zeros(WATCHED, self.family.n)
         return SFVIAvgState(0, first, eta, theta, self.config.total_records or 0, idle, 0, None, ways, math.nan)
 
-    def broadcast(self, state: SFVIAvgState, index: int, accepted: int) -> Broadcast:
+    def broadcast(self, state: SFVIAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         silos, rate = self.problem.silos, self.config.decay**state.settled
         scalars = {"records": float(state.records), "rate": rate}
         if state.phase in (MERGE, BURES):

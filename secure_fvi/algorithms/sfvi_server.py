@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class SFVIServer:
         z_global, shift = self._draw(eta, eps)
         return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, eps, z_global, shift, stopping.start())
 
-    def broadcast(self, state: SFVIState, index: int, accepted: int) -> Broadcast:
+    def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         tensors = {"z_global": state.z_global, "shift": state.shift}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         scalars = {

@@ -9,6 +9,7 @@ mean of the merged q, their conditionals are written around it. Both halves are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class WarmServer:
     def init(self) -> WarmState:
         return WarmState(self._warm.init(), self._own.init())
 
-    def broadcast(self, state: WarmState, index: int, accepted: int) -> Broadcast:
+    def broadcast(self, state: WarmState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         if not self._begun(state):
             return self._warm.broadcast(state.warm, index, accepted)
         message = self._own.broadcast(state.own, index, accepted)

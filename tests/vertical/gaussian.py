@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import secure_fvi as sf
+from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.algorithms.vertical import Gaussian, Likelihood, Vertical
 from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.trees import Params
+from secure_fvi.trees import Params, part
+from secure_fvi.vertical_results import VerticalResult
 
 SIGMA = 0.8
 
@@ -41,6 +45,52 @@ class Joint(NamedTuple):
             parts.append(torch.linalg.inv(block).diagonal().sqrt())
             start += width
         return torch.cat(parts)
+
+
+class KnownNoise(Gaussian):
+    """y ~ N(predictor, SIGMA^2) without an intercept: gamma is a standard normal number that nothing depends on."""
+
+    gamma_size = 1
+
+    def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
+        return super().log_prob(y, predictor, _known(gamma))
+
+    def log_prior(self, gamma: Tensor) -> Tensor:
+        return -0.5 * gamma.square().sum()
+
+    def curvature(self, predictor: Tensor, gamma: Tensor) -> Tensor:
+        return super().curvature(predictor, _known(gamma))
+
+    def constrain(self, gamma: Tensor) -> Params:
+        return {"nothing": gamma[..., 0]}
+
+
+def _known(gamma: Tensor) -> Tensor:
+    return torch.stack([gamma.new_zeros(()), gamma.new_tensor(SIGMA).log()])
+
+
+def fit(
+    silos: list[Params],
+    response: Response,
+    config: Vertical,
+    likelihood: Likelihood | None = None,
+    aggregation: SecureSum | None = None,
+    predictors: list[Any] | None = None,
+) -> VerticalResult:
+    """`sf.fit_vertical` without compilation, in a plain sum by default."""
+    return sf.fit_vertical(
+        likelihood or KnownNoise(), silos, response.y, predictors, response.offset, config, aggregation or sf.Plain(),
+        compile=False,
+    )  # fmt: skip
+
+
+def means(result: VerticalResult) -> Tensor:
+    """Of all q(theta_j), unconstrained."""
+    return torch.cat([result.local[s].q["theta/loc"] for s in result.silos])
+
+
+def sds(result: VerticalResult) -> Tensor:
+    return torch.cat([result.local[s].family.stddev(part(result.local[s].q, "theta")) for s in result.silos])
 
 
 def make(widths: list[int], records: int, seed: int = 0) -> Regression:

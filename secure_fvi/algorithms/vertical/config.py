@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.algorithms.sfvi import SCHEDULES
 from secure_fvi.algorithms.vertical.auxiliary import Amortised, MeanField
 from secure_fvi.errors import InputError
+from secure_fvi.optimizers import Optimizer
 
 #: The sums of one round: z_j, and in the power-likelihood model what the others need of silo j's likelihood.
 AUXILIARY_PHASE, SLOPE_PHASE = "auxiliary", "slope"
@@ -26,7 +28,7 @@ AUXILIARY_PHASE, SLOPE_PHASE = "auxiliary", "slope"
 
 @dataclass(frozen=True)
 class Vertical:
-    """One model and one family.
+    """One model, one family and one run.
 
     response: who knows y: "shared" by silos and server, or "private" to the server.
     family: of theta_j, as in `families.global_family`. auxiliary: of z_j given theta_j.
@@ -35,6 +37,10 @@ class Vertical:
     weight_concentration: Dirichlet prior of the likelihood weights w_j; None keeps them at 1/J. At 1 the prior is flat
     and a single silo takes all the weight.
     batch_size: records a round, the same at all parties by a shared seed; None uses all.
+    rounds: how many; a run that has not settled by then says so. schedule: of the learning rate over them.
+    average_last: the share of last iterates that is averaged.
+    participation: share of silos asked in a round; an absent silo's last z_j stays in the sum, for at most
+    max_staleness rounds: then it is asked again whatever the draw (augmented-variable model, all records a round).
     bound: largest absolute value of an element of a contribution; past it a silo refuses.
     """
 
@@ -47,7 +53,17 @@ class Vertical:
     damping: float | None = None
     weight_concentration: float | None = None
     batch_size: int | None = None
+    rounds: int = 4000
+    learning_rate: float = 0.02
+    schedule: Literal["constant", "linear", "cosine", "exponential"] = "linear"
+    average_last: float = 0.25
+    optimizer: str = "adam"
+    participation: float = 1.0
+    max_staleness: int = 0
     bound: float = 2.0**20
+
+    name: ClassVar[str] = "vertical"
+    importance_samples: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.model not in ("augmented", "power"):
@@ -62,7 +78,7 @@ class Vertical:
         for name in ("rho", "bound"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"{name} must be positive and finite, not {getattr(self, name)}")
-        for name in ("local_steps", "batch_size"):
+        for name in ("local_steps", "rounds", "batch_size"):
             value = getattr(self, name)
             if not (value is None and name == "batch_size") and (type(value) is not int or value < 1):
                 raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -74,9 +90,51 @@ class Vertical:
             if not 1 <= self.weight_concentration < math.inf:
                 raise InputError(f"weight_concentration must be at least 1, not {self.weight_concentration}")
 
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"schedule '{self.schedule}' is unknown; choose {', '.join(SCHEDULES)}")
+        if not 0 <= self.average_last <= 1:
+            raise InputError(f"average_last must lie in [0, 1], not {self.average_last}")
+        Optimizer(self.optimizer, self.learning_rate)
+        self._check_staleness()
+
+    def _check_staleness(self) -> None:
+        if not 0 < self.participation <= 1:
+            raise InputError(f"participation must lie in (0, 1], not {self.participation}")
+        if type(self.max_staleness) is not int or self.max_staleness < 0:
+            raise InputError(f"max_staleness must be a whole number of at least 0, not {self.max_staleness!r}")
+        if (self.participation < 1) != (self.max_staleness > 0):
+            raise InputError("participation below 1 and max_staleness above 0 belong together: give both or neither")
+        if self.max_staleness and (self.is_power or self.batch_size is not None):
+            raise InputError(
+                "silos may be absent from rounds in the augmented-variable model with all records in each round only: "
+                "the power likelihood needs every silo's slope, and a batch z_j that were sent before"
+            )
+
     @property
     def is_power(self) -> bool:
         return self.model == "power"
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The sums of a round, in order."""
+        return (AUXILIARY_PHASE, SLOPE_PHASE) if self.is_power else (AUXILIARY_PHASE,)
+
+    @property
+    def most_rounds(self) -> int:
+        return self.rounds
+
+    @property
+    def expected_calls(self) -> int:
+        """Traced calls a silo makes."""
+        return 2 * self.rounds
+
+    def multiplier(self, round_: int) -> float:
+        """Of the learning rate."""
+        return float(SCHEDULES[self.schedule](round_ / self.rounds))
+
+    def averages(self, round_: int) -> bool:
+        """Whether the iterate after `round_` enters the average."""
+        return round_ >= self.rounds * (1 - self.average_last)
 
     def kept(self, silos: int) -> float:
         """The damping in force among `silos` silos."""
@@ -89,7 +147,11 @@ class Vertical:
 
         `local` is the part of the bound that needs no other silo, nats; `mass` the sum of unnormalised weights.
         """
-        first = [Block("auxiliary", (records, columns), self.bound), Block("local", (), self.bound * records)]
+        first = [
+            Block("auxiliary", (records, columns), self.bound),
+            Block("local", (), self.bound * records),
+            Block("unsettled", (), 1.0),  # 1 from a silo whose own parameters still drift
+        ]
         if self.weight_concentration is not None:
             first.append(Block("mass", (), self.bound))
         tables = {AUXILIARY_PHASE: BlockTable(tuple(first))}

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributions
+from torch.distributions import Distribution
 from torch.nn.functional import logsigmoid, one_hot
 
 from secure_fvi.errors import InputError
@@ -48,6 +49,10 @@ class Likelihood(Protocol):
 
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         """log p(y_i | predictor_i, gamma) in nats, (N,); `predictor` (N, C) without the intercept."""
+        ...
+
+    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
+        """p(y | predictor, gamma) for predictor (..., N, C) and gamma (..., n_gamma); batch shape (..., N)."""
         ...
 
     def log_prior(self, gamma: Tensor) -> Tensor:
@@ -86,6 +91,9 @@ class Bernoulli:
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         return logsigmoid((2 * y - 1) * (predictor[:, 0] + gamma[0]))
 
+    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
+        return distributions.Bernoulli(logits=predictor[..., 0] + gamma[..., :1])
+
     def log_prior(self, gamma: Tensor) -> Tensor:
         return _normal(gamma, self.intercept_scale)
 
@@ -123,6 +131,9 @@ class Gaussian:
         u = (y - predictor[:, 0] - gamma[0]) * (-gamma[1]).exp()
         return -0.5 * (u.square() + LOG_2PI) - gamma[1]
 
+    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
+        return distributions.Normal(predictor[..., 0] + gamma[..., :1], gamma[..., 1:].exp())
+
     def log_prior(self, gamma: Tensor) -> Tensor:
         return _normal(gamma[:1], self.intercept_scale) + _log_half_normal(gamma[1], self.sigma_scale)
 
@@ -156,6 +167,9 @@ class Poisson:
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         log_rate = predictor[:, 0] + gamma[0]
         return y * log_rate - log_rate.exp() - torch.lgamma(y + 1)
+
+    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
+        return distributions.Poisson((predictor[..., 0] + gamma[..., :1]).exp())
 
     def log_prior(self, gamma: Tensor) -> Tensor:
         return _normal(gamma, self.intercept_scale)
@@ -197,6 +211,9 @@ class Categorical:
         logits = torch.log_softmax(predictor + gamma, -1)
         return logits.gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 
+    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
+        return distributions.Categorical(logits=predictor + gamma.unsqueeze(-2))
+
     def log_prior(self, gamma: Tensor) -> Tensor:
         return _normal(gamma, self.intercept_scale)
 
@@ -228,6 +245,25 @@ def slopes(
     (_, value), pull_back = vjp(log_prob, predictor, gamma)
     one, zero = torch.ones_like(value), torch.zeros_like(value)
     return Slopes(value, pull_back((one, zero))[0], pull_back((zero, one))[1])
+
+
+class RecordSlopes(NamedTuple):
+    """Derivatives of log p record by record, unweighted."""
+
+    predictor: Tensor  # (N, C)
+    gamma: Tensor  # (N, n_gamma)
+
+
+def slopes_by_record(
+    likelihood: Likelihood, y: Tensor, offset: Tensor, predictor: Tensor, gamma: Tensor
+) -> RecordSlopes:
+    """d log p_i / d predictor_i and d log p_i / d gamma for each record; arguments as in `slopes`."""
+
+    def one(y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
+        return likelihood.log_prob(y.unsqueeze(0), predictor.unsqueeze(0), gamma).sum()
+
+    at = predictor + offset.unsqueeze(-1)
+    return RecordSlopes(*torch.func.vmap(torch.func.grad(one, argnums=(1, 2)), in_dims=(0, 0, None))(y, at, gamma))
 
 
 def _normal(x: Tensor, scale: float) -> Tensor:

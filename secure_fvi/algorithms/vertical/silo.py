@@ -133,6 +133,36 @@ class VerticalSilo:
 
         return torch.func.grad(bound)(params)
 
+    def gradient_by_record(
+        self, params: SiloParams, rows: Params, response: Any, noise: Noise, sent: Tensor, incoming: Incoming
+    ) -> tuple[SiloParams, Params]:
+        """The same gradient in its parts (augmented-variable model): each record's own, unweighted, with a first axis
+        (N, ...) throughout, and that of log p(theta) / q(theta) in `shared`, which depends on no record."""
+        one = torch.ones_like(sent[:1, 0])
+
+        def record(free: SiloParams, row: Params, y: Any, z: Tensor, sent: Tensor, pull: Tensor) -> Tensor:
+            only = SiloParams(free.shared, {k: v.unsqueeze(0) for k, v in free.record.items()})
+            held = SiloParams(params.shared, {k: v.detach() for k, v in only.record.items()})
+            one_row = {k: v.unsqueeze(0) for k, v in row.items()}
+            seen = Response(*(v.unsqueeze(0) for v in y)) if y else ()
+            draw = self._draw(only, held, one_row, seen, one, Noise(noise.theta, z.unsqueeze(0)), prior=False)
+            moved = draw.z - sent
+            pulled = (pull * moved - 0.5 * incoming.curvature * moved.square()).sum()
+            return draw.local + pulled
+
+        axes = (SiloParams(None, 0), 0, 0 if response else None, 0, 0, 0)  # type: ignore[arg-type]
+        by_record = torch.func.vmap(torch.func.grad(record), in_dims=axes)(
+            params, rows, response, noise.z, sent, incoming.pull
+        )
+
+        def prior(free: SiloParams) -> Tensor:
+            theta = self.family.transform(part(free.shared, "theta"), noise.theta)
+            first = {k: v[:1] for k, v in rows.items()}
+            log_prior = self.predictor.evaluate(theta, part(free.shared, "point"), first)[1]
+            return log_prior - self.family.log_prob(part(params.shared, "theta"), theta)
+
+        return SiloParams(*by_record), torch.func.grad(prior)(params).shared
+
     def update(
         self,
         params: SiloParams,
@@ -168,7 +198,14 @@ class VerticalSilo:
         return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
 
     def _draw(
-        self, free: SiloParams, held: SiloParams, rows: Params, response: Any, weights: Tensor, noise: Noise
+        self,
+        free: SiloParams,
+        held: SiloParams,
+        rows: Params,
+        response: Any,
+        weights: Tensor,
+        noise: Noise,
+        prior: bool = True,
     ) -> Draw:
         """A draw along `free`, with the densities of q taken at `held`: equal but for their derivatives."""
         theta = self.family.transform(part(free.shared, "theta"), noise.theta)
@@ -178,8 +215,10 @@ class VerticalSilo:
         z = loc + log_scale.exp() * noise.z
         loc, log_scale = self.auxiliary.moments(part(held.shared, "z"), held.record, eta, features)
         log_ratio = log_normal(z, eta, torch.full_like(eta, self.log_rho)) - log_normal(z, loc, log_scale)
-        log_q = self.family.log_prob(part(held.shared, "theta"), theta)
-        return Draw(theta, eta, z, (weights * log_ratio).sum() + log_prior - log_q)
+        local = (weights * log_ratio).sum()
+        if prior:
+            local = local + log_prior - self.family.log_prob(part(held.shared, "theta"), theta)
+        return Draw(theta, eta, z, local)
 
     def _mix(self, old: Params, new: Params) -> Params:
         return {name: torch.lerp(value, new[name], self.kept) for name, value in old.items()}

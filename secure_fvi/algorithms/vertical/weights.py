@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+_RATE, _MOST = 0.5, 0.2  # of a step on u_j
+
 
 def share(logit: Tensor, mass: Tensor) -> Tensor:
     """w_j () from u_j and the total of exp(u_k)."""
@@ -22,3 +24,11 @@ def weight_gradient(weight: Tensor, log_likelihood: Tensor, mean: Tensor, concen
     l_j + (a - 1) / w_j equal at all silos.
     """
     return weight * (log_likelihood - mean) + (concentration - 1) * (1 - silos * weight)
+
+
+def logit_step(
+    logit: Tensor, weight: Tensor, own: Tensor, mean: Tensor, concentration: float, silos: int, scale: Tensor
+) -> Tensor:
+    """u_j after a gradient step of limited length; log-likelihoods are on the scale of the number of records."""
+    found = weight_gradient(weight, own, mean, concentration, silos)
+    return logit + scale * (_RATE * found / (concentration - 1 + 10)).clamp(-_MOST, _MOST)

@@ -1,0 +1,205 @@
+"""The server of a vertical run as `algorithms.base.ServerProgram`: it sees totals, and the response where it holds it.
+
+    augmented   the total of `auxiliary` is s; the next round's broadcast carries dlog p(y | s)/ds
+    power       s and gamma are broadcast for the sum of `slope`; the next round's broadcast carries D
+
+With `max_staleness` silos send the change of their z_j, and s is the running total: an absent silo's last z_j stays in.
+Under privacy the pulls on a private response pass the holder's own gate before they are broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.algorithms import stopping
+from secure_fvi.algorithms.base import Broadcast, Posterior, Step, choose_cohort
+from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical
+from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE, PULL_PHASE, VerticalFrame, VerticalProblem
+from secure_fvi.algorithms.vertical.likelihoods import slopes_by_record
+from secure_fvi.algorithms.vertical.server import ServerParams, VerticalServer
+from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.compiled import Traced
+from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.optimizers import Optimizer
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.randomness import server_draws
+from secure_fvi.trees import Params, running_average, take, to_numpy
+
+
+class VerticalState(NamedTuple):
+    """The server's state. All of it follows from totals, and from the response where the server holds it."""
+
+    round: int
+    phase: str
+    gamma: ServerParams  # q(gamma)
+    average: Params
+    averaged: int
+    pull: Tensor  # (B, C) what the next round's broadcast carries: dlog p(y | s)/ds, or D
+    curvature: Tensor  # ()
+    value: float  # power: sum_j w_j log p, nats
+    total: Tensor  # (B, C) s: of this round between two phases, the running total under staleness
+    mass: float  # power with learned weights: normaliser of the silos' weights
+    local: float  # nats: the silos' part of the bound of this round
+    last: tuple[int, ...]  # by silo, the last round it was in
+    objective: float  # the bound as estimated in the last round, nats
+    unsettled: float  # silos whose parameters still drifted, nan where it is not released
+    monitor: stopping.Monitor  # of gamma
+
+
+class VerticalServerProgram:
+    """`response` is the server's own copy; `gate` guards it under privacy where it is private."""
+
+    def __init__(
+        self, config: Vertical, problem: VerticalProblem, response: Response, gate: Gate | None = None
+    ) -> None:
+        self.config, self.problem, self.response, self.gate = config, problem, response, gate
+        self.frame = VerticalFrame(config, problem)
+        self.tables, self.terms = self.frame.tables, self.frame.terms
+        self.core = VerticalServer(
+            problem.likelihood, Optimizer(config.optimizer, config.learning_rate), problem.dtype, config.family
+        )
+        self._draws = server_draws(problem.seed)
+        self._respond = Traced(self.core.respond, (None,) * 4, problem.mode)
+        self._update = Traced(self.core.update, (None,) * 4, problem.mode)
+
+    def init(self) -> VerticalState:
+        frame, gamma = self.frame, self.core.init()
+        zero = frame.move(torch.zeros(frame.batch_records, frame.columns))
+        gamma = ServerParams(*({k: v.to(self.problem.device) for k, v in d.items()} for d in gamma))
+        last = (-1,) * len(self.problem.silos)
+        return VerticalState(
+            0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), 0.0, zero, 1.0, 0.0, last,
+            math.nan, math.nan,
+            stopping.start(),
+        )  # fmt: skip
+
+    def broadcast(self, state: VerticalState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        previous = state.round - 1  # silos now answer that round's pull
+        scalars = {"scale": self.config.multiplier(max(previous, 0)), "averaging": float(self._averages(previous))}
+        if state.phase == SLOPE_PHASE:
+            scalars["mass"] = state.mass
+            tensors = {"sum": state.total, "gamma": self._gamma(state)}
+        else:
+            scalars["value"] = state.value
+            tensors = {"pull": state.pull, "curvature": state.curvature}
+        return Broadcast(state.round, index, accepted, self._cohort(state), scalars, tensors, state.phase)
+
+    def update(
+        self, state: VerticalState, message: Broadcast, total: FloatArray, scale: float
+    ) -> tuple[VerticalState, Step]:
+        silos = self.problem.silos
+        if round(len(silos) / scale) != len(message.cohort):
+            raise AggregationError(
+                f"round {state.round}: a silo that was asked did not answer; the sum of the auxiliary variables is "
+                "then no predictor. Ask again when it is back"
+            )
+        blocks = self.tables[message.phase].split(total)
+        if message.phase == SLOPE_PHASE:
+            return self._after_slopes(state, blocks)
+        s = self.frame.move(blocks["auxiliary"])
+        last = tuple(state.round if n in message.cohort else r for n, r in zip(silos, state.last, strict=True))
+        if self.config.max_staleness:
+            s = s + state.total
+        state = state._replace(
+            total=s,
+            last=last,
+            local=scale * float(blocks["local"]) if "local" in blocks else math.nan,
+            mass=float(blocks["mass"]) if "mass" in blocks else 1.0,
+            unsettled=float(blocks["unsettled"]) if "unsettled" in blocks else math.nan,
+        )
+        if self.config.is_power:
+            step = Step(state.objective, self._rate(state), state.monitor.r_hat, SLOPE_PHASE, False)
+            return state._replace(phase=SLOPE_PHASE), step
+        response = self._batch(state.round)
+        gamma = self._gamma(state)
+        answer = self._respond(response, s, gamma, self.frame.weights())
+        pull, in_gamma = answer.pull, answer.gamma
+        if self.gate is not None:
+            pull, in_gamma = self._guarded(self.gate, message, response, s, gamma)
+        return self._finish(state._replace(pull=pull, curvature=answer.curvature), in_gamma, float(answer.value))
+
+    def posterior(self, state: VerticalState) -> Posterior:
+        """q(gamma); the silos' q(theta_j) stay with them."""
+        return Posterior(self.core.family, state.average, {})
+
+    def converged(self, state: VerticalState) -> bool:
+        """Whether gamma and, where silos say so, their own parameters stopped drifting."""
+        settled = state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
+        return settled and (math.isnan(state.unsettled) or state.unsettled < 0.5)
+
+    def rounds(self, state: VerticalState) -> int:
+        return state.round
+
+    def metrics(self, state: VerticalState) -> dict[str, float | None]:
+        unsettled = None if math.isnan(state.unsettled) else round(state.unsettled)
+        return {"r_hat": state.monitor.r_hat, "silos_unsettled": unsettled}
+
+    def _after_slopes(self, state: VerticalState, blocks: dict[str, FloatArray]) -> tuple[VerticalState, Step]:
+        """Power likelihood: D, the gradient in gamma and the likelihood's value are totals."""
+        move, value = self.frame.move, float(blocks["value"])
+        offset = self._batch(state.round).offset
+        curvature = self.core.curvature(offset, state.total, self._gamma(state))
+        state = state._replace(phase=AUXILIARY_PHASE, pull=move(blocks["slope"]), curvature=curvature, value=value)
+        return self._finish(state, move(blocks["gamma"]), value)
+
+    def _finish(self, state: VerticalState, in_gamma: Tensor, value: float) -> tuple[VerticalState, Step]:
+        """The step on q(gamma), and the end of the round."""
+        scale = self.frame.move(self.config.multiplier(state.round))
+        gamma, own = self._update(state.gamma, in_gamma, self._noise(state.round), scale)
+        objective = state.local + value + float(own)
+        if not self.terms and not math.isfinite(objective):
+            raise InputError(
+                f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
+            )
+        averaged = state.averaged + 1 if self._averages(state.round) else 0
+        average = running_average(state.average, gamma.eta, averaged)
+        sd = self.core.family.stddev(gamma.eta)
+        monitor = stopping.watch(stopping.observe(state.monitor, to_numpy(gamma.eta["loc"]), np.log(to_numpy(sd))))
+        finished = state.round + 1 >= self.config.rounds
+        step = Step(objective, self._rate(state), monitor.r_hat, "averaging" if averaged else "approach", finished)
+        ahead = state._replace(
+            round=state.round + 1, objective=objective, gamma=gamma, average=average, averaged=averaged, monitor=monitor
+        )
+        return ahead, step
+
+    def _guarded(
+        self, gate: Gate, message: Broadcast, response: Response, s: Tensor, gamma: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The response's part of a round, clipped, noised and charged: pulls and the gradient in gamma."""
+        found = slopes_by_record(self.problem.likelihood, response.y, response.offset, s, gamma)
+        gate.begin(message.sum_index, PULL_PHASE, len(message.cohort))
+        in_gamma = gate.hidden_sum(HIDDEN_PHASE, found.gamma) * self.frame.weight
+        pull = gate.release_rows(found.predictor)
+        move = self.frame.move
+        return move(pull.values).reshape(found.predictor.shape), move(in_gamma)
+
+    def _cohort(self, state: VerticalState) -> tuple[str, ...]:
+        """By a public coin, and all whose last z_j has reached the bound on staleness."""
+        silos = self.problem.silos
+        drawn = choose_cohort(silos, self.config.participation, self.problem.seed, state.round)
+        due = [
+            n for n, r in zip(silos, state.last, strict=True) if r < 0 or state.round - r > self.config.max_staleness
+        ]
+        return tuple(sorted({*drawn, *due}))
+
+    def _batch(self, round_: int) -> Response:
+        return Response(**take(self.response._asdict(), self.frame.batch(round_)))
+
+    def _noise(self, round_: int) -> Tensor:
+        return self.frame.move(self._draws.normals(round_, self.core.family.noise_size)[0])
+
+    def _gamma(self, state: VerticalState) -> Tensor:
+        return self.core.gamma(state.gamma.eta, self._noise(state.round))
+
+    def _averages(self, round_: int) -> bool:
+        return round_ >= 0 and self.config.averages(round_)
+
+    def _rate(self, state: VerticalState) -> float:
+        return self.config.learning_rate * self.config.multiplier(state.round)
