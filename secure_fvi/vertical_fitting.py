@@ -90,7 +90,7 @@ def fit_vertical(
         likelihood, silos, response, predictors, offset, algorithm, aggregation, privacy, seed,
         silo_ids, device, dtype, compile, books, noise_key,
     )  # fmt: skip
-    count = choose_threads(_numbers(silos)) if threads == "auto" else threads
+    count = choose_threads(numbers_of(silos)) if threads == "auto" else threads
     with with_threads(count):
         rounds = drive(
             parties.server, parties.engine, parties.guards, algorithm, privacy is not None, books.block,
@@ -137,7 +137,7 @@ def build_vertical_parties(
                 f"silo '{name}' has {size} records, the response {len(known.y)}: align them first, so that row i is "
                 "the same person everywhere (docs/vertical-alignment.md)"
             )
-    mode = choose_mode(compile, algorithm.expected_calls * len(silos), _numbers(silos))
+    mode = choose_mode(compile, algorithm.expected_calls * len(silos), numbers_of(silos))
     problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
     frame, noise = VerticalFrame(algorithm, problem), NoiseSource(noise_key)
     server_sum, silo_sums = strong_enough(aggregation, frame.terms).local_parties(ordered)
@@ -204,6 +204,6 @@ def _response(
     return Response(y, off)
 
 
-def _numbers(silos: Sequence[Mapping[str, Any]]) -> int:
+def numbers_of(silos: Sequence[Mapping[str, Any]]) -> int:
     """That the largest silo's step goes through."""
     return max((sum(v.numel() for v in data.values() if isinstance(v, Tensor)) for data in silos), default=0)

@@ -41,4 +41,6 @@ def run(
         return
     if not quiet:
         print_posterior(result.to_json())
+        if settings.vertical:
+            click.echo(f"each silo's own posterior, for its eyes alone: a file in {out / 'silos'}")
         click.echo(f"report: {out / 'report.html'}")

@@ -20,6 +20,7 @@ from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.cli.bench_step import machine
 from secure_fvi.compiled import Mode
+from secure_fvi.models.vertical_logistic import COLUMNS, RECORDS, Data, make_data
 from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.vertical_batched import Fit, SoulRound, VerticalRound
 from secure_fvi.reproductions.vertical_plot import png
@@ -27,7 +28,6 @@ from secure_fvi.reproductions.vertical_speed import step_times
 from secure_fvi.reproductions.vertical_targets import sample, soul_mode
 from secure_fvi.runs.draws import default_dtype
 
-RECORDS, COLUMNS = 500, 20
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
 SHOWN = 0  # the coefficient whose marginal is drawn
 MODELS: tuple[Literal["augmented", "power"], ...] = ("augmented", "power")
@@ -51,32 +51,12 @@ _FULL = Effort(8_000, 4_000, 2, 200, 1_000, 3, "compiled")
 _QUICK = Effort(1_500, 1_000, 1, 150, 300, 1, "compiled")
 
 
-class Data(NamedTuple):
-    x: Tensor  # (N, p)
-    y: Tensor  # (N,)
-    beta: Tensor  # (p,) truth
-
-    def by_silo(self, silos: int) -> Tensor:
-        """(J, N, p / J)."""
-        return self.x.reshape(len(self.x), silos, -1).movedim(1, 0).contiguous()
-
-
 class Marginal(NamedTuple):
     """What is kept of a fit or of NUTS."""
 
     mean: Tensor  # (p,)
     sd: Tensor  # (p,)
     shown: Tensor  # (draws,) of one coefficient
-
-
-def make_data(seed: int, records: int = RECORDS, columns: int = COLUMNS) -> Data:
-    """Standard normal columns and coefficients; the linear predictor of each record has standard normal noise."""
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(records, columns, generator=rng, dtype=torch.float64)
-    beta = torch.randn(columns, generator=rng, dtype=torch.float64)
-    noise = torch.randn(records, generator=rng, dtype=torch.float64)
-    y = torch.bernoulli(torch.sigmoid(x @ beta + noise), generator=rng)
-    return Data(x, y, beta)
 
 
 def reproduce(request: Request) -> tuple[Row, bytes]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.compiled import threads
+from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.directory import RunDirectory
@@ -39,6 +40,10 @@ def compare(
     run = RunDirectory(directory)
     result = run.read_result()
     federation = federate(run.read_config(), data_dir)
+    if not isinstance(federation, Federation):
+        raise InputError(
+            "compare pools records of one model; 'reproduce vertical-logistic' sets vertical runs beside pooled fits"
+        )
     run.check_data(federation.digest())
     sites = list(result["posterior"])
     say = on_progress or (lambda _: None)

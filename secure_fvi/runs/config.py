@@ -14,6 +14,9 @@ from secure_fvi.errors import InputError
 from secure_fvi.runs import toml
 from secure_fvi.runs.wording import first_error
 
+#: Algorithms for silos that hold different columns of the same people.
+VERTICAL = ("vertical",)
+
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -25,17 +28,25 @@ class Table(BaseModel):
 
 
 class Model(Table):
-    """Either a shipped program, or a function `path/to/file.py:name` with the roles of its sites."""
+    """A shipped program, a function `path/to/file.py:name` with the roles of its sites, or, where silos hold different
+    columns of the same people, the likelihood of their summed predictors, with its options."""
 
     program: Name | None = None
     function: Name | None = None
     record_plate: Name | None = None
     silo_sites: tuple[Name, ...] | None = None
+    likelihood: Name | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.program is None) == (self.function is None):
-            raise ValueError('give either program = "six-cities" or function = "path/to/file.py:name"')
+        if sum(source is not None for source in (self.program, self.function, self.likelihood)) != 1:
+            raise ValueError(
+                'give one of program = "six-cities", function = "path/to/file.py:name" and, for silos that hold '
+                'different columns of the same people, likelihood = "bernoulli"'
+            )
+        if self.options and self.likelihood is None:
+            raise ValueError("options belong to a likelihood")
         if self.program is not None and (self.record_plate is not None or self.silo_sites is not None):
             raise ValueError("a program knows its record_plate and silo_sites; leave them out")
         if self.function is not None and not self.function.rpartition(":")[0].endswith(".py"):
@@ -71,10 +82,19 @@ class Partition(Table):
 
 
 class SiloFile(Table):
-    """One silo with a data file (.csv, .npz or .safetensors)."""
+    """One silo with a data file (.csv, .npz or .safetensors); in a vertical run also its own predictor."""
 
     id: Name
     data: Name
+    predictor: Name | None = None
+
+
+class Response(Table):
+    """The response of a vertical run: a column of a data file, and the column of its offset."""
+
+    data: Name
+    column: Name = "y"
+    offset: Name | None = None
 
 
 class Options(BaseModel):
@@ -93,6 +113,12 @@ class Algorithm(Options):
 
 class Aggregation(Options):
     kind: Name = "masked"
+
+
+class Alignment(Options):
+    """The column of ids in every file of a vertical run, by which rows are joined; other keys say how ids are read."""
+
+    column: Name
 
 
 class Privacy(Options):
@@ -121,6 +147,8 @@ class Config(Table):
     data: dict[str, Any] = Field(default_factory=dict)
     partition: Partition | None = None
     silo: tuple[SiloFile, ...] = ()
+    response: Response | None = None
+    alignment: Alignment | None = None
     algorithm: Algorithm = Field(default_factory=Algorithm)
     aggregation: Aggregation = Field(default_factory=Aggregation)
     privacy: Privacy | None = None
@@ -130,6 +158,14 @@ class Config(Table):
     def _silos_given_once(self) -> Self:
         if self.partition is not None and self.silo:
             raise ValueError("give either [partition] or [[silo]] tables, not both")
+        if self.vertical:
+            self._check_vertical()
+            return self
+        for name in ("response", "alignment"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"[{name}] is for vertical runs, where silos hold different columns: name = 'vertical'"
+                )
         if self.partition is None and not self.silo:
             raise ValueError("no silos: give a [partition] of the program's records, or [[silo]] tables")
         if self.partition is not None and self.model.function is not None:
@@ -138,6 +174,26 @@ class Config(Table):
             raise ValueError("[data] is for a program's loader; [[silo]] tables name their own files")
         _differ([silo.id for silo in self.silo])
         return self
+
+    @property
+    def vertical(self) -> bool:
+        """Whether silos hold different columns of the same people."""
+        return self.algorithm.name in VERTICAL
+
+    def _check_vertical(self) -> None:
+        if self.partition is not None:
+            raise ValueError("[partition] splits records; in a vertical run the program says which silo holds what")
+        if self.model.function is not None:
+            raise ValueError(
+                "in a vertical run each [[silo]] has its own predictor, and [model] the likelihood of their sum"
+            )
+        if self.model.likelihood is not None and not (self.silo and self.response):
+            raise ValueError(
+                "a likelihood needs [[silo]] tables with the silos' files and a [response] with the outcome's"
+            )
+        if self.model.program is not None and (self.silo or self.response or self.alignment):
+            raise ValueError("a program brings its silos and its response; leave out [[silo]], [response], [alignment]")
+        _differ([silo.id for silo in self.silo])
 
     def to_toml(self) -> str:
         """The file that reads back to this configuration."""
@@ -154,7 +210,13 @@ def _differ(ids: Sequence[str]) -> None:
 def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
     """The keys of each table by its dotted name, for suggestions."""
     found = {prefix: list(model.model_fields)}
-    for name, inner in (("model", Model), ("partition", Partition), ("silo", SiloFile), ("run", Run)):
+    for name, inner in (
+        ("model", Model),
+        ("partition", Partition),
+        ("silo", SiloFile),
+        ("response", Response),
+        ("run", Run),
+    ):
         if not prefix and model is Config:
             found |= _keys(inner, name)
     return found
@@ -214,8 +276,12 @@ def _value(text: str) -> Any:
 
 def _absolute(config: Config, folder: Path) -> Config:
     """Files named in a configuration are relative to its own folder, so that it can be run from anywhere."""
-    silos = tuple(s.model_copy(update={"data": str(folder / s.data)}) for s in config.silo)
+    silos = tuple(
+        s.model_copy(update={"data": str(folder / s.data), "predictor": s.predictor and str(folder / s.predictor)})
+        for s in config.silo
+    )
+    response = config.response and config.response.model_copy(update={"data": str(folder / config.response.data)})
     model = config.model
     if model.function is not None:
         model = model.model_copy(update={"function": str(folder / model.function)})
-    return config.model_copy(update={"silo": silos, "model": model})
+    return config.model_copy(update={"silo": silos, "model": model, "response": response})

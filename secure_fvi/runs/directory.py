@@ -27,6 +27,7 @@ _OURS = (
     "metrics.jsonl",
     "result.json",
     "posterior.safetensors",
+    "silos",
     "marginals.json",
     "compare.json",
     "report.html",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,49 +14,46 @@ from torch import Tensor
 from secure_fvi.compiled import choose_threads
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.fitting import work_of
+from secure_fvi.fitting import fit, work_of
 from secure_fvi.models.base import Dataset, program
+from secure_fvi.models.vertical_base import PROGRAMS
 from secure_fvi.privacy.settings import DP
+from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Partition
-from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, build, named, resolved
+from secure_fvi.runs.federation_base import FederationBase, digest_of, python_function, written_out
+from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, build, named
 from secure_fvi.runs.tables import RECORD_ID, read_table
-from secure_fvi.runs.wording import nearest, unknown_key
+from secure_fvi.runs.wording import unknown_key
 
 
 @dataclass(frozen=True)
-class Federation:
-    """All that a run needs, checked. Holds every silo's data: only for a process that plays all parties."""
+class Federation(FederationBase):
+    """All that a run over partitioned records needs. Holds every silo's data."""
 
-    config: Config  # with every default written out
     model: FederatedModel
-    description: str
     silo_ids: tuple[str, ...]
     silos: tuple[dict[str, Tensor], ...]
     record_ids: tuple[Tensor, ...]
-    algorithm: Any
-    aggregation: Any
-    privacy: DP | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.config.run.dtype == "float64" else torch.float32
-
-    @property
-    def threads(self) -> int:
-        assert self.config.run.threads != "auto"
-        return self.config.run.threads
 
     def digest(self) -> str:
-        """SHA-256 of all silos' data, in hex: a run is continued and compared on the data it began with."""
-        state = hashlib.sha256()
-        for silo, data, ids in zip(self.silo_ids, self.silos, self.record_ids, strict=True):
-            for name, tensor in sorted({**data, RECORD_ID: ids}.items()):
-                state.update(repr((silo, name, tuple(tensor.shape), str(tensor.dtype))).encode())
-                state.update(tensor.contiguous().numpy().tobytes())
-        return state.hexdigest()
+        parts = zip(self.silo_ids, self.silos, self.record_ids, strict=True)
+        return digest_of({silo: {**data, RECORD_ID: ids} for silo, data, ids in parts})
+
+    def fit(self, **common: Any) -> Result:
+        """Run it; `common` holds the options that all runs share."""
+        return fit(
+            self.model,
+            self.silos,
+            self.algorithm,
+            self.aggregation,
+            self.privacy,
+            silo_ids=self.silo_ids,
+            record_ids=self.record_ids,
+            **common,
+        )
 
 
-def federate(config: Config, data_dir: Path | None = None) -> Federation:
+def federate(config: Config, data_dir: Path | None = None) -> FederationBase:
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
     algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
     aggregation = build(
@@ -71,21 +65,29 @@ def federate(config: Config, data_dir: Path | None = None) -> Federation:
     if config.privacy is not None:
         cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
         privacy = build(cls, config.privacy.options, "privacy")
+    if config.vertical:
+        from secure_fvi.runs.vertical_federation import federate_vertical
+
+        return federate_vertical(config, data_dir, algorithm, aggregation, privacy)
+    return _horizontal(config, data_dir, algorithm, aggregation, privacy)
+
+
+def _horizontal(
+    config: Config, data_dir: Path | None, algorithm: Any, aggregation: Any, privacy: DP | None
+) -> Federation:
+    if config.model.program in PROGRAMS:
+        raise InputError(
+            f"model.program = '{config.model.program}': its silos hold different columns of the same people; set "
+            "algorithm.name = 'vertical'"
+        )
     model, description = _model(config)
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
     else:
         ids, silos, record_ids = _from_files(config)
     threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads
-    complete = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"threads": threads}),
-            "algorithm": type(config.algorithm)(name=config.algorithm.name, **resolved(algorithm)),
-            "aggregation": type(config.aggregation)(kind=config.aggregation.kind, **resolved(aggregation)),
-            "privacy": config.privacy and config.privacy.model_copy(update=resolved(privacy)),
-        }
-    )
-    return Federation(complete, model, description, ids, silos, record_ids, algorithm, aggregation, privacy)
+    complete = written_out(config, threads, algorithm, aggregation, privacy)
+    return Federation(complete, description, algorithm, aggregation, privacy, model, ids, silos, record_ids)
 
 
 def _model(config: Config) -> tuple[FederatedModel, str]:
@@ -101,26 +103,7 @@ def _model(config: Config) -> tuple[FederatedModel, str]:
         roles["record_plate"] = config.model.record_plate
     if config.model.silo_sites is not None:
         roles["silo_sites"] = config.model.silo_sites
-    return FederatedModel(_function(Path(path), name), **roles), f"{name} in {Path(path).name}"
-
-
-def _function(path: Path, name: str) -> Any:
-    """The attribute `name` of the Python file `path`, which is run as any module is on import."""
-    if not path.is_file():
-        raise InputError(f"model.function: no file '{path}'")
-    spec = importlib.util.spec_from_file_location(f"secure_fvi_user_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"model.function: {path} fails on import: {type(error).__name__}: {error}") from error
-    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    if not callable(getattr(module, name, None)):
-        raise InputError(f"model.function: {path} has no function '{name}'{nearest(name, functions)}")
-    return getattr(module, name)
+    return FederatedModel(python_function(Path(path), name, "model.function"), **roles), f"{name} in {Path(path).name}"
 
 
 def _dataset(config: Config, data_dir: Path | None) -> Dataset:

@@ -6,13 +6,17 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from secure_fvi.errors import InputError
 from secure_fvi.runs.wording import first_error, nearest, unknown_key
+
+#: Key that chooses between the dataclasses of an option.
+KIND = "kind"
 
 #: What `[algorithm] name` may be, and where its dataclass is.
 ALGORITHMS = {
@@ -23,12 +27,19 @@ ALGORITHMS = {
     "sfvi-avg": "secure_fvi.algorithms.sfvi_avg:SFVIAvg",
     "streaming-vb": "secure_fvi.algorithms.baselines:StreamingVB",
     "vcl": "secure_fvi.algorithms.baselines:VCL",
+    "vertical": "secure_fvi.algorithms.vertical.config:Vertical",
 }
 #: What `[aggregation] kind` may be.
 AGGREGATIONS = {
     "homomorphic": "secure_fvi.aggregation:Homomorphic",
     "masked": "secure_fvi.aggregation:Masked",
     "plain": "secure_fvi.aggregation:Plain",
+}
+
+#: What `[model] likelihood` may be in a vertical run.
+LIKELIHOODS = {
+    name: f"secure_fvi.algorithms.vertical.likelihoods:{name.capitalize()}"
+    for name in ("bernoulli", "categorical", "gaussian", "poisson")
 }
 
 #: What `[privacy] unit` may be.
@@ -56,11 +67,15 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
     for key, value in table.items():
         if key not in fields:
             raise InputError(unknown_key(where, key, fields))
-        nested = _nested(fields[key])
-        if nested is not None:
+        nested = _nested(fields[key], hints[key])
+        if nested:
             if not isinstance(value, Mapping):
                 raise InputError(f"{where}.{key} must be a table, [{where}.{key}]")
-            values[key] = build(nested, value, f"{where}.{key}")
+            inner = dict(value)
+            kind = inner.pop(KIND, next(iter(nested))) if len(nested) > 1 else next(iter(nested))
+            if kind not in nested:
+                raise InputError(f"{where}.{key}.{KIND} = '{kind}': must be one of {', '.join(sorted(nested))}")
+            values[key] = build(nested[kind], inner, f"{where}.{key}")
         else:
             values[key] = checked(hints[key], value, f"{where}.{key}")
     try:
@@ -87,10 +102,14 @@ def checked(hint: Any, value: Any, key: str) -> Any:
 def resolved(instance: Any) -> dict[str, Any]:
     """All options of a dataclass that a file can hold, defaults included; the inverse of `build`."""
     table: dict[str, Any] = {}
+    hints = get_type_hints(type(instance))
     for f in dataclasses.fields(instance):
         value = getattr(instance, f.name)
         if dataclasses.is_dataclass(value):
+            kinds = _nested(f, hints[f.name])
             table[f.name] = resolved(value)
+            if len(kinds) > 1:
+                table[f.name][KIND] = next(k for k, cls in kinds.items() if type(value) is cls)
         elif isinstance(value, Mapping):
             table[f.name] = dict(value)
         elif isinstance(value, bool | int | str | list | tuple) or (isinstance(value, float) and not math.isnan(value)):
@@ -98,7 +117,11 @@ def resolved(instance: Any) -> dict[str, Any]:
     return table
 
 
-def _nested(field: dataclasses.Field[Any]) -> type[Any] | None:
+def _nested(field: dataclasses.Field[Any], hint: Any) -> dict[str, type[Any]]:
+    """The dataclasses that a field may hold, by kind and the default's first; empty for a field of plain values."""
     made = field.default_factory is not dataclasses.MISSING
     default: Any = field.default_factory() if made else field.default  # type: ignore[operator]
-    return type(default) if dataclasses.is_dataclass(default) and not isinstance(default, type) else None
+    if not dataclasses.is_dataclass(default) or isinstance(default, type):
+        return {}
+    choices: list[Any] = [type(default), *(c for c in get_args(hint) if dataclasses.is_dataclass(c))]
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", c.__name__).lower(): c for c in choices}

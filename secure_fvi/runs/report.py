@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from secure_fvi.runs import plots
 from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.metrics import read_metrics
 from secure_fvi.runs.rows import comparison_rows, posterior_rows
@@ -50,7 +51,7 @@ def write_report(directory: Path) -> None:
         result=result,
         settings=config.model_dump(mode="json", exclude_none=True),
         toml=config.to_toml(),
-        source=config.model.program or Path(str(config.model.function)).name,
+        source=_source(config),
         posterior=posterior_rows(result)[:_MOST_ROWS],
         left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
@@ -59,6 +60,13 @@ def write_report(directory: Path) -> None:
         pictures=pictures,
     )
     write_atomically(directory / "report.html", text.encode())
+
+
+def _source(config: Config) -> str:
+    model = config.model
+    if model.likelihood is not None:
+        return f"{model.likelihood} regression over columns"
+    return model.program or Path(str(model.function)).name
 
 
 def marginal_figure(directory: Path) -> Figure:

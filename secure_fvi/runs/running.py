@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 from secure_fvi.driving import Progress
 from secure_fvi.errors import BudgetError, InputError
-from secure_fvi.fitting import fit
 from secure_fvi.guarding import Books
 from secure_fvi.runs.checkpoint import latest_round, write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.federation import federate
+from secure_fvi.runs.federation_base import FederationBase
 from secure_fvi.runs.marginals import marginals
 from secure_fvi.runs.metrics import MetricsLog
 from secure_fvi.runs.report import write_report
 
 if TYPE_CHECKING:
-    from secure_fvi.results import Result
+    from secure_fvi.results import RunSummary
 
 _MARGINAL_DRAWS = 20_000
 
@@ -33,7 +33,7 @@ def execute(
     data_dir: Path | None = None,
     resume: bool = False,
     on_round: Callable[[Progress], None] | None = None,
-) -> Result | None:
+) -> RunSummary | None:
     """Fit what `config` says and write everything to `folder`; None when the run there was finished before.
 
     With `resume` the run in the folder is continued, or begun where there is none yet. Raises InputError before
@@ -61,8 +61,8 @@ def execute(
 
 
 def _fit(
-    federation: Federation, folder: RunDirectory, resume: bool, on_round: Callable[[Progress], None] | None
-) -> Result:
+    federation: FederationBase, folder: RunDirectory, resume: bool, on_round: Callable[[Progress], None] | None
+) -> RunSummary:
     log = MetricsLog(folder.path / "metrics.jsonl", resumed_from=latest_round(folder.checkpoints) or 0)
     last: Progress | None = None
 
@@ -75,15 +75,8 @@ def _fit(
 
     settings = federation.config.run
     try:
-        result = fit(
-            federation.model,
-            federation.silos,
-            federation.algorithm,
-            federation.aggregation,
-            federation.privacy,
+        result = federation.fit(
             seed=federation.config.seed,
-            silo_ids=federation.silo_ids,
-            record_ids=federation.record_ids,
             device=settings.device,
             dtype=federation.dtype,
             compile=settings.compile,

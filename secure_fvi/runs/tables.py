@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +22,30 @@ RECORD_ID = "record_id"
 _INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\]")
 
 
-def read_table(path: Path, key: str) -> dict[str, Tensor]:
+def read_ids(path: Path, key: str, column: str) -> list[str | None]:
+    """The texts of one column of a CSV, empty ones as None: ids of people, which are no numbers."""
+    if path.suffix != ".csv":
+        raise InputError(f"{key} = '{path}': ids are read from .csv files, as text")
+    rows = _csv_rows(path, key)
+    header = [name.strip() for name in rows[0]]
+    if column not in header:
+        raise InputError(f"{key}: {path}: no column '{column}' to align by")
+    at = header.index(column)
+    return [row[at] or None if at < len(row) else None for row in rows[1:] if row]
+
+
+def read_table(path: Path, key: str, leave_out: str | None = None) -> dict[str, Tensor]:
     """The tensors in `path`, each (N, ...) with N at least 1; `key` is the configuration key that named it.
 
     In a CSV, columns `x[0]`, `x[1]`, ... form one tensor (N, k) and every other column one of shape (N,),
     all float64; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for a
-    missing or malformed file.
+    missing or malformed file. The column `leave_out` of a CSV is not read: it may hold text.
     """
-    readers = {".csv": _read_csv, ".npz": _read_npz, ".safetensors": _read_safetensors}
+    readers: dict[str, Callable[[Path], dict[str, Tensor]]] = {
+        ".csv": partial(_read_csv, leave_out=leave_out),
+        ".npz": _read_npz,
+        ".safetensors": _read_safetensors,
+    }
     if path.suffix not in readers:
         raise InputError(f"{key} = '{path}': must end in {', '.join(readers)}")
     try:
@@ -49,25 +67,36 @@ def read_table(path: Path, key: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_csv(path: Path) -> dict[str, Tensor]:
+def _csv_rows(path: Path, key: str | None = None) -> list[list[str]]:
+    where = f"{key}: {path}" if key is not None else str(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
+    except FileNotFoundError:
+        if key is None:
+            raise
+        raise InputError(f"{key}: no file '{path}'") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: not a CSV file: {error}") from error
+        raise InputError(f"{where}: not a CSV file: {error}") from error
     if not rows or not any(rows[0]):
-        raise InputError(f"{path}: the first line must name the columns")
+        raise InputError(f"{where}: the first line must name the columns")
+    return rows
+
+
+def _read_csv(path: Path, leave_out: str | None) -> dict[str, Tensor]:
+    rows = _csv_rows(path)
     header = [name.strip() for name in rows[0]]
     for name in header:
         if header.count(name) > 1 or not name:
             raise InputError(f"{path}: column names must differ and not be empty, but '{name}' is not so")
     numbers = [
-        [_number(path, line, name, cell) for name, cell in _cells(path, line, header, row)]
+        [_number(path, line, name, cell) for name, cell in _cells(path, line, header, row) if name != leave_out]
         for line, row in enumerate(rows[1:], start=2)
         if row
     ]
-    values = np.array(numbers, dtype=np.float64).reshape(len(numbers), len(header))
-    return _grouped(path, header, torch.from_numpy(values))
+    kept = [name for name in header if name != leave_out]
+    values = np.array(numbers, dtype=np.float64).reshape(len(numbers), len(kept))
+    return _grouped(path, kept, torch.from_numpy(values))
 
 
 def _cells(path: Path, line: int, header: list[str], row: list[str]) -> list[tuple[str, str]]:

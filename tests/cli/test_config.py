@@ -21,7 +21,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
 def test_each_example_is_usable_and_survives_being_written_out(path: Path) -> None:
     config = read(path)
     folder = os.environ.get("SECURE_FVI_DATA")
-    if config.model.program == "adult" and not folder:
+    if config.model.program in ("adult", "heart") and not folder:
         pytest.skip("SECURE_FVI_DATA is not set")
     data = Path(folder) if folder else None
     federation = federate(config, data)

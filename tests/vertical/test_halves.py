@@ -238,7 +238,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], word: str) -> None:
 def test_contributions_do_not_grow_with_the_silos() -> None:
     """Upload a round: batch x columns numbers a phase, whatever J is."""
     tables = Vertical(model="power").tables(512, 1, 1)
-    assert {name: t.size for name, t in tables.items()} == {"auxiliary": 513, "slope": 514}
+    assert {name: t.size for name, t in tables.items()} == {"auxiliary": 514, "slope": 514}
     assert Vertical().tables(512, 1, 1).keys() == {"auxiliary"}
 
 

@@ -1,0 +1,104 @@
+"""The shipped vertical programs: simulated logistic and Poisson regressions, heart disease, adult income."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyro
+import torch
+from pyro.distributions import HalfNormal, Normal
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+from secure_fvi.models import heart, uci_adult, vertical_poisson
+from secure_fvi.models.vertical_base import VerticalDataset, VerticalProgram
+from secure_fvi.models.vertical_logistic import COLUMNS, RECORDS, linear, make_data
+
+#: Who would hold which answers of the census: five silos of adult.
+ADULT_SILOS = {
+    "registry": ("age", "race", "sex", "native-country"),
+    "employer": ("workclass", "occupation", "hours-per-week"),
+    "school": ("education", "education-num"),
+    "household": ("marital-status", "relationship", "fnlwgt"),
+    "bank": ("capital-gain", "capital-loss"),
+}
+
+
+def slopes_by_level(x: Tensor, level: Tensor) -> Tensor:
+    """eta_i = x_i' beta[level_i] with beta[r] ~ N(mu, sigma^2): x (N, D), level (N,), priors of `vertical_poisson`."""
+    zero = x.new_zeros(x.shape[-1])
+    mu = pyro.sample("mu", Normal(zero, vertical_poisson.SCALE).to_event(1))
+    sigma = pyro.sample("sigma", HalfNormal(zero + vertical_poisson.SCALE).to_event(1))
+    beta = pyro.sample("beta", Normal(mu.expand(vertical_poisson.LEVELS, -1), sigma).to_event(2))
+    return (x * beta[level]).sum(-1)
+
+
+def load_logistic(
+    data_dir: Path | None = None, silos: int = 2, records: int = RECORDS, columns: int = COLUMNS, seed: int = 0
+) -> VerticalDataset:
+    """`x` (N, columns / silos) a silo; nothing is read from `data_dir`."""
+    if silos < 1 or records < 1 or columns % silos:
+        raise InputError(f"columns = {columns} must be spread evenly over silos = {silos}, and records be at least 1")
+    data = make_data(seed, records, columns)
+    ids = [f"silo-{j + 1}" for j in range(silos)]
+    parts = data.by_silo(silos)
+    return VerticalDataset({n: {"x": parts[j]} for j, n in enumerate(ids)}, dict.fromkeys(ids, linear), data.y)
+
+
+def load_poisson(
+    data_dir: Path | None = None, areas: int = vertical_poisson.AREAS, rho: float = 1.0, seed: int = 0
+) -> VerticalDataset:
+    """Areas simulated with auxiliary noise `rho`; `x` (N, 2) and `level` (N,) at both silos."""
+    data = vertical_poisson.simulate(seed, rho, areas)
+    ids = [f"silo-{j + 1}" for j in range(len(data.x))]
+    rows = {n: {"x": data.x[j], "level": data.level} for j, n in enumerate(ids)}
+    return VerticalDataset(rows, dict.fromkeys(ids, slopes_by_level), data.y, data.offset)
+
+
+def load_heart(data_dir: Path | None = None, hidden: tuple[int, ...] = (8, 8, 2), seed: int = 0) -> VerticalDataset:
+    """All 918 patients, numbers as z-scores; split networks with a Bayesian last layer."""
+    data = heart.load(data_dir)
+    everyone = torch.ones(len(data.y), dtype=torch.bool)
+    ids = ("clinic-1", "clinic-2")
+    rows = {
+        n: {"x": heart.standardise(x, numeric, everyone)}
+        for n, x, numeric in zip(ids, data.x, data.numeric, strict=True)
+    }
+    predictors = {n: heart.split_network(tuple(hidden), seed=seed + j) for j, n in enumerate(ids)}
+    return VerticalDataset(rows, predictors, data.y)
+
+
+def load_adult(
+    data_dir: Path | None = None, split: str = "train", records: int | None = None, silos: int = 5
+) -> VerticalDataset:
+    """The first `records` people; each silo holds the indicators of its own questions (ADULT_SILOS)."""
+    if not 1 <= silos <= len(ADULT_SILOS):
+        raise InputError(f"silos = {silos}: must be from 1 to {len(ADULT_SILOS)}")
+    found = uci_adult.load(data_dir, split)
+    x, y = found.records["x"][:records], found.records["y"][:records]
+    names = uci_adult.feature_names()
+    questions = list(ADULT_SILOS.items())
+    held = dict(questions[: silos - 1]) | {questions[silos - 1][0]: sum((q for _, q in questions[silos - 1 :]), ())}
+    rows = {
+        silo: {"x": x[:, [i for i, name in enumerate(names) if name.split("=")[0] in columns]].contiguous()}
+        for silo, columns in held.items()
+    }
+    return VerticalDataset(rows, dict.fromkeys(rows, linear), y)
+
+
+LOGISTIC = VerticalProgram(
+    "vertical-logistic", "logistic regression, simulated columns spread over silos", "bernoulli", load_logistic
+)
+POISSON = VerticalProgram(
+    "vertical-poisson",
+    "Poisson regression of simulated area counts with slopes by remoteness, columns at two silos",
+    "poisson",
+    load_poisson,
+    {"intercept_scale": vertical_poisson.SCALE},
+)
+HEART = VerticalProgram(
+    "heart", "heart disease from networks at two clinics that hold different columns", "bernoulli", load_heart
+)
+ADULT = VerticalProgram(
+    "vertical-adult", "logistic regression of income, census answers spread over five silos", "bernoulli", load_adult
+)
