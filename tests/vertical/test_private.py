@@ -1,0 +1,171 @@
+"""Differential privacy of vertical runs: what is noised, what is charged, and what an attacker on labels still finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Vertical
+from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE
+from secure_fvi.algorithms.vertical.silo import Incoming, Noise, SiloParams
+from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.errors import AggregationError, BudgetError, InputError
+from secure_fvi.guarding import Books
+from secure_fvi.vertical_fitting import VerticalParties, build_vertical_parties
+
+pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+
+KEY = b"test"
+RECORDS = 60
+
+
+def _data() -> tuple[list[dict[str, Tensor]], Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(RECORDS, 4, generator=rng)
+    y = torch.bernoulli(torch.sigmoid(2 * x[:, 0] - x[:, 2]), generator=rng)
+    return [{"x": x[:, :2]}, {"x": x[:, 2:]}], y
+
+
+def _parties(privacy: Any, **options: Any) -> VerticalParties:
+    silos, y = _data()
+    config = Vertical(response="private", rounds=20, family="full", **options)
+    return build_vertical_parties(
+        Bernoulli(), silos, y, None, None, config, sf.Masked(min_cohort=2), privacy, compile=False, noise_key=KEY
+    )
+
+
+@pytest.mark.parametrize("auxiliary", [None, MeanField()])
+def test_record_gradients_add_up_to_the_gradient(auxiliary: Any) -> None:
+    parties = _parties(None, **({} if auxiliary is None else {"auxiliary": auxiliary}))
+    silo = parties.engine.silos["silo-1"]
+    assert isinstance(silo.program, VerticalSiloProgram)
+    core, view = silo.program.core, silo.view
+    rng = torch.Generator().manual_seed(0)
+
+    def shaken(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: v + 0.1 * torch.randn(v.shape, generator=rng) for k, v in values.items()}
+
+    params = SiloParams(*map(shaken, silo.local.params))
+    noise = Noise(torch.randn(core.family.noise_size, generator=rng), torch.randn(RECORDS, 1, generator=rng))
+    sent, pull = torch.randn(RECORDS, 1, generator=rng), torch.randn(RECORDS, 1, generator=rng)
+    incoming = Incoming(pull, torch.tensor(0.25), torch.zeros_like(pull), torch.zeros(1), torch.ones(()))
+    weights = torch.ones(RECORDS)
+    whole = core.gradient(params, view.rows, (), weights, noise, sent, incoming)
+    by_record, data_free = core.gradient_by_record(params, view.rows, (), noise, sent, incoming)
+    for name, value in whole.shared.items():
+        torch.testing.assert_close(by_record.shared[name].sum(0) + data_free[name], value, rtol=1e-9, atol=1e-9)
+    for name, value in whole.record.items():
+        torch.testing.assert_close(by_record.record[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_one_persons_values_move_what_leaves_by_at_most_the_clipping_norm() -> None:
+    """Same noise, one row replaced: the rows of z_j in the first round, and the noised gradient that the second round's
+    follow from, move by at most C. Without privacy they move by far more."""
+    silos, y = _data()
+    other = [dict(s) for s in silos]
+    other[0]["x"] = other[0]["x"].clone()
+    other[0]["x"][7] += 1000.0
+    norm = 0.5
+    privacy = sf.RecordDP(noise_multiplier=1e-9, clipping_norm=norm, noise="silo", delta=1e-5)
+    config = Vertical(response="private", rounds=3, family="full", rho=0.1)
+
+    def released(data: list[dict[str, Tensor]], protected: bool) -> tuple[Tensor, Tensor]:
+        parties = build_vertical_parties(
+            Bernoulli(), data, y, None, None, config, sf.Plain(), privacy if protected else None,
+            compile=False, noise_key=KEY,
+        )  # fmt: skip
+        silo, server = parties.engine.silos["silo-1"], parties.server
+        sums: list[Tensor] = []
+        inner = silo.gate.hidden_sum
+
+        def noted(phase: str, rows: Tensor) -> Tensor:
+            sums.append(inner(phase, rows))
+            return sums[-1]
+
+        silo.gate.hidden_sum = noted  # type: ignore[method-assign]
+        parties.engine.run(server.round())
+        first = server.state.algorithm.total
+        parties.engine.run(server.round())
+        return first, sums[0] if sums else server.state.algorithm.total
+
+    for mine, theirs in zip(released(silos, True), released(other, True), strict=True):
+        assert float((mine - theirs).norm()) <= norm * (1 + 1e-9)
+    for mine, theirs in zip(released(silos, False), released(other, False), strict=True):  # the control
+        assert float((mine - theirs).norm()) > 10.0
+
+
+def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> None:
+    """Two releases a round at each silo and two at the holder of the response; a budget that holds one job refuses the
+    second; the bound and the silos' own convergence are not released."""
+    silos, y = _data()
+    privacy = sf.RecordDP(epsilon=4.0, delta=1e-4, clipping_norm=2.0, retries=4)
+    config = Vertical(response="private", rounds=10, learning_rate=0.05)
+
+    def run(job: str) -> Any:
+        books = Books(tmp_path / "ledger.sqlite", "people", job)
+        return sf.fit_vertical(
+            Bernoulli(), silos * 2, y, None, None, config, sf.Masked(min_cohort=3), privacy, books=books, compile=False
+        )
+
+    result = run("first")
+    claim = result.privacy
+    assert claim["adjacency"] == "replace one"
+    assert claim["protects"] == "a person's columns at one silo, and the response"
+    assert 0 < claim["epsilon"] <= 4.0
+    assert claim["releases"] == 2 * (10 + 2)
+    assert result.elbo is None
+    assert result.metrics["silos_unsettled"] is None
+    with pytest.raises(BudgetError):
+        run("second")
+
+
+def test_a_private_response_is_noised_before_it_is_broadcast() -> None:
+    """An attacker reads labels off the sign of the pull: always right without privacy, near chance at epsilon = 1."""
+    silos, y = _data()
+
+    def accuracy(privacy: Any) -> float:
+        parties = _parties(privacy)
+        right = []
+        for _ in range(5):
+            parties.engine.run(parties.server.round())
+            pull = parties.server.state.algorithm.pull[:, 0]
+            right.append(float(((pull > 0) == (y > 0.5)).double().mean()))
+        return float(np.mean(right))
+
+    assert accuracy(None) == 1.0  # the control
+    assert accuracy(sf.RecordDP(epsilon=1.0, delta=1e-4, clipping_norm=2.0, colluders=0)) < 0.65
+
+
+@pytest.mark.parametrize(
+    ("options", "privacy", "words"),
+    [
+        ({"model": "power", "response": "shared"}, {}, "augmented"),
+        ({"local_steps": 2}, {}, "local_steps"),
+        ({"max_staleness": 2, "participation": 0.5}, {}, "max_staleness"),
+        ({}, {"objective_share": 0.1}, "objective_share"),
+        ({}, {"public_counts": True}, "public_counts"),
+    ],
+)
+def test_what_privacy_refuses(options: dict[str, Any], privacy: dict[str, Any], words: str) -> None:
+    silos, y = _data()
+    config = Vertical(**{"response": "private", **options})
+    with pytest.raises(InputError, match=words):
+        sf.fit_vertical(Bernoulli(), silos, y, algorithm=config, privacy=sf.RecordDP(epsilon=1.0, **privacy))
+
+
+def test_silo_privacy_is_refused() -> None:
+    silos, y = _data()
+    with pytest.raises(InputError, match="record"):
+        sf.fit_vertical(Bernoulli(), silos, y, algorithm=Vertical(), privacy=sf.SiloDP(epsilon=1.0))
+
+
+def test_the_gate_gives_no_hidden_sum_without_terms() -> None:
+    gate = _parties(None).guards.gates["silo-1"]
+    gate.begin(1, "auxiliary")
+    with pytest.raises(AggregationError):
+        gate.hidden_sum(HIDDEN_PHASE, torch.zeros(3, 2))
