@@ -148,13 +148,17 @@ def build_vertical_parties(
         terms = frame.response_terms()
         tables = {PULL_PHASE: terms[PULL_PHASE].table(frame.z_blocks, [])}
         holder = build_guards((RESPONSE_HOLDER,), tables, terms, algorithm.name, books, noise)
-    built = {}
+    built: dict[str, Silo] = {}
+    shared: dict[Any, VerticalSiloProgram] = {}
     for name, program in zip(names, programs, strict=True):
         secret = silo_secret(lambda name=name: derived_secret(seed, name, None), bool(frame.terms), noise_key)  # type: ignore[misc]
         seen = known if algorithm.response == "shared" else ()
-        predictor = Predictor(program, columns[name], likelihood.columns)
-        view = _view(name, columns[name], seen, secret)
-        silo_program = VerticalSiloProgram(algorithm, problem, predictor)
+        # Silos of one program and shape share its traces; it holds no data.
+        rows = columns[name]
+        key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
+        if key not in shared:
+            shared[key] = VerticalSiloProgram(algorithm, problem, Predictor(program, rows, likelihood.columns))
+        view, silo_program = _view(name, rows, seen, secret), shared[key]
         built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name])
     gate = holder.gates[RESPONSE_HOLDER] if holder is not None else None
     server = Server(problem, VerticalServerProgram(algorithm, problem, known, gate), server_sum, noise)

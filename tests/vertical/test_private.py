@@ -126,7 +126,7 @@ def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> No
 
 def test_a_private_response_is_noised_before_it_is_broadcast() -> None:
     """An attacker reads labels off the sign of the pull: always right without privacy, near chance at epsilon = 1."""
-    silos, y = _data()
+    _, y = _data()
 
     def accuracy(privacy: Any) -> float:
         parties = _parties(privacy)

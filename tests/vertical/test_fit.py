@@ -1,0 +1,207 @@
+"""`sf.fit_vertical` as a user meets it: sums, who sees what, absence, crashes, prediction, bad input."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms.vertical import Bernoulli, Gaussian, Poisson, Vertical
+from secure_fvi.algorithms.vertical.predictors import linear
+from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.messages import decode_broadcast
+from secure_fvi.vertical_fitting import VerticalParties, build_vertical_parties
+from secure_fvi.vertical_results import VerticalResult
+
+pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+
+N = 50
+
+
+def _data(silos: int = 3) -> tuple[list[dict[str, Tensor]], Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 2 * silos, generator=rng)
+    y = torch.bernoulli(torch.sigmoid(x @ torch.linspace(-1.5, 1.5, 2 * silos)), generator=rng)
+    return [{"x": part} for part in x.split(2, 1)], y
+
+
+def _fit(config: Vertical, silos: int = 3, **options: Any) -> VerticalResult:
+    columns, y = _data(silos)
+    return sf.fit_vertical(Bernoulli(), columns, y, algorithm=config, compile=False, **options)
+
+
+def _means(result: VerticalResult) -> Tensor:
+    return torch.cat([result.local[s].q["theta/loc"] for s in result.silos])
+
+
+@pytest.mark.parametrize("model", ["augmented", "power"])
+def test_secure_sums_change_nothing(model: Any) -> None:
+    config = Vertical(model=model, rounds=6)
+    plain, masked, homomorphic = (_fit(config, aggregation=a) for a in (sf.Plain(), sf.Masked(), sf.Homomorphic()))
+    torch.testing.assert_close(_means(plain), _means(masked), rtol=0, atol=1e-6)
+    torch.testing.assert_close(_means(masked), _means(homomorphic), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [None, 20])
+def test_upload_does_not_depend_on_the_number_of_silos(batch: int | None) -> None:
+    """Batch x columns x ring bytes, and a few hundred bytes of the protocol."""
+    for silos in (2, 20):
+        config = Vertical(rounds=3, batch_size=batch)
+        found = _fit(config, silos, aggregation=sf.Plain()).aggregation["bytes_up_per_silo"] / 3
+        assert 8 * (batch or N) <= found <= 8 * (batch or N) + 300
+
+
+def _reachable(root: object) -> Tensor:
+    """Every number in tensors and arrays that can be reached."""
+    seen: set[int] = set()
+    stack, found = [root], [torch.zeros(1)]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, type) or type(value).__name__ == "module":
+            continue
+        seen.add(id(value))
+        if type(value) is Tensor and value.is_floating_point():
+            found.append(value.detach().double().flatten())
+        elif isinstance(value, np.ndarray) and value.dtype == np.float64:
+            found.append(torch.from_numpy(value.copy()).flatten())
+        if callable(value) and hasattr(value, "__globals__"):
+            stack.extend(c.cell_contents for c in value.__closure__ or () if c is not None)
+            continue
+        stack.extend(gc.get_referents(value))
+    return torch.cat(found)
+
+
+def _parties(config: Vertical, response: Tensor | None = None, silos: int = 3) -> VerticalParties:
+    columns, y = _data(silos)
+    y = response if response is not None else y
+    likelihood = Gaussian() if response is not None else Bernoulli()
+    return build_vertical_parties(likelihood, columns, y, None, None, config, sf.Masked(), compile=False)
+
+
+def test_who_holds_what() -> None:
+    """The server holds no column and no silo's z_j; a private response never reaches a silo."""
+    secret = torch.randn(N, generator=torch.Generator().manual_seed(8))
+    for response in ("private", "shared"):
+        parties = _parties(Vertical(response=response, rounds=9), secret)  # type: ignore[arg-type]
+        for _ in range(3):
+            parties.engine.run(parties.server.round())
+        silo = parties.engine.silos["silo-1"]
+        assert not torch.isin(silo.view.rows["x"].flatten(), _reachable(parties.server)).any()
+        reached = torch.isin(secret, _reachable(parties.engine)).any()
+        assert bool(reached) == (response == "shared")  # the second is the control
+
+
+def test_the_broadcast_carries_the_pull_and_nothing_of_one_silo() -> None:
+    parties = _parties(Vertical(response="private", rounds=9))
+    engine, sent = parties.engine, []
+    inner = engine.exchange
+
+    def noted(messages: Any) -> Any:
+        sent.append(messages)
+        return inner(messages)
+
+    engine.exchange = noted  # type: ignore[method-assign]
+    engine.run(parties.server.round())
+    engine.run(parties.server.round())
+    broadcasts = [decode_broadcast(m[1:]) for batch in sent for m in batch.values() if m[:1] == b"R"]
+    assert {tuple(b.tensors) for b in broadcasts} == {("pull", "curvature")}
+    last = [b for b in broadcasts if b.round == 1]
+    assert len(last) == 3
+    assert all(torch.equal(b.tensors["pull"], last[0].tensors["pull"]) for b in last)
+
+
+def test_silos_may_be_absent_up_to_the_bound() -> None:
+    """Three of six silos a round, more when due: no z_j in the sum is older than the bound, and the running total is their sum."""
+    config = Vertical(response="private", rounds=40, participation=0.5, max_staleness=2)
+    parties = _parties(config, silos=6)
+    server, engine = parties.server, parties.engine
+    cohorts = []
+    for _ in range(40):
+        engine.run(server.round())
+        state = server.state.algorithm
+        assert all(state.round - 1 - last <= 2 for last in state.last)
+        cohorts.append(sum(last == state.round - 1 for last in state.last))
+        sent = sum(s.pending.local.sent for s in engine.silos.values() if s.pending is not None)
+        torch.testing.assert_close(state.total, sent, rtol=0, atol=1e-6)
+    assert cohorts[0] == 6
+    assert min(cohorts[1:]) == 3
+
+
+def test_a_silo_that_does_not_answer_stops_the_round() -> None:
+    """A sum without it is no predictor: the state stays as it was."""
+    columns, y = _data(4)
+    parties = build_vertical_parties(
+        Bernoulli(), columns, y, None, None, Vertical(rounds=9), sf.Masked(), compile=False
+    )
+    server, engine = parties.server, parties.engine
+    engine.run(server.round())
+    before = server.state.algorithm
+    inner = engine.exchange
+    engine.exchange = lambda m: {s: r for s, r in inner(m).items() if s != "silo-2" or m[s][:1] == b"S"}  # type: ignore[method-assign]
+    with pytest.raises(AggregationError):
+        engine.run(server.round())
+    assert server.state.algorithm is before
+
+
+@pytest.mark.parametrize("options", [{}, {"model": "power", "weight_concentration": 5.0}])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    class Stop(Exception):
+        pass
+
+    config = Vertical(rounds=12, batch_size=20, **options)
+    whole = _fit(config)
+
+    def stop(progress: sf.Progress) -> None:
+        if progress.round == 7:
+            raise Stop
+
+    kept = {"checkpoint_dir": tmp_path / "c", "checkpoint_seconds": 1e-9}
+    with pytest.raises(Stop):
+        _fit(config, on_round=stop, **kept)
+    again = _fit(config, resume=True, **kept)
+    assert torch.equal(_means(whole), _means(again))
+    assert whole.elbo == again.elbo
+
+
+def test_prediction_is_the_sum_of_the_silos() -> None:
+    """At small rho, beside logistic regression's own formula on all columns with the fitted coefficients."""
+    result = _fit(Vertical(rounds=60, rho=0.01, learning_rate=0.05))
+    columns, y = _data()
+    by_silo = dict(zip(result.silos, columns, strict=True))
+    found = result.log_predictive(by_silo, y, n=2000)
+    beta = torch.cat([result.local[s].sample(4000)["beta"] for s in result.silos], 1)
+    logits = beta @ torch.cat([c["x"] for c in columns], 1).T + result.sample(4000)["intercept"][:, None]
+    exact = torch.sigmoid((2 * y - 1) * logits).mean(0).log()
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.05)
+    draws = result.predict(by_silo, n=500)["y"]
+    torch.testing.assert_close(draws.mean(0), torch.where(y > 0.5, found.exp(), 1 - found.exp()), rtol=0, atol=0.12)
+    with pytest.raises(InputError, match="silo-3"):
+        result.log_predictive({"silo-1": columns[0], "silo-2": columns[1]}, y)
+    with pytest.raises(InputError, match="same number"):
+        result.log_predictive({**by_silo, "silo-2": {"x": columns[1]["x"][:3]}}, y)
+
+
+def test_bad_input_is_refused() -> None:
+    columns, y = _data()
+    with pytest.raises(InputError, match="align"):
+        sf.fit_vertical(Bernoulli(), [columns[0], {"x": columns[1]["x"][:9]}], y)
+    with pytest.raises(InputError, match="NaN"):
+        sf.fit_vertical(Bernoulli(), [columns[0], {"x": columns[1]["x"] * torch.nan}], y)
+    with pytest.raises(InputError, match="0 and 1"):
+        sf.fit_vertical(Bernoulli(), columns, y + 0.5)
+    with pytest.raises(InputError, match="offset"):
+        sf.fit_vertical(Poisson(), columns, y, offset=y[:3])
+    with pytest.raises(InputError, match="2 predictors"):
+        sf.fit_vertical(Bernoulli(), columns, y, [linear()] * 2)
+    with pytest.raises(InputError, match="power-likelihood"):
+        Vertical(model="power", response="private")
+    with pytest.raises(InputError, match="belong together"):
+        Vertical(participation=0.5)
+    with pytest.raises(InputError, match="augmented"):
+        Vertical(model="power", participation=0.5, max_staleness=2)
