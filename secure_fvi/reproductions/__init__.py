@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
+    "heart": "secure_fvi.reproductions.heart",
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-six-cities": "secure_fvi.reproductions.pvi_six_cities",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
