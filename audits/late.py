@@ -1,0 +1,76 @@
+"""Worlds that begin late in a run of SFVI, so that a few rounds show what thousands would.
+
+In the first hundreds of rounds latents have hardly moved, and what a silo sends says little about where they will end.
+A late world begins at a q(Z_G) fitted beforehand, each silo's latents settled to it by rounds of its own that nobody
+sees. What the server saw before is left out, so that attacks come out weaker than on whole runs, never stronger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.plain import Plain
+from secure_fvi.algorithms.base import Broadcast, Posterior, SiloProgram
+from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.compiled import choose_mode
+from secure_fvi.federated_model import FederatedModel
+from secure_fvi.fitting import build_parties, work_of
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.server import Server
+from secure_fvi.silo import Silo
+
+#: Numbers the rounds of settling, which must not share draws with those of the run.
+_FIRST = 1 << 30
+
+
+class LateStart:
+    """Where late worlds of one model and configuration begin."""
+
+    def __init__(
+        self,
+        model: FederatedModel,
+        config: SFVI,
+        silos: Sequence[dict[str, Tensor]],
+        worlds: int,
+        rounds: int = 2000,
+        settling: int = 80,
+    ) -> None:
+        """Fit q(Z_G) to `silos` by `rounds` plain rounds, unrecorded. `settling`: a silo's own rounds in each of
+        about `worlds` worlds."""
+        long = dataclasses.replace(config, iterations=rounds)
+        calls = len(silos) * (rounds + worlds * settling)
+        compiled = choose_mode("auto", calls, work_of(silos, config)) == "compiled"
+        server, engine, _ = build_parties(model, silos, long, Plain(), compile=compiled)
+        while not engine.run(server.round()).finished:
+            pass
+        self.posterior: Posterior = server.program.posterior(server.state.algorithm)
+        self._program: SiloProgram = long.silo(server.problem)
+        family, eta = self.posterior.family, self.posterior.eta
+        eps = torch.randn(settling, family.noise_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        draws = [family.transform(eta, e.to(eta["loc"])) for e in eps]
+        theta = {f"theta/{name}": value for name, value in self.posterior.theta.items()}
+        self._tensors = [{"z_global": z, "shift": z - eta["loc"], **theta} for z in draws]
+
+    def apply(self, server: Server, silos: Sequence[Silo]) -> None:
+        """Put parties that have not begun there."""
+        program: Any = server.program
+        begun = program.init_at(self.posterior.eta, self.posterior.theta)
+        server.state = server.state._replace(algorithm=begun)
+        for silo in silos:
+            settled = self._settled(silo)
+            silo.local = silo.local._replace(record=settled.record, silo=settled.silo)
+
+    def _settled(self, silo: Silo) -> Any:
+        """The silo's latents after rounds in which q(Z_G) stands still. Their contributions go nowhere."""
+        gate, local = Gate(silo.name, self._program.tables), self._program.init_local(silo.view)
+        scalars: dict[str, float] = {"scale": 1.0, "averaging": 0.0, "stage": 0.0}
+        for k, tensors in enumerate(self._tensors):
+            message = Broadcast(_FIRST + k, k + 1, {silo.name: k}, (silo.name,), scalars, tensors)
+            gate.begin(message.sum_index, message.phase)
+            _, local = self._program.contribute(message, local, silo.view, gate)
+        return local
