@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.sfvi import WarmStart as WarmStart
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
     from secure_fvi.algorithms.vertical.config import Vertical as Vertical
+    from secure_fvi.algorithms.vertical.soul import Soul as Soul
     from secure_fvi.driving import Progress as Progress
     from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
@@ -59,6 +60,7 @@ _HOME = {
     "SecureFVIWarning": "secure_fvi.errors",
     "SiloDP": "secure_fvi.privacy.settings",
     "Shared": "secure_fvi.federated_model",
+    "Soul": "secure_fvi.algorithms.vertical.soul",
     "StreamingVB": "secure_fvi.algorithms.baselines",
     "VCL": "secure_fvi.algorithms.baselines",
     "Vertical": "secure_fvi.algorithms.vertical.config",

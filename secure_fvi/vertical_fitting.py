@@ -16,6 +16,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
+from secure_fvi.algorithms.base import SiloProgram
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.frame import PULL_PHASE, VerticalFrame, VerticalProblem, VerticalView
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
@@ -23,6 +24,8 @@ from secure_fvi.algorithms.vertical.predictors import Predictor, Program, linear
 from secure_fvi.algorithms.vertical.server_program import VerticalServerProgram
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.algorithms.vertical.soul import Soul
+from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.driving import Progress, drive
@@ -58,7 +61,7 @@ def fit_vertical(
     response: Tensor,
     predictors: Sequence[Program] | None = None,
     offset: Tensor | None = None,
-    algorithm: Vertical | None = None,
+    algorithm: Vertical | Soul | None = None,
     aggregation: SecureSum | None = None,
     privacy: DP | None = None,
     seed: int = 0,
@@ -107,7 +110,7 @@ def build_vertical_parties(
     response: Tensor,
     predictors: Sequence[Program] | None,
     offset: Tensor | None,
-    algorithm: Vertical,
+    algorithm: Vertical | Soul,
     aggregation: SecureSum,
     privacy: DP | None = None,
     seed: int = 0,
@@ -149,7 +152,7 @@ def build_vertical_parties(
         tables = {PULL_PHASE: terms[PULL_PHASE].table(frame.z_blocks, [])}
         holder = build_guards((RESPONSE_HOLDER,), tables, terms, algorithm.name, books, noise)
     built: dict[str, Silo] = {}
-    shared: dict[Any, VerticalSiloProgram] = {}
+    shared: dict[Any, SiloProgram] = {}
     for name, program in zip(names, programs, strict=True):
         secret = silo_secret(lambda name=name: derived_secret(seed, name, None), bool(frame.terms), noise_key)  # type: ignore[misc]
         seen = known if algorithm.response == "shared" else ()
@@ -157,12 +160,19 @@ def build_vertical_parties(
         rows = columns[name]
         key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
         if key not in shared:
-            shared[key] = VerticalSiloProgram(algorithm, problem, Predictor(program, rows, likelihood.columns))
+            predictor = Predictor(program, rows, likelihood.columns)
+            shared[key] = _silo_program(algorithm, problem, predictor)
         view, silo_program = _view(name, rows, seen, secret), shared[key]
         built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name])
     gate = holder.gates[RESPONSE_HOLDER] if holder is not None else None
     server = Server(problem, VerticalServerProgram(algorithm, problem, known, gate), server_sum, noise)
     return VerticalParties(problem, server, LocalEngine({n: built[n] for n in ordered}), guards, holder)
+
+
+def _silo_program(algorithm: Vertical | Soul, problem: VerticalProblem, predictor: Predictor) -> SiloProgram:
+    if isinstance(algorithm, Soul):
+        return SoulSiloProgram(algorithm, problem, predictor)
+    return VerticalSiloProgram(algorithm, problem, predictor)
 
 
 def _view(silo: str, rows: Params, response: Response | tuple[()], secret: bytes) -> VerticalView:

@@ -20,6 +20,8 @@ from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.frame import VerticalProblem
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.algorithms.vertical.soul import Soul
+from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
 from secure_fvi.driving import Rounds
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.fitting import number_or_none
@@ -37,17 +39,22 @@ _MOMENT_SEED = 20_240_507
 
 
 class VerticalLocalPosterior:
-    """One silo's q(theta_j) and the values of its program's `pyro.param`s. For that silo's eyes."""
+    """One silo's q(theta_j), or SOUL's draws, and the values of its `pyro.param`s. For that silo's eyes."""
 
     def __init__(self, silo: Silo) -> None:
-        assert isinstance(silo.program, VerticalSiloProgram)
-        self.silo, self._core, self._rows = silo.name, silo.program.core, silo.view.rows
-        self.q, self.family = silo.program.local_fit(silo.local), self._core.family
-        #: w_j of the power likelihood in its last round; 0 in the augmented-variable model.
-        self.likelihood_weight = float(silo.local.answered.share)
+        assert isinstance(silo.program, VerticalSiloProgram | SoulSiloProgram)
+        self.silo, self._program, self._rows = silo.name, silo.program, silo.view.rows
+        self._local, self.q = silo.local, silo.program.local_fit(silo.local)
 
     def __repr__(self) -> str:
         return f"VerticalLocalPosterior('{self.silo}')"
+
+    @property
+    def likelihood_weight(self) -> float:
+        """w_j of the power likelihood in its last round; 0 in the augmented-variable model."""
+        if isinstance(self._program, SoulSiloProgram):
+            return self._program.core.share if self._program.config.is_power else 0.0
+        return float(self._local.answered.share)
 
     @property
     def posterior(self) -> SitePosteriors:
@@ -59,7 +66,7 @@ class VerticalLocalPosterior:
         """`n` draws of every site of the silo's program, (n, *shape), in its own space."""
         first = {name: value[:1] for name, value in self._rows.items()}
         points = part(self.q, "point")
-        return torch.func.vmap(lambda t: self._core.predictor.constrain(t, points, first))(self._thetas(n, seed))
+        return torch.func.vmap(lambda t: self._program.predictor.constrain(t, points, first))(self._thetas(n, seed))
 
     def eta(self, rows: Mapping[str, Tensor], n: int, seed: int = 0) -> Tensor:
         """`n` draws of the predictor (n, N, C) for columns `rows` (N, ...) of this silo."""
@@ -71,14 +78,12 @@ class VerticalLocalPosterior:
         if moved.keys() != self._rows.keys():
             raise InputError(f"silo '{self.silo}': give the columns {', '.join(self._rows)}, not {', '.join(moved)}")
         points = part(self.q, "point")
-        return torch.func.vmap(lambda t: self._core.predictor.evaluate(t, points, moved)[0])(theta)
+        return torch.func.vmap(lambda t: self._program.predictor.evaluate(t, points, moved)[0])(theta)
 
     def _thetas(self, n: int, seed: int) -> Tensor:
         if n < 1:
             raise InputError(f"the number of draws must be at least 1, not {n}")
-        family, eta = self.family, part(self.q, "theta")
-        eps = torch.randn(n, family.noise_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return torch.func.vmap(lambda e: family.transform(eta, e))(eps.to(eta["loc"]))
+        return self._program.thetas(self._local, n, seed)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -86,7 +91,7 @@ class VerticalResult(RunSummary):
     """A fitted vertical model. `posterior` is gamma's; each silo's coefficients are in `local`, for that silo alone."""
 
     problem: VerticalProblem = field(repr=False)
-    config: Vertical = field(repr=False)
+    config: Vertical | Soul = field(repr=False)
     secure_sum: SecureSum = field(repr=False)
     variational: Posterior = field(repr=False)
     local: Mapping[str, VerticalLocalPosterior]  # by silo, where the silos are in this process
@@ -167,7 +172,7 @@ class VerticalResult(RunSummary):
 
 
 def vertical_result(
-    parties: VerticalParties, config: Vertical, aggregation: SecureSum, rounds: Rounds
+    parties: VerticalParties, config: Vertical | Soul, aggregation: SecureSum, rounds: Rounds
 ) -> VerticalResult:
     """The result of a finished run. Warns with SecureFVIWarning where it has not settled."""
     server, engine = parties.server, parties.engine
@@ -190,7 +195,8 @@ def vertical_result(
         silos=list(parties.problem.silos),
         rounds=server.rounds,
         seconds=rounds.seconds,
-        elbo=number_or_none(tail.mean()),
+        # What SOUL climbs is a joint density, not a bound.
+        elbo=None if isinstance(config, Soul) else number_or_none(tail.mean()),
         converged=converged,
         posterior=SitePosteriors({k: SitePosterior(v.mean(0), v.std(0)) for k, v in draws.items()}),
         theta={},

@@ -15,7 +15,7 @@ from secure_fvi.runs import toml
 from secure_fvi.runs.wording import first_error
 
 #: Algorithms for silos that hold different columns of the same people.
-VERTICAL = ("vertical",)
+VERTICAL = ("soul", "vertical")
 
 Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

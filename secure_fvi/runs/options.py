@@ -25,6 +25,7 @@ ALGORITHMS = {
     "pvi": "secure_fvi.algorithms.pvi:PVI",
     "sfvi": "secure_fvi.algorithms.sfvi:SFVI",
     "sfvi-avg": "secure_fvi.algorithms.sfvi_avg:SFVIAvg",
+    "soul": "secure_fvi.algorithms.vertical.soul:Soul",
     "streaming-vb": "secure_fvi.algorithms.baselines:StreamingVB",
     "vcl": "secure_fvi.algorithms.baselines:VCL",
     "vertical": "secure_fvi.algorithms.vertical.config:Vertical",

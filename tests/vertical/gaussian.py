@@ -11,7 +11,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.vertical import Gaussian, Likelihood, Vertical
 from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.trees import Params, part
+from secure_fvi.trees import Params
 from secure_fvi.vertical_results import VerticalResult
 
 SIGMA = 0.8
@@ -90,7 +90,7 @@ def means(result: VerticalResult) -> Tensor:
 
 
 def sds(result: VerticalResult) -> Tensor:
-    return torch.cat([result.local[s].family.stddev(part(result.local[s].q, "theta")) for s in result.silos])
+    return torch.cat([result.local[s].sample(20_000)["beta"].std(0) for s in result.silos])
 
 
 def make(widths: list[int], records: int, seed: int = 0) -> Regression:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Bernoulli, Gaussian, Poisson, Vertical
+from secure_fvi.algorithms.vertical import Bernoulli, Gaussian, Poisson, Soul, Vertical
 from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.messages import decode_broadcast
@@ -31,7 +31,7 @@ def _data(silos: int = 3) -> tuple[list[dict[str, Tensor]], Tensor]:
     return [{"x": part} for part in x.split(2, 1)], y
 
 
-def _fit(config: Vertical, silos: int = 3, **options: Any) -> VerticalResult:
+def _fit(config: Vertical | Soul, silos: int = 3, **options: Any) -> VerticalResult:
     columns, y = _data(silos)
     return sf.fit_vertical(Bernoulli(), columns, y, algorithm=config, compile=False, **options)
 
@@ -46,6 +46,20 @@ def test_secure_sums_change_nothing(model: Any) -> None:
     plain, masked, homomorphic = (_fit(config, aggregation=a) for a in (sf.Plain(), sf.Masked(), sf.Homomorphic()))
     torch.testing.assert_close(_means(plain), _means(masked), rtol=0, atol=1e-6)
     torch.testing.assert_close(_means(masked), _means(homomorphic), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["augmented", "power"])
+def test_soul_in_secure_sums(tmp_path: Path, model: Any) -> None:
+    """Draws stay at the silos; a run that was stopped goes on with the same ones."""
+    config = Soul(model=model, rounds=12, keep=4)
+    plain, masked = _fit(config, aggregation=sf.Plain()), _fit(config, aggregation=sf.Masked())
+    torch.testing.assert_close(_means(plain), _means(masked), rtol=0, atol=1e-6)
+    assert plain.elbo is None
+    draws = plain.local["silo-1"].sample(50)["beta"]
+    assert len(torch.unique(draws[:, 0])) in (5, 6)  # every other round of the last six, or of seven where they fall so
+    assert torch.equal(_means(_stopped(config, 7, tmp_path)), _means(_fit(config)))
+    with pytest.raises(InputError, match="SOUL"):
+        _fit(config, privacy=sf.RecordDP(epsilon=1.0))
 
 
 @pytest.mark.parametrize("batch", [None, 20])
@@ -149,22 +163,26 @@ def test_a_silo_that_does_not_answer_stops_the_round() -> None:
     assert server.state.algorithm is before
 
 
-@pytest.mark.parametrize("options", [{}, {"model": "power", "weight_concentration": 5.0}])
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def _stopped(config: Vertical | Soul, at: int, folder: Path) -> VerticalResult:
+    """A run that dies in round `at` and is resumed."""
+
     class Stop(Exception):
         pass
 
-    config = Vertical(rounds=12, batch_size=20, **options)
-    whole = _fit(config)
-
     def stop(progress: sf.Progress) -> None:
-        if progress.round == 7:
+        if progress.round == at:
             raise Stop
 
-    kept = {"checkpoint_dir": tmp_path / "c", "checkpoint_seconds": 1e-9}
+    kept = {"checkpoint_dir": folder / "c", "checkpoint_seconds": 1e-9}
     with pytest.raises(Stop):
         _fit(config, on_round=stop, **kept)
-    again = _fit(config, resume=True, **kept)
+    return _fit(config, resume=True, **kept)
+
+
+@pytest.mark.parametrize("options", [{}, {"model": "power", "weight_concentration": 5.0}])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    config = Vertical(rounds=12, batch_size=20, **options)
+    whole, again = _fit(config), _stopped(config, 7, tmp_path)
     assert torch.equal(_means(whole), _means(again))
     assert whole.elbo == again.elbo
 

@@ -66,15 +66,7 @@ class Vertical:
     importance_samples: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.model not in ("augmented", "power"):
-            raise InputError(f"model '{self.model}' is unknown; choose augmented or power")
-        if self.response not in ("shared", "private"):
-            raise InputError(f"response '{self.response}' is unknown; choose shared or private")
-        if self.is_power and self.response == "private":
-            raise InputError(
-                "the power-likelihood model needs the response at every silo, since each evaluates the likelihood; "
-                "use model = 'augmented' where the response is private, or share it"
-            )
+        check_response(self.model, self.response)
         for name in ("rho", "bound"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"{name} must be positive and finite, not {getattr(self, name)}")
@@ -116,8 +108,7 @@ class Vertical:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The sums of a round, in order."""
-        return (AUXILIARY_PHASE, SLOPE_PHASE) if self.is_power else (AUXILIARY_PHASE,)
+        return phases(self.model)
 
     @property
     def most_rounds(self) -> int:
@@ -143,27 +134,53 @@ class Vertical:
         return 1.0 if self.local_steps == 1 else 1.0 / silos
 
     def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
-        """The blocks of each phase for `records` records a round; every party derives the same.
+        weights = self.weight_concentration is not None
+        return block_tables(self.model, records, columns, gamma_size, self.bound, weights)
 
-        `local` is the part of the bound that needs no other silo, nats; `mass` the sum of unnormalised weights.
-        """
-        first = [
-            Block("auxiliary", (records, columns), self.bound),
-            Block("local", (), self.bound * records),
-            Block("unsettled", (), 1.0),  # 1 from a silo whose own parameters still drift
-        ]
-        if self.weight_concentration is not None:
-            first.append(Block("mass", (), self.bound))
-        tables = {AUXILIARY_PHASE: BlockTable(tuple(first))}
-        if self.is_power:
-            tables[SLOPE_PHASE] = BlockTable(
-                (
-                    Block("slope", (records, columns), self.bound),
-                    Block("gamma", (gamma_size,), self.bound * records),
-                    Block("value", (), self.bound * records),
-                )
+
+def phases(model: str) -> tuple[str, ...]:
+    """The sums of a round, in order."""
+    return (AUXILIARY_PHASE, SLOPE_PHASE) if model == "power" else (AUXILIARY_PHASE,)
+
+
+def check_response(model: str, response: str) -> None:
+    """Raise InputError for a model or a setting that does not exist, and for two that do not go together."""
+    if model not in ("augmented", "power"):
+        raise InputError(f"model '{model}' is unknown; choose augmented or power")
+    if response not in ("shared", "private"):
+        raise InputError(f"response '{response}' is unknown; choose shared or private")
+    if model == "power" and response == "private":
+        raise InputError(
+            "the power-likelihood model needs the response at every silo, since each evaluates the likelihood; "
+            "use model = 'augmented' where the response is private, or share it"
+        )
+
+
+def block_tables(
+    model: str, records: int, columns: int, gamma_size: int, bound: float, weights: bool
+) -> dict[str, BlockTable]:
+    """The blocks of each phase for `records` records a round; every party derives the same.
+
+    `local` is the part of the objective that needs no other silo, nats; `mass`, with learned `weights`, the sum of
+    unnormalised weights.
+    """
+    first = [
+        Block("auxiliary", (records, columns), bound),
+        Block("local", (), bound * records),
+        Block("unsettled", (), 1.0),  # 1 from a silo whose own parameters still drift
+    ]
+    if weights:
+        first.append(Block("mass", (), bound))
+    tables = {AUXILIARY_PHASE: BlockTable(tuple(first))}
+    if model == "power":
+        tables[SLOPE_PHASE] = BlockTable(
+            (
+                Block("slope", (records, columns), bound),
+                Block("gamma", (gamma_size,), bound * records),
+                Block("value", (), bound * records),
             )
-        return tables
+        )
+    return tables
 
 
 def shared_batch(seed: int, round_: int, records: int, size: int | None) -> npt.NDArray[np.int64]:

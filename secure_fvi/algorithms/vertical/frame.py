@@ -13,6 +13,7 @@ from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.compiled import Mode
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP
@@ -55,7 +56,7 @@ class VerticalView(NamedTuple):
 class VerticalFrame:
     """A configuration bound to a problem."""
 
-    def __init__(self, config: Vertical, problem: VerticalProblem) -> None:
+    def __init__(self, config: Vertical | Soul, problem: VerticalProblem) -> None:
         self.config, self.problem = config, problem
         self.columns, self.gamma_size = problem.likelihood.columns, problem.likelihood.gamma_size
         self.batch_records = min(config.batch_size or problem.records, problem.records)
@@ -102,6 +103,8 @@ class VerticalFrame:
         privacy, config = self.problem.privacy, self.config
         if privacy is None:
             return {}
+        if isinstance(config, Soul):
+            raise InputError("SOUL's draws of theta_j are not private, and z_j follows them; use the vertical rounds")
         if not isinstance(privacy, RecordDP):
             raise InputError(
                 "vertical silos hold parts of the same people: protect a person's columns and label with "

@@ -17,7 +17,8 @@ from torch import Tensor
 from secure_fvi.algorithms.sfvi_frame import mean_units
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.families import Params, global_family
+from secure_fvi.families import GlobalFamily, Params, global_family
+from secure_fvi.families.point import Point
 from secure_fvi.optimizers import Optimizer
 
 
@@ -41,8 +42,10 @@ class VerticalServer:
     """The halves of a round at the server, for one likelihood."""
 
     def __init__(self, likelihood: Likelihood, optimizer: Optimizer, dtype: torch.dtype, family: str = "auto") -> None:
+        """`family` as in `families.global_family`, or "point" for a point estimate of gamma."""
         self.likelihood, self.optimizer, self.dtype = likelihood, optimizer, dtype
-        self.family = global_family(family, likelihood.gamma_size)
+        n = likelihood.gamma_size
+        self.family: GlobalFamily = Point(n) if family == "point" else global_family(family, n)
 
     def init(self) -> ServerParams:
         eta = self.family.init(torch.zeros(self.likelihood.gamma_size, dtype=self.dtype))

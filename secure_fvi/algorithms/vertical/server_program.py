@@ -25,6 +25,7 @@ from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE, PULL_PHASE, Verti
 from secure_fvi.algorithms.vertical.likelihoods import slopes_by_record
 from secure_fvi.algorithms.vertical.server import ServerParams, VerticalServer
 from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.optimizers import Optimizer
@@ -57,7 +58,7 @@ class VerticalServerProgram:
     """`response` is the server's own copy; `gate` guards it under privacy where it is private."""
 
     def __init__(
-        self, config: Vertical, problem: VerticalProblem, response: Response, gate: Gate | None = None
+        self, config: Vertical | Soul, problem: VerticalProblem, response: Response, gate: Gate | None = None
     ) -> None:
         self.config, self.problem, self.response, self.gate = config, problem, response, gate
         self.frame = VerticalFrame(config, problem)
@@ -161,6 +162,7 @@ class VerticalServerProgram:
         averaged = state.averaged + 1 if self._averages(state.round) else 0
         average = running_average(state.average, gamma.eta, averaged)
         sd = self.core.family.stddev(gamma.eta)
+        sd = torch.where(sd > 0, sd, 1.0)  # a point has none
         monitor = stopping.watch(stopping.observe(state.monitor, to_numpy(gamma.eta["loc"]), np.log(to_numpy(sd))))
         finished = state.round + 1 >= self.config.rounds
         step = Step(objective, self._rate(state), monitor.r_hat, "averaging" if averaged else "approach", finished)

@@ -25,7 +25,7 @@ from secure_fvi.algorithms.vertical.weights import logit_step, share
 from secure_fvi.compiled import Traced
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.gate import Gate, Release
-from secure_fvi.trees import Params, put, running_average, take, to_numpy
+from secure_fvi.trees import Params, part, put, running_average, take, to_numpy
 
 
 class Answered(NamedTuple):
@@ -56,7 +56,7 @@ class VerticalSiloProgram:
     """One silo's program: predictors differ between silos, so that each has its own."""
 
     def __init__(self, config: Vertical, problem: VerticalProblem, predictor: Predictor) -> None:
-        self.config, self.problem = config, problem
+        self.config, self.problem, self.predictor = config, problem, predictor
         self.frame = VerticalFrame(config, problem)
         self.tables, self.terms = self.frame.tables, self.frame.terms
         optimizer = Optimizer(config.optimizer, config.learning_rate)
@@ -102,6 +102,12 @@ class VerticalSiloProgram:
     def local_fit(self, local: VerticalLocal) -> Params:
         """q(theta_j) and the fitted `pyro.param`s, averaged over the last rounds: "theta/...", "point/..."."""
         return local.average if local.averaged else local.params.shared
+
+    def thetas(self, local: VerticalLocal, n: int, seed: int) -> Tensor:
+        """`n` draws of theta_j (n, n_theta), unconstrained. For the silo's own eyes."""
+        family, eta = self.core.family, part(self.local_fit(local), "theta")
+        eps = torch.randn(n, family.noise_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return torch.func.vmap(lambda e: family.transform(eta, e))(eps.to(eta["loc"]))
 
     def _contribute_slope(
         self, message: Broadcast, local: VerticalLocal, view: VerticalView, gate: Gate

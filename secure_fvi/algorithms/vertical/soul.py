@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
+from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.algorithms.vertical.auxiliary import log_normal
+from secure_fvi.algorithms.vertical.config import block_tables, check_response, phases
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor
 from secure_fvi.algorithms.vertical.silo import Response
@@ -39,6 +41,8 @@ class Soul:
     draws: Langevin steps a round, M. step: their length times the largest curvature of theta_j's density; a direction
     with that curvature comes out with its variance too large by a factor 1 / (1 - step / 2).
     settle: rounds after which the steps on z begin to fall, with the power `decay` of the round.
+    response, rounds, learning_rate (of gamma), optimizer and bound as in `Vertical`. burn_in: the share of rounds whose
+    draws are thrown away; of the later ones `keep` are kept at the silo, evenly spread.
     """
 
     model: Literal["augmented", "power"] = "augmented"
@@ -47,13 +51,32 @@ class Soul:
     step: float = 0.2
     settle: int = 200
     decay: float = 0.8
+    response: Literal["shared", "private"] = "shared"
+    rounds: int = 4000
+    learning_rate: float = 0.02
+    optimizer: str = "adam"
+    burn_in: float = 0.5
+    keep: int = 1000
+    bound: float = 2.0**20
+
+    name: ClassVar[str] = "soul"
+    importance_samples: ClassVar[int] = 1
+    # What `Vertical` offers and SOUL does not: every silo and every record in each round, gamma a point, equal weights.
+    family: ClassVar[str] = "point"
+    batch_size: ClassVar[None] = None
+    weight_concentration: ClassVar[None] = None
+    participation: ClassVar[float] = 1.0
+    max_staleness: ClassVar[int] = 0
+    local_steps: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.model not in ("augmented", "power"):
-            raise InputError(f"model '{self.model}' is unknown; choose augmented or power")
+        check_response(self.model, self.response)
         if not 0 < self.rho < math.inf:
             raise InputError(f"rho must be positive and finite, not {self.rho}")
-        for name in ("draws", "settle"):
+        Optimizer(self.optimizer, self.learning_rate)
+        if not 0 <= self.burn_in < 1:
+            raise InputError(f"burn_in lies in [0, 1), not {self.burn_in}")
+        for name in ("draws", "settle", "rounds", "keep"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
         if not 0 < self.step < 2:
@@ -64,6 +87,29 @@ class Soul:
     @property
     def is_power(self) -> bool:
         return self.model == "power"
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return phases(self.model)
+
+    @property
+    def most_rounds(self) -> int:
+        return self.rounds
+
+    @property
+    def expected_calls(self) -> int:
+        return 2 * self.rounds
+
+    def multiplier(self, round_: int) -> float:
+        """Of the learning rate of gamma."""
+        return self.rate(round_)
+
+    def averages(self, round_: int) -> bool:
+        """Whether draws of `round_` are kept, and gamma averaged."""
+        return round_ >= self.rounds * self.burn_in
+
+    def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
+        return block_tables(self.model, records, columns, gamma_size, self.bound, weights=False)
 
     def rate(self, round_: int) -> float:
         """Factor on the steps of z and gamma in a round."""
