@@ -18,6 +18,7 @@ from secure_fvi.compiled import choose_threads
 from secure_fvi.errors import InputError
 from secure_fvi.models.vertical_base import PROGRAMS, VerticalDataset, vertical_program
 from secure_fvi.privacy.settings import DP
+from secure_fvi.randomness import derive_key
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.federation_base import FederationBase, digest_of, python_function, written_out
 from secure_fvi.runs.options import LIKELIHOODS, build, named
@@ -99,17 +100,16 @@ def _from_files(config: Config, likelihood: Likelihood) -> tuple[VerticalDataset
     """Each silo's file, and the response's, with the rows of people that all hold; and how many rows matched."""
     assert config.response is not None
     by = config.alignment.column if config.alignment is not None else None
+    aligned = _aligned(config, by) if by is not None else {}
     tables = {s.id: read_table(Path(s.data), f"silo[{j}].data", by) for j, s in enumerate(config.silo)}
     outcome = read_table(Path(config.response.data), "response.data", by)
-    found: dict[str, Any] | None = None
-    if by is not None:
-        aligned = _aligned(config, by)
+    if aligned:
         at = {name: torch.from_numpy(a.rows) for name, a in aligned.items()}
         tables = {name: {k: v[at[name]] for k, v in table.items()} for name, table in tables.items()}
         outcome = {k: v[at[_RESPONSE]] for k, v in outcome.items()}
-        # The hints stay at the silos: they tell how ids are written.
-        found = {n: a._replace(rows=None, hints=None)._asdict() for n, a in aligned.items()}  # type: ignore[arg-type]
-        found = {n: {k: v for k, v in counts.items() if v is not None} for n, counts in found.items()}
+    # The hints stay at the silos: they tell how ids are written.
+    counted = ("matched", "unmatched", "missing", "duplicated")
+    found = {n: {k: getattr(a, k) for k in counted} for n, a in aligned.items()} or None
     columns = {}
     for key in ("column", "offset"):
         name = getattr(config.response, key)
@@ -127,14 +127,15 @@ def _from_files(config: Config, likelihood: Likelihood) -> tuple[VerticalDataset
 def _aligned(config: Config, by: str) -> dict[str, Alignment]:
     """Rows by party, in the common order, from keyed hashes of the ids (`secure_fvi.alignment`).
 
-    One process plays all parties here, so that the key is made on the spot; between institutions the silos share it.
+    One process plays all parties here, so that the key follows from the seed and a run repeats; between institutions
+    the silos share a secret one.
     """
     assert config.alignment is not None
     assert config.response is not None
     if _RESPONSE in {s.id for s in config.silo}:
         raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
     rule = build(Normalisation, config.alignment.options, "alignment")
-    key = AlignmentKey.generate()
+    key = AlignmentKey(derive_key(config.seed.to_bytes(16, "big"), b"alignment"))
     files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
     files[_RESPONSE] = (Path(config.response.data), "response.data")
     prepared = {n: prepare(read_ids(path, where, by), key, "run", n, rule) for n, (path, where) in files.items()}

@@ -1,0 +1,131 @@
+"""`secure-fvi run` where silos hold different columns of the same people."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import CommandLine
+
+N = 40
+
+
+def _people() -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(5)
+    x = torch.randn(N, 3, generator=rng)
+    y = torch.bernoulli(torch.sigmoid(2 * x[:, 0] - 2 * x[:, 2]), generator=rng)
+    return [f"P-{1000 + i}" for i in range(N)], x, y
+
+
+def _write(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def _federation(folder: Path) -> Path:
+    """Two silos and an outcome, in different orders; one person is missing at each, and one id stands twice."""
+    ids, x, y = _people()
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(1)).tolist()
+    bank = [[ids[i], float(x[i, 0]), float(x[i, 1])] for i in range(N) if i != 3]
+    clinic = [[ids[i].lower().replace("-", " "), float(x[i, 2])] for i in order if i != 4]
+    _write(folder / "bank.csv", ["person", "income", "debt"], [*bank, [ids[7], 0.0, 0.0]])
+    _write(folder / "clinic.csv", ["person", "dose"], clinic)
+    _write(folder / "outcome.csv", ["person", "died"], [[ids[i], int(y[i])] for i in reversed(range(N))])
+    (folder / "clinic.py").write_text(
+        "import pyro\nfrom pyro.distributions import Normal\n\n\n"
+        "def effect(dose):\n    return dose * pyro.sample('slope', Normal(0.0, 2.0))\n"
+    )
+    config = folder / "run.toml"
+    config.write_text(
+        """
+[model]
+likelihood = "bernoulli"
+
+[model.options]
+intercept_scale = 2.0
+
+[[silo]]
+id = "bank"
+data = "bank.csv"
+
+[[silo]]
+id = "clinic"
+data = "clinic.csv"
+predictor = "clinic.py:effect"
+
+[response]
+data = "outcome.csv"
+column = "died"
+
+[alignment]
+column = "person"
+drop = "- "
+
+[algorithm]
+name = "vertical"
+response = "private"
+rho = 0.2
+rounds = 400
+learning_rate = 0.05
+
+[algorithm.auxiliary]
+kind = "amortised"
+hidden = [4]
+
+[aggregation]
+kind = "masked"
+min_cohort = 2
+"""
+    )
+    return config
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_files_joined_by_id(cli: CommandLine, tmp_path: Path) -> None:
+    """Rows stand in three orders and ids are written differently: the effects come out with their signs only if the
+    right rows meet. 37 people are left: two are missing somewhere, and one stands twice."""
+    config = _federation(tmp_path)
+    assert cli("run", config, "--out", tmp_path / "out", "--quiet").code == 0
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert set(result["posterior"]) == {"intercept"}
+    assert result["metrics"]["alignment"] == {
+        "bank": {"matched": 37, "unmatched": 1, "missing": 0, "duplicated": 2},
+        "clinic": {"matched": 37, "unmatched": 2, "missing": 0, "duplicated": 0},
+        "response": {"matched": 37, "unmatched": 3, "missing": 0, "duplicated": 0},
+    }
+    own = {}
+    for path in (tmp_path / "out/silos").glob("*.json"):
+        content = json.loads(path.read_text())
+        own[content["silo"]] = content["posterior"]
+    assert set(own["bank"]) == {"beta"}
+    assert own["bank"]["beta"]["mean"][0] > 0.5
+    assert own["clinic"]["slope"]["mean"] < -0.5
+    assert "income" not in (tmp_path / "out/report.html").read_text().split("<pre", 1)[0]
+    assert "finished" in cli("run", config, "--out", tmp_path / "out", "--resume").out
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("response.column=dead", "response.column = 'dead'"),
+        ("alignment.column=id", "no column 'id' to align by"),
+        ("model.likelihood=binomial", "model.likelihood = 'binomial'"),
+        ("algorithm.model=power", "needs the response at every silo"),
+        ("algorithm.name=sfvi", "is for vertical runs"),
+        ("algorithm.auxiliary.kind=full", "algorithm.auxiliary.kind = 'full'"),
+        ("partition.count=2", "[partition]"),
+        ("model.options.scale=2", "model.options.scale"),
+    ],
+)
+def test_bad_settings_end_in_one_line(cli: CommandLine, tmp_path: Path, setting: str, words: str) -> None:
+    cli.config = _federation(tmp_path)
+    cli.refused(words, more=("--set", setting))
+
+
+def test_a_vertical_program_needs_a_vertical_algorithm(cli: CommandLine) -> None:
+    cli.config.write_text('[model]\nprogram = "vertical-logistic"\n[partition]\ncount = 2\n')
+    cli.refused("algorithm.name = 'vertical'")
