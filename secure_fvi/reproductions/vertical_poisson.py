@@ -64,6 +64,7 @@ def run(effort: Effort, tell: Callable[[str], None]) -> tuple[Row, bytes]:
         for k in range(effort.augmented):
             tell(f"data set {k + 1} of {effort.augmented} from the augmented model")
             rows += augmented(effort, fits, k)
+            tell(", ".join(f"{r['method']} {_share(r):.0%}" for r in rows if r["data_set"] == k))
         curves: list[Curve] = []
         for k in range(effort.paper):
             tell(f"data set {k + 1} of {effort.paper} from the paper's model")
