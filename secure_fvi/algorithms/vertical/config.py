@@ -31,7 +31,8 @@ class Vertical:
     """One model, one family and one run.
 
     response: who knows y: "shared" by silos and server, or "private" to the server.
-    family: of theta_j, as in `families.global_family`. auxiliary: of z_j given theta_j.
+    family: of theta_j, as in `families.global_family`; "auto" is diagonal where batches are drawn, since their noise
+    accumulates in correlations that few records inform. auxiliary: of z_j given theta_j.
     local_steps: updates a silo makes between two exchanges, for the same s. damping: share of their change that is
     kept; None keeps all of one step and 1/J of several, since J silos answer the same s at once.
     weight_concentration: Dirichlet prior of the likelihood weights w_j; None keeps them at 1/J. At 1 the prior is flat
@@ -101,6 +102,10 @@ class Vertical:
                 "silos may be absent from rounds in the augmented-variable model with all records in each round only: "
                 "the power likelihood needs every silo's slope, and a batch z_j that were sent before"
             )
+
+    @property
+    def family_in_use(self) -> str:
+        return "diagonal" if self.family == "auto" and self.batch_size is not None else self.family
 
     @property
     def is_power(self) -> bool:

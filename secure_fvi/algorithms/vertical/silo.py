@@ -83,7 +83,7 @@ class VerticalSilo:
     ) -> None:
         self.config, self.likelihood, self.predictor, self.optimizer = config, likelihood, predictor, optimizer
         self.silos, self.kept, self.log_rho = silos, config.kept(silos), math.log(config.rho)
-        self.family = global_family(config.family, predictor.n)
+        self.family = global_family(config.family_in_use, predictor.n)
         self._sees = config.response == "shared"
         example = torch.zeros(1, dtype=predictor.start.dtype)
         width = likelihood.features(example).shape[-1] if self._sees else 0
