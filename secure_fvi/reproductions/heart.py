@@ -131,7 +131,15 @@ def _rows(effort: Effort, data: dict[bool, Heart], tell: Callable[[str], None]) 
         tell(f"every weight sampled, rho 1, {LOCAL_STEPS} local steps, {rounds} exchanges")
         net = _sampled(1.0, rounds, local_steps=LOCAL_STEPS)
         rows.append(_row(f"sampled, rho 1, {LOCAL_STEPS} steps{share}", *net.fit(effort, plain, short)))
+    rows.append(_marked_row(effort, data[True], long, tell))
     return rows + _chosen(effort, data, long, tell)
+
+
+def _marked_row(effort: Effort, data: Heart, folds: Folds, tell: Callable[[str], None]) -> Row:
+    """The fourth variant of `_chosen`, at the paper's rho."""
+    label = "linear + 8 units, marked, rho 1"
+    tell(label)
+    return _row(label, *_sampled(1.0, effort.inner_rounds, program=_linear_and_units).fit(effort, data, folds))
 
 
 class Exchanges(NamedTuple):
