@@ -126,6 +126,7 @@ def build_vertical_parties(
     if len(names) != len(silos):
         raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
     ordered = check_silo_ids(names)
+    algorithm = algorithm.resolved(likelihood)
     check_common(seed, dtype)
     where = device_named(device)
     columns = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}

@@ -27,7 +27,7 @@ from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_poisson import LEVELS, SCALE, SILOS, Areas, slopes_without_mu
 from secure_fvi.reproductions.vertical_batched import Fit, VerticalRound
-from secure_fvi.reproductions.vertical_poisson_targets import Levels, PoissonLognormal, with_mu
+from secure_fvi.reproductions.vertical_poisson_targets import Levels, poisson_lognormal, with_mu
 
 PRIVATE, SHARED, MEAN_FIELD = "amortised", "amortised, response", "mean field"
 MARGINAL, INTEGRATED = "z integrated", "z and mu integrated"
@@ -54,7 +54,7 @@ class Fits:
         began, pooled = time.monotonic(), variant in (MARGINAL, INTEGRATED, TRUE_MODEL)
         likelihood: Likelihood = Poisson(SCALE)
         if variant in (MARGINAL, INTEGRATED):
-            likelihood = PoissonLognormal(math.sqrt(SILOS) * rho, SCALE)
+            likelihood = poisson_lognormal(math.sqrt(SILOS) * rho, SCALE)
         config = Vertical(
             rho=rho,
             response="shared" if variant == SHARED else "private",

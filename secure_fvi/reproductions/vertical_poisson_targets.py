@@ -8,90 +8,25 @@ that holds the response can use it in place of the Poisson likelihood, from the 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, MixtureSameFamily
-from torch.distributions import Poisson as TorchPoisson
 
-from secure_fvi.algorithms.vertical import Poisson
+from secure_fvi.algorithms.vertical import Likelihood, Poisson
+from secure_fvi.algorithms.vertical.marginal import marginal
 from secure_fvi.models.vertical_poisson import SCALE, Areas, mu_given, multilevel, slopes
 from secure_fvi.runs.draws import Draws
 from secure_fvi.runs.nuts import sample_nuts
-from secure_fvi.trees import Params
 
-_NODES, _NEWTON_STEPS = 16, 5
-_PREDICTIVE_NODES = 64  # not placed around a mode
+_NODES = 16
 
 
-def log_marginal(y: Tensor, f: Tensor, sd: float) -> Tensor:
-    """log E Poisson(y | exp(f + sd e)), e ~ N(0, 1), elementwise, by Gauss-Hermite quadrature around the mode.
-
-    The integrand in t = f + sd e is log-concave; its mode has exp(t) = w / sd^2 with w + log w = f + sd^2 y + 2 log sd.
-    Nodes are held fixed for derivatives: the integral does not depend on them.
-    """
-    nodes, weights = (torch.from_numpy(a).to(f) for a in np.polynomial.hermite_e.hermegauss(_NODES))
-    w = _omega(f.detach() + sd**2 * y + 2 * math.log(sd))
-    width = sd / (1 + w).sqrt()
-    t = (w.log() - 2 * math.log(sd)).unsqueeze(-1) + width.unsqueeze(-1) * nodes
-    u = (t - f.unsqueeze(-1)) / sd
-    log_joint = y.unsqueeze(-1) * t - t.exp() - 0.5 * u.square() + 0.5 * nodes.square() + weights.log()
-    constant = width.log() - math.log(sd) - 0.5 * math.log(2 * math.pi) - torch.lgamma(y + 1)
-    return torch.logsumexp(log_joint, -1) + constant
-
-
-def _omega(c: Tensor) -> Tensor:
-    """w > 0 with w + log w = c, by Newton's method from an approximation on either side."""
-    w = torch.where(c > 1, c - c.clamp(min=1.0).log(), (c.clamp(max=1.0) - 0.4 * (c.clamp(max=1.0)).exp()).exp())
-    for _ in range(_NEWTON_STEPS):
-        w = (w * (1 + c - w.log()) / (1 + w)).clamp(min=1e-300)
-    return w
-
-
-@dataclass(frozen=True)
-class PoissonLognormal:
+def poisson_lognormal(sd: float, intercept_scale: float = 1.0) -> Likelihood:
     """`Poisson` over f = sum_j eta_j with normal noise of standard deviation `sd` integrated out."""
-
-    sd: float
-    intercept_scale: float = 1.0
-    columns = 1
-    gamma_size = 1
-    slope_bound: float | None = None
-
-    @property
-    def _poisson(self) -> Poisson:
-        return Poisson(self.intercept_scale)
-
-    def check(self, y: Tensor) -> None:
-        self._poisson.check(y)
-
-    def features(self, y: Tensor) -> Tensor:
-        return self._poisson.features(y)
-
-    def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
-        return log_marginal(y, predictor[:, 0] + gamma[0], self.sd)
-
-    def distribution(self, predictor: Tensor, gamma: Tensor) -> Distribution:
-        """As a mixture of Poisson distributions over the nodes of a quadrature."""
-        nodes, weights = (
-            torch.from_numpy(a).to(predictor) for a in np.polynomial.hermite_e.hermegauss(_PREDICTIVE_NODES)
-        )
-        rates = (predictor[..., :1] + gamma[..., None, :1] + self.sd * nodes).exp()
-        return MixtureSameFamily(Categorical(weights.expand_as(rates)), TorchPoisson(rates))
-
-    def log_prior(self, gamma: Tensor) -> Tensor:
-        return self._poisson.log_prior(gamma)
-
-    def curvature(self, predictor: Tensor, gamma: Tensor) -> Tensor:
-        # Minus the second derivative is (1 - Var(t | y, f) / sd^2) / sd^2.
-        return predictor.new_tensor(1 / self.sd**2)
-
-    def constrain(self, gamma: Tensor) -> Params:
-        return self._poisson.constrain(gamma)
+    found = marginal(Poisson(intercept_scale), sd, _NODES)
+    assert found is not None
+    return found
 
 
 class Levels(NamedTuple):
@@ -103,7 +38,7 @@ class Levels(NamedTuple):
 
 def sample(data: Areas, sd: float, warmup: int, draws: int, seed: int = 0) -> tuple[Levels, Draws]:
     """One chain of NUTS on all silos; `sd` is that of the sum of auxiliary variables, 0 without them."""
-    likelihood = PoissonLognormal(sd, SCALE) if sd > 0 else Poisson(SCALE)
+    likelihood = poisson_lognormal(sd, SCALE) if sd > 0 else Poisson(SCALE)
 
     def log_likelihood(y: Tensor, at: Tensor, b: Tensor) -> Tensor:
         return likelihood.log_prob(y, at.unsqueeze(-1), b.unsqueeze(-1))

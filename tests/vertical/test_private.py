@@ -1,4 +1,4 @@
-"""Differential privacy of vertical runs: what is noised, what is charged, and what an attacker on labels still finds."""
+"""Differential privacy of vertical runs: what is noised, what is charged, and what an attacker on labels finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Vertical
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Integrated, MeanField, Vertical
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE
 from secure_fvi.algorithms.vertical.silo import Incoming, Noise, SiloParams
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
@@ -39,9 +39,9 @@ def _parties(privacy: Any, **options: Any) -> VerticalParties:
     )
 
 
-@pytest.mark.parametrize("auxiliary", [None, MeanField()])
+@pytest.mark.parametrize("auxiliary", [Amortised(), Integrated(), MeanField()])
 def test_record_gradients_add_up_to_the_gradient(auxiliary: Any) -> None:
-    parties = _parties(None, **({} if auxiliary is None else {"auxiliary": auxiliary}))
+    parties = _parties(None, auxiliary=auxiliary)
     silo = parties.engine.silos["silo-1"]
     assert isinstance(silo.program, VerticalSiloProgram)
     core, view = silo.program.core, silo.view

@@ -1,6 +1,6 @@
 """Vertical federated inference: silos hold different columns of the same people (Hassan et al. 2024)."""
 
-from secure_fvi.algorithms.vertical.auxiliary import Amortised, MeanField
+from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
 from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from secure_fvi.algorithms.vertical.predictors import Predictor, grouped_slopes, linear
@@ -12,9 +12,11 @@ __all__ = [
     "AUXILIARY_PHASE",
     "SLOPE_PHASE",
     "Amortised",
+    "Auto",
     "Bernoulli",
     "Categorical",
     "Gaussian",
+    "Integrated",
     "Likelihood",
     "MeanField",
     "Poisson",

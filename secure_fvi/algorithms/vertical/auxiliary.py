@@ -21,6 +21,11 @@ from secure_fvi.trees import Params
 class AuxiliaryFamily(Protocol):
     """Pure functions for fixed sizes; N records of C columns."""
 
+    @property
+    def integrated(self) -> bool:
+        """Whether z is integrated out elsewhere, so that the silo sends eta itself."""
+        ...
+
     def init(self, records: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Params, Params]:
         """Parameters of the silo, and parameters with one row a record."""
         ...
@@ -49,6 +54,8 @@ class Amortised:
 
 class AmortisedAuxiliary:
     """`Amortised` for fixed sizes."""
+
+    integrated = False
 
     def __init__(self, widths: tuple[int, ...], rho: float) -> None:
         self.widths, self.log_rho, self.rho = widths, math.log(rho), rho
@@ -81,6 +88,8 @@ class MeanField:
 class MeanFieldAuxiliary:
     """`MeanField` for fixed sizes."""
 
+    integrated = False
+
     def __init__(self, columns: int, rho: float) -> None:
         self.columns, self.rho = columns, rho
 
@@ -90,6 +99,43 @@ class MeanFieldAuxiliary:
 
     def moments(self, shared: Params, record: Params, eta: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         return record["loc"], record["log_scale"]
+
+
+@dataclass(frozen=True)
+class Integrated:
+    """No q(z_j | theta_j): silos send eta_j, and the holder of the response integrates the sum of z_j out.
+
+    By quadrature with `nodes` (`vertical.marginal`); augmented-variable model, responses of one column.
+    """
+
+    nodes: int = 32
+
+    def __post_init__(self) -> None:
+        if type(self.nodes) is not int or self.nodes < 2:
+            raise InputError(f"nodes of a quadrature must be a whole number of at least 2, not {self.nodes!r}")
+
+    def build(self, columns: int, features: int, rho: float) -> IntegratedAuxiliary:
+        return IntegratedAuxiliary()
+
+
+class IntegratedAuxiliary:
+    """`Integrated`: nothing to fit."""
+
+    integrated = True
+
+    def init(self, records: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Params, Params]:
+        return {}, {}
+
+    def moments(self, shared: Params, record: Params, eta: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        return eta, torch.full_like(eta, -math.inf)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """`Integrated` in a fit where the likelihood has it, the paper's `Amortised` otherwise."""
+
+    def build(self, columns: int, features: int, rho: float) -> AmortisedAuxiliary:
+        return Amortised().build(columns, features, rho)
 
 
 def log_normal(x: Tensor, loc: Tensor, log_scale: Tensor) -> Tensor:

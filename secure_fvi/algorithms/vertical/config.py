@@ -10,7 +10,7 @@ its bound may not be compared with another model's as evidence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.sfvi import SCHEDULES
-from secure_fvi.algorithms.vertical.auxiliary import Amortised, MeanField
+from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
+from secure_fvi.algorithms.vertical.likelihoods import Likelihood
+from secure_fvi.algorithms.vertical.marginal import marginal
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
 
@@ -49,7 +51,7 @@ class Vertical:
     rho: float = 1.0
     response: Literal["shared", "private"] = "shared"
     family: Literal["auto", "diagonal", "full", "low_rank"] = "auto"
-    auxiliary: Amortised | MeanField = field(default_factory=Amortised)
+    auxiliary: Amortised | MeanField | Integrated | Auto = field(default_factory=Auto)
     local_steps: int = 1
     damping: float | None = None
     weight_concentration: float | None = None
@@ -83,6 +85,11 @@ class Vertical:
             if not 1 <= self.weight_concentration < math.inf:
                 raise InputError(f"weight_concentration must be at least 1, not {self.weight_concentration}")
 
+        if self.is_power and isinstance(self.auxiliary, Integrated):
+            raise InputError(
+                "in the power-likelihood model nobody can integrate z out alone, since each silo sees the others' z; use "
+                "an amortised or mean-field auxiliary"
+            )
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule '{self.schedule}' is unknown; choose {', '.join(SCHEDULES)}")
         if not 0 <= self.average_last <= 1:
@@ -102,6 +109,25 @@ class Vertical:
                 "silos may be absent from rounds in the augmented-variable model with all records in each round only: "
                 "the power likelihood needs every silo's slope, and a batch z_j that were sent before"
             )
+
+    def resolved(self, likelihood: Likelihood) -> Vertical:
+        """With the auxiliary family that is used. Raises InputError where `likelihood` cannot be integrated."""
+        possible = not self.is_power and marginal(likelihood, 1.0) is not None
+        if isinstance(self.auxiliary, Integrated) and not possible:
+            raise InputError(
+                f"a {type(likelihood).__name__} likelihood cannot be integrated over z; use another auxiliary"
+            )
+        if not isinstance(self.auxiliary, Auto):
+            return self
+        return replace(self, auxiliary=Integrated() if possible else Amortised())
+
+    def seen_by_holder(self, likelihood: Likelihood, silos: int) -> Likelihood:
+        """What the holder of the response takes derivatives of, in the sum that it gets from `silos` silos."""
+        if not isinstance(self.auxiliary, Integrated):
+            return likelihood
+        found = marginal(likelihood, math.sqrt(silos) * self.rho, self.auxiliary.nodes)
+        assert found is not None
+        return found
 
     @property
     def family_in_use(self) -> str:

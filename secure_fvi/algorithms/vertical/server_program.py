@@ -63,8 +63,10 @@ class VerticalServerProgram:
         self.config, self.problem, self.response, self.gate = config, problem, response, gate
         self.frame = VerticalFrame(config, problem)
         self.tables, self.terms = self.frame.tables, self.frame.terms
+        #: As the holder of the response sees the sum.
+        self.likelihood = config.seen_by_holder(problem.likelihood, len(problem.silos))
         self.core = VerticalServer(
-            problem.likelihood, Optimizer(config.optimizer, config.learning_rate), problem.dtype, config.family
+            self.likelihood, Optimizer(config.optimizer, config.learning_rate), problem.dtype, config.family
         )
         self._draws = server_draws(problem.seed)
         self._respond = Traced(self.core.respond, (None,) * 4, problem.mode)
@@ -175,7 +177,7 @@ class VerticalServerProgram:
         self, gate: Gate, message: Broadcast, response: Response, s: Tensor, gamma: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The response's part of a round, clipped, noised and charged: pulls and the gradient in gamma."""
-        found = slopes_by_record(self.problem.likelihood, response.y, response.offset, s, gamma)
+        found = slopes_by_record(self.likelihood, response.y, response.offset, s, gamma)
         gate.begin(message.sum_index, PULL_PHASE, len(message.cohort))
         in_gamma = gate.hidden_sum(HIDDEN_PHASE, found.gamma) * self.frame.weight
         pull = gate.release_rows(found.predictor)

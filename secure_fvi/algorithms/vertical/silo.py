@@ -210,15 +210,16 @@ class VerticalSilo:
         """A draw along `free`, with the densities of q taken at `held`: equal but for their derivatives."""
         theta = self.family.transform(part(free.shared, "theta"), noise.theta)
         eta, log_prior = self.predictor.evaluate(theta, part(free.shared, "point"), rows)
+        log_q = self.family.log_prob(part(held.shared, "theta"), theta) if prior else 0.0
+        log_prior = log_prior if prior else torch.zeros_like(log_prior)
+        if self.auxiliary.integrated:
+            return Draw(theta, eta, eta, log_prior - log_q)
         features = self.likelihood.features(response.y) if self._sees else eta[:, :0]
         loc, log_scale = self.auxiliary.moments(part(free.shared, "z"), free.record, eta, features)
         z = loc + log_scale.exp() * noise.z
         loc, log_scale = self.auxiliary.moments(part(held.shared, "z"), held.record, eta, features)
         log_ratio = log_normal(z, eta, torch.full_like(eta, self.log_rho)) - log_normal(z, loc, log_scale)
-        local = (weights * log_ratio).sum()
-        if prior:
-            local = local + log_prior - self.family.log_prob(part(held.shared, "theta"), theta)
-        return Draw(theta, eta, z, local)
+        return Draw(theta, eta, z, (weights * log_ratio).sum() + log_prior - log_q)
 
     def _mix(self, old: Params, new: Params) -> Params:
         return {name: torch.lerp(value, new[name], self.kept) for name, value in old.items()}

@@ -108,6 +108,12 @@ class Soul:
         """Whether draws of `round_` are kept, and gamma averaged."""
         return round_ >= self.rounds * self.burn_in
 
+    def resolved(self, likelihood: Likelihood) -> Soul:
+        return self
+
+    def seen_by_holder(self, likelihood: Likelihood, silos: int) -> Likelihood:
+        return likelihood
+
     def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
         return block_tables(self.model, records, columns, gamma_size, self.bound, weights=False)
 
