@@ -8,6 +8,7 @@ sees. What the server saw before is left out, so that attacks come out weaker th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class LateStart:
         config: SFVI,
         silos: Sequence[dict[str, Tensor]],
         worlds: int,
-        rounds: int = 2000,
+        rounds: int = 1000,
         settling: int = 80,
     ) -> None:
         """Fit q(Z_G) to `silos` by `rounds` plain rounds, unrecorded. `settling`: a silo's own rounds in each of
@@ -50,6 +51,7 @@ class LateStart:
             pass
         self.posterior: Posterior = server.program.posterior(server.state.algorithm)
         self._program: SiloProgram = long.silo(server.problem)
+        self._known: dict[bytes, Any] = {}
         family, eta = self.posterior.family, self.posterior.eta
         eps = torch.randn(settling, family.noise_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         draws = [family.transform(eta, e.to(eta["loc"])) for e in eps]
@@ -67,10 +69,24 @@ class LateStart:
 
     def _settled(self, silo: Silo) -> Any:
         """The silo's latents after rounds in which q(Z_G) stands still. Their contributions go nowhere."""
+        known = self._known.get(key := _fingerprint(silo))
+        if known is not None:
+            return known
         gate, local = Gate(silo.name, self._program.tables), self._program.init_local(silo.view)
         scalars: dict[str, float] = {"scale": 1.0, "averaging": 0.0, "stage": 0.0}
         for k, tensors in enumerate(self._tensors):
             message = Broadcast(_FIRST + k, k + 1, {silo.name: k}, (silo.name,), scalars, tensors)
             gate.begin(message.sum_index, message.phase)
             _, local = self._program.contribute(message, local, silo.view, gate)
+        self._known[key] = local
         return local
+
+
+def _fingerprint(silo: Silo) -> bytes:
+    """The same for the same records with the same draws: worlds are run again under other protections."""
+    view, digest = silo.view, hashlib.sha256(silo.name.encode())
+    for name in sorted(view.rows):
+        digest.update(view.rows[name].cpu().numpy().tobytes())
+    for draws in (view.record_draws, view.silo_draws):
+        digest.update(draws.uniforms(_FIRST, 1).tobytes())
+    return digest.digest()

@@ -10,6 +10,7 @@ from typing import NoReturn, TextIO
 
 import click
 
+from secure_fvi.cli.audit import audit
 from secure_fvi.cli.bench import bench
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
@@ -32,6 +33,7 @@ def cli() -> None:
 
 cli.add_command(run)
 cli.add_command(compare)
+cli.add_command(audit)
 cli.add_command(bench)
 cli.add_command(budget)
 cli.add_command(reproduce)

@@ -40,7 +40,8 @@ def test_the_bound_under_privacy() -> None:
 
 
 def test_the_game_is_won_in_clear_and_lost_on_other_coins() -> None:
-    """40 guesses, of which 31 or more are right by luck with probability 1e-3. Negative control: false alarm 0.1%, the coins are fixed."""
+    """40 guesses, 31 or more of which are right by luck with probability 1e-3. The negative control has a false-alarm
+    rate of 0.1%; seeds are fixed."""
     laboratory = Laboratory(make_intercepts().model, sf.SFVI(iterations=5), sf.Plain(), worlds=1, simulated=True)
     plays = play(laboratory, game(), range(80), LOOKS)
     found = rows(Ridge(), "plain", plays, plays)
