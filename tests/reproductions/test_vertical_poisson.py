@@ -175,7 +175,7 @@ def test_the_quick_run_tells_the_methods_apart(tmp_path: Path) -> None:
     assert stop.value.code == 0
     content = json.loads((tmp_path / "vertical-poisson.json").read_text())
     assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= set(content)
-    assert content["bytes"] == 8 * 2001
+    assert 8 * 2000 < content["bytes"] <= 8 * 2010  # a number an area, and a few totals
     assert (tmp_path / "vertical-poisson.png").read_bytes()[1:4] == b"PNG"
     found = {s["method"]: s for s in content["summary"] if s["data"] == "augmented"}
     # NUTS's own quick draws are rough: its sds to some 15%.
