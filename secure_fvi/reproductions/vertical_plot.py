@@ -15,7 +15,7 @@ from secure_fvi.runs.marginals import density
 Entry = tuple[str, str, int, float, Tensor]
 
 _COLOURS = {"pooled": "#111827", "augmented": "#2563eb", "power": "#d97706"}
-_DASHES = {"nuts": "-", "mean field": "--", "amortised": "-", "soul": ":"}
+_DASHES = {"nuts": "-", "mean field": "--", "amortised": "-", "integrated": "-.", "soul": ":"}
 _RHO_COLOURS = ("#1d4ed8", "#059669", "#dc2626")
 
 

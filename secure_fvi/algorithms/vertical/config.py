@@ -87,8 +87,8 @@ class Vertical:
 
         if self.is_power and isinstance(self.auxiliary, Integrated):
             raise InputError(
-                "in the power-likelihood model nobody can integrate z out alone, since each silo sees the others' z; use "
-                "an amortised or mean-field auxiliary"
+                "in the power-likelihood model each silo sees the others' z, so that nobody can integrate it out alone; "
+                "use an amortised or mean-field auxiliary"
             )
         if self.schedule not in SCHEDULES:
             raise InputError(f"schedule '{self.schedule}' is unknown; choose {', '.join(SCHEDULES)}")
