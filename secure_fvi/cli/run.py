@@ -41,6 +41,9 @@ def run(
         return
     if not quiet:
         print_posterior(result.to_json())
+        for party, rows in result.metrics.get("alignment", {}).items():
+            left_out = rows["unmatched"] + rows["missing"] + rows["duplicated"]
+            click.echo(f"{party}: {rows['matched']} rows matched, {left_out} left out")
         if settings.vertical:
             click.echo(f"each silo's own posterior, for its eyes alone: a file in {out / 'silos'}")
         click.echo(f"report: {out / 'report.html'}")

@@ -18,6 +18,7 @@ REPRODUCTIONS = {
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
     "sfvi-six-cities": "secure_fvi.reproductions.six_cities",
     "sfvi-warm-start": "secure_fvi.reproductions.sfvi_warm_start",
+    "vertical-adult": "secure_fvi.reproductions.vertical_adult",
     "vertical-logistic": "secure_fvi.reproductions.vertical_logistic",
     "vertical-poisson": "secure_fvi.reproductions.vertical_poisson",
 }
