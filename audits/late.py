@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.aggregation.plain import Plain
 from secure_fvi.algorithms.base import Broadcast, Posterior, SiloProgram
 from secure_fvi.algorithms.sfvi import SFVI
@@ -24,6 +25,7 @@ from secure_fvi.fitting import build_parties, work_of
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
+from secure_fvi.trees import to_numpy
 
 #: Numbers the rounds of settling, which must not share draws with those of the run.
 _FIRST = 1 << 30
@@ -66,6 +68,10 @@ class LateStart:
         for silo in silos:
             settled = self._settled(silo)
             silo.local = silo.local._replace(record=settled.record, silo=settled.silo)
+
+    def latents(self, silo: Silo) -> FloatArray:
+        """(N, n_record): means of the silo's latents given the fitted q(Z_G), whatever algorithm the silo runs."""
+        return to_numpy(self._settled(silo).record["loc"][: silo.size])
 
     def _settled(self, silo: Silo) -> Any:
         """The silo's latents after rounds in which q(Z_G) stands still. Their contributions go nowhere."""

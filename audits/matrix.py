@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +49,22 @@ class Scale:
     trials: int = 100
 
 
+#: Individuals a silo, silos a world, worlds: for the attack "sizes".
+_SIZES = ((1, 50, 2), (10, 50, 2), (100, 5, 20), (537, 3, 30))
+
 #: Attacks by the name that the command line knows.
 NAMES = {
     "latents": "ridge regression from messages and totals to the means of silos' latents",
     "latents-network": "the same by a small neural network",
     "individuals": "ridge regression where a silo is one individual",
+    "sizes": "ridge regression under plain sums, by the number of individuals in a silo",
     "game": "which of two values did one individual's data, and with it its latent, take",
 }
+
+
+def _for_many(protection: Protection) -> bool:
+    """Whether worlds of very many silos are run under it: ciphertexts of all of them take minutes."""
+    return protection.privacy is None and not isinstance(protection.aggregation, Homomorphic)
 
 
 def protections(epsilons: Sequence[float], delta: float) -> list[Protection]:
@@ -86,16 +95,17 @@ class Matrix:
         self.pool = pooled(silos)
         self.sizes = [len(next(iter(s.values()))) for s in silos]
         self.algorithm = shortened(algorithm, self.scale.rounds)
-        self._words = {"simulated": simulated, "real_data": real_data}
+        self._simulated, self._real_data = simulated, real_data
         self._full = algorithm
-        self._late = self._begin() if isinstance(algorithm, SFVI) else None
+        self._late = self._begin()
         self._samples: dict[tuple[str, str, int], Sample] = {}
         self._plays: dict[str, Plays] = {}
 
     def _begin(self) -> LateStart:
         elsewhere = resampled(self.pool, self.sizes, _ELSEWHERE)
         worlds = 8 * (self.scale.worlds + self.scale.trials)
-        return LateStart(self.model, self._full, elsewhere, worlds)
+        config = self._full if isinstance(self._full, SFVI) else SFVI()
+        return LateStart(self.model, config, elsewhere, worlds)
 
     def supports(self, protection: Protection) -> bool:
         """Whether the algorithm can be run so: few-round algorithms take no record privacy here."""
@@ -108,7 +118,9 @@ class Matrix:
         if {"latents", "latents-network"} & set(attacks):
             worlds += self.scale.worlds * (len({"plain", *(p.name for p in kinds)}) + 1)
         if "individuals" in attacks:
-            worlds += 2 * (len({"plain", *(p.name for p in kinds if p.privacy is None)}) + 1)
+            worlds += 2 * (len({"plain", *(p.name for p in kinds if _for_many(p))}) + 1)
+        if "sizes" in attacks:
+            worlds += 2 * sum(worlds for _, _, worlds in _SIZES)
         if "game" in attacks:
             worlds += self.scale.trials * len({"plain", *(p.name for p in kinds)})
         return worlds
@@ -117,9 +129,11 @@ class Matrix:
         """Raises InputError for an unknown attack. No rows where the pair makes no sense."""
         if attack not in NAMES:
             raise InputError(f"attack '{attack}' is unknown; choose {', '.join(NAMES)}")
-        if not self.supports(protection) or (attack == "individuals" and protection.privacy is not None):
+        if not self.supports(protection) or (attack == "individuals" and not _for_many(protection)):
             return []
         plain = Protection("plain", Plain(), None)
+        if attack == "sizes":
+            return self._size_rows(plain) if protection.name == plain.name else []
         if attack == "game":
             return self._game_rows(ATTACKS["ridge"], protection, plain)
         learner = ATTACKS["network" if attack == "latents-network" else "ridge"]
@@ -131,16 +145,39 @@ class Matrix:
         return rows(learner, protection.name, found, control, rounds=self.scale.rounds, worlds=self.scale.worlds)
 
     def _laboratory(self, protection: Protection, worlds: int) -> Laboratory:
+        sfvi = isinstance(self._full, SFVI)
         return Laboratory(
-            self.model, self.algorithm, protection.aggregation, protection.privacy, worlds=worlds, late=self._late,
-            **self._words,
-        )  # fmt: skip
+            self.model,
+            self.algorithm,
+            protection.aggregation,
+            protection.privacy,
+            worlds=worlds,
+            late=self._late if sfvi else None,
+            targets=None if sfvi else self._late,
+            simulated=self._simulated,
+            real_data=self._real_data,
+        )
 
-    def _sample(self, protection: Protection, sizes: list[int], first: int) -> Sample:
+    def _size_rows(self, plain: Protection) -> list[AuditRow]:
+        """Records and silos' means by the size of a silo; silos of a few are groups by themselves."""
+        out = []
+        for records, silos, worlds in _SIZES:
+            sizes = [records] * silos
+            own, found = (self._sample(plain, sizes, first, worlds) for first in (_OWN, 0))
+            found = found.hinted(own)
+            found = by_silo(found) if worlds < 10 else found
+            out += rows(ATTACKS["ridge"], f"plain, {records} a silo", found, found, rounds=self.scale.rounds)
+        wanted = ("silo mean, messages and totals", "single records, messages and totals")
+        return [
+            replace(row, attack=f"by size of a silo, ridge: {row.attack.split(': ')[1]}")
+            for row in out
+            if row.attack.endswith(wanted)
+        ]
+
+    def _sample(self, protection: Protection, sizes: list[int], first: int, worlds: int | None = None) -> Sample:
         key = (protection.name, str(sizes), first)
         if key not in self._samples:
-            single = max(sizes) == 1
-            count = 2 if single else self.scale.worlds
+            count = worlds or (2 if max(sizes) == 1 else self.scale.worlds)
             laboratory = self._laboratory(protection, count * len(sizes))
             what = f"{protection.name}: worlds of {len(sizes)} silos"
             self._samples[key] = collect(

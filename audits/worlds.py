@@ -62,14 +62,17 @@ class Laboratory:
         *,
         worlds: int,
         late: LateStart | None = None,
+        targets: LateStart | None = None,
         simulated: bool,
         real_data: bool = False,
     ) -> None:
-        """`worlds`: about how many runs it will make. `late`: where each begins, if not at the algorithm's start."""
+        """`worlds`: about how many runs it will make. `late`: where each begins, if not at the algorithm's start.
+        `targets`: whose latents the attacks are after, if not those that the run itself ends with: a few rounds of
+        SFVI-Avg or PVI leave these far from where they will be."""
         self.model, self.aggregation, self.privacy = model, aggregation, privacy
         self.algorithm = _Shared(algorithm, worlds)
         self._simulated, self._real_data = simulated, real_data
-        self._late = late
+        self._late, self._targets = late, targets
 
     def run(self, silos: Sequence[Data], seed: int) -> Outcome:
         """A whole run. The silos' draws, and on simulated data the noise, follow from `seed`; masks never do."""
@@ -86,7 +89,8 @@ class Laboratory:
         guards.close("finished")
         for silo in engine.silos.values():
             silo.settle(server.state.accepted)
-        return Outcome(recorder.transcript(), {name: _latents(silo, server) for name, silo in engine.silos.items()})
+        wanted = self._targets.latents if self._targets is not None else lambda silo: _latents(silo, server)
+        return Outcome(recorder.transcript(), {name: wanted(silo) for name, silo in engine.silos.items()})
 
 
 class _Shared:

@@ -37,7 +37,8 @@ def audit(
     """Attack what the server sees of SOURCE, a configuration file or the folder of a run.
 
     The configuration's model is run many times on resampled records, under its own secure sum beside a plain one, or
-    with --all under plain, masked, homomorphic and private sums. Attacks: latents, latents-network, individuals, game.
+    with --all under plain, masked, homomorphic and private sums. Attacks: latents, latents-network, individuals, sizes,
+    game.
     """
     began = time.monotonic()
     import torch
@@ -46,7 +47,7 @@ def audit(
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
 
-    chosen = list(NAMES) if everything and not attacks else list(dict.fromkeys(attacks))
+    chosen = [n for n in NAMES if n != "sizes"] if everything and not attacks else list(dict.fromkeys(attacks))
     if not chosen:
         raise InputError(f"no attack is named: give --attack NAME ({', '.join(NAMES)}) or --all")
     for name in chosen:
@@ -64,7 +65,8 @@ def audit(
     levels = epsilons or ((1.0, 8.0) if everything else ())
     found = protections(levels, delta)
     if not everything:
-        found = [p for p in found if p.name == federation.aggregation.kind or p.privacy is not None]
+        named = {federation.aggregation.kind} | ({"plain"} if "sizes" in chosen else set())
+        found = [p for p in found if p.name in named or p.privacy is not None]
     progress = _Progress(quiet)
     matrix = Matrix(
         federation.model, federation.algorithm, federation.silos, simulated=simulated, real_data=real_data,
