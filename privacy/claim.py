@@ -17,14 +17,12 @@ _MEANINGFUL = 100.0
 
 def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
     """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
-    first = next(iter(terms.values()))
-    settings = first.settings
+    settings = next(iter(terms.values())).settings
     job = Composed(tuple(t.job for t in terms.values()))
     by_rdp = epsilon(job, settings.delta, "rdp")
     exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
     return {
         "unit": settings.unit,
-        "adjacency": first.adjacency,
         "epsilon": epsilon(job, settings.delta, "pld") if exact else by_rdp,
         "delta": settings.delta,
         "accountant": "pld" if exact else "rdp",
@@ -41,6 +39,7 @@ def description(by_phase: Mapping[str, Terms], noise: NoiseSource) -> dict[str, 
     if isinstance(settings, RecordDP) and settings.public_counts:
         public.append("number of records")
     return {
+        "adjacency": terms.adjacency,
         "noise": settings.noise,
         "mechanism": "skellam" if terms.resolution else "gaussian",
         "noise_multiplier": terms.noise_multiplier,

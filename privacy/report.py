@@ -105,7 +105,7 @@ def make_report(of: Account) -> Report:
         data_set=of.data_set,
         silo=of.silo,
         unit=of.budget.unit,
-        adjacency=adjacency(of.budget.unit),
+        adjacency=adjacency(of.budget.unit, {record.job.description.get("adjacency") for record in of.jobs}),
         jobs=jobs,
         epsilon=of.epsilon,
         delta=of.budget.delta,

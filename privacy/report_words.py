@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from secure_fvi.privacy.ledger_terms import Budget
+from secure_fvi.privacy.terms import REPLACE
 
 _ALWAYS = (
     "Other data sets. This account is of one data set of one institution. A person who is also in another data set, "
@@ -23,13 +24,25 @@ _ALWAYS = (
 )
 
 
-def adjacency(unit: str) -> str:
-    """What 'one unit added or removed' means."""
+def adjacency(unit: str, declared: Collection[object] = ()) -> str:
+    """What neighbouring data sets are, for jobs that `declared` these adjacencies."""
     if unit == "silo":
         return "Two federations are neighbours if one has one institution more, with everything in it."
-    return (
+    replaced = (
+        "Two data sets are neighbours if the values that this institution holds of one person differ: its columns, or "
+        "the response. Who is in the data is known to all institutions."
+    )
+    added = (
         "Two data sets are neighbours if one has one record more: one individual with all of its rows. "
         "A person entered twice counts as two."
+    )
+    if REPLACE not in declared:
+        return added
+    if set(declared) == {REPLACE}:
+        return replaced
+    return (
+        f"Of jobs over different columns of the same people: {replaced} Of all others: {added} A changed person is one "
+        "removed and one added, so that for it those others count twice."
     )
 
 

@@ -29,6 +29,8 @@ _NOISE_BITS = 17
 _FINEST_BITS = 24
 #: Factor by which noise grows until a ledger's filter takes the job.
 _STEP_TO_FIT = 1.002
+#: What neighbouring data sets differ in.
+ADD_OR_REMOVE, REPLACE = "add or remove one", "replace one"
 #: Block of the side coordinate by what it counts.
 OBJECTIVE, BELOW_NORM = "objective", "below_norm"
 
@@ -52,7 +54,7 @@ class Terms:
     cohort: int  # silos asked in a round
     extent: Extent
     resolution: int  # lattice steps a clipping norm; 0 off the lattice
-    adjacency: str = "add or remove one"
+    adjacency: str = ADD_OR_REMOVE
 
     @property
     def releases(self) -> int:

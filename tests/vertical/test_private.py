@@ -16,6 +16,7 @@ from secure_fvi.algorithms.vertical.silo import Incoming, Noise, SiloParams
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.errors import AggregationError, BudgetError, InputError
 from secure_fvi.guarding import Books
+from secure_fvi.privacy.report import read_report
 from secure_fvi.vertical_fitting import VerticalParties, build_vertical_parties
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
@@ -120,6 +121,10 @@ def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> No
     assert claim["releases"] == 2 * (10 + 2)
     assert result.elbo is None
     assert result.metrics["silos_unsettled"] is None
+    for party in ("silo-1", "response-holder"):
+        report = read_report(tmp_path / "ledger.sqlite", party, None)
+        assert "values that this institution holds of one person differ" in report.adjacency
+        assert 0 < report.epsilon <= 4.0
     with pytest.raises(BudgetError):
         run("second")
 

@@ -84,10 +84,9 @@ class Vertical:
                 raise InputError("likelihood weights belong to the power-likelihood model; use model = 'power'")
             if not 1 <= self.weight_concentration < math.inf:
                 raise InputError(f"weight_concentration must be at least 1, not {self.weight_concentration}")
-
         if self.is_power and isinstance(self.auxiliary, Integrated):
             raise InputError(
-                "in the power-likelihood model each silo sees the others' z, so that nobody can integrate it out alone; "
+                "in the power-likelihood model each silo sees the others' z, so that nobody can integrate it out; "
                 "use an amortised or mean-field auxiliary"
             )
         if self.schedule not in SCHEDULES:

@@ -17,7 +17,7 @@ from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.compiled import Mode
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP
-from secure_fvi.privacy.terms import Extent, Terms, agree
+from secure_fvi.privacy.terms import REPLACE, Extent, Terms, agree
 from secure_fvi.randomness import KeyedDraws
 from secure_fvi.trees import Params
 
@@ -25,7 +25,6 @@ from secure_fvi.trees import Params
 HIDDEN_PHASE = "hidden"
 #: What the response's holder releases: dlog p / ds of each record.
 PULL_PHASE = "pull"
-ADJACENCY = "replace one"
 
 
 class VerticalProblem(NamedTuple):
@@ -126,7 +125,7 @@ class VerticalFrame:
             )
         both = agree(privacy, len(self.problem.silos), 1.0, 2 * config.rounds, Extent(shared, 0, 0))
         # The retries that were paid for in `both` go to each of the two.
-        rows = dataclasses.replace(both, rounds=config.rounds, adjacency=ADJACENCY)
+        rows = dataclasses.replace(both, rounds=config.rounds, adjacency=REPLACE)
         rows = dataclasses.replace(rows, settings=dataclasses.replace(privacy, retries=privacy.retries // 2))
         alone = dataclasses.replace(rows.settings, noise="silo", epsilon=None, noise_multiplier=both.noise_multiplier)
         hidden = dataclasses.replace(rows, settings=alone, resolution=0, extent=Extent(0, 1, 0))
