@@ -41,7 +41,7 @@ class LateStart:
         silos: Sequence[dict[str, Tensor]],
         worlds: int,
         rounds: int = 1000,
-        settling: int = 80,
+        settling: int = 120,
     ) -> None:
         """Fit q(Z_G) to `silos` by `rounds` plain rounds, unrecorded. `settling`: a silo's own rounds in each of
         about `worlds` worlds."""
@@ -71,7 +71,7 @@ class LateStart:
 
     def latents(self, silo: Silo) -> FloatArray:
         """(N, n_record): means of the silo's latents given the fitted q(Z_G), whatever algorithm the silo runs."""
-        return to_numpy(self._settled(silo).record["loc"][: silo.size])
+        return to_numpy(self._settled(silo).record_average["loc"][: silo.size])
 
     def _settled(self, silo: Silo) -> Any:
         """The silo's latents after rounds in which q(Z_G) stands still. Their contributions go nowhere."""
@@ -79,8 +79,9 @@ class LateStart:
         if known is not None:
             return known
         gate, local = Gate(silo.name, self._program.tables), self._program.init_local(silo.view)
-        scalars: dict[str, float] = {"scale": 1.0, "averaging": 0.0, "stage": 0.0}
         for k, tensors in enumerate(self._tensors):
+            late = 2 * k >= len(self._tensors)  # the mean of the last half is what `latents` tells
+            scalars = {"scale": 1.0, "averaging": float(late), "stage": 0.0}
             message = Broadcast(_FIRST + k, k + 1, {silo.name: k}, (silo.name,), scalars, tensors)
             gate.begin(message.sum_index, message.phase)
             _, local = self._program.contribute(message, local, silo.view, gate)

@@ -67,6 +67,10 @@ def _for_many(protection: Protection) -> bool:
     return protection.privacy is None and not isinstance(protection.aggregation, Homomorphic)
 
 
+def _renamed(found: list[AuditRow], start: str) -> list[AuditRow]:
+    return [replace(row, attack=row.attack.replace("latents by", f"{start},")) for row in found]
+
+
 def protections(epsilons: Sequence[float], delta: float) -> list[Protection]:
     """Plain, masked and homomorphic sums, and record privacy under masks."""
     found = [Protection(s.kind, s, None) for s in (Plain(), Masked(), Homomorphic())]
@@ -142,7 +146,8 @@ class Matrix:
         found, control = (self._sample(p, sizes, 0).hinted(own) for p in (protection, plain))
         if attack == "individuals":
             found, control = by_silo(found), by_silo(control)
-        return rows(learner, protection.name, found, control, rounds=self.scale.rounds, worlds=self.scale.worlds)
+        out = rows(learner, protection.name, found, control, rounds=self.scale.rounds, worlds=self.scale.worlds)
+        return _renamed(out, "individuals") if attack == "individuals" else out
 
     def _laboratory(self, protection: Protection, worlds: int) -> Laboratory:
         sfvi = isinstance(self._full, SFVI)
@@ -153,7 +158,8 @@ class Matrix:
             protection.privacy,
             worlds=worlds,
             late=self._late if sfvi else None,
-            targets=None if sfvi else self._late,
+            # Noise that moves a private run moves its own latents, too, so there those of a settled fit are wanted.
+            targets=None if sfvi and protection.privacy is None else self._late,
             simulated=self._simulated,
             real_data=self._real_data,
         )
@@ -168,11 +174,7 @@ class Matrix:
             found = by_silo(found) if worlds < 10 else found
             out += rows(ATTACKS["ridge"], f"plain, {records} a silo", found, found, rounds=self.scale.rounds)
         wanted = ("silo mean, messages and totals", "single records, messages and totals")
-        return [
-            replace(row, attack=f"by size of a silo, ridge: {row.attack.split(': ')[1]}")
-            for row in out
-            if row.attack.endswith(wanted)
-        ]
+        return _renamed([row for row in out if row.attack.endswith(wanted)], "by size of a silo")
 
     def _sample(self, protection: Protection, sizes: list[int], first: int, worlds: int | None = None) -> Sample:
         key = (protection.name, str(sizes), first)

@@ -12,6 +12,8 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import Attack, Groups
 from secure_fvi.errors import InputError
 
+#: Standard deviations at which a column is cut off.
+_FARTHEST = 4.0
 _PENALTIES = np.logspace(-4, 6, 31)
 
 
@@ -54,7 +56,7 @@ class Network:
     name = "network"
 
     def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
-        x, new = (torch.from_numpy(np.clip(v, -8, 8)) for v in _standardised(known, unknown))
+        x, new = (torch.from_numpy(v) for v in _standardised(known, unknown))
         mean, sd = answers.mean(), answers.std() or 1.0
         y = torch.from_numpy((answers - mean) / sd)
         guesses = [self._member(x, y, new, self.seed + k) for k in range(self.members)]
@@ -109,4 +111,7 @@ def _standardised(known: FloatArray, unknown: FloatArray) -> tuple[FloatArray, F
     mean, sd = known.mean(0), known.std(0)
     varies = sd > 1e-12 * (1 + np.abs(mean))
     sd = np.where(varies, sd, 1.0)
-    return (known - mean) * varies / sd, (unknown - mean) * varies / sd
+    # One contribution far out, as importance weights make them, must not decide a regression.
+    scaled = ((v - mean) * varies / sd for v in (known, unknown))
+    first, second = (np.clip(v, -_FARTHEST, _FARTHEST) for v in scaled)
+    return first, second

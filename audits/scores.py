@@ -107,9 +107,10 @@ def r_squared(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence
 def gain(
     truth: FloatArray, better: FloatArray, base: FloatArray, groups: Groups, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """How much R^2 of the guesses `better` exceeds that of `base`, by a bootstrap of both together."""
+    """How much R^2 of the guesses `better` exceeds that of `base`, or 0, which guessing the mean gives, where `base` is
+    worse than that. By a bootstrap of both together."""
     rows = np.column_stack([_moments(truth, better), (truth - base) ** 2])
-    return _bootstrap(rows, groups, lambda s: _r_squared(s) - _r_squared(s[:, [0, 1, 2, 4]]), confidence)
+    return _bootstrap(rows, groups, lambda s: _r_squared(s) - np.maximum(_r_squared(s[:, [0, 1, 2, 4]]), 0), confidence)
 
 
 def _moments(truth: FloatArray, guesses: FloatArray) -> FloatArray:

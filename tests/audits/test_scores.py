@@ -78,6 +78,15 @@ def test_rate_at_a_low_false_positive_rate() -> None:
     assert tpr_at_fpr(np.repeat([0.0, 1.0], 20), np.arange(40.0), 0.01).rate.value == 0  # 20 rows allow no 1%
 
 
+def test_a_gain_over_guesses_worse_than_the_mean_is_none() -> None:
+    rng = np.random.default_rng(7)
+    y, groups = rng.standard_normal(200), np.arange(200)
+    bad, worse = 0.1 * rng.standard_normal(200), 0.5 * rng.standard_normal(200)
+    assert r_squared(y, bad, groups).value < 0
+    assert gain(y, bad, worse, groups).low < 0
+    assert gain(y, y, worse, groups).value == pytest.approx(1.0)
+
+
 def test_grouped_rows_widen_the_interval() -> None:
     """40 groups of 25 equal rows know as much as 40 rows."""
     rng = np.random.default_rng(4)
