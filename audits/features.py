@@ -37,6 +37,14 @@ def from_messages(transcript: Transcript) -> FloatArray:
     return np.concatenate([*(p.transpose(1, 0, 2).reshape(len(transcript.silos), -1) for p in parts), mean_length], 1)
 
 
+def contributions_in_clear(transcript: Transcript) -> list[dict[str, FloatArray]]:
+    """Each silo's numbers in each sum, as its kind of sum packs them: in clear only under plain sums."""
+    return [
+        {s: _numbers(transcript.aggregation, raw, transcript.tables[message.phase].size) for s, raw in sent.items()}
+        for message, sent in zip(transcript.broadcasts(), transcript.contributions(), strict=True)
+    ]
+
+
 def from_totals(transcript: Transcript) -> FloatArray:
     """(J, D): the totals by phase and stretch, the same for each silo of a run."""
     by_phase: dict[str, list[FloatArray]] = {}
