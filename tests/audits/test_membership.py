@@ -109,3 +109,33 @@ def test_sixteen_references_of_adult_cost_less_than_two_fits() -> None:
     print(f"16 references: {together:.1f} s together, {alone:.1f} s one by one ({alone / together:.0f} times)")
     assert together < 300
     assert alone > 10 * together
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("SECURE_FVI_DATA" not in os.environ, reason="SECURE_FVI_DATA is not set")
+def test_members_of_adult() -> None:
+    """400 people, half of them fitted: both attacks beat chance; the likelihood by itself need not."""
+    from secure_fvi.models.uci_adult import PROGRAM
+
+    records = PROGRAM.load(Path(os.environ["SECURE_FVI_DATA"])).records
+    pool = {k: v[:400] for k, v in records.items()}
+    attack = Membership(PROGRAM.model, pool)
+    references = attack.fit(attack.halves(16))
+    signals = attack.signals(attack.family, references.eta)
+    member = np.zeros(400, dtype=bool)
+    member[np.random.default_rng(9).permutation(400)[:200]] = True
+    fitted = sf.fit(
+        PROGRAM.model,
+        _rows(pool, member),
+        sf.SFVI(family="diagonal", iterations=600, schedule="linear"),
+        sf.Plain(),
+    )
+    released, truth, people = attack.released(fitted.variational), member.astype(float), np.arange(400)
+    found = {
+        "likelihood": auc(truth, released, people),
+        "LiRA": auc(truth, attack.lira(released, references, signals), people),
+        "RMIA": auc(truth, attack.rmia(released, references, signals), people),
+    }
+    print({name: [round(float(v), 3) for v in estimate] for name, estimate in found.items()})
+    assert found["LiRA"].low > 0.5
+    assert found["RMIA"].low > 0.5
