@@ -17,7 +17,7 @@ demo: .venv/.installed
 	$(BIN)/secure-fvi compare runs/demo
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow

@@ -18,7 +18,9 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
 
 
-@pytest.mark.parametrize("make", [make_intercepts, make_slopes, make_rate, make_clinics])
+@pytest.mark.parametrize(
+    "make", [make_intercepts, pytest.param(make_slopes, marks=pytest.mark.slow), make_rate, make_clinics]
+)
 def test_defaults_recover_conjugate_posteriors(make: Callable[[], Conjugate]) -> None:
     """Uneven silos, masked sums, no option set: 0.1 posterior sd in the mean, 10% in the sd, stops by itself."""
     problem = make()
@@ -166,7 +168,7 @@ def test_every_global_family_fits(family: str) -> None:
         assert ((result.posterior["beta"].sd / problem.sd["beta"] - 1).abs() < 0.15).all()
 
 
-@pytest.mark.parametrize("scale", ["diagonal", "block", "dense"])
+@pytest.mark.parametrize("scale", ["diagonal", pytest.param("block", marks=pytest.mark.slow), "dense"])
 def test_every_local_scale_fits(scale: str) -> None:
     """Small silos: a dense factor has the square of the records' parameters, and their noise."""
     problem = make_slopes(sizes=(5, 6, 7))

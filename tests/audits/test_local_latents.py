@@ -100,6 +100,7 @@ def test_masks_hide_individuals() -> None:
     assert found["messages beyond totals"].finding == "nothing found"
 
 
+@pytest.mark.slow
 def test_an_attack_that_misses_its_control_is_invalid() -> None:
     """Runs whose latents have hardly moved, 12 worlds of three: too little to learn from."""
     short = sample(sf.Plain(), (2, 2, 2), 12, algorithm=sf.SFVI(iterations=2))

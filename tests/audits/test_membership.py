@@ -57,6 +57,7 @@ def test_members_are_found_and_strangers_are_not() -> None:
         assert control.low < 0.5
 
 
+@pytest.mark.slow
 def test_references_are_what_a_fit_alone_finds() -> None:
     """One of the mapped runs, beside `sf.fit` on the same records: means within .15 sd."""
     pool = _pool(0, N)

@@ -37,6 +37,7 @@ def exact(silos: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
     return weighted / precision, precision**-0.5
 
 
+@pytest.mark.slow
 def test_nuts_on_pooled_silos_with_a_site_of_their_own() -> None:
     silos = silo_data()
     model = FederatedModel(hierarchy, record_plate="person", silo_sites=("shift",))

@@ -52,7 +52,10 @@ def test_record_gradients_add_up_to_the_silos_gradient(problem: Conjugate, sampl
         assert torch.allclose(each.local[name], gradient, atol=1e-9)
 
 
-@pytest.mark.parametrize("noise", ["distributed", "silo", "server"])
+@pytest.mark.parametrize(
+    "noise",
+    ["distributed", pytest.param("silo", marks=pytest.mark.slow), pytest.param("server", marks=pytest.mark.slow)],
+)
 def test_with_little_noise_the_posterior_is_the_exact_one(noise: str) -> None:
     """A model with latents of all three levels, minibatches, the bound released: all paths of the gate."""
     problem = make_clinics()
