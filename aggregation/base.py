@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
@@ -33,6 +33,17 @@ T = TypeVar("T")
 FloatArray = npt.NDArray[np.float64]
 #: Yields one message per silo id, is sent the replies of those that answered, returns T.
 Exchanges = Generator[Mapping[str, bytes], Mapping[str, bytes], T]
+
+
+def carry(exchanges: Exchanges[T], exchange: Callable[[Mapping[str, bytes]], Mapping[str, bytes]]) -> T:
+    """Drive a server's generator to its result; `exchange` takes messages by silo and brings back the replies."""
+    try:
+        messages = next(exchanges)
+        while True:
+            messages = exchanges.send(exchange(messages))
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
 
 
 @dataclass(frozen=True)

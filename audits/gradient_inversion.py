@@ -18,6 +18,7 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.aggregation.plain import Plain
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
+from secure_fvi.audits.features import contributions_in_clear
 from secure_fvi.audits.scores import auc, proportion
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Data, Laboratory
@@ -35,8 +36,8 @@ def gradients(transcript: Transcript, silo: str, block: str = "direct") -> Float
     """(R, D): a silo's gradient in the global coefficients, round by round, as plain sums show it."""
     if transcript.aggregation != "plain":
         raise InputError(f"under {transcript.aggregation} sums no silo's own gradient is in sight")
-    pairs = zip(transcript.broadcasts(), transcript.contributions(), strict=True)
-    return np.stack([transcript.tables[b.phase].split(np.frombuffer(sent[silo], "<f8"))[block] for b, sent in pairs])
+    pairs = zip(transcript.broadcasts(), contributions_in_clear(transcript), strict=True)
+    return np.stack([transcript.tables[b.phase].split(numbers[silo])[block] for b, numbers in pairs])
 
 
 def invert(gradient: FloatArray, intercept: int | None = 0) -> FloatArray:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, SumServer, Total
+from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, SumServer, Total, carry
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
 from secure_fvi.algorithms.base import Broadcast, ServerProgram, Step
@@ -46,14 +46,7 @@ class Recorder:
     def step(self) -> Step:
         """One secure sum, as `engine.run(server.round())`."""
         self._round, self._phase = self._server.rounds, SET_UP
-        exchanges = self._server.round()
-        try:
-            messages = next(exchanges)
-            while True:
-                messages = exchanges.send(self._exchange(messages))
-        except StopIteration as stop:
-            step: Step = stop.value
-            return step
+        return carry(self._server.round(), self._exchange)
 
     def transcript(self) -> Transcript:
         """All so far, as the server saw it."""
@@ -146,18 +139,15 @@ def replay(transcript: Transcript, server: Server) -> list[FloatArray]:
     totals: list[FloatArray] = []
     server.program = _WatchedProgram(server.program, totals.append)
     at = 0
+
+    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        nonlocal at
+        down, up = recorded[at : at + len(messages)], recorded[at + len(messages) : at + 2 * len(messages)]
+        at += 2 * len(messages)
+        if {e.party: e.body for e in down if e.direction == "down"} != dict(messages):
+            raise InputError("the server asks for something else than was recorded; give it the same start")
+        return {e.party: e.body for e in up}
+
     for _ in transcript.sums:
-        exchanges = server.round()
-        try:
-            messages = next(exchanges)
-            while True:
-                down = recorded[at : at + len(messages)]
-                at += len(messages)
-                if {e.party: e.body for e in down if e.direction == "down"} != dict(messages):
-                    raise InputError("the server asks for something else than was recorded; give it the same start")
-                up = recorded[at : at + len(messages)]
-                at += len(messages)
-                messages = exchanges.send({e.party: e.body for e in up})
-        except StopIteration:
-            pass
+        carry(server.round(), exchange)
     return totals

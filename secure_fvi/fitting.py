@@ -105,10 +105,7 @@ def build_parties(
             f"{algorithm.name} is to show the server each silo's own term; a {aggregation.kind} sum would hide it in "
             "name only. Use a plain sum, or take that option back"
         )
-    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(len(silos))]
-    if len(names) != len(silos):
-        raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
-    ordered = check_silo_ids(names)
+    names, ordered = named_silos(silo_ids, len(silos))
     check_common(seed, dtype)
     read = {name: read_data(data, name, dtype) for name, data in zip(names, silos, strict=True)}
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
@@ -149,6 +146,14 @@ def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
     """Numbers that the largest silo's step goes through."""
     sizes = [sum(v.numel() for v in silo.values() if isinstance(v, Tensor)) for silo in silos]
     return max(sizes, default=0) * algorithm.importance_samples
+
+
+def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], tuple[str, ...]]:
+    """The ids of `count` silos, made up where none are given, and the same sorted. Raises InputError for bad ones."""
+    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(count)]
+    if len(names) != count:
+        raise InputError(f"{len(names)} silo ids for {count} silos")
+    return names, check_silo_ids(names)
 
 
 def check_common(seed: int, dtype: torch.dtype) -> None:

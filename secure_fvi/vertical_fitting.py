@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked
-from secure_fvi.aggregation.base import SecureSum, check_silo_ids
+from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.base import SiloProgram
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.frame import PULL_PHASE, VerticalFrame, VerticalProblem, VerticalView
@@ -31,7 +31,7 @@ from secure_fvi.compiled import threads as with_threads
 from secure_fvi.driving import Progress, drive
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
-from secure_fvi.fitting import check_common, derived_secret, device_named
+from secure_fvi.fitting import check_common, derived_secret, device_named, named_silos
 from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -122,10 +122,7 @@ def build_vertical_parties(
     noise_key: bytes | None = None,
 ) -> VerticalParties:
     """Server, engine and gates. Arguments as in `fit_vertical`; raises InputError and BudgetError as `fit` does."""
-    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(len(silos))]
-    if len(names) != len(silos):
-        raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
-    ordered = check_silo_ids(names)
+    names, ordered = named_silos(silo_ids, len(silos))
     algorithm = algorithm.resolved(likelihood)
     check_common(seed, dtype)
     where = device_named(device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from secure_fvi.aggregation.base import Exchanges
+from secure_fvi.aggregation.base import Exchanges, carry
 from secure_fvi.silo import Silo
 
 T = TypeVar("T")
@@ -38,9 +38,4 @@ class LocalEngine:
 
     def run(self, exchanges: Exchanges[T]) -> T:
         """Drive a server's generator to its result."""
-        try:
-            messages = next(exchanges)
-            while True:
-                messages = exchanges.send(self.exchange(messages))
-        except StopIteration as stop:
-            return stop.value
+        return carry(exchanges, self.exchange)

@@ -8,14 +8,13 @@ weight 0: they add nothing to any gradient, and are predicted like the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from secure_fvi.algorithms.sfvi_frame import mean_units
 from secure_fvi.algorithms.vertical import Likelihood, Predictor, Vertical, VerticalServer, VerticalSilo
 from secure_fvi.algorithms.vertical.predictors import Program
 from secure_fvi.algorithms.vertical.server import Answer, ServerParams
@@ -23,6 +22,7 @@ from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, 
 from secure_fvi.algorithms.vertical.split_nn import SplitSilo
 from secure_fvi.compiled import Mode, Traced
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.reproductions.vertical_batched import stack
 from secure_fvi.trees import Params, part
 
 _BLOCK = 20  # rounds whose noise is drawn at once
@@ -153,24 +153,10 @@ class HierarchicalRound:
                 found = SiloParams(*vmap(_gradient(silo, known))(new, x, weights, e, d.z, incoming))
                 new, m = silo.ascend(new, m, found, SiloParams(*vmap(silo.units)(new)), scale)
             ends.append((SiloParams(*(_lerp(a, b, silo.kept) for a, b in zip(q, new, strict=True))), m))
-        server, own = self._update_server(server, answer.gamma, eps, scale)
+        in_eta, own = vmap(self.server.gradient)(server.eta, answer.gamma, eps)
+        server = self.server.ascend(server, in_eta, vmap(self.server.units)(server.eta), scale)
         bound = answer.value + own + torch.stack([d.local for d in draws]).sum(0)
         return State(tuple(q for q, _ in ends), tuple(m for _, m in ends), server), bound
-
-    def _update_server(
-        self, params: ServerParams, gradient: Tensor, eps: Tensor, scale: Tensor
-    ) -> tuple[ServerParams, Tensor]:
-        """`VerticalServer.update` for stacked runs."""
-        family = self.server.family
-
-        def bound(eta: Params, held: Params, eps: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            gamma = family.transform(eta, eps)
-            own = self.likelihood.log_prior(gamma) - family.log_prob(held, gamma)
-            return own + gamma @ gradient, own
-
-        found, own = vmap(torch.func.grad(bound, has_aux=True))(params.eta, params.eta, eps, gradient)
-        units = {"loc": vmap(lambda eta: mean_units(family.stddev(eta)))(params.eta)}
-        return ServerParams(*self.optimizer.step(params.eta, found, params.moments, scale, units)), own
 
 
 def _drawing(silo: VerticalSilo, known: Any) -> Callable[..., Draw]:
@@ -232,11 +218,3 @@ class SplitRound:
             for silo, p, m, x in zip(self.silos, points, moments, self.task.rows, strict=True)
         ]
         return tuple(p for p, _ in ends), tuple(m for _, m in ends)
-
-
-def stack(items: Sequence[Any]) -> Any:
-    """NamedTuples of dicts of tensors, or dicts, with a new first axis."""
-    first = items[0]
-    if isinstance(first, dict):
-        return {name: torch.stack([item[name] for item in items]) for name in first}
-    return type(first)(*(stack(list(parts)) for parts in zip(*items, strict=True)))

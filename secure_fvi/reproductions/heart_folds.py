@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.models.heart import Heart, standardise
 from secure_fvi.reproductions.heart_batched import Task
+from secure_fvi.reproductions.vertical_targets import logistic_mode
 
 FOLDS = 10
 _DTYPE = torch.float32
@@ -55,12 +56,7 @@ def logistic(data: Heart, folds: Folds, steps: int = 20) -> Tensor:
     for test in folds.test:
         parts = [standardise(x, n, ~test) for x, n in zip(data.x, data.numeric, strict=True)]
         x = torch.cat([torch.ones_like(parts[0][:, :1]), *parts], 1)
-        beta, train, y = x.new_zeros(x.shape[1]), x[~test], data.y[~test]
-        for _ in range(steps):
-            p = torch.sigmoid(train @ beta)
-            hessian = (train * (p * (1 - p)).unsqueeze(1)).T @ train + torch.eye(len(beta), dtype=x.dtype)
-            beta = beta + torch.linalg.solve(hessian, train.T @ (y - p) - beta)
-        found.append(torch.sigmoid(x @ beta))
+        found.append(torch.sigmoid(x @ logistic_mode(x[~test], data.y[~test], steps)[0]))
     return torch.stack(found)
 
 

@@ -26,6 +26,7 @@ from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.models.vertical_base import VerticalDataset
 from secure_fvi.models.vertical_programs import load_adult
 from secure_fvi.reproductions import Request
+from secure_fvi.reproductions.vertical_targets import logistic_mode
 from secure_fvi.runs.draws import default_dtype
 from secure_fvi.vertical_results import VerticalResult
 
@@ -121,13 +122,8 @@ def _fit(train: VerticalDataset, rounds: int, seed: int) -> VerticalResult:
 
 def _pooled(train: VerticalDataset, test: VerticalDataset) -> float:
     """Test log-likelihood of the pooled posterior, nats a person: Laplace, which 30,000 people make exact enough."""
-    x, y = _design(train), train.response
-    w, eye = x.new_zeros(x.shape[1]), torch.eye(x.shape[1], dtype=x.dtype)
-    for _ in range(_NEWTON_STEPS):
-        p = torch.sigmoid(x @ w)
-        hessian = x.T @ (x * (p * (1 - p)).unsqueeze(1)) + eye
-        w = w + torch.linalg.solve(hessian, x.T @ (y - p) - w)
-    noise = torch.randn(_DRAWS, len(w), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    w, hessian = logistic_mode(_design(train), train.response, _NEWTON_STEPS)
+    noise = torch.randn(_DRAWS, len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
     draws = w + torch.linalg.solve_triangular(torch.linalg.cholesky(hessian).T, noise.T, upper=True).T
     terms = logsigmoid((2 * test.response - 1) * (draws @ _design(test).T))
     return float((torch.logsumexp(terms, 0) - math.log(_DRAWS)).mean())

@@ -93,7 +93,7 @@ class VerticalRound:
         return self._step(self.known, state, noise, eps, scale)
 
     def init(self, generator: torch.Generator) -> State:
-        params = _stack([self.silo.init(self.records, generator)[0] for _ in range(self.count)])
+        params = stack([self.silo.init(self.records, generator)[0] for _ in range(self.count)])
         moments = Moments(*(self.optimizer.init(p, by_row=True) for p in params))
         return State(params, moments, self.server.init())
 
@@ -238,9 +238,9 @@ class SoulRound:
         return thetas[:, -1], z, gamma, moments
 
 
-def _stack(items: list[Any]) -> Any:
+def stack(items: list[Any]) -> Any:
     """NamedTuples of dicts of tensors, or dicts, with a new first axis."""
     first = items[0]
     if isinstance(first, dict):
         return {name: torch.stack([item[name] for item in items]) for name in first}
-    return type(first)(*(_stack(list(parts)) for parts in zip(*items, strict=True)))
+    return type(first)(*(stack(list(parts)) for parts in zip(*items, strict=True)))

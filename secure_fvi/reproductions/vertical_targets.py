@@ -63,12 +63,17 @@ def soul_mode(x: Tensor, y: Tensor, noise: float, iterations: int = 30) -> Tenso
     """
     n, p = x.shape
     design = torch.cat([x, noise * torch.eye(n, dtype=x.dtype), x.new_ones(n, 1)], 1)
-    w, eye = x.new_zeros(design.shape[1]), torch.eye(design.shape[1], dtype=x.dtype)
+    return logistic_mode(design, y, iterations)[0][:p]
+
+
+def logistic_mode(x: Tensor, y: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Mode (p,) of logistic regression with coefficients N(0, 1), by Newton's method, and minus the Hessian (p, p)."""
+    w, eye = x.new_zeros(x.shape[1]), torch.eye(x.shape[1], dtype=x.dtype)
     for _ in range(iterations):
-        mean = torch.sigmoid(design @ w)
-        hessian = design.T @ (design * (mean * (1 - mean)).unsqueeze(-1)) + eye
-        w = w + torch.linalg.solve(hessian, design.T @ (y - mean) - w)
-    return w[:p]
+        mean = torch.sigmoid(x @ w)
+        hessian = x.T @ (x * (mean * (1 - mean)).unsqueeze(-1)) + eye
+        w = w + torch.linalg.solve(hessian, x.T @ (y - mean) - w)
+    return w, hessian
 
 
 class _Hermite:

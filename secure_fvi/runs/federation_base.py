@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from secure_fvi.runs.wording import nearest
 
 
 @dataclass(frozen=True)
-class FederationBase:
+class FederationBase(ABC):
     """All that a run needs, checked: only for a process that plays all parties."""
 
     config: Config  # with every default written out
@@ -39,13 +40,13 @@ class FederationBase:
         assert self.config.run.threads != "auto"
         return self.config.run.threads
 
+    @abstractmethod
     def digest(self) -> str:
         """SHA-256 of all silos' data, in hex: a run is continued and compared on the data it began with."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fit(self, **common: Any) -> Any:
         """Run it: a `RunSummary` with `sample` and `save`."""
-        raise NotImplementedError
 
 
 def digest_of(silos: Mapping[str, Mapping[str, Tensor]]) -> str:

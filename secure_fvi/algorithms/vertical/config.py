@@ -28,8 +28,33 @@ from secure_fvi.optimizers import Optimizer
 AUXILIARY_PHASE, SLOPE_PHASE = "auxiliary", "slope"
 
 
+class RunShape:
+    """What follows from the model and the number of rounds, in variational runs and in SOUL."""
+
+    model: Literal["augmented", "power"]
+    rounds: int
+
+    @property
+    def is_power(self) -> bool:
+        return self.model == "power"
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The sums of a round, in order."""
+        return (AUXILIARY_PHASE, SLOPE_PHASE) if self.is_power else (AUXILIARY_PHASE,)
+
+    @property
+    def most_rounds(self) -> int:
+        return self.rounds
+
+    @property
+    def expected_calls(self) -> int:
+        """Traced calls a silo makes."""
+        return 2 * self.rounds
+
+
 @dataclass(frozen=True)
-class Vertical:
+class Vertical(RunShape):
     """One model, one family and one run.
 
     response: who knows y: "shared" by silos and server, or "private" to the server.
@@ -132,23 +157,6 @@ class Vertical:
     def family_in_use(self) -> str:
         return "diagonal" if self.family == "auto" and self.batch_size is not None else self.family
 
-    @property
-    def is_power(self) -> bool:
-        return self.model == "power"
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return phases(self.model)
-
-    @property
-    def most_rounds(self) -> int:
-        return self.rounds
-
-    @property
-    def expected_calls(self) -> int:
-        """Traced calls a silo makes."""
-        return 2 * self.rounds
-
     def multiplier(self, round_: int) -> float:
         """Of the learning rate."""
         return float(SCHEDULES[self.schedule](round_ / self.rounds))
@@ -166,11 +174,6 @@ class Vertical:
     def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
         weights = self.weight_concentration is not None
         return block_tables(self.model, records, columns, gamma_size, self.bound, weights)
-
-
-def phases(model: str) -> tuple[str, ...]:
-    """The sums of a round, in order."""
-    return (AUXILIARY_PHASE, SLOPE_PHASE) if model == "power" else (AUXILIARY_PHASE,)
 
 
 def check_response(model: str, response: str) -> None:

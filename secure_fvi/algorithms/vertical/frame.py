@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,6 +59,8 @@ class VerticalFrame:
     def __init__(self, config: Vertical | Soul, problem: VerticalProblem) -> None:
         self.config, self.problem = config, problem
         self.columns, self.gamma_size = problem.likelihood.columns, problem.likelihood.gamma_size
+        #: A round's batch is asked for by everything that takes rows, and two rounds are in work at a time.
+        self.batch = functools.lru_cache(maxsize=2)(self._batch)
         self.batch_records = min(config.batch_size or problem.records, problem.records)
         self.all_records = self.batch_records == problem.records
         self.weight = problem.records / self.batch_records
@@ -71,7 +74,7 @@ class VerticalFrame:
         """One row a record: z_j, and in the other direction the pull on it."""
         return [Block("auxiliary", (self.batch_records, self.columns), self.config.bound)]
 
-    def batch(self, round_: int) -> Tensor | None:
+    def _batch(self, round_: int) -> Tensor | None:
         """Positions of the records of a round; None for all."""
         if self.all_records:
             return None

@@ -68,14 +68,23 @@ class VerticalServer:
         self, params: ServerParams, gamma_gradient: Tensor, eps: Tensor, scale: Tensor
     ) -> tuple[ServerParams, Tensor]:
         """q(gamma) after one step, and log p(gamma) / q(gamma) before it, () nats."""
+        gradient, value = self.gradient(params.eta, gamma_gradient, eps)
+        return self.ascend(params, gradient, self.units(params.eta), scale), value
 
-        def bound(eta: Params) -> Tensor:
-            gamma = self.family.transform(eta, eps)
-            return self.likelihood.log_prior(gamma) - self.family.log_prob(params.eta, gamma) + gamma @ gamma_gradient
+    def gradient(self, eta: Params, gamma_gradient: Tensor, eps: Tensor) -> tuple[Params, Tensor]:
+        """Sticking-the-landing gradient of the bound in eta, and log p(gamma) / q(gamma), () nats."""
 
-        gradient = torch.func.grad(bound)(params.eta)
-        gamma = self.family.transform(params.eta, eps)
-        value = self.likelihood.log_prior(gamma) - self.family.log_prob(params.eta, gamma)
-        units = {"loc": mean_units(self.family.stddev(params.eta))}
-        eta, moments = self.optimizer.step(params.eta, gradient, params.moments, scale, units)
-        return ServerParams(eta, moments), value
+        def bound(free: Params) -> tuple[Tensor, Tensor]:
+            gamma = self.family.transform(free, eps)
+            value = self.likelihood.log_prior(gamma) - self.family.log_prob(eta, gamma)
+            return value + gamma @ gamma_gradient, value
+
+        return torch.func.grad(bound, has_aux=True)(eta)
+
+    def ascend(self, params: ServerParams, gradient: Params, units: Params, scale: Tensor) -> ServerParams:
+        """One step of the optimiser: element by element, so that runs can be stacked."""
+        return ServerParams(*self.optimizer.step(params.eta, gradient, params.moments, scale, units))
+
+    def units(self, eta: Params) -> Params:
+        """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
+        return {"loc": mean_units(self.family.stddev(eta))}

@@ -23,7 +23,7 @@ from torch.func import vmap
 
 from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.algorithms.vertical.auxiliary import log_normal
-from secure_fvi.algorithms.vertical.config import block_tables, check_response, phases
+from secure_fvi.algorithms.vertical.config import RunShape, block_tables, check_response
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor
 from secure_fvi.algorithms.vertical.silo import Response
@@ -35,7 +35,7 @@ _POWER_ITERATIONS = 30
 
 
 @dataclass(frozen=True)
-class Soul:
+class Soul(RunShape):
     """Choices of SOUL.
 
     draws: Langevin steps a round, M. step: their length times the largest curvature of theta_j's density; a direction
@@ -83,22 +83,6 @@ class Soul:
             raise InputError(f"step, relative to the stable length, lies in (0, 2), not {self.step}")
         if not 0.5 < self.decay <= 1:
             raise InputError(f"decay lies in (0.5, 1] for the steps to converge, not {self.decay}")
-
-    @property
-    def is_power(self) -> bool:
-        return self.model == "power"
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return phases(self.model)
-
-    @property
-    def most_rounds(self) -> int:
-        return self.rounds
-
-    @property
-    def expected_calls(self) -> int:
-        return 2 * self.rounds
 
     def multiplier(self, round_: int) -> float:
         """Of the learning rate of gamma."""
