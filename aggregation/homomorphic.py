@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from secure_fvi.aggregation.base import BlockTable, Exchanges, SumServer, SumSilo, T, Total, check_silo_ids
 from secure_fvi.aggregation.homomorphic_schemes import BFV, Scheme, SecretContext, scheme_named
@@ -109,9 +110,14 @@ class WithHolder:
     def __init__(self, server: HomomorphicServer, holder: Callable[[bytes], bytes]) -> None:
         self.server = server
         self._holder = holder
+        self._observers: list[Callable[[Literal["down", "up"], bytes], None]] = []
 
     def __repr__(self) -> str:
         return "WithHolder(...)"
+
+    def observe(self, observer: Callable[[Literal["down", "up"], bytes], None]) -> None:
+        """Let `observer` hear every message to the key holder ("down") and every answer ("up") from now on."""
+        self._observers.append(observer)
 
     def prepare(self, index: int) -> Exchanges[None]:
         """See `HomomorphicServer.prepare`."""
@@ -137,10 +143,18 @@ class WithHolder:
                 replies: dict[str, bytes] = dict((yield to_silos)) if to_silos else {}
                 if KEY_HOLDER in messages:
                     try:
-                        replies[KEY_HOLDER] = self._holder(messages[KEY_HOLDER])
+                        replies[KEY_HOLDER] = self._ask(messages[KEY_HOLDER])
                     except ProtocolError:
                         replies.pop(KEY_HOLDER, None)
                 messages = exchanges.send(replies)
         except StopIteration as end:
             result: T = end.value
             return result
+
+    def _ask(self, message: bytes) -> bytes:
+        for observer in self._observers:
+            observer("down", message)
+        reply = self._holder(message)
+        for observer in self._observers:
+            observer("up", reply)
+        return reply

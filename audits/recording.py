@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, SumServer, Total, carry
+from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
-from secure_fvi.algorithms.base import Broadcast, ServerProgram, Step
+from secure_fvi.algorithms.base import Step
 from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
@@ -38,10 +38,9 @@ class Recorder:
         self._sums: list[Sum] = []
         self._began = time.monotonic()
         self._round, self._phase = 0, SET_UP
-        server.program = _WatchedProgram(server.program, self._note_release)
-        server._sum = _WatchedSum(server._sum, self._note_total)
-        if isinstance(server._sum.inner, WithHolder):
-            server._sum.inner._holder = self._watched_holder(server._sum.inner._holder)
+        server.observe(self)
+        if isinstance(server.secure_sum, WithHolder):
+            server.secure_sum.observe(lambda direction, body: self._note(direction, KEY_HOLDER, body))
 
     def step(self) -> Step:
         """One secure sum, as `engine.run(server.round())`."""
@@ -76,57 +75,27 @@ class Recorder:
         seconds = time.monotonic() - self._began
         self._entries.append(Entry(self._round, self._phase, direction, party, body, len(body), seconds))
 
-    def _note_total(self, index: int, total: Total) -> None:
+    def total(self, index: int, total: Total) -> None:
+        """Called by the server."""
         values = total.values.copy()
         self._sums.append(Sum(self._round, index, self._phase, total.survivors, values, values))
 
-    def _note_release(self, values: FloatArray) -> None:
+    def released(self, index: int, values: FloatArray) -> None:
+        """Called by the server."""
         self._sums[-1] = self._sums[-1]._replace(released=values.copy())
 
-    def _watched_holder(self, holder: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
-        def handle(message: bytes) -> bytes:
-            self._note("down", KEY_HOLDER, message)
-            reply = holder(message)
-            self._note("up", KEY_HOLDER, reply)
-            return reply
 
-        return handle
+class _Released:
+    """A `server.Observer` that keeps what the algorithm was given."""
 
+    def __init__(self) -> None:
+        self.values: list[FloatArray] = []
 
-class _WatchedSum:
-    """`aggregation.base.SumServer` that tells what it ended with."""
+    def total(self, index: int, total: Total) -> None:
+        pass
 
-    def __init__(self, inner: SumServer, note: Callable[[int, Total], None]) -> None:
-        self.inner, self._note = inner, note
-
-    def prepare(self, index: int) -> Exchanges[None]:
-        return self.inner.prepare(index)
-
-    def total(
-        self,
-        index: int,
-        cohort: Sequence[str],
-        table: BlockTable,
-        contributions: Mapping[str, bytes],
-        context: bytes,
-    ) -> Exchanges[Total]:
-        total = yield from self.inner.total(index, cohort, table, contributions, context)
-        self._note(index, total)
-        return total
-
-
-class _WatchedProgram:
-    """`algorithms.base.ServerProgram` that tells what it was given; the program itself may be shared by many runs."""
-
-    def __init__(self, inner: ServerProgram, note: Callable[[FloatArray], None]) -> None:
-        self._inner, self._note = inner, note
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
-        self._note(total)
-        return self._inner.update(state, message, total, scale)
+    def released(self, index: int, values: FloatArray) -> None:
+        self.values.append(values.copy())
 
 
 def replay(transcript: Transcript, server: Server) -> list[FloatArray]:
@@ -136,8 +105,8 @@ def replay(transcript: Transcript, server: Server) -> list[FloatArray]:
     but the plain one, only the server that was recorded asks for the same.
     """
     recorded = [e for e in transcript.entries if e.party != KEY_HOLDER]
-    totals: list[FloatArray] = []
-    server.program = _WatchedProgram(server.program, totals.append)
+    found = _Released()
+    server.observe(found)
     at = 0
 
     def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -150,4 +119,4 @@ def replay(transcript: Transcript, server: Server) -> list[FloatArray]:
 
     for _ in transcript.sums:
         carry(server.round(), exchange)
-    return totals
+    return found.values

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer
+from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import ServerProgram, Step
 from secure_fvi.messages import CLIP, ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.curator import curated
@@ -29,6 +29,18 @@ class ServerState(NamedTuple):
     clip: float  # clipping norm of the next round under differential privacy, 0 without
 
 
+class Observer(Protocol):
+    """Hears what the server arrives at, for audits. It copies what it keeps and changes nothing."""
+
+    def total(self, index: int, total: Total) -> None:
+        """The total of sum `index`, as the secure sum gave it."""
+        ...
+
+    def released(self, index: int, values: FloatArray) -> None:
+        """What the algorithm is given of it: with the server's own noise, where there is any."""
+        ...
+
+
 class Server:
     """The aggregating party."""
 
@@ -40,6 +52,16 @@ class Server:
         self._noise = noise or NoiseSource()
         clip = max((terms.settings.clipping_norm for terms in program.terms.values()), default=0.0)
         self.state = ServerState(program.init(), 0, {}, None, clip)
+        self._observers: list[Observer] = []
+
+    @property
+    def secure_sum(self) -> SumServer:
+        """The server's half of the secure sum."""
+        return self._sum
+
+    def observe(self, observer: Observer) -> None:
+        """Let `observer` hear of every sum from now on."""
+        self._observers.append(observer)
 
     @property
     def rounds(self) -> int:
@@ -76,12 +98,16 @@ class Server:
         total = yield from _wrapped(
             self._sum.total(index, message.cohort, table, replies, hashlib.sha256(body).digest())
         )
+        for observer in self._observers:
+            observer.total(index, total)
         values, clip = total.values, state.clip
         if terms is not None:
             values = curated(values, terms, clip, self._noise, index)
             if terms.adaptive:
                 below = float(table.split(values)[terms.side_name])
                 clip = terms.next_clip(below, len(total.survivors), clip)
+        for observer in self._observers:
+            observer.released(index, values)
         records, scale = self._absent(message.cohort, total.survivors, table.split(values).get("records"))
         algorithm, step = self.program.update(state.algorithm, message, values, scale)
         accepted = {**state.accepted, **dict.fromkeys(total.survivors, index)}
