@@ -20,13 +20,15 @@ from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError
-from secure_fvi.privacy.ledger_chain import BUDGET, JOB, RECEIPT, LedgerFile
+from secure_fvi.privacy.chain import RECEIPT
+from secure_fvi.privacy.chain_file import ChainFile
+from secure_fvi.privacy.chain_writer import Writer
+from secure_fvi.privacy.ledger_chain import BUDGET, JOB, LEDGER
 from secure_fvi.privacy.ledger_filter import admitted, job_curve, refusal
 from secure_fvi.privacy.ledger_job import OpenJob, check_block
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain, read_chain
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name, warn_of_large_delta
-from secure_fvi.privacy.ledger_writer import Writer
 from secure_fvi.privacy.witness import check_receipt, make_statement
 
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
@@ -35,7 +37,7 @@ __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
 class Ledger:
     """One silo's chain in a ledger file. Made by `open`; for one thread at a time."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer[Chain]) -> None:
         self._writer = writer
 
     @classmethod
@@ -57,7 +59,7 @@ class Ledger:
         ProtocolError for a chain that was tampered with.
         """
         check_name("silo", silo)
-        file = LedgerFile(Path(path), create)
+        file = ChainFile(Path(path), LEDGER, create)
         try:
             chain = read_chain(file, silo)
             if not (chain.length or create):
@@ -125,8 +127,8 @@ class Ledger:
         For a witness, which says by `Witness.length` since where; all parties may see it.
         """
         w, c = self._writer, self.chain
-        links = [row.content(c.silo) for row in w.file.rows(c.silo, since, c.length)]
-        return make_statement(c.silo, c.public_key, c.length, c.head, w.now(), since, links, w.sign)
+        links = [row.content(c.kind, c.silo) for row in w.file.rows(c.silo, since, c.length)]
+        return make_statement(LEDGER, c.silo, c.public_key, c.length, c.head, w.now(), since, links, w.sign)
 
     def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
         """Keep a witness's receipt as a row. Raises ProtocolError if it is forged or shows more than this ledger."""
@@ -142,7 +144,7 @@ class Ledger:
         """
         keys, chain = frozenset(witness_keys), self.chain
         for data in receipts:
-            receipt = check_receipt(data, keys)
+            receipt = check_receipt(data, keys, LEDGER)
             if receipt.public_key != chain.public_key:
                 raise ProtocolError(f"a receipt of witness '{receipt.witness}' is about another ledger")
             if self._writer.hash_at(receipt.length) != receipt.head:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.ledger_chain import LedgerFile
+from secure_fvi.privacy.chain_file import ChainFile
+from secure_fvi.privacy.ledger_chain import LEDGER
 from secure_fvi.privacy.ledger_state import Chain, JobRecord, read_chain
 from secure_fvi.privacy.ledger_terms import Budget
 
@@ -47,7 +48,7 @@ def read_ledger(path: str | os.PathLike[str], silo: str | None = None) -> dict[s
 
     Raises InputError where there is none, ProtocolError for one that was tampered with.
     """
-    file = LedgerFile(Path(path), read_only=True)
+    file = ChainFile(Path(path), LEDGER, read_only=True)
     try:
         chains = {s: read_chain(file, s) for s in (file.silos() if silo is None else [silo])}
     finally:
@@ -87,7 +88,7 @@ def entries(path: str | os.PathLike[str], silo: str, data_set: str) -> list[Entr
 
     Checked like `read_ledger`.
     """
-    file, chain, found = LedgerFile(Path(path), read_only=True), Chain(silo), []
+    file, chain, found = ChainFile(Path(path), LEDGER, read_only=True), Chain(silo), []
     try:
         for row in file.rows(silo):
             chain.follow(row)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from secure_fvi.errors import BudgetError, InputError, ProtocolError
+from secure_fvi.privacy.chain_writer import Writer
 from secure_fvi.privacy.ledger_chain import CLOSE, RELEASE
-from secure_fvi.privacy.ledger_state import JobRecord
+from secure_fvi.privacy.ledger_state import Chain, JobRecord
 from secure_fvi.privacy.ledger_terms import Job, check_name
-from secure_fvi.privacy.ledger_writer import Writer
 
 MAX_BLOCK = 1_000_000
 
@@ -20,7 +20,7 @@ def check_block(block: object) -> None:
 class OpenJob:
     """Made by `Ledger.open_job`. block: releases that one durable row reserves; a crash loses the rest of a block."""
 
-    def __init__(self, writer: Writer, record: JobRecord, block: int) -> None:
+    def __init__(self, writer: Writer[Chain], record: JobRecord, block: int) -> None:
         self._writer, self._record, self._block = writer, record, block
         # Of the blocks that this process reserved: what is left, the largest index, and what was sent, by phase.
         self._left: dict[str, int] = {}

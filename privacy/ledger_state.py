@@ -11,21 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.ledger_chain import (
-    BUDGET,
-    CLOSE,
-    GENESIS,
-    JOB,
-    LABEL_ROW,
-    NOTHING,
-    RECEIPT,
-    RELEASE,
-    LedgerFile,
-    Row,
-    link,
-    signed,
-)
-from secure_fvi.privacy.ledger_terms import Budget, Job, check_keys
+from secure_fvi.privacy.chain import RECEIPT, ChainReader, Row, check_keys
+from secure_fvi.privacy.chain_file import ChainFile, follow_rows
+from secure_fvi.privacy.ledger_chain import BUDGET, CLOSE, JOB, LEDGER, RELEASE
+from secure_fvi.privacy.ledger_terms import Budget, Job
 
 
 @dataclass
@@ -44,20 +33,14 @@ class JobRecord:
     closed: int | None = None
 
 
-class Chain:
-    """One silo's chain up to its row `length`. Public within the federation."""
+class Chain(ChainReader):
+    """One silo's ledger up to its row `length`. Public within the federation."""
 
     def __init__(self, silo: str) -> None:
-        self.silo = silo
-        self.public_key = b""
-        self.length, self.head, self.time = 0, NOTHING, 0
+        super().__init__(LEDGER, silo)
         self.budgets: dict[str, list[tuple[int, Budget]]] = {}  # by data set: (time, budget), the last in force
         self.jobs: dict[str, JobRecord] = {}
         self.receipts: list[bytes] = []
-        self._head_signature = b""
-
-    def __repr__(self) -> str:
-        return f"Chain(silo={self.silo!r}, length={self.length}, head={self.head.hex()[:16]})"
 
     def budget(self, data_set: str) -> Budget | None:
         """The budget in force."""
@@ -68,60 +51,7 @@ class Chain:
         """The jobs charged to `data_set`, in order."""
         return [r for r in self.jobs.values() if r.job.data_set == data_set]
 
-    def follow(self, row: Row, public_key: bytes | None = None, each_signature: bool = False) -> None:
-        """Take in the next row.
-
-        public_key: pins the key that the chain must have been created with. each_signature: check this row's
-        signature too; otherwise `check_head` must follow the last row. Raises ProtocolError (InputError for a kind or
-        event that this version does not know), naming the row and what is wrong with it.
-        """
-        try:
-            self._check(row)
-            if row.seq == 1:
-                self._genesis(row, public_key)
-            if each_signature and not signed(self.public_key, LABEL_ROW, row.hash, row.signature):
-                raise ProtocolError("its signature is not by this silo's key")
-            self._apply(row)
-        except InputError as error:
-            raise InputError(f"{self._where(row.seq)}: {error}") from None
-        except ProtocolError as error:
-            raise ProtocolError(f"{self._where(row.seq)}: {error}") from None
-        self.length, self.head, self.time, self._head_signature = row.seq, row.hash, row.time, row.signature
-
-    def check_head(self) -> None:
-        """Raises ProtocolError unless the silo signed the head, and with it every row before."""
-        if self.length and not signed(self.public_key, LABEL_ROW, self.head, self._head_signature):
-            raise ProtocolError(f"{self._where(self.length)}: its signature is not by this silo's key")
-
-    def _where(self, seq: int) -> str:
-        return f"ledger of silo '{self.silo}', row {seq}"
-
-    def _check(self, row: Row) -> None:
-        if row.seq != self.length + 1:
-            raise ProtocolError(f"row {self.length + 1} is missing: a row was removed")
-        if row.previous != self.head:
-            raise ProtocolError("it does not follow the row before: rows were altered, removed or reordered")
-        if link(self.head, row.content(self.silo)) != row.hash:
-            raise ProtocolError("its content is not what was hashed: it was altered or moved")
-        if row.time < self.time:
-            raise ProtocolError("its time is before that of the row before")
-        if (row.kind == GENESIS) != (row.seq == 1):
-            raise ProtocolError("a chain has one genesis row, its first")
-
-    def _genesis(self, row: Row, public_key: bytes | None) -> None:
-        fields = row.fields()
-        check_keys(fields, "silo", "public_key")
-        key = fields["public_key"]
-        if fields["silo"] != self.silo or type(key) is not bytes or len(key) != 32:
-            raise ProtocolError("a genesis row names its silo and a public key of 32 bytes")
-        if public_key is not None and key != public_key:
-            raise ProtocolError(f"the chain belongs to key {key.hex()[:16]}..., not to {public_key.hex()[:16]}...")
-        self.public_key = key
-
-    def _apply(self, row: Row) -> None:
-        fields = row.fields()
-        if row.kind == GENESIS:
-            return
+    def apply(self, row: Row, fields: dict[str, Any]) -> None:
         if row.kind == BUDGET:
             self._budget(row, Budget.from_body(fields))
         elif row.kind == JOB:
@@ -179,17 +109,8 @@ class Chain:
         return record
 
 
-def follow_rows(file: LedgerFile, chain: Chain) -> None:
-    """Take in what `file` holds beyond `chain`, checked by links and by the signature of the newest row."""
-    before = chain.length
-    for row in file.rows(chain.silo, before):
-        chain.follow(row)
-    if chain.length > before:
-        chain.check_head()
-
-
-def read_chain(file: LedgerFile, silo: str) -> Chain:
-    """The chain of `silo`, checked like that; of length 0 where there is none."""
+def read_chain(file: ChainFile, silo: str) -> Chain:
+    """The ledger of `silo`, checked by links and the newest signature; of length 0 where there is none."""
     chain = Chain(silo)
     follow_rows(file, chain)
     return chain

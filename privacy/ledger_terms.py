@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.privacy.chain import check_keys
 from secure_fvi.privacy.events import Event, from_dict, to_dict
 
 UNITS = ("record", "silo")
@@ -173,12 +174,6 @@ class Job:
             raise InputError("the description of a job must be a table")
         terms = tuple(Term(phase, from_dict(event), count) for phase, event, count in rows)
         return cls(body["job"], body["data_set"], body["unit"], body["delta"], terms, description)
-
-
-def check_keys(body: object, *names: str) -> None:
-    """Raises InputError unless `body` is a table of exactly `names`."""
-    if not isinstance(body, Mapping) or set(body) != set(names):
-        raise InputError(f"a row's content must have the fields {', '.join(names)}")
 
 
 def _lists(value: Any) -> Any:

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.ledger_chain import JOB, NOTHING, LedgerFile
+from secure_fvi.privacy.chain import NOTHING
+from secure_fvi.privacy.chain_file import ChainFile
+from secure_fvi.privacy.ledger_chain import JOB, LEDGER
 from secure_fvi.privacy.ledger_state import Chain
 from secure_fvi.privacy.witness import Receipt, check_receipt
 
@@ -32,7 +34,7 @@ def verify(
     """
     keys = None if witness_keys is None else frozenset(witness_keys)
     shown = [check_receipt(data, keys) for data in receipts]
-    file = LedgerFile(Path(path), read_only=True)
+    file = ChainFile(Path(path), LEDGER, read_only=True)
     try:
         silos = file.silos() if silo is None else [silo]
         if public_key is not None and len(silos) > 1:
@@ -48,7 +50,7 @@ def verify(
     return chains
 
 
-def _verify_chain(file: LedgerFile, silo: str, public_key: bytes | None, shown: list[Receipt]) -> Chain:
+def _verify_chain(file: ChainFile, silo: str, public_key: bytes | None, shown: list[Receipt]) -> Chain:
     chain, heads = Chain(silo), [NOTHING]
     for row in file.rows(silo):
         chain.follow(row, public_key, each_signature=True)

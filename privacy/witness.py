@@ -21,11 +21,11 @@ from secure_fvi.aggregation.messages import Codec
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import Store
 from secure_fvi.errors import ProtocolError
-from secure_fvi.privacy.ledger_chain import NOTHING, link, signed
+from secure_fvi.privacy.chain import NOTHING, ChainKind, link, signed
+from secure_fvi.privacy.ledger_chain import LEDGER
 from secure_fvi.privacy.ledger_terms import check_name
 
-LABEL_STATEMENT = b"secure-fvi/ledger/1/statement"
-LABEL_RECEIPT = b"secure-fvi/ledger/1/receipt"
+_STATEMENT, _RECEIPT = "statement", "receipt"
 
 
 class Statement(NamedTuple):
@@ -83,6 +83,7 @@ _CODEC = Codec(
 
 
 def make_statement(
+    chain: ChainKind,
     silo: str,
     public_key: bytes,
     length: int,
@@ -94,24 +95,24 @@ def make_statement(
 ) -> bytes:
     """The ledger's message. time: microseconds since 1970; links: the digests of rows since + 1 .. length."""
     unsigned = Statement(silo, public_key, length, head, time, b"", since, links)
-    return _CODEC.pack(unsigned._replace(signature=sign(LABEL_STATEMENT + _stated(unsigned))))
+    return _CODEC.pack(unsigned._replace(signature=sign(chain.label(_STATEMENT) + _stated(unsigned))))
 
 
-def check_receipt(data: bytes, witness_keys: frozenset[bytes] | None = None) -> Receipt:
+def check_receipt(data: bytes, witness_keys: frozenset[bytes] | None = None, chain: ChainKind = LEDGER) -> Receipt:
     """The receipt in `data`; raises ProtocolError if it is malformed, forged, or by none of `witness_keys`."""
     receipt = _CODEC.unpack(data, Receipt)
     if witness_keys is not None and receipt.witness_key not in witness_keys:
         raise ProtocolError(f"a receipt of witness '{receipt.witness}' is by a key that is not accepted here")
-    if not signed(receipt.witness_key, LABEL_RECEIPT, _received(receipt), receipt.signature):
+    if not signed(receipt.witness_key, chain.label(_RECEIPT), _received(receipt), receipt.signature):
         raise ProtocolError(f"a receipt of witness '{receipt.witness}' has a wrong signature")
     return receipt
 
 
 class Witness:
-    """Countersigns ledgers and remembers the longest state of each. One process a store."""
+    """Countersigns chains of one kind and remembers the longest state of each. One process a store."""
 
-    def __init__(self, name: str, identity: Identity, store: Store) -> None:
-        self.name = check_name("witness", name)
+    def __init__(self, name: str, identity: Identity, store: Store, chain: ChainKind = LEDGER) -> None:
+        self.name, self._chain = check_name("witness", name), chain
         self._identity, self._store = identity, store
 
     def __repr__(self) -> str:
@@ -128,10 +129,9 @@ class Witness:
         continue it. The new length is on disk before the receipt exists.
         """
         stated = _CODEC.unpack(statement, Statement)
-        who = f"the ledger of silo '{stated.silo}'"
-        if stated.public_key != public_key or not signed(
-            public_key, LABEL_STATEMENT, _stated(stated), stated.signature
-        ):
+        who = f"the {self._chain.name} of silo '{stated.silo}'"
+        label = self._chain.label(_STATEMENT)
+        if stated.public_key != public_key or not signed(public_key, label, _stated(stated), stated.signature):
             raise ProtocolError(f"a statement by {who} is not signed with the key that the roster names")
         length, head = self._seen(public_key)
         if stated.length < length:
@@ -139,25 +139,26 @@ class Witness:
         if stated.since != length or len(stated.links) != stated.length - length:
             raise ProtocolError(f"a statement by {who} must say how it continues the {length} rows that were seen")
         for content in stated.links:
-            head = link(head, content)
+            head = link(self._chain, head, content)
         if head != stated.head:
             raise ProtocolError(f"{who} contradicts what was seen: it does not continue those {length} rows")
-        self._store.put({_slot(public_key): bytes(msgpack.packb([stated.length, stated.head]))})
+        self._store.put({self._slot(public_key): bytes(msgpack.packb([stated.length, stated.head]))})
         unsigned = Receipt(
             self.name, self._identity.public_key, stated.silo, public_key, stated.length, head, stated.time, b""
         )
-        return _CODEC.pack(unsigned._replace(signature=self._identity.sign(LABEL_RECEIPT + _received(unsigned))))
+        return _CODEC.pack(
+            unsigned._replace(signature=self._identity.sign(self._chain.label(_RECEIPT) + _received(unsigned)))
+        )
 
     def _seen(self, public_key: bytes) -> tuple[int, bytes]:
-        stored = self._store.get(_slot(public_key))
+        stored = self._store.get(self._slot(public_key))
         if stored is None:
             return 0, NOTHING
         length, head = msgpack.unpackb(stored)
         return length, head
 
-
-def _slot(public_key: bytes) -> str:
-    return f"ledger/{public_key.hex()}"
+    def _slot(self, public_key: bytes) -> str:
+        return f"{self._chain.name}/{public_key.hex()}"
 
 
 def _stated(s: Statement) -> bytes:

@@ -16,8 +16,9 @@ from ledger_world import Clock, gaussian_job, new_ledger, tamper
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.chain import Row, link
 from secure_fvi.privacy.ledger import Budget, Ledger
-from secure_fvi.privacy.ledger_chain import Row, link
+from secure_fvi.privacy.ledger_chain import LEDGER
 from secure_fvi.privacy.ledger_verify import verify
 from secure_fvi.privacy.witness import Witness
 
@@ -43,7 +44,7 @@ def rewrite(folder: Path, seq: int, change: Callable[[Row], Row], rehash: bool =
             new = change(row) if row.seq == seq else row
             if rehash:
                 new = new._replace(previous=previous or row.previous)
-                new = new._replace(hash=link(new.previous, new.content("a")))
+                new = new._replace(hash=link(LEDGER, new.previous, new.content(LEDGER, "a")))
                 previous = new.hash
             connection.execute(
                 "UPDATE rows SET previous = ?, time = ?, kind = ?, body = ?, hash = ?, signature = ? WHERE seq = ?",

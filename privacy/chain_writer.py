@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.ledger_chain import GENESIS, NOTHING, LedgerFile, make_row, timestamp
-from secure_fvi.privacy.ledger_state import Chain, follow_rows
+from secure_fvi.privacy.chain import GENESIS, NOTHING, ChainReader, make_row, timestamp
+from secure_fvi.privacy.chain_file import ChainFile, follow_rows
+
+C = TypeVar("C", bound=ChainReader)
 
 #: A clock that was set back by this much (a step of NTP) is waited out: rows keep the time of the row before.
 TOLERANCE_SECONDS = 300.0
 
 
-class Writer:
-    """One silo's chain with the key that signs it. clock: seconds since 1970."""
+class Writer(Generic[C]):
+    """One party's chain with the key that signs it. clock: seconds since 1970."""
 
-    def __init__(self, file: LedgerFile, chain: Chain, identity: Identity, clock: Callable[[], float]) -> None:
+    def __init__(self, file: ChainFile, chain: C, identity: Identity, clock: Callable[[], float]) -> None:
         self.file, self.chain = file, chain
         self._identity, self._clock = identity, clock
         self._rolled_back = False
 
     def __repr__(self) -> str:
         return f"Writer({self.chain!r})"
+
+    @property
+    def _whose(self) -> str:
+        return f"{self.chain.kind.name} of silo '{self.chain.silo}'"
 
     def begin(self) -> None:
         """Make the chain if there is none; raises InputError if it is another key's."""
@@ -34,25 +40,29 @@ class Writer:
                     self.append(GENESIS, {"silo": self.chain.silo, "public_key": self._identity.public_key})
         if self.chain.public_key != self._identity.public_key:
             raise InputError(
-                f"'{self.file.path}' holds a ledger of another silo: the chain of '{self.chain.silo}' was created "
-                "with another key"
+                f"'{self.file.path}' holds a {self.chain.kind.name} of another silo: the chain of "
+                f"'{self.chain.silo}' was created with another key"
             )
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Starts from the newest rows, under the file's lock; what is appended is on disk at the end, or nothing is."""
+    def transaction(self, durable: bool = True) -> Iterator[None]:
+        """Starts from the newest rows, under the file's lock; what is appended is on disk at the end, or nothing is.
+
+        durable: see `ChainFile.transaction`.
+        """
         self.check_usable()
-        with self.file.transaction():
+        with self.file.transaction(durable):
             self.catch_up()
             if self.file.tail(self.chain.silo) != (self.chain.length, self.chain.head):
-                raise ProtocolError(f"ledger of silo '{self.chain.silo}': rows vanished from under a running process")
+                raise ProtocolError(f"{self._whose}: rows vanished from under a running process")
             yield
         self.catch_up()
 
     def append(self, kind: str, body: dict[str, Any]) -> None:
         """Add a row; within a transaction."""
         seq, previous = self.file.tail(self.chain.silo)
-        row = make_row(self.chain.silo, seq + 1, previous, self.now(), kind, body, self._identity.sign)
+        chain = self.chain
+        row = make_row(chain.kind, chain.silo, seq + 1, previous, self.now(), kind, body, self._identity.sign)
         self.file.append(self.chain.silo, row)
 
     def catch_up(self) -> None:
@@ -70,8 +80,8 @@ class Writer:
         now, last = int(self._clock() * 1e6), self.chain.time
         if now < last - TOLERANCE_SECONDS * 1e6:
             raise InputError(
-                f"the clock runs backwards: it reads {timestamp(now)}, the newest row of the ledger of silo "
-                f"'{self.chain.silo}' is of {timestamp(last)}; set the clock right"
+                f"the clock runs backwards: it reads {timestamp(now)}, the newest row of the {self._whose} "
+                f"is of {timestamp(last)}; set the clock right"
             )
         return max(now, last)
 
@@ -86,6 +96,6 @@ class Writer:
     def check_usable(self) -> None:
         if self._rolled_back:
             raise ProtocolError(
-                f"the ledger of silo '{self.chain.silo}' was rolled back: a witness has seen rows that it does not "
-                "hold; restore the newest copy, or count the budget as spent"
+                f"the {self._whose} was rolled back: a witness has seen rows that it does not hold; "
+                f"restore the newest copy, or {self.chain.kind.otherwise}"
             )
