@@ -99,6 +99,7 @@ class ChainReader(ABC):
         self.kind, self.silo = kind, silo
         self.public_key = b""
         self.length, self.head, self.time = 0, NOTHING, 0
+        self.receipts: list[bytes] = []
         self._head_signature = b""
 
     def __repr__(self) -> str:
@@ -106,7 +107,7 @@ class ChainReader(ABC):
 
     @abstractmethod
     def apply(self, row: Row, fields: dict[str, Any]) -> None:
-        """Take in what a row after the first says. Raises ProtocolError, or InputError for an unknown kind."""
+        """Take in what a row says that not every chain has. Raises ProtocolError, or InputError for an unknown kind."""
 
     def follow(self, row: Row, public_key: bytes | None = None, each_signature: bool = False) -> None:
         """Take in the next row.
@@ -122,7 +123,9 @@ class ChainReader(ABC):
             if each_signature and not signed(self.public_key, self.kind.label("row"), row.hash, row.signature):
                 raise ProtocolError("its signature is not by this silo's key")
             fields = row.fields()
-            if row.kind != GENESIS:
+            if row.kind == RECEIPT:
+                self._receipt(fields)
+            elif row.kind != GENESIS:
                 self.apply(row, fields)
         except InputError as error:
             raise InputError(f"{self.where(row.seq)}: {error}") from None
@@ -160,6 +163,12 @@ class ChainReader(ABC):
         if public_key is not None and key != public_key:
             raise ProtocolError(f"the chain belongs to key {key.hex()[:16]}..., not to {public_key.hex()[:16]}...")
         self.public_key = key
+
+    def _receipt(self, fields: dict[str, Any]) -> None:
+        check_keys(fields, "receipt")
+        if type(fields["receipt"]) is not bytes:
+            raise ProtocolError("a receipt is bytes")
+        self.receipts.append(fields["receipt"])
 
 
 def check_keys(body: object, *names: str) -> None:

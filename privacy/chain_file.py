@@ -96,6 +96,11 @@ class ChainFile:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def sync(self) -> None:
+        """Force to the disk what transactions that were not durable have written."""
+        with self.errors():
+            self._connection.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+
     def silos(self) -> list[str]:
         """The silos that have a chain here."""
         with self.errors():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.chain import GENESIS, NOTHING, ChainReader, make_row, timestamp
+from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainReader, make_row, timestamp
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
+from secure_fvi.privacy.witness import check_receipt, make_statement
 
 C = TypeVar("C", bound=ChainReader)
 
@@ -69,8 +70,7 @@ class Writer(Generic[C]):
         """Take in the rows that were added since, by whichever process."""
         follow_rows(self.file, self.chain)
 
-    def hash_at(self, length: int) -> bytes | None:
-        """The hash of row `length`; None where there is no such row."""
+    def _hash_at(self, length: int) -> bytes | None:
         if length == 0:
             return NOTHING
         return next((row.hash for row in self.file.rows(self.chain.silo, length - 1, length)), None)
@@ -85,15 +85,42 @@ class Writer(Generic[C]):
             )
         return max(now, last)
 
-    def sign(self, statement: bytes) -> bytes:
-        return self._identity.sign(statement)
+    def statement(self, since: int = 0) -> bytes:
+        """The signed length and head of this chain, with the proof that it continues its first `since` rows.
 
-    def mark_rolled_back(self) -> None:
-        """Refuse everything from here on: somebody has seen rows that this file does not hold."""
-        self._rolled_back = True
-        self.check_usable()
+        For a witness, which says by `Witness.length` since where; all parties may see it.
+        """
+        self.catch_up()
+        c = self.chain
+        links = [row.content(c.kind, c.silo) for row in self.file.rows(c.silo, since, c.length)]
+        return make_statement(
+            c.kind, c.silo, c.public_key, c.length, c.head, self.now(), since, links, self._identity.sign
+        )
+
+    def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
+        """Keep a witness's receipt as a row. Raises ProtocolError if it is forged or shows more than this chain."""
+        self.check_receipts([receipt], [witness_key])
+        with self.transaction():
+            self.append(RECEIPT, {"receipt": receipt})
+
+    def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
+        """Raise ProtocolError and refuse all further writes if a receipt shows rows that this chain does not have.
+
+        To be called whenever a job starts: the refusal lasts as long as this object. witness_keys: the public keys that
+        the site accepts; a receipt by any other is refused as forged, which leaves the chain usable.
+        """
+        self.catch_up()
+        keys, chain = frozenset(witness_keys), self.chain
+        for data in receipts:
+            receipt = check_receipt(data, keys, chain.kind)
+            if receipt.public_key != chain.public_key:
+                raise ProtocolError(f"a receipt of witness '{receipt.witness}' is about another {chain.kind.name}")
+            if self._hash_at(receipt.length) != receipt.head:
+                self._rolled_back = True
+                self.check_usable()
 
     def check_usable(self) -> None:
+        """Raises ProtocolError once somebody has seen rows that this file does not hold."""
         if self._rolled_back:
             raise ProtocolError(
                 f"the {self._whose} was rolled back: a witness has seen rows that it does not hold; "

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.errors import BudgetError, InputError, ProtocolError
-from secure_fvi.privacy.chain import RECEIPT
+from secure_fvi.errors import BudgetError, InputError
 from secure_fvi.privacy.chain_file import ChainFile
 from secure_fvi.privacy.chain_writer import Writer
 from secure_fvi.privacy.ledger_chain import BUDGET, JOB, LEDGER
@@ -29,7 +28,6 @@ from secure_fvi.privacy.ledger_job import OpenJob, check_block
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain, read_chain
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name, warn_of_large_delta
-from secure_fvi.privacy.witness import check_receipt, make_statement
 
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
 
@@ -122,33 +120,16 @@ class Ledger:
             self._admit(job, default_budget)
 
     def statement(self, since: int = 0) -> bytes:
-        """The signed length and head of this ledger, with the proof that it continues its first `since` rows.
-
-        For a witness, which says by `Witness.length` since where; all parties may see it.
-        """
-        w, c = self._writer, self.chain
-        links = [row.content(c.kind, c.silo) for row in w.file.rows(c.silo, since, c.length)]
-        return make_statement(LEDGER, c.silo, c.public_key, c.length, c.head, w.now(), since, links, w.sign)
+        """What a witness countersigns: `Writer.statement`."""
+        return self._writer.statement(since)
 
     def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
-        """Keep a witness's receipt as a row. Raises ProtocolError if it is forged or shows more than this ledger."""
-        self.check_receipts([receipt], [witness_key])
-        with self._writer.transaction():
-            self._writer.append(RECEIPT, {"receipt": receipt})
+        """Keep a witness's receipt: `Writer.add_receipt`."""
+        self._writer.add_receipt(receipt, witness_key)
 
     def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
-        """Raise ProtocolError and refuse all further writes if a receipt shows rows that this ledger does not have.
-
-        To be called whenever a job starts: the refusal lasts as long as this object. witness_keys: the public keys that
-        the site accepts; a receipt by any other is refused as forged, which leaves the ledger usable.
-        """
-        keys, chain = frozenset(witness_keys), self.chain
-        for data in receipts:
-            receipt = check_receipt(data, keys, LEDGER)
-            if receipt.public_key != chain.public_key:
-                raise ProtocolError(f"a receipt of witness '{receipt.witness}' is about another ledger")
-            if self._writer.hash_at(receipt.length) != receipt.head:
-                self._writer.mark_rolled_back()
+        """Refuse all writes if a receipt shows rows that this ledger does not have: `Writer.check_receipts`."""
+        self._writer.check_receipts(receipts, witness_keys)
 
     def close(self) -> None:
         """Let go of the file; what was written stays."""

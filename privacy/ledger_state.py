@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.chain import RECEIPT, ChainReader, Row, check_keys
+from secure_fvi.privacy.chain import ChainReader, Row, check_keys
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.ledger_chain import BUDGET, CLOSE, JOB, LEDGER, RELEASE
 from secure_fvi.privacy.ledger_terms import Budget, Job
@@ -40,7 +40,6 @@ class Chain(ChainReader):
         super().__init__(LEDGER, silo)
         self.budgets: dict[str, list[tuple[int, Budget]]] = {}  # by data set: (time, budget), the last in force
         self.jobs: dict[str, JobRecord] = {}
-        self.receipts: list[bytes] = []
 
     def budget(self, data_set: str) -> Budget | None:
         """The budget in force."""
@@ -62,11 +61,6 @@ class Chain(ChainReader):
             check_keys(fields, "job", "outcome")
             record = self._record(fields)
             record.outcome, record.closed = str(fields["outcome"]), row.time
-        elif row.kind == RECEIPT:
-            check_keys(fields, "receipt")
-            if type(fields["receipt"]) is not bytes:
-                raise ProtocolError("a receipt is bytes")
-            self.receipts.append(fields["receipt"])
         else:
             raise InputError(f"its kind '{row.kind}' is unknown to this version; a newer one may have written it")
 

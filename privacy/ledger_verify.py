@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.chain import NOTHING
+from secure_fvi.privacy.chain import Row
 from secure_fvi.privacy.chain_file import ChainFile
+from secure_fvi.privacy.chain_verify import shown_by, verify_chain
 from secure_fvi.privacy.ledger_chain import JOB, LEDGER
 from secure_fvi.privacy.ledger_state import Chain
-from secure_fvi.privacy.witness import Receipt, check_receipt
+from secure_fvi.privacy.witness import check_receipt
 
 
 def verify(
@@ -39,43 +40,22 @@ def verify(
         silos = file.silos() if silo is None else [silo]
         if public_key is not None and len(silos) > 1:
             raise InputError(f"'{path}' holds {len(silos)} ledgers; say whose key it is by its silo")
-        chains = [_verify_chain(file, s, public_key, [r for r in shown if r.silo == s]) for s in silos]
+        chains = [
+            verify_chain(file, Chain(s), public_key, [r for r in shown if r.silo == s], _check_budget) for s in silos
+        ]
     finally:
         file.close()
     if not chains:
         raise InputError(f"'{path}' holds no ledger")
     for receipt in shown:
         if receipt.silo not in silos:
-            raise ProtocolError(f"{_by(receipt)} is about a ledger of silo '{receipt.silo}', which is not here")
+            raise ProtocolError(f"{shown_by(receipt)} is about a ledger of silo '{receipt.silo}', which is not here")
     return chains
 
 
-def _verify_chain(file: ChainFile, silo: str, public_key: bytes | None, shown: list[Receipt]) -> Chain:
-    chain, heads = Chain(silo), [NOTHING]
-    for row in file.rows(silo):
-        chain.follow(row, public_key, each_signature=True)
-        heads.append(row.hash)
-        if row.kind == JOB:
-            _check_budget(chain, row.seq)
-    if not chain.length:
-        raise InputError(f"'{file.path}' holds no ledger of silo '{silo}'")
-    for receipt in [*map(check_receipt, chain.receipts), *shown]:
-        if receipt.public_key != chain.public_key:
-            raise ProtocolError(f"ledger of silo '{silo}': {_by(receipt)} is about a ledger of another key")
-        if receipt.length > chain.length:
-            raise ProtocolError(
-                f"ledger of silo '{silo}', row {chain.length + 1}: missing; {_by(receipt)} shows {receipt.length} "
-                f"rows, {chain.length} are here: rows were cut off, or an old copy was put back"
-            )
-        if heads[receipt.length] != receipt.head:
-            raise ProtocolError(
-                f"ledger of silo '{silo}', row {receipt.length}: not the row that {_by(receipt)} shows; the ledger was "
-                "written anew"
-            )
-    return chain
-
-
-def _check_budget(chain: Chain, seq: int) -> None:
+def _check_budget(chain: Chain, row: Row) -> None:
+    if row.kind != JOB:
+        return
     from secure_fvi.privacy.ledger_filter import filter_of, job_curve
 
     newest = list(chain.jobs.values())[-1]
@@ -84,10 +64,6 @@ def _check_budget(chain: Chain, seq: int) -> None:
     # Curves differ in their last digits from machine to machine, and a job may have used its budget up to the last.
     if filter_of(newest.budget, before, asked).order_for(asked * (1 - 1e-9)) is None:
         raise ProtocolError(
-            f"ledger of silo '{chain.silo}', row {seq}: job '{newest.job.job}' exceeds the budget of data set "
+            f"ledger of silo '{chain.silo}', row {row.seq}: job '{newest.job.job}' exceeds the budget of data set "
             f"'{newest.job.data_set}', {newest.budget}"
         )
-
-
-def _by(receipt: Receipt) -> str:
-    return f"the receipt of witness '{receipt.witness}'"

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError
+from secure_fvi.files import sync_folder
 
 PASSPHRASE_VARIABLE = "SECURE_FVI_PASSPHRASE"
 _ENCRYPTED = b"BEGIN ENCRYPTED"
@@ -63,7 +64,7 @@ def store_private(path: Path, key: PrivateKey, passphrase: str | None = None) ->
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(part, path)
-            _sync(path.parent)
+            sync_folder(path.parent)  # the name must last as long as what needs the key
             return True
     finally:
         part.unlink(missing_ok=True)
@@ -103,15 +104,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read the signing key '{path}': {error.strerror}") from None
-
-
-def _sync(folder: Path) -> None:
-    # The name of the file must last as long as the chain that needs the key.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _secret(passphrase: str | None) -> bytes | None:

@@ -9,7 +9,6 @@ part of it: a resumed run opens a new session, and sums do not depend on masks.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,21 +21,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi.errors import InputError
+from secure_fvi.files import sync_folder
+from secure_fvi.files import write_atomically as write_atomically
 
 _LATEST = "LATEST"
 #: Ends the folder's name where the newest checkpoint is of another phase of the same round.
 _PHASE = ".phase"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file holds either its old content or all of the new, whatever happens in between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
 
 
 def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) -> None:
@@ -55,7 +45,7 @@ def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) ->
         metadata = {"party": party, "state": json.dumps(skeleton)}
         # The party's name may be any text, so it goes into the file, not into its name.
         write_atomically(folder / f"{number:04d}.safetensors", save(tensors, metadata))
-    _sync_folder(directory)
+    sync_folder(directory)
     write_atomically(latest, name.encode())
     for old in directory.glob("round-*"):
         if old != folder:
@@ -125,11 +115,3 @@ def _put_together(node: Any, template: Any, tensors: Mapping[str, Tensor], direc
         parts = [_put_together(c, f, tensors, directory) for c, f in zip(content, template, strict=True)]
         return type(template)(*parts) if named else tuple(parts)
     return content
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,0 +1,217 @@
+"""The roster file of a consortium: who belongs to it, under which keys and settings. All members sign it.
+
+    roster.toml         in one fixed layout, without comments, so that what is read is what is signed
+    roster.sig/ID.sig   the signature of each member over SHA-256(label, bytes of roster.toml)
+
+Members compare the roster's code aloud before they sign. Each has checked its own keys in it; equal codes mean equal
+rosters; so every key in it is the right one, whoever wrote or carried the file. Rosters are numbered, and each names
+the hash of the one before. Public.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+import msgpack
+from pydantic import Field, ValidationError, model_validator
+
+from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation.masked import Masked
+from secure_fvi.aggregation.roster import Roster
+from secure_fvi.deployment.codes import reading_code
+from secure_fvi.deployment.names import (
+    Hex32,
+    Id,
+    Role,
+    Table,
+    Time,
+    format_time,
+    parse_table,
+    parse_time,
+)
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.runs import toml
+
+LABEL_ROSTER = b"secure-fvi/roster-file/1/"
+LABEL_SESSION = b"deployment-session"
+ROSTER_DAYS = 365
+
+
+class Member(Table):
+    """One institution. identity: Ed25519 public key; tls_key: SHA-256 of the public key of its TLS certificates."""
+
+    id: Id
+    role: Role
+    identity: Hex32
+    tls_key: Hex32
+
+    @property
+    def identity_key(self) -> bytes:
+        return bytes.fromhex(self.identity)
+
+
+class Sums(Table):
+    """What every masked sum of the consortium keeps to; a job may only be stricter."""
+
+    min_cohort: Annotated[int, Field(ge=2)] = 3
+    bits: Literal[32, 64] = 64
+    consistency_check: bool = True
+    corrupt: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    lost: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+class _File(Table):
+    format: Literal[1]
+    consortium: Id
+    serial: Annotated[int, Field(ge=1, lt=2**31)]
+    previous: Hex32 | Literal[""]
+    made: Time
+    expires: Time
+    authority: Hex32
+    sums: Sums
+    member: Annotated[tuple[Member, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name in ("id", "identity", "tls_key"):
+            values = [getattr(m, name) for m in self.member]
+            twice = next((v for v in values if values.count(v) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two members have the {name} '{twice}'")
+        if [m.id for m in self.member] != sorted(m.id for m in self.member):
+            raise ValueError("members must be sorted by id")
+        if parse_time(self.expires) <= parse_time(self.made):
+            raise ValueError("'expires' must be after 'made'")
+        if (self.serial == 1) != (self.previous == ""):
+            raise ValueError("'previous' is the hash of the roster before, and empty for serial 1 alone")
+        silos = sum(m.role == "silo" for m in self.member)
+        if silos < self.sums.min_cohort:
+            raise ValueError(f"{silos} silos cannot make a cohort of {self.sums.min_cohort}; see sums.min_cohort")
+        return self
+
+
+class ConsortiumRoster:
+    """A roster as its bytes say it, signed or not. Made by `parse_roster` and `write_roster`."""
+
+    def __init__(self, content: bytes, file: _File) -> None:
+        self.content, self._file = content, file
+        self.consortium, self.serial, self.sums = file.consortium, file.serial, file.sums
+        self.previous, self.authority = bytes.fromhex(file.previous), bytes.fromhex(file.authority)
+        self.made, self.expires = parse_time(file.made), parse_time(file.expires)
+        self.members: Mapping[str, Member] = {m.id: m for m in file.member}
+
+    def __repr__(self) -> str:
+        return f"ConsortiumRoster({self.consortium!r}, serial={self.serial}, hash={self.hash.hex()[:16]})"
+
+    @cached_property
+    def hash(self) -> bytes:
+        """SHA-256 over the bytes of the file: what members sign and policies name. 32 bytes."""
+        return hashlib.sha256(LABEL_ROSTER + self.content).digest()
+
+    @cached_property
+    def code(self) -> str:
+        """What members read to each other."""
+        return reading_code("roster", self.content)
+
+    def of_role(self, role: Role) -> tuple[Member, ...]:
+        """The members of a role, sorted by id."""
+        return tuple(m for m in self.members.values() if m.role == role)
+
+    def member(self, name: str) -> Member:
+        """The member called `name`; raises ProtocolError when there is none."""
+        if name not in self.members:
+            raise ProtocolError(f"'{name}' is no member of consortium '{self.consortium}' (roster {self.serial})")
+        return self.members[name]
+
+    def check_time(self, now: datetime.datetime) -> None:
+        """Raises ProtocolError for a roster that has expired or is of the future."""
+        if now > self.expires:
+            raise ProtocolError(f"roster {self.serial} of '{self.consortium}' expired at {format_time(self.expires)}")
+        if now + datetime.timedelta(days=1) < self.made:
+            raise ProtocolError(f"roster {self.serial} was made at {format_time(self.made)}, which is yet to come")
+
+    def session(
+        self,
+        session: bytes,
+        silos: Sequence[str] | None = None,
+        aggregation: Masked | None = None,
+        key_holder: bytes = b"",
+    ) -> Roster:
+        """The roster of one session of masked sums over `silos` (all by default), named by 32 bytes (`session_id`).
+
+        aggregation: the job's settings, at least as strict as [sums]. key_holder: as in `aggregation.roster`.
+        Raises InputError for looser settings and for who is no silo.
+        """
+        chosen = [m.id for m in self.of_role("silo")] if silos is None else list(silos)
+        for name in chosen:
+            if self.member(name).role != "silo":
+                raise InputError(f"'{name}' is a {self.members[name].role} in the roster, not a silo")
+        made = Masked(**self.sums.model_dump()) if aggregation is None else aggregation
+        if (
+            made.min_cohort < self.sums.min_cohort
+            or made.bits != self.sums.bits
+            or made.consistency_check < self.sums.consistency_check
+            or made.corrupt < self.sums.corrupt
+            or made.lost < self.sums.lost
+        ):
+            raise InputError(f"the job's sums are not as strict as the [sums] of roster {self.serial}: {self.sums!r}")
+        found = made.roster({name: self.members[name].identity_key for name in chosen}, session)
+        return replace(found, key_holder=key_holder)
+
+
+def session_id(roster: ConsortiumRoster, job: bytes, nonces: Mapping[str, bytes]) -> bytes:
+    """A session's 32 bytes, from the job's hash and 32 fresh bytes of each silo: new if one silo's are new."""
+    if any(len(n) != 32 for n in nonces.values()) or not nonces:
+        raise ProtocolError("a session needs 32 fresh bytes of each silo")
+    return digest(LABEL_SESSION, roster.hash, job, msgpack.packb(sorted(nonces.items())))
+
+
+def write_roster(
+    consortium: str,
+    members: Sequence[Member],
+    authority: bytes,
+    now: datetime.datetime,
+    sums: Sums | None = None,
+    previous: ConsortiumRoster | None = None,
+    days: int = ROSTER_DAYS,
+) -> ConsortiumRoster:
+    """A new roster, or the one after `previous`. authority: hash of its certificate. Raises InputError."""
+    if previous is not None and previous.consortium != consortium:
+        raise InputError(f"the roster before is of consortium '{previous.consortium}', not '{consortium}'")
+    try:
+        file = _File(
+            format=1,
+            consortium=consortium,
+            serial=1 if previous is None else previous.serial + 1,
+            previous="" if previous is None else previous.hash.hex(),
+            made=format_time(now),
+            expires=format_time(now + datetime.timedelta(days=days)),
+            authority=authority.hex(),
+            sums=sums or Sums(),
+            member=tuple(sorted(members, key=lambda m: m.id)),
+        )
+    except ValidationError as error:
+        row = error.errors(include_url=False)[0]
+        raise InputError(f"the roster: {row.get('ctx', {}).get('error', row['msg'])}") from None
+    return ConsortiumRoster(_canonical(file), file)
+
+
+def parse_roster(content: bytes, source: str) -> ConsortiumRoster:
+    """The roster in `content`. Raises InputError unless it has the one layout that `write_roster` gives it."""
+    file = parse_table(content, _File, source)
+    if _canonical(file) != content:
+        raise InputError(
+            f"{source}: not in the layout that `keys roster make` writes (comments, blanks, order); a roster is signed "
+            "as it stands and must not be edited"
+        )
+    return ConsortiumRoster(content, file)
+
+
+def _canonical(file: _File) -> bytes:
+    table = file.model_dump(mode="json")
+    return toml.dumps(table).encode()

@@ -1,0 +1,237 @@
+"""A site's folder: where its keys, the consortium's files, its policy and its records lie.
+
+site.toml            id and role
+identity.pem, .pub   Ed25519: signs rosters, the ledger, the log; made here, never leaves
+tls.key, tls.crt     P-256 key, made here, and its certificate by the authority
+ca.crt, ca.crl       the authority's certificate and its list of revoked ones
+roster.toml, roster.sig/    the roster and everybody's signatures
+endorsements/        TLS keys that members changed since
+accepted.json        the newest roster and revocation list seen: an older one is refused
+policy.toml          what this site accepts; edited here and nowhere else
+ledger.sqlite, audit-log.sqlite, seen.sqlite, state/    records, what was seen of others' records, the parties' state
+next/, old/          keys that are being rotated in, and that were rotated out
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import stat
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey, generate_private_key
+
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.admission import Admission
+from secure_fvi.deployment.authority import authority_hash
+from secure_fvi.deployment.certificates import (
+    check_revocations,
+    read_certificate,
+    read_revocations,
+    revocation_number,
+)
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.names import Id, Role, Table, check_id, parse_table, read_bytes, write_bytes
+from secure_fvi.deployment.rotation import Endorsement, read_endorsement
+from secure_fvi.deployment.signatures import load_roster
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.key_files import create_key, load_key, load_private, store_private
+from secure_fvi.runs import toml
+
+HOME_VARIABLE = "SECURE_FVI_HOME"
+
+
+class _Site(Table):
+    format: Literal[1]
+    id: Id
+    role: Role
+    addresses: tuple[str, ...] = ()
+
+
+class _Accepted(Table):
+    serial: int = 0
+    roster: str = ""
+    revocations: int = 0
+
+
+class Credentials(NamedTuple):
+    """What TLS needs, as PEM: for `grpc.ssl_server_credentials` and `ssl_channel_credentials`."""
+
+    private_key: bytes
+    certificate: bytes
+    authority: bytes
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"
+
+
+class Home:
+    """The folder of one site. Everything is read anew when asked for, so that installed files count at once."""
+
+    def __init__(self, path: Path, passphrase: str | None = None) -> None:
+        """Raises InputError where there is no site, or where others may write to its folder."""
+        self.path, self._passphrase = path, passphrase
+        site = parse_table(read_bytes(path / "site.toml", "the site's file"), _Site, f"'{path / 'site.toml'}'")
+        self.id, self.role, self.addresses = site.id, site.role, site.addresses
+        check_private(path)
+
+    def __repr__(self) -> str:
+        return f"Home({str(self.path)!r}, id={self.id!r}, role={self.role!r})"
+
+    @classmethod
+    def create(
+        cls, path: Path, name: str, role: Role, addresses: tuple[str, ...] = (), passphrase: str | None = None
+    ) -> Home:
+        """A new site with an identity and a TLS key. Raises InputError where the folder holds a site already."""
+        try:
+            check_id(name)
+        except ValueError as error:
+            raise InputError(f"id: {error}") from None
+        if (path / "site.toml").exists():
+            raise InputError(f"'{path}' holds the site '{cls(path).id}' already; give another folder")
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_key(path / "identity.pem", passphrase)
+        store_private(path / "tls.key", generate_private_key(SECP256R1()), passphrase)
+        site = {"format": 1, "id": name, "role": role, "addresses": list(addresses)}
+        write_bytes(path / "site.toml", toml.dumps(site).encode())
+        return cls(path, passphrase)
+
+    @property
+    def policy_file(self) -> Path:
+        return self.path / "policy.toml"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "audit-log.sqlite"
+
+    @property
+    def seen_file(self) -> Path:
+        """The store of this site as a witness of others."""
+        return self.path / "seen.sqlite"
+
+    @property
+    def state_folder(self) -> Path:
+        return self.path / "state"
+
+    def identity(self) -> Identity:
+        """The key that the roster names. Raises InputError where it cannot be read."""
+        return load_key(self.path / "identity.pem", self._passphrase)
+
+    def records_identity(self, public_key: bytes) -> Identity:
+        """The present or former identity of `public_key`: a ledger or log stays with the key that began it."""
+        for pub in (self.path / "identity.pub", *sorted((self.path / "old").glob("identity-*.pub"))):
+            if pub.exists() and pub.read_text().strip() == public_key.hex():
+                return load_key(pub.with_suffix(".pem"), self._passphrase)
+        raise InputError(f"'{self.path}' does not hold the identity {public_key.hex()[:16]}..., nor did it before")
+
+    def tls_key(self, file: str = "tls.key") -> EllipticCurvePrivateKey:
+        """The private key of the certificate."""
+        key = load_private(self.path / file, self._passphrase)
+        if not isinstance(key, EllipticCurvePrivateKey):
+            raise InputError(f"'{self.path / file}' holds a key of another kind than P-256")
+        return key
+
+    def credentials(self) -> Credentials:
+        """What TLS needs; the private key is in clear in it."""
+        private = self.tls_key().private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        ours = read_bytes(self.path / "tls.crt", "the site's certificate")
+        return Credentials(private, ours, read_bytes(self.path / "ca.crt", "the authority's certificate"))
+
+    def certificate(self) -> x509.Certificate:
+        path = self.path / "tls.crt"
+        return read_certificate(read_bytes(path, "the site's certificate"), f"'{path}'")
+
+    def authority(self) -> x509.Certificate:
+        path = self.path / "ca.crt"
+        return read_certificate(read_bytes(path, "the authority's certificate"), f"'{path}'")
+
+    def revocations(self, now: datetime.datetime) -> x509.CertificateRevocationList:
+        """The authority's list. Raises ProtocolError for a forged or expired one, or one older than was seen here."""
+        path = self.path / "ca.crl"
+        found = read_revocations(read_bytes(path, "the revocation list", 1 << 26), f"'{path}'")
+        check_revocations(found, self.authority(), now)
+        number, seen = revocation_number(found), self._accepted().revocations
+        if number < seen:
+            raise ProtocolError(f"revocation list {number} is older than list {seen}, which this site has seen")
+        if number > seen:
+            self._accept(revocations=number)
+        return found
+
+    def roster(self, now: datetime.datetime, path: Path | None = None) -> ConsortiumRoster:
+        """The roster, checked in all ways but whether this site's policy accepts it.
+
+        Raises ProtocolError that names the reason: a signature, the time, the authority, this site's own entry, or that
+        this site has accepted a newer roster.
+        """
+        roster = load_roster(self.path / "roster.toml" if path is None else path, now)
+        self.check_own(roster)
+        self.check_not_older(roster)
+        return roster
+
+    def check_own(self, roster: ConsortiumRoster) -> None:
+        """Raises ProtocolError unless the roster names this site, its identity, its role and its authority rightly."""
+        own = roster.member(self.id)
+        if own.identity_key != self.identity().public_key:
+            raise ProtocolError(f"the roster names another identity for '{self.id}' than the one in '{self.path}'")
+        if own.role != self.role:
+            raise ProtocolError(f"the roster calls '{self.id}' a {own.role}, here it is a {self.role}")
+        if authority_hash(self.authority()) != roster.authority:
+            raise ProtocolError("the roster names another authority than the one in 'ca.crt'")
+
+    def check_not_older(self, roster: ConsortiumRoster) -> None:
+        """Raises ProtocolError for a roster older than the one accepted here, or one that does not follow it."""
+        accepted = self._accepted()
+        serial, hash_ = accepted.serial, accepted.roster
+        if roster.serial < serial:
+            raise ProtocolError(f"roster {roster.serial} is older than roster {serial}, which this site has accepted")
+        if roster.serial == serial and roster.hash.hex() != hash_:
+            raise ProtocolError(f"this site has accepted another roster {serial} ({hash_[:16]}...)")
+        if roster.serial == serial + 1 and serial and roster.previous.hex() != hash_:
+            raise ProtocolError(
+                f"roster {roster.serial} does not follow the roster {serial} that this site has accepted"
+            )
+
+    def accept(self, roster: ConsortiumRoster) -> None:
+        """Remember a checked roster: older ones are refused from now on."""
+        self.check_not_older(roster)
+        self._accept(serial=roster.serial, roster=roster.hash.hex())
+
+    def admission(self, now: datetime.datetime) -> Admission:
+        """The rules by which the others are recognised, of the files as they are now."""
+        return Admission(self.roster(now), self.authority(), self.revocations(now), self.endorsements())
+
+    def endorsements(self) -> list[Endorsement]:
+        paths = sorted((self.path / "endorsements").glob("*.toml"))
+        return [read_endorsement(read_bytes(p, "the endorsement"), f"'{p}'") for p in paths]
+
+    def _accepted(self) -> _Accepted:
+        path = self.path / "accepted.json"
+        if not path.exists():
+            return _Accepted()
+        try:
+            return _Accepted.model_validate_json(read_bytes(path, "what this site accepted"))
+        except ValueError:
+            raise InputError(f"'{path}' is damaged; restore it, or accept the roster anew after removing it") from None
+
+    def _accept(self, **news: object) -> None:
+        write_bytes(
+            self.path / "accepted.json", self._accepted().model_copy(update=news).model_dump_json(indent=2).encode()
+        )
+
+
+def check_private(path: Path) -> None:
+    """Raises InputError for a file or folder that its group or everybody may write to, or that is another user's."""
+    found = path.stat()
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InputError(f"'{path}' may be written by others than its owner; run: chmod go-w '{path}'")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise InputError(f"'{path}' belongs to another user; the site's files must be its own")

@@ -1,0 +1,120 @@
+"""Names, times and fixed-form text that the files of a deployment share."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from secure_fvi.errors import InputError
+from secure_fvi.files import write_atomically
+from secure_fvi.runs.wording import first_error
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+
+Role = Literal["silo", "server", "holder"]
+ROLES: tuple[Role, ...] = ("silo", "server", "holder")
+
+
+def check_id(name: str) -> str:
+    """`name` if it may name a member or a consortium. Letters, digits, dot, dash: no two ids look alike to a reader."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"'{name}' must be 1 to 63 letters, digits, dots, dashes or underscores, and begin with a letter or digit"
+        )
+    return name
+
+
+def read_hex(length: int) -> Any:
+    """A pydantic check for bytes written as lowercase hexadecimal digits."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(rf"[0-9a-f]{{{2 * length}}}", text):
+            raise ValueError(f"must be {2 * length} hexadecimal digits")
+        return text
+
+    return AfterValidator(check)
+
+
+Id = Annotated[str, AfterValidator(check_id)]
+Hex32 = Annotated[str, read_hex(32)]
+Hex64 = Annotated[str, read_hex(64)]
+
+
+def _time(text: str) -> str:
+    parse_time(text)
+    return text
+
+
+Time = Annotated[str, AfterValidator(_time)]
+
+
+def parse_time(text: str) -> datetime.datetime:
+    """A UTC time as files hold it."""
+    try:
+        return datetime.datetime.strptime(text, _TIME).replace(tzinfo=datetime.UTC)
+    except ValueError:
+        raise ValueError(f"'{text}' must be a time such as 2027-01-31T12:00:00Z") from None
+
+
+def format_time(time: datetime.datetime) -> str:
+    return time.astimezone(datetime.UTC).strftime(_TIME)
+
+
+def now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+class Table(BaseModel):
+    """A table of a file: unknown keys are refused, values are never converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def read_bytes(path: Path, what: str, most: int = 1 << 20) -> bytes:
+    """The content of a file of at most `most` bytes. Raises InputError that calls it `what`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {what} '{path}': {error.strerror}") from None
+    if len(content) > most:
+        raise InputError(f"{what} '{path}' has more than {most} bytes")
+    return content
+
+
+def parse_table(content: bytes, model: type[T], source: str) -> T:
+    """The table that TOML `content` holds. Raises InputError, prefixed with `source`, which names the key."""
+    try:
+        table = tomllib.loads(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise InputError(f"{source}: not a TOML file: not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{source}: not a TOML file: {str(error).splitlines()[0]}") from None
+    try:
+        return model.model_validate(_tuples(table))
+    except ValidationError as error:
+        raise InputError(f"{source}: {first_error(error, table, allowed={'': model.model_fields})}") from None
+
+
+def _tuples(value: Any) -> Any:
+    # Strict pydantic takes no list for a tuple, and TOML has nothing but lists.
+    if isinstance(value, list):
+        return tuple(_tuples(v) for v in value)
+    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole. Raises InputError where that is impossible."""
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror}") from None

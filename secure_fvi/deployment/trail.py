@@ -1,0 +1,189 @@
+"""The paper trail of a site: what it was asked, what left, under which roster, policy and job.
+
+A chain of signed rows in `audit-log.sqlite`, built as the privacy ledger's: append-only, each row hashed over the one
+before, the head countersigned by other members. It holds names, times, sizes and SHA-256 digests, never a message.
+
+Every row is written before the answer leaves, so that a killed process has no gap. A row of an exchange is forced to
+the disk with a later one, at the latest after `SYNC_ROWS` rows, `SYNC_SECONDS` or the job's end: a loss of power can
+cost that many rows of evidence (never of privacy: the ledger forces its own). All other rows are forced at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.trail_rows import (
+    CLOSE,
+    EXCHANGE,
+    JOB,
+    NOTE,
+    POLICY,
+    ROSTER,
+    TRAIL,
+    TrailChain,
+)
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.chain_file import ChainFile, follow_rows
+from secure_fvi.privacy.chain_writer import Writer
+
+SYNC_ROWS, SYNC_SECONDS = 100, 1.0
+
+
+class Exchange(NamedTuple):
+    """One message in, one out, with one peer; None where there was none (a peer that did not answer).
+
+    release: what the ledger charged for what left ("gradient 17"), or nothing.
+    """
+
+    peer: str
+    kind: str
+    received: bytes | None
+    sent: bytes | None
+    release: str = ""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A job as it was decided on. Digests of 32 bytes; reason: of a refusal; epsilon: what the ledger charged."""
+
+    job: str
+    offer: bytes
+    roster: bytes
+    model: bytes
+    policy: bytes
+    accepted: bool
+    reason: str = ""
+    data_set: str = ""
+    epsilon: float | None = None
+    delta: float | None = None
+
+
+class Trail:
+    """One party's log. Made by `open`; for one thread at a time, while other processes may write the same file."""
+
+    def __init__(self, writer: Writer[TrailChain]) -> None:
+        self._writer = writer
+        self._unsynced, self._synced_at = 0, time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        party: str,
+        identity: Identity | Callable[[bytes], Identity],
+        *,
+        create: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> Trail:
+        """The log of `party` in the file `path`.
+
+        identity: the key that signs it, or a function to it from the public key that the log began with (b"" for a new
+        one), since a log stays with its first key. Raises InputError for a missing log or another key's, ProtocolError
+        for one that was tampered with.
+        """
+        file = ChainFile(Path(path), TRAIL, create)
+        try:
+            chain = TrailChain(party)
+            follow_rows(file, chain)
+            if not (chain.length or create):
+                raise InputError(f"'{path}' holds no audit log of '{party}'")
+            signer = identity if isinstance(identity, Identity) else identity(chain.public_key)
+            writer = Writer(file, chain, signer, clock)
+            writer.begin()
+        except BaseException:
+            file.close()
+            raise
+        return cls(writer)
+
+    def __repr__(self) -> str:
+        return f"Trail({str(self._writer.file.path)!r}, {self._writer.chain!r})"
+
+    @property
+    def chain(self) -> TrailChain:
+        """What the log says by now. For reading only."""
+        self._writer.catch_up()
+        return self._writer.chain
+
+    def roster(self, serial: int, roster: bytes) -> None:
+        """The roster that is in force."""
+        self._durable(ROSTER, {"serial": serial, "roster": roster})
+
+    def policy(self, policy: bytes) -> None:
+        """The policy (its hash) that is in force."""
+        self._durable(POLICY, {"policy": policy})
+
+    def job(self, entry: JobEntry) -> None:
+        """A job that was accepted or refused."""
+        self._durable(JOB, dict(vars(entry)))
+
+    def note(self, job: str, what: str) -> None:
+        """An event: a lost connection, a resumed session, a message that was refused and why."""
+        self._durable(NOTE, {"job": job, "what": what})
+
+    def close_job(self, job: str, outcome: str) -> None:
+        """How a job ended."""
+        self._durable(CLOSE, {"job": job, "outcome": outcome})
+
+    def exchanges(self, job: str, seen: Sequence[Exchange]) -> None:
+        """What was exchanged, in one write: before a site's answer leaves, after a server has its answers.
+
+        Raises SecureFVIError where it cannot be written; nothing may leave then.
+        """
+        now = time.monotonic()
+        self._unsynced += len(seen)
+        durable = self._unsynced >= SYNC_ROWS or now - self._synced_at >= SYNC_SECONDS
+        with self._writer.transaction(durable):
+            for e in seen:
+                self._writer.append(EXCHANGE, _body(job, e))
+        if durable:
+            self._unsynced, self._synced_at = 0, now
+
+    def statement(self, since: int = 0) -> bytes:
+        """For a witness: `Writer.statement`."""
+        self._sync()
+        return self._writer.statement(since)
+
+    def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
+        """Keep a witness's receipt: `Writer.add_receipt`."""
+        self._writer.add_receipt(receipt, witness_key)
+
+    def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
+        """Refuse all writes if a receipt shows rows that this log does not have: `Writer.check_receipts`."""
+        self._writer.check_receipts(receipts, witness_keys)
+
+    def close(self) -> None:
+        """Force what was written to the disk and let go of the file."""
+        self._sync()
+        self._writer.file.close()
+
+    def _durable(self, kind: str, body: dict[str, Any]) -> None:
+        with self._writer.transaction():
+            self._writer.append(kind, body)
+        self._unsynced, self._synced_at = 0, time.monotonic()
+
+    def _sync(self) -> None:
+        if self._unsynced:
+            self._writer.file.sync()
+            self._unsynced, self._synced_at = 0, time.monotonic()
+
+
+def _body(job: str, e: Exchange) -> dict[str, Any]:
+    return {
+        "job": job,
+        "peer": e.peer,
+        "kind": e.kind,
+        "received": _seen(e.received),
+        "sent": _seen(e.sent),
+        "release": e.release,
+    }
+
+
+def _seen(message: bytes | None) -> list[Any] | None:
+    return None if message is None else [len(message), hashlib.sha256(message).digest()]
