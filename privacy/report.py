@@ -48,6 +48,7 @@ class JobReport:
     description: dict[str, Any]
     series: list[tuple[int, float]]
     epsilon_so_far: float  # of this job and all before it, by RDP at the budget's delta
+    audit: dict[str, Any] | None = None  # the claim that was audited, the method, what more an assumption would prove
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from secure_fvi.privacy.report import Report
+from secure_fvi.privacy.report_text import audited
 from secure_fvi.runs.plots import svg
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -31,6 +32,7 @@ _MOST_LINES = 12
 def report_html(report: Report) -> str:
     """The page; names from the ledger are escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["audited"] = audited
     environment.filters["number"] = lambda value: f"{value:.4g}"
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(

@@ -46,13 +46,23 @@ def _table(jobs: list[JobReport]) -> list[str]:
     for j in jobs:
         counts = ", ".join(f"{t['phase']} {t['released']}/{t['count']}" for t in j.terms)
         about = [counts, f"{j.noise} noise" if j.noise else "noise placement undeclared"]
-        about.append("not audited" if j.audit_lower_bound is None else f"audit: at least {j.audit_lower_bound:.3g}")
+        about.append(audited(j))
         lines.append(
             f"{j.job:{width}}  {j.opened[:19]:20}  {j.epsilon:9.4g}  {j.accountant:4}  {j.epsilon_so_far:9.4g}  "
             + "; ".join(about)
         )
         lines.append(f"{'':{width}}  random numbers: {j.rng or 'source not declared'}")
     return [*lines, ""]
+
+
+def audited(job: JobReport) -> str:
+    """What an audit proved, in words."""
+    if job.audit_lower_bound is None:
+        return "not audited"
+    text, about = f"audit: at least {job.audit_lower_bound:.3g}", job.audit or {}
+    if about.get("if"):
+        text += f", or {about['if']['epsilon']:.3g} if {about['if']['assumption']}"
+    return text
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:

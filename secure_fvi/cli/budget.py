@@ -74,6 +74,7 @@ def plan(
 @click.option(
     "--format", "form", type=click.Choice(["text", "json", "html", "yaml"]), default="text", show_default=True
 )
+@click.option("--audit", type=click.Path(path_type=Path), help="audit.json: its bounds on epsilon beside the claims.")
 @click.option("--facts", type=click.Path(path_type=Path), help="yaml: answers that the ledger cannot know, in a file.")
 @click.option("--curator", multiple=True, help="yaml: who publishes the results; may be repeated.")
 @click.option("--use", "intended_use", help="yaml: what the results are for.")
@@ -84,6 +85,7 @@ def report(
     silo: str | None,
     data_set: str | None,
     form: str,
+    audit: Path | None,
     facts: Path | None,
     curator: tuple[str, ...],
     intended_use: str | None,
@@ -96,4 +98,4 @@ def report(
     """
     from secure_fvi.cli.budget_report import command
 
-    command(ledger, silo, data_set, form, facts, curator, intended_use, out)
+    command(ledger, silo, data_set, form, facts, curator, intended_use, out, audit)

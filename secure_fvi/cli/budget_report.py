@@ -21,11 +21,16 @@ def command(
     curators: tuple[str, ...],
     intended_use: str | None,
     out: Path | None,
+    audit: Path | None = None,
 ) -> None:
     """Read the ledger and write the report to `out`, or print it."""
     if form != "yaml" and (facts or curators or intended_use):
         raise InputError("--facts, --curator and --use are fields of the registry: add --format yaml")
     report = read_report(ledger, silo, data_set)
+    if audit is not None:
+        from secure_fvi.privacy.report_audit import read_audit, with_audit
+
+        report = with_audit(report, read_audit(audit))
     text = _render(report, form, facts, curators, intended_use)
     if out is None:
         click.echo(text, nl=False)
