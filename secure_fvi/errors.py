@@ -27,5 +27,11 @@ class BudgetError(SecureFVIError):
     exit_code = 3
 
 
+class PolicyError(SecureFVIError):
+    """A job that a site's policy does not allow, whoever asks for it. Nothing ran. The command line exits 2."""
+
+    exit_code = 2
+
+
 class SecureFVIWarning(UserWarning):
     """A result that exists but deserves less trust than usual, such as a run that did not converge."""

@@ -1,0 +1,229 @@
+"""What a server asks of a site: a job offer, signed by the server's identity. It holds no code and no path.
+
+The configuration is a run's, in which silos have no files: a site reads its own, which its policy names by the data
+set's id, and the model is the site's own copy, which the offer names by its hash.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import secrets
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from secure_fvi.aggregation.messages import Codec
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.names import format_time
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.chain import signed
+from secure_fvi.runs.config import Config, parse
+
+LABEL_OFFER = b"secure-fvi/job-offer/1/"
+#: Stands where a run's configuration has a path: what it names lies at the site.
+AT_SITE = "at-site"
+_LONGEST_CONFIG = 1 << 20
+VALID = datetime.timedelta(days=7)
+
+
+class _Offer(NamedTuple):
+    job: str
+    server: str
+    roster: bytes
+    model: bytes
+    data_set: str
+    silos: list[str]
+    made: int
+    expires: int
+    config: str
+
+
+class _Signed(NamedTuple):
+    offer: bytes
+    signature: bytes
+
+
+def _text(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= 200 and value.isprintable()
+
+
+def _is_32(value: object) -> bool:
+    return type(value) is bytes and len(value) == 32
+
+
+def _names(value: object) -> bool:
+    return type(value) is list and 0 < len(value) <= 10_000 and all(_text(v) for v in value)
+
+
+def _seconds(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**40
+
+
+def _config(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= _LONGEST_CONFIG
+
+
+def _signature(value: object) -> bool:
+    return type(value) is bytes and len(value) == 64
+
+
+def _bytes(value: object) -> bool:
+    return type(value) is bytes and len(value) <= 2 * _LONGEST_CONFIG
+
+
+_CODEC = Codec(
+    {
+        _Offer: (1, (_text, _text, _is_32, _is_32, _text, _names, _seconds, _seconds, _config)),
+        _Signed: (2, (_bytes, _signature)),
+    }
+)
+
+
+@dataclass(frozen=True)
+class JobOffer:
+    """A job as a server describes it. Known to all members.
+
+    job: an id that no other job has; a job that goes on after a crash keeps it. roster, model: hashes of 32 bytes.
+    data_set: which of its populations each site is to use. silos: who is asked, sorted. Times: seconds since 1970, UTC.
+    """
+
+    job: str
+    server: str
+    roster: bytes
+    model: bytes
+    data_set: str
+    silos: tuple[str, ...]
+    made: int
+    expires: int
+    config: Config
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The one form that is signed and hashed."""
+        config = self.config.to_toml()
+        named = (self.job, self.server, self.roster, self.model, self.data_set, list(self.silos))
+        return _CODEC.pack(_Offer(*named, self.made, self.expires, config))
+
+    @cached_property
+    def hash(self) -> bytes:
+        """SHA-256, 32 bytes."""
+        return hashlib.sha256(LABEL_OFFER + self.encoded).digest()
+
+
+def make_offer(
+    config: Config,
+    roster: ConsortiumRoster,
+    server: str,
+    model: bytes,
+    now: datetime.datetime,
+    job: str | None = None,
+    data_set: str | None = None,
+    silos: tuple[str, ...] | None = None,
+) -> JobOffer:
+    """The offer of `config` to `silos`: those that it names, or all. Paths are dropped; data_set: that of [privacy]."""
+    named = silos if silos is not None else silo_ids(config)
+    chosen = tuple(sorted(named if named is not None else [m.id for m in roster.of_role("silo")]))
+    for name in chosen:
+        if roster.member(name).role != "silo":
+            raise InputError(f"'{name}' is no silo in roster {roster.serial}")
+    if data_set is None:
+        data_set = config.privacy.data_set if config.privacy is not None else "data"
+    return JobOffer(
+        secrets.token_hex(16) if job is None else job,
+        server,
+        roster.hash,
+        model,
+        data_set,
+        chosen,
+        int(now.timestamp()),
+        int((now + VALID).timestamp()),
+        portable(config, data_set),
+    )
+
+
+def silo_ids(config: Config) -> tuple[str, ...] | None:
+    """The silos that a configuration names, sorted; None where its program does."""
+    if config.silo:
+        return tuple(sorted(s.id for s in config.silo))
+    return tuple(sorted(config.partition.silo_ids)) if config.partition is not None else None
+
+
+def portable(config: Config, data_set: str) -> Config:
+    """`config` without anything of one machine: no path of data, model, predictor or ledger."""
+    silos = tuple(
+        s.model_copy(update={"data": AT_SITE, "predictor": None if s.predictor is None else f"{AT_SITE}.py:predictor"})
+        for s in config.silo
+    )
+    model = config.model
+    if model.function is not None:
+        model = model.model_copy(update={"function": f"{AT_SITE}.py:{model.function.rpartition(':')[2]}"})
+    response = config.response and config.response.model_copy(update={"data": AT_SITE})
+    privacy = config.privacy and config.privacy.model_copy(update={"ledger": None, "data_set": data_set})
+    return config.model_copy(update={"silo": silos, "model": model, "response": response, "privacy": privacy})
+
+
+def sign_offer(offer: JobOffer, identity: Identity) -> bytes:
+    """The message that goes to every site."""
+    return _CODEC.pack(_Signed(offer.encoded, identity.sign(LABEL_OFFER + offer.hash)))
+
+
+def read_offer(message: bytes, roster: ConsortiumRoster, site: str, now: datetime.datetime) -> JobOffer:
+    """The offer in `message`, as `site` takes it: by a server of the roster, for this roster, for this site, in time.
+
+    Raises ProtocolError, which names the reason; whether the site allows the job is `policy_check`'s question.
+    """
+    envelope = _CODEC.unpack(message, _Signed)
+    fields = _CODEC.unpack(envelope.offer, _Offer)
+    server = roster.member(fields.server)
+    if server.role != "server":
+        raise ProtocolError(f"a job offered by '{server.id}', which is a {server.role} in the roster")
+    digest = hashlib.sha256(LABEL_OFFER + envelope.offer).digest()
+    if not signed(server.identity_key, LABEL_OFFER, digest, envelope.signature):
+        raise ProtocolError(f"the job offer is not signed by the identity of '{server.id}'")
+    if fields.roster != roster.hash:
+        raise ProtocolError(
+            f"the job is for roster {fields.roster.hex()[:16]}..., this site's is {roster.hash.hex()[:16]}... "
+            f"(number {roster.serial})"
+        )
+    if site not in fields.silos:
+        raise ProtocolError(f"the job is not for '{site}'; it is for {', '.join(fields.silos)}")
+    for name in fields.silos:
+        if roster.member(name).role != "silo":
+            raise ProtocolError(f"the job asks '{name}', which is no silo in the roster")
+    if now.timestamp() > fields.expires:
+        expired = datetime.datetime.fromtimestamp(fields.expires, datetime.UTC)
+        raise ProtocolError(f"the job offer expired at {format_time(expired)}")
+    if now.timestamp() + 86_400 < fields.made:
+        raise ProtocolError("the job offer was made at a time that is yet to come; compare the clocks")
+    offer = JobOffer(
+        fields.job,
+        fields.server,
+        fields.roster,
+        fields.model,
+        fields.data_set,
+        tuple(fields.silos),
+        fields.made,
+        fields.expires,
+        _parse(fields.config),
+    )
+    if offer.encoded != envelope.offer:
+        raise ProtocolError("the job offer is not in its one form")
+    if silo_ids(offer.config) not in (None, offer.silos):
+        raise ProtocolError("the job offer's configuration is for other silos than the offer")
+    if portable(offer.config, offer.data_set) != offer.config:
+        raise ProtocolError("the job offer names files; a site reads its own and no others")
+    return offer
+
+
+def _parse(text: str) -> Config:
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        raise ProtocolError("the job offer's configuration is no TOML") from None
+    try:
+        return parse(table, "the job offer")
+    except InputError as error:
+        raise ProtocolError(str(error)) from None

@@ -1,0 +1,165 @@
+"""A site's policy: the file, edited at the site and nowhere else, that says which jobs it takes part in.
+
+Strict where it is silent: nothing is listed in a new policy, so nothing is allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from secure_fvi.deployment.home import check_private
+from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.ledger_terms import Budget
+
+R = TypeVar("R", "ModelRule", "DataRule")
+
+#: What `aggregations` may list. The two long names are the weaker forms, which a site has to allow by name.
+Kind = Literal["plain", "masked", "homomorphic", "masked-unchecked", "homomorphic-unmasked"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Delta = Annotated[float, Field(gt=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+TEMPLATE = """\
+# What this site takes part in. Only this site edits this file; a job outside it is refused, whatever a server says.
+# docs/provisioning.md explains each key.
+format = 1
+rosters = []        # hashes of the rosters that this site accepts: secure-fvi keys roster show
+algorithms = []     # such as "sfvi", "sfvi-avg", "pvi"
+aggregations = []   # such as "masked", "homomorphic"; "plain" shows the server each silo's numbers
+min_cohort = 3      # fewer silos in a sum: refused
+max_rounds = 0      # more rounds than this in a job: refused
+
+[privacy]
+dp = "required"     # "optional" lets jobs without differential privacy in
+units = ["record"]  # "silo" protects institutions, not persons
+max_epsilon = 1.0   # of one job; the budget of a data set holds over all jobs
+max_delta = 1e-6
+min_noise_multiplier = 0.3
+noise = ["distributed", "silo"]  # "server" trusts the server with sums before noise
+
+# A model that was read and agreed to, by its hash: secure-fvi policy hash-model CONFIG
+# [[model]]
+# hash = "64 hexadecimal digits"
+# function = "/srv/models/asthma.py:model"   # this site's copy; leave out for a program that secure-fvi ships
+
+# A population that jobs may use, its file, and what all jobs on it may spend together.
+# [[data]]
+# id = "asthma-2026"
+# path = "/srv/data/asthma.csv"
+# epsilon = 3.0
+# delta = 1e-6
+# unit = "record"
+"""
+
+
+class PrivacyRules(Table):
+    """The floor. max_epsilon: of one job."""
+
+    dp: Literal["required", "optional"] = "required"
+    units: tuple[Literal["record", "silo"], ...] = ("record",)
+    max_epsilon: Positive
+    max_delta: Delta
+    min_noise_multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    noise: tuple[Literal["distributed", "silo", "server"], ...] = ("distributed", "silo")
+
+
+class ModelRule(Table):
+    """An agreed model. function: this site's copy, "path/to/file.py:name"; None for a shipped program."""
+
+    hash: Hex32
+    function: Text | None = None
+
+
+class DataRule(Table):
+    """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
+    epsilon, delta, unit: its budget over all jobs."""
+
+    id: Text
+    path: Text | None = None
+    predictor: Text | None = None
+    epsilon: Positive | None = None
+    delta: Delta | None = None
+    unit: Literal["record", "silo"] = "record"
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.epsilon is None) != (self.delta is None):
+            raise ValueError("a budget needs both epsilon and delta")
+        return self
+
+    @property
+    def budget(self) -> Budget | None:
+        """What the ledger is to hold the data set to."""
+        if self.epsilon is None or self.delta is None:
+            return None
+        return Budget(self.id, self.epsilon, self.delta, self.unit)
+
+
+class _File(Table):
+    format: Literal[1]
+    rosters: tuple[Hex32, ...]
+    algorithms: tuple[Text, ...]
+    aggregations: tuple[Kind, ...]
+    min_cohort: Annotated[int, Field(ge=2)]
+    max_rounds: Annotated[int, Field(ge=0)]
+    privacy: PrivacyRules
+    model: tuple[ModelRule, ...] = ()
+    data: tuple[DataRule, ...] = ()
+
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
+        for what, values in (("model hash", [m.hash for m in self.model]), ("data set", [d.id for d in self.data])):
+            twice = next((v for v in values if values.count(v) > 1), None)
+            if twice is not None:
+                raise ValueError(f"{what} '{twice}' stands twice")
+        return self
+
+
+class SitePolicy:
+    """A policy as its file says it. Made by `read_policy`."""
+
+    def __init__(self, content: bytes, file: _File, folder: Path) -> None:
+        self.hash = hashlib.sha256(b"secure-fvi/policy/1/" + content).digest()
+        self.rosters = frozenset(bytes.fromhex(r) for r in file.rosters)
+        self.algorithms, self.aggregations = file.algorithms, file.aggregations
+        self.min_cohort, self.max_rounds, self.privacy = file.min_cohort, file.max_rounds, file.privacy
+        self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): _located(m, folder) for m in file.model}
+        self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
+
+    def __repr__(self) -> str:
+        return f"SitePolicy({self.hash.hex()[:16]})"
+
+
+def read_policy(path: Path) -> SitePolicy:
+    """The policy in `path`. Files that it names are relative to its folder.
+
+    Raises InputError for an unknown key, a value that is none, or a file that others may write to.
+    """
+    content = read_bytes(path, "the policy")
+    check_private(path)
+    check_private(path.resolve().parent)
+    return SitePolicy(content, parse_table(content, _File, f"'{path}'"), path.resolve().parent)
+
+
+def write_template(path: Path) -> None:
+    """A new policy that allows nothing. Raises InputError where there is a policy already."""
+    try:
+        with path.open("x") as file:
+            file.write(TEMPLATE)
+    except FileExistsError:
+        raise InputError(f"'{path}' is there already; edit it") from None
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror}") from None
+    path.chmod(0o600)
+
+
+def _located(rule: R, folder: Path) -> R:
+    names = ("function", "path", "predictor")
+    paths = {name: str(folder / getattr(rule, name)) for name in names if getattr(rule, name, None) is not None}
+    return rule.model_copy(update=paths)
