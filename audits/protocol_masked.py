@@ -1,0 +1,205 @@
+"""Our masked sums as a subject of protocol audits: a server that has every message and asks as it likes.
+
+All that it uses is public, came to it as bytes, or is handed over by a colluder: its store.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from secure_fvi.aggregation import shamir
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.aggregation.masked_setup import Setup
+from secure_fvi.aggregation.messages import RevealRequest, SetSignature, Shares, SignRequest, pack, unpack
+from secure_fvi.aggregation.onetime import mask_key, open_seeds, pair_seeds
+from secure_fvi.aggregation.prg import Mask
+from secure_fvi.aggregation.ring import RingArray
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.audits.protocol_contract import Forgery, Signatures, Words
+from secure_fvi.audits.protocol_session import Copy, HonestSession
+from secure_fvi.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class MaskedSubject(Copy):
+    """Masked sums as they are; with fields of `Copy` set otherwise a weaker copy."""
+
+    def open(self) -> MaskedSession:
+        """A session with fresh identities, sum 0 prepared."""
+        session = self.unprepared()
+        session.prepare(0)
+        return session
+
+    def unprepared(self, identities: Mapping[str, Identity] | None = None) -> MaskedSession:
+        """A session before its first exchange, of `identities` if they are given."""
+        names = [f"silo-{j + 1}" for j in range(self.count)]
+        return MaskedSession(self, identities or {name: Identity() for name in names})
+
+
+@dataclass(frozen=True)
+class BeforeSetUp:
+    """A subject whose sessions are attacked from their first message on."""
+
+    subject: MaskedSubject
+
+    @property
+    def name(self) -> str:
+        return self.subject.name
+
+    def open(self) -> MaskedSession:
+        return self.subject.unprepared()
+
+
+class MaskedSession(HonestSession):
+    """`protocol_contract.CheatedServer`, `MaskedInside` and `Impersonated`."""
+
+    def __init__(self, subject: MaskedSubject, identities: Mapping[str, Identity]) -> None:
+        super().__init__(subject, identities)
+        self.subject: MaskedSubject = subject
+        self._shares: dict[tuple[int, int, bytes], dict[int, bytes]] = defaultdict(dict)
+        self._setups: dict[int, Setup] = {}  # of colluders; a session has one
+        self._signed: dict[bytes, RevealRequest] = {}  # by survivors: the latest request with all signatures
+
+    def _colluder_seed(self, colluder: int, victim: int, index: int) -> bytes:
+        """The seed of `index` that a colluder shares with the victim, from the colluder's store."""
+        name = self.roster.ids[colluder]
+        setup = self._setups.get(colluder)
+        if setup is None:
+            stored = self.stores[name].slots["setup"]
+            setup = Setup.restore(self.subject.believes(self.roster), colluder, self.identities[name], stored)
+            self._setups[colluder] = setup
+        session, number = self.batch(index).session, index // self.roster.batch
+        seeds = pair_seeds(session, number, setup.pair_secrets[victim], victim, colluder)
+        at = index % self.roster.batch
+        return seeds[32 * at : 32 * at + 32]
+
+    def left(self, victim: str, index: int, message: bytes, context: bytes) -> Words:
+        place = self.roster.places[victim]
+        others = [p for p in range(self.roster.size) if p != place]
+        seeds = {p: self._colluder_seed(p, place, index) for p in others}
+        return self._unmasked(place, index, message, context, None, seeds).astype(np.uint64)
+
+    def _unmasked(
+        self, victim: int, index: int, message: bytes, context: bytes, own: bytes | None, seeds: Mapping[int, bytes]
+    ) -> RingArray:
+        """The words of a contribution less its pairwise masks, and less its own where the seed is known."""
+        words = self.words(message).astype(self.ring.dtype)
+        batch = self.batch(index)
+        inside = self.subject.context(context)
+
+        def key(seed: bytes) -> bytes:
+            return mask_key(batch.session, batch.digest, index, self.table.digest, inside, seed)
+
+        masks = [Mask(key(seed), victim < other) for other, seed in sorted(seeds.items())]
+        self._apply(words, [*([] if own is None else [Mask(key(own), True)]), *masks])
+        return words
+
+    # What a cheating server does
+
+    def ask(self, index: int, survivors: Sequence[str], context: bytes, signatures: Signatures = "asked") -> list[str]:
+        bitmap = self.roster.bitmap(frozenset(self.roster.places[s] for s in survivors))
+        refusals: list[str] = []
+        if signatures == "old":
+            request = self._signed[bitmap]._replace(sum_index=index, context=self.subject.context(context))
+        else:
+            request = self._have_signed(index, bitmap, context, refusals)
+            if signatures == "short":
+                few = self.roster.members_of(request.signers)[: self.roster.signatures_needed - 1]
+                request = request._replace(
+                    signers=self.roster.bitmap(frozenset(few)),
+                    contributions=request.contributions[: len(few)],
+                    signatures=request.signatures[: len(few)],
+                )
+            else:
+                self._signed[bitmap] = request
+        for holder in self.silos:
+            self._keep_shares(holder, request, [survivors], refusals)
+        return refusals
+
+    def _have_signed(self, index: int, bitmap: bytes, context: bytes, refusals: list[str]) -> RevealRequest:
+        """A request for shares with the signatures of all silos that sign."""
+        inside = self.subject.context(context)
+        signed: dict[int, SetSignature] = {}
+        for place, silo in enumerate(self.silos):
+            try:
+                reply = self.parties[silo].handle(pack(SignRequest(index, bitmap, self.table.digest, inside)))
+            except ProtocolError as error:
+                refusals.append(str(error))
+                continue
+            signed[place] = unpack(reply, SetSignature)
+        return RevealRequest(
+            index,
+            bitmap,
+            self.table.digest,
+            inside,
+            self.roster.bitmap(frozenset(signed)),
+            [s.contribution for s in signed.values()],
+            [s.signature for s in signed.values()],
+        )
+
+    def ask_both(self, index: int, victim: str, context: bytes) -> list[str]:
+        everyone, rest = self.silos, [s for s in self.silos if s != victim]
+        refusals: list[str] = []
+        bitmaps = [self.roster.bitmap(frozenset(self.roster.places[s] for s in each)) for each in (everyone, rest)]
+        request = self._have_signed(index, bitmaps[0], context, refusals)
+        for holder in self.silos:
+            self._keep_shares(holder, request._replace(survivors=b"".join(bitmaps)), [everyone, rest], refusals)
+        return refusals
+
+    def _keep_shares(
+        self, holder: str, request: RevealRequest, sets: Sequence[Collection[str]], refusals: list[str]
+    ) -> None:
+        """Ask one silo; an answer has a row of shares for each of the `sets` of survivors."""
+        try:
+            reply = unpack(self.parties[holder].handle(pack(request)), Shares)
+        except ProtocolError as error:
+            refusals.append(str(error))
+            return
+        place, batch = self.roster.places[holder], self.batch(request.sum_index)
+        rows = zip([(s, owner) for s in sets for owner in batch.held_by(place)], reply.shares, strict=False)
+        for (survivors, owner), share in rows:
+            kind = b"b" if self.silos[owner] in survivors else b"e"
+            if share:
+                at = batch.session.position(owner, place)
+                self._shares[owner, request.sum_index, kind][at] = share
+
+    def _secret(self, owner: int, index: int, kind: bytes) -> bytes | None:
+        """A secret of which enough shares came in."""
+        shares, needed = self._shares[owner, index, kind], self.batch(index).session.threshold
+        if len(shares) < needed:
+            return None
+        positions = tuple(sorted(shares))[:needed]
+        rows = np.frombuffer(b"".join(shares[p] for p in positions), np.uint8).reshape(needed, 32)
+        return shamir.recover(positions, rows).tobytes()
+
+    def open(
+        self, victim: str, index: int, message: bytes, context: bytes, colluders: Collection[str] = ()
+    ) -> FloatArray | None:
+        place, batch = self.roster.places[victim], self.batch(index)
+        own, seeds = self._secret(place, index, b"b"), self._opened(place, index)
+        for other in range(self.roster.size):
+            if other == place or other in seeds:
+                continue
+            if self.silos[other] in colluders:
+                seeds[other] = self._colluder_seed(other, place, index)
+                continue
+            opened = self._opened(other, index)
+            if opened:
+                seeds[other] = opened[place]
+        if own is None or seeds.keys() != set(batch.session.neighbours(place)):
+            return None
+        return self.ring.decode(self._unmasked(place, index, message, context, own, seeds))
+
+    def _opened(self, owner: int, index: int) -> dict[int, bytes]:
+        """The pairwise seeds of an owner whose e is known."""
+        e, batch = self._secret(owner, index, b"e"), self.batch(index)
+        return {} if e is None else open_seeds(batch.session, owner, index, e, batch.deposits[owner].sealed_seeds)
+
+    def impersonate(self, victim: str, how: Forgery, values: FloatArray, context: bytes) -> FloatArray:
+        from secure_fvi.audits.protocol_keys import impersonate
+
+        return impersonate(self, victim, how, values, context)
