@@ -11,9 +11,12 @@ from typing import NoReturn, TextIO
 import click
 
 from secure_fvi.cli.audit import audit
+from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.bench import bench
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
+from secure_fvi.cli.keys import keys
+from secure_fvi.cli.policy import policy
 from secure_fvi.cli.reproduce import reproduce
 from secure_fvi.cli.run import run
 from secure_fvi.errors import SecureFVIError
@@ -34,8 +37,11 @@ def cli() -> None:
 cli.add_command(run)
 cli.add_command(compare)
 cli.add_command(audit)
+cli.add_command(audit_log)
 cli.add_command(bench)
 cli.add_command(budget)
+cli.add_command(keys)
+cli.add_command(policy)
 cli.add_command(reproduce)
 
 

@@ -73,7 +73,7 @@ class Home:
 
     def __init__(self, path: Path, passphrase: str | None = None) -> None:
         """Raises InputError where there is no site, or where others may write to its folder."""
-        self.path, self._passphrase = path, passphrase
+        self.path, self.passphrase = path, passphrase
         site = parse_table(read_bytes(path / "site.toml", "the site's file"), _Site, f"'{path / 'site.toml'}'")
         self.id, self.role, self.addresses = site.id, site.role, site.addresses
         check_private(path)
@@ -122,18 +122,28 @@ class Home:
 
     def identity(self) -> Identity:
         """The key that the roster names. Raises InputError where it cannot be read."""
-        return load_key(self.path / "identity.pem", self._passphrase)
+        return load_key(self.path / "identity.pem", self.passphrase)
+
+    def identity_in(self, roster: ConsortiumRoster) -> Identity:
+        """The present identity, or the one that is being rotated in, whichever `roster` names for this site."""
+        named = roster.member(self.id).identity_key
+        for path in (self.path / "identity.pem", self.path / "next" / "identity.pem"):
+            if path.exists():
+                found = load_key(path, self.passphrase)
+                if found.public_key == named:
+                    return found
+        raise ProtocolError(f"the roster names another identity for '{self.id}' than the one in '{self.path}'")
 
     def records_identity(self, public_key: bytes) -> Identity:
         """The present or former identity of `public_key`: a ledger or log stays with the key that began it."""
         for pub in (self.path / "identity.pub", *sorted((self.path / "old").glob("identity-*.pub"))):
             if pub.exists() and pub.read_text().strip() == public_key.hex():
-                return load_key(pub.with_suffix(".pem"), self._passphrase)
+                return load_key(pub.with_suffix(".pem"), self.passphrase)
         raise InputError(f"'{self.path}' does not hold the identity {public_key.hex()[:16]}..., nor did it before")
 
     def tls_key(self, file: str = "tls.key") -> EllipticCurvePrivateKey:
         """The private key of the certificate."""
-        key = load_private(self.path / file, self._passphrase)
+        key = load_private(self.path / file, self.passphrase)
         if not isinstance(key, EllipticCurvePrivateKey):
             raise InputError(f"'{self.path / file}' holds a key of another kind than P-256")
         return key
@@ -180,8 +190,7 @@ class Home:
     def check_own(self, roster: ConsortiumRoster) -> None:
         """Raises ProtocolError unless the roster names this site, its identity, its role and its authority rightly."""
         own = roster.member(self.id)
-        if own.identity_key != self.identity().public_key:
-            raise ProtocolError(f"the roster names another identity for '{self.id}' than the one in '{self.path}'")
+        self.identity_in(roster)
         if own.role != self.role:
             raise ProtocolError(f"the roster calls '{self.id}' a {own.role}, here it is a {self.role}")
         if authority_hash(self.authority()) != roster.authority:

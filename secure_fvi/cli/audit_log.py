@@ -1,0 +1,89 @@
+"""`secure-fvi audit-log`: a party's paper trail, verified and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+FILE = click.Path(path_type=Path)
+
+
+@click.group("audit-log")
+def audit_log() -> None:
+    """The log of what a site was asked and what left it."""
+
+
+@audit_log.command()
+@click.argument("log", type=FILE)
+@click.option("--public-key", type=FILE, help="The party's identity.pub, from where you trust it.")
+@click.option("--receipts", multiple=True, type=FILE, help="A witness's receipt; may be repeated.")
+@click.option("--witness-key", multiple=True, type=FILE, help="Witness's .pub; may be repeated.")
+@click.option("--against", type=FILE, help="The server's log, to compare what both say of the same messages.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def verify(
+    log: Path,
+    public_key: Path | None,
+    receipts: tuple[Path, ...],
+    witness_key: tuple[Path, ...],
+    against: Path | None,
+    debug: bool,
+) -> None:
+    """Check every row of LOG: hashes, signatures, order. Exits 1 and names the first bad row.
+
+    Rows that were cut off at the end are found by receipts only: those of other members, or those in another's log.
+    """
+    from secure_fvi.deployment.names import read_bytes
+    from secure_fvi.deployment.trail_verify import compare
+    from secure_fvi.deployment.trail_verify import verify as check
+    from secure_fvi.key_files import load_public_key
+
+    shown = [read_bytes(path, "the receipt") for path in receipts]
+    accepted = [load_public_key(path) for path in witness_key] or None
+    pinned = None if public_key is None else load_public_key(public_key)
+    chain = check(log, pinned, shown, accepted)
+    click.echo(f"'{chain.silo}': {chain.length} rows, {len(chain.jobs)} jobs, head {chain.head.hex()}")
+    click.echo(f"  key {chain.public_key.hex()}" + ("" if pinned else " (not pinned)"))
+    if against is not None:
+        check(against)
+        found = compare(log, against)
+        click.echo(f"'{found.site}' and '{found.server}' agree on {found.agreed} exchanges in {len(found.jobs)} jobs")
+        click.echo(f"  {found.lost_answers} answers were lost on the way, {found.unanswered} requests had none")
+    count = len(shown) + len(chain.receipts)
+    click.echo(f"verified, against {count} {'receipt' if count == 1 else 'receipts'}")
+
+
+@audit_log.command()
+@click.argument("log", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a row.")
+@click.option("--last", type=click.IntRange(1), help="Only this many rows, the newest.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def show(log: Path, as_json: bool, last: int | None, debug: bool) -> None:
+    """Show the rows of LOG, as they are stored; `verify` says whether they are genuine."""
+    import json
+    from typing import Any
+
+    from secure_fvi.deployment.trail_verify import rows
+    from secure_fvi.privacy.chain import timestamp
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.hex()
+        return [plain(v) for v in value] if isinstance(value, list) else value
+
+    party, found = rows(log)
+    for row in found[-last:] if last else found:
+        fields = {name: plain(value) for name, value in row.fields().items()}
+        if as_json:
+            about = {"party": party, "row": row.seq, "time": timestamp(row.time), "kind": row.kind}
+            click.echo(json.dumps({**about, **fields, "hash": row.hash.hex()}))
+        else:
+            said = "  ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in ("", None))
+            click.echo(f"{row.seq:6} {timestamp(row.time)}  {row.kind:8} {said}")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list) and len(value) == 2:
+        return f"{value[0]} bytes {str(value[1])[:12]}"
+    text = str(value)
+    return text[:16] if len(text) == 64 else text

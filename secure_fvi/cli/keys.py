@@ -1,0 +1,126 @@
+"""`secure-fvi keys`: a site's own keys, and the files that make a consortium of several sites."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from secure_fvi.cli.keys_authority import authority
+from secure_fvi.cli.keys_roster import roster
+from secure_fvi.cli.keys_shared import home_option, open_home, passphrase
+
+FILE = click.Path(path_type=Path)
+
+
+@click.group()
+def keys() -> None:
+    """Identities, certificates and the roster of a consortium. docs/provisioning.md walks through it."""
+
+
+keys.add_command(authority)
+keys.add_command(roster)
+
+
+@keys.command()
+@click.option("--id", "name", required=True, help="The site's name in the consortium: letters, digits, dots, dashes.")
+@click.option("--role", type=click.Choice(["silo", "server", "holder"]), required=True)
+@home_option
+@click.option("--address", "addresses", multiple=True, help="A server's host name or IP address; may be repeated.")
+@click.option("--ask-passphrase", is_flag=True, help="Ask for a passphrase instead of taking SECURE_FVI_PASSPHRASE.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def init(name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passphrase: bool, debug: bool) -> None:
+    """Make this site's keys and its request to join, in a new folder. Private keys never leave it.
+
+    Keys are encrypted where a passphrase is given.
+    """
+    from secure_fvi.deployment.home import Home
+    from secure_fvi.deployment.keeping import request_text
+    from secure_fvi.deployment.names import ROLES, write_bytes
+    from secure_fvi.deployment.policy import write_template
+    from secure_fvi.deployment.requests import read_request
+
+    secret = passphrase(None, ask_passphrase)
+    made = Home.create(home, name, next(r for r in ROLES if r == role), addresses, secret)
+    if role != "server":
+        write_template(made.policy_file)
+    path = home / f"{name}.request.toml"
+    text = request_text(made).encode()
+    write_bytes(path, text)
+    click.echo(f"{made.role} '{made.id}' in {home}")
+    click.echo(f"send to the authority: {path}")
+    click.echo(f"and read this code to it: {read_request(text, str(path)).code}")
+    if role != "server":
+        click.echo(f"policy, which allows nothing yet: {made.policy_file}")
+
+
+@keys.command()
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@home_option
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def install(files: tuple[Path, ...], home: Path, debug: bool) -> None:
+    """Put FILES that came from others into this site's folder: ca.crt, ca.crl, a certificate, a roster, signatures,
+    endorsements. Each is checked."""
+    from secure_fvi.deployment.keeping import install as put
+    from secure_fvi.deployment.names import now
+
+    opened = open_home(home)
+    for path in files:
+        click.echo(f"{path}: {put(opened, path, now())}")
+
+
+@keys.command()
+@click.argument("request", type=FILE)
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def code(request: Path, debug: bool) -> None:
+    """Print the code of a REQUEST file, to compare with what its site reads out."""
+    from secure_fvi.deployment.names import read_bytes
+    from secure_fvi.deployment.requests import read_request
+
+    found = read_request(read_bytes(request, "the request"), f"'{request}'")
+    click.echo(f"{found.role} '{found.id}': {found.code}")
+
+
+@keys.command()
+@click.argument("what", type=click.Choice(["tls", "identity"]))
+@home_option
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def rotate(what: str, home: Path, debug: bool) -> None:
+    """Make the next TLS key or identity. The present one serves until its certificate, or the next roster, is here."""
+    from secure_fvi.deployment.keeping import rotate_identity, rotate_tls
+    from secure_fvi.deployment.names import now, read_bytes, write_bytes
+    from secure_fvi.deployment.requests import read_request
+
+    opened = open_home(home)
+    path = home / f"{opened.id}.request.toml"
+    if what == "tls":
+        text = rotate_tls(opened)
+    else:
+        text, succession = rotate_identity(opened, now())
+        notice = home / f"{opened.id}.succession.toml"
+        write_bytes(notice, succession)
+        click.echo(f"for the next roster (keys roster make --succession): {notice}")
+    write_bytes(path, text.encode())
+    found = read_request(read_bytes(path, "the request"), f"'{path}'")
+    click.echo(f"send to the authority: {path}")
+    click.echo(f"and read this code to it: {found.code}")
+
+
+@keys.command()
+@home_option
+@click.option("--days", type=click.IntRange(0), default=30, show_default=True, help="Warn this long before.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.pass_context
+def check(context: click.Context, home: Path, days: int, debug: bool) -> None:
+    """Say what expires, and whether everything at this site fits together. Exits 1 where something needs doing."""
+    import datetime
+
+    from secure_fvi.deployment.keeping import expiring
+    from secure_fvi.deployment.names import now
+
+    needed = False
+    for soon, line in expiring(open_home(home), now(), datetime.timedelta(days=days)):
+        needed |= soon
+        click.echo(("! " if soon else "  ") + line)
+    if needed:
+        context.exit(1)

@@ -1,0 +1,148 @@
+"""`secure-fvi keys roster`: the file that says who belongs to a consortium, and its signatures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from secure_fvi.cli.keys_shared import code_option, confirm, home_option, open_home
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.consortium import ConsortiumRoster
+
+FILE = click.Path(path_type=Path)
+
+
+@click.group()
+def roster() -> None:
+    """Make, show, sign and verify the roster."""
+
+
+@roster.command()
+@click.argument("requests", nargs=-1, type=FILE)
+@click.option("--consortium", help="Its name; that of the roster before, where there is one.")
+@click.option("--authority", "authority_file", required=True, type=FILE, help="ca.crt of the authority.")
+@click.option("--out", required=True, type=FILE, help="The roster to write.")
+@click.option("--previous", type=FILE, help="The roster before: its members stay, with new keys where REQUESTS say so.")
+@click.option("--remove", multiple=True, metavar="ID", help="A member that leaves; may be repeated.")
+@click.option("--succession", multiple=True, type=FILE, help="A member's old identity announces its new one.")
+@click.option("--replace", multiple=True, metavar="ID", help="A member whose old identity is lost.")
+@click.option("--min-cohort", type=int, help="Fewest silos in a sum; 3 unless given.")
+@click.option("--bits", type=click.Choice(["32", "64"]), help="Width of masked sums; 64 unless given.")
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is in force.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def make(
+    requests: tuple[Path, ...],
+    consortium: str | None,
+    authority_file: Path,
+    out: Path,
+    previous: Path | None,
+    remove: tuple[str, ...],
+    succession: tuple[Path, ...],
+    replace: tuple[str, ...],
+    min_cohort: int | None,
+    bits: str | None,
+    days: int,
+    debug: bool,
+) -> None:
+    """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
+    from secure_fvi.deployment.authority import authority_hash
+    from secure_fvi.deployment.certificates import read_certificate
+    from secure_fvi.deployment.consortium import Member, Sums, parse_roster, write_roster
+    from secure_fvi.deployment.names import now, read_bytes, write_bytes
+    from secure_fvi.deployment.requests import read_request
+    from secure_fvi.deployment.rotation import check_changes, read_succession
+    from secure_fvi.errors import InputError
+
+    before = None if previous is None else parse_roster(read_bytes(previous, "the roster before"), f"'{previous}'")
+    name = consortium or (before.consortium if before is not None else None)
+    if name is None:
+        raise InputError("give --consortium, or --previous with the roster before")
+    members = {} if before is None else dict(before.members)
+    for gone in remove:
+        if members.pop(gone, None) is None:
+            raise InputError(f"--remove {gone}: no such member in the roster before")
+    for path in requests:
+        r = read_request(read_bytes(path, "the request"), f"'{path}'")
+        members[r.id] = Member(id=r.id, role=r.role, identity=r.identity.hex(), tls_key=r.tls_key.hex())
+    if before is not None:
+        known = [read_succession(read_bytes(path, "the succession"), f"'{path}'") for path in succession]
+        for line in check_changes(before, members.values(), known, replace):
+            click.echo(line)
+    options: dict[str, Any] = {} if before is None else before.sums.model_dump()
+    if min_cohort is not None:
+        options["min_cohort"] = min_cohort
+    if bits is not None:
+        options["bits"] = int(bits)
+    if options.get("min_cohort", 3) < 2:
+        raise InputError(f"--min-cohort must be at least 2, not {min_cohort}; a sum of one is no sum")
+    ca = read_certificate(read_bytes(authority_file, "the authority's certificate"), f"'{authority_file}'")
+    made = write_roster(name, list(members.values()), authority_hash(ca), now(), Sums(**options), before, days)
+    write_bytes(out, made.content)
+    _show(made)
+    click.echo(f"send to every member, who installs and signs it: {out}")
+
+
+@roster.command()
+@click.argument("file", type=FILE)
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def show(file: Path, debug: bool) -> None:
+    """Show the roster in FILE, its code, its hash for policies, and who has signed it."""
+    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.names import read_bytes
+    from secure_fvi.deployment.signatures import signature_folder
+
+    found = parse_roster(read_bytes(file, "the roster"), f"'{file}'")
+    _show(found)
+    click.echo(f"code: {found.code}")
+    signed = {path.stem for path in signature_folder(file).glob("*.sig")}
+    missing = [name for name in found.members if name not in signed]
+    click.echo(
+        "signature files: " + ("complete" if not missing else f"missing {', '.join(missing)}") + " (not verified)"
+    )
+
+
+@roster.command()
+@home_option
+@code_option
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def sign(home: Path, yes_code: str | None, debug: bool) -> None:
+    """Sign the installed roster, once all members have read the same code to each other."""
+    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.keeping import sign as sign_installed
+    from secure_fvi.deployment.names import now, read_bytes
+
+    opened = open_home(home)
+    path = home / "roster.toml"
+    found = parse_roster(read_bytes(path, "the roster"), f"'{path}'")
+    opened.check_own(found)
+    _show(found)
+    confirm(found.code, yes_code, "Have all members read this code?")
+    _, signature = sign_installed(opened, now())
+    click.echo(f"signed by '{opened.id}'; send to every member: {signature}")
+
+
+@roster.command()
+@home_option
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def verify(home: Path, debug: bool) -> None:
+    """Check the installed roster with everybody's signatures and put it in force. Older ones are refused then."""
+    from secure_fvi.deployment.keeping import accept
+    from secure_fvi.deployment.names import now
+
+    found = accept(open_home(home), now())
+    click.echo(f"roster {found.serial} of '{found.consortium}' is in force: signed by {', '.join(found.members)}")
+    click.echo(f'for the policy: rosters = ["{found.hash.hex()}"]')
+
+
+def _show(found: ConsortiumRoster) -> None:
+    from secure_fvi.deployment.names import format_time
+
+    click.echo(f"roster {found.serial} of '{found.consortium}', until {format_time(found.expires)}")
+    for m in found.members.values():
+        click.echo(f"  {m.role:6} {m.id:20} identity {m.identity[:16]}...  TLS {m.tls_key[:16]}...")
+    s = found.sums
+    click.echo(f"  sums of at least {s.min_cohort} silos, {s.bits} bits; authority {found.authority.hex()[:16]}...")
+    click.echo(f"  hash {found.hash.hex()}")

@@ -1,0 +1,54 @@
+"""What the commands about keys share: the site's folder, passphrases, codes that people compare."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.home import Home
+
+home_option = click.option(
+    "--home",
+    type=click.Path(path_type=Path),
+    envvar="SECURE_FVI_HOME",
+    required=True,
+    help="This site's folder; SECURE_FVI_HOME unless given.",
+)
+code_option = click.option("--yes-code", metavar="CODE", help="The code that was read out, instead of being asked.")
+
+
+def passphrase(key: Path | None, ask: bool = False) -> str | None:
+    """What opens the key file, or is to encrypt a new one: asked for where a terminal is there, else the variable's."""
+    from secure_fvi.key_files import PASSPHRASE_VARIABLE, is_encrypted
+
+    if ask:
+        return str(click.prompt("passphrase for the new keys", hide_input=True, confirmation_prompt=True, err=True))
+    if key is None or os.environ.get(PASSPHRASE_VARIABLE) or not key.exists() or not is_encrypted(key):
+        return None
+    return str(click.prompt(f"passphrase of '{key}'", hide_input=True, err=True)) if sys.stdin.isatty() else None
+
+
+def open_home(path: Path) -> Home:
+    """The site in `path`."""
+    from secure_fvi.deployment.home import Home
+
+    return Home(path, passphrase(path / "identity.pem"))
+
+
+def confirm(code: str, given: str | None, question: str) -> None:
+    """Go on only if people, or `given`, have the same code. Raises InputError otherwise."""
+    from secure_fvi.deployment.codes import same_code
+    from secure_fvi.errors import InputError
+
+    click.echo(f"code: {code}")
+    if given is not None:
+        if not same_code(given, code):
+            raise InputError("--yes-code is another code: do not go on, the files are not the same")
+        return
+    if not click.confirm(question, err=True):
+        raise InputError("the codes were not confirmed; nothing was done")
