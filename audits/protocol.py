@@ -136,7 +136,16 @@ def _secrets(trials: int) -> list[_Row]:
         ("old signatures", credulous, {}),
         ("survivors below min_cohort", weak.small_cohorts(ours), {}),
     ]
-    return [
+    # Below a third of the silos; the control is the same with a third and more.
+    seven = replace(ours, count=7)
+    pair, three = weak.in_league(seven, 2), weak.in_league(seven, 3)
+    halves = "both secrets, each half told another set"
+    play = partial(both_secrets, trials=trials, plan="each half told another set")
+    below = replace(pair, name=ours.name)
+    rows: list[_Row] = [
+        (halves, partial(attempts_row, halves, below, three, play, silos=seven.count, colluders=pair.colluders))
+    ]
+    return rows + [
         (f"both secrets, {plan}",
          partial(attempts_row, f"both secrets, {plan}", ours, copy, partial(both_secrets, trials=trials, plan=plan),
                  **detail))

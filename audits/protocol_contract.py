@@ -98,8 +98,20 @@ class MaskedInside(Session, Protocol):
 class CheatedServer(Session, Protocol):
     """A sum under a server that asks for shares as it likes and keeps all that comes."""
 
-    def ask(self, index: int, survivors: Sequence[str], context: bytes, signatures: Signatures = "asked") -> list[str]:
-        """Have every silo sign and reveal for `survivors`; the refusals, in words."""
+    @property
+    def colluders(self) -> Collection[str]:
+        """Silos that sign and reveal whatever the server asks."""
+        ...
+
+    def ask(
+        self,
+        index: int,
+        survivors: Sequence[str],
+        context: bytes,
+        signatures: Signatures = "asked",
+        holders: Collection[str] | None = None,
+    ) -> list[str]:
+        """Have `holders` (None: all silos) sign and reveal for `survivors`; the refusals, in words."""
         ...
 
     def ask_both(self, index: int, victim: str, context: bytes) -> list[str]:

@@ -100,13 +100,21 @@ class MaskedSession(HonestSession):
 
     # What a cheating server does
 
-    def ask(self, index: int, survivors: Sequence[str], context: bytes, signatures: Signatures = "asked") -> list[str]:
+    def ask(
+        self,
+        index: int,
+        survivors: Sequence[str],
+        context: bytes,
+        signatures: Signatures = "asked",
+        holders: Collection[str] | None = None,
+    ) -> list[str]:
+        asked = [silo for silo in self.silos if holders is None or silo in holders]
         bitmap = self.roster.bitmap(frozenset(self.roster.places[s] for s in survivors))
         refusals: list[str] = []
         if signatures == "old":
             request = self._signed[bitmap]._replace(sum_index=index, context=self.subject.context(context))
         else:
-            request = self._have_signed(index, bitmap, context, refusals)
+            request = self._have_signed(index, bitmap, context, asked, refusals)
             if signatures == "short":
                 few = self.roster.members_of(request.signers)[: self.roster.signatures_needed - 1]
                 request = request._replace(
@@ -116,21 +124,23 @@ class MaskedSession(HonestSession):
                 )
             else:
                 self._signed[bitmap] = request
-        for holder in self.silos:
+        for holder in asked:
             self._keep_shares(holder, request, [survivors], refusals)
         return refusals
 
-    def _have_signed(self, index: int, bitmap: bytes, context: bytes, refusals: list[str]) -> RevealRequest:
-        """A request for shares with the signatures of all silos that sign."""
+    def _have_signed(
+        self, index: int, bitmap: bytes, context: bytes, asked: Sequence[str], refusals: list[str]
+    ) -> RevealRequest:
+        """A request for shares with the signatures of those of `asked` that sign."""
         inside = self.subject.context(context)
         signed: dict[int, SetSignature] = {}
-        for place, silo in enumerate(self.silos):
+        for silo in asked:
             try:
                 reply = self.parties[silo].handle(pack(SignRequest(index, bitmap, self.table.digest, inside)))
             except ProtocolError as error:
                 refusals.append(str(error))
                 continue
-            signed[place] = unpack(reply, SetSignature)
+            signed[self.roster.places[silo]] = unpack(reply, SetSignature)
         return RevealRequest(
             index,
             bitmap,
@@ -145,7 +155,7 @@ class MaskedSession(HonestSession):
         everyone, rest = self.silos, [s for s in self.silos if s != victim]
         refusals: list[str] = []
         bitmaps = [self.roster.bitmap(frozenset(self.roster.places[s] for s in each)) for each in (everyone, rest)]
-        request = self._have_signed(index, bitmaps[0], context, refusals)
+        request = self._have_signed(index, bitmaps[0], context, everyone, refusals)
         for holder in self.silos:
             self._keep_shares(holder, request._replace(survivors=b"".join(bitmaps)), [everyone, rest], refusals)
         return refusals

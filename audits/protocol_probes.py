@@ -106,7 +106,7 @@ def two_broadcasts(subject: Subject[Session], trials: int) -> Played:
 
 Plan = Literal[
     "in one request", "in two requests", "around a restart", "around a backup of all", "around a backup of one",
-    "too few signatures", "old signatures", "survivors below min_cohort",
+    "too few signatures", "old signatures", "survivors below min_cohort", "each half told another set",
 ]  # fmt: skip
 
 
@@ -115,13 +115,14 @@ def both_secrets(subject: Subject[CheatedServer], trials: int, plan: Plan) -> Pl
 
     Success: the victim's input. Below min_cohort one colluder gives its seeds, too. Around a backup silos forget what
     they answered in between. So they do where signatures are too few, or those of an earlier sum that the victim
-    missed: signatures are then all that stands in the way.
+    missed: signatures are then all that stands in the way. Told different things, each half is joined by the colluders.
     """
     session, rng = subject.open(), np.random.default_rng(_SEED)
     attempts = []
     for index in range(1, 2 * trials, 2):
         session.prepare(index)
-        victim = session.silos[index // 2 % len(session.silos)]
+        honest = [silo for silo in session.silos if silo not in session.colluders]
+        victim = honest[index // 2 % len(honest)]
         rest = [silo for silo in session.silos if silo != victim]
         if plan == "old signatures":
             for silo in rest:
@@ -143,6 +144,11 @@ def _ask_for_both(session: CheatedServer, index: int, victim: str, rest: list[st
         return session.ask_both(index, victim, context)
     if plan == "survivors below min_cohort":
         return session.ask(index, [victim, *rest[:1]], context)
+    if plan == "each half told another set":
+        honest = [silo for silo in everyone if silo not in session.colluders]
+        middle = (len(honest) + 1) // 2
+        refusals = session.ask(index, everyone, context, holders={*honest[:middle], *session.colluders})
+        return refusals + session.ask(index, rest, context, holders={*honest[middle:], *session.colluders})
     first: Signatures = "short" if plan == "too few signatures" else "asked"
     backup = session.backup()
     refusals = session.ask(index, everyone, context, first)

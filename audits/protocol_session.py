@@ -50,9 +50,10 @@ class AuditStore:
 class Copy:
     """Masked sums as they are; each field that is set otherwise makes a weaker copy (protocol_weak.py).
 
-    store, silo: what a silo is made of. durable: whether it is started again over what it stored. believes: the roster
-    as silos see it. masking: makes, once a silo, what adds masks to ring elements. context: what parties make of a
-    broadcast's hash.
+    store, silo: what a silo is made of. colluders: how many, the last by name, are in league with the server; colluder:
+    what they are made of. durable: whether a silo is started again over what it stored. believes: the roster as silos
+    see it. masking: makes, once a silo, what adds masks to ring elements. context: what parties make of a broadcast's
+    hash.
     """
 
     name: str = "masked"
@@ -61,6 +62,8 @@ class Copy:
     table: BlockTable = TABLE
     store: Callable[[Mapping[str, bytes] | None], AuditStore] = AuditStore
     silo: Callable[..., SumSilo] = MaskedSilo
+    colluders: int = 0
+    colluder: Callable[..., SumSilo] = MaskedSilo
     durable: bool = True
     believes: Callable[[Roster], Roster] = lambda roster: roster
     masking: Callable[[], Apply] | None = None
@@ -69,6 +72,8 @@ class Copy:
     def __post_init__(self) -> None:
         if not 4 <= self.count <= COMPLETE_UP_TO:
             raise InputError(f"protocol audits take 4 to {COMPLETE_UP_TO} silos, not {self.count}")
+        if not 0 <= self.colluders < self.count:
+            raise InputError(f"{self.colluders} colluders of {self.count} silos leave nobody to attack")
 
 
 class HonestSession:
@@ -77,6 +82,7 @@ class HonestSession:
     def __init__(self, subject: Copy, identities: Mapping[str, Identity]) -> None:
         self.subject, self.identities, self.table = subject, dict(identities), subject.table
         self.silos = tuple(sorted(identities))
+        self.colluders = self.silos[len(self.silos) - subject.colluders :]
         self.roster = subject.config.roster({s: i.public_key for s, i in identities.items()})
         self.ring = Ring(self.table, self.roster.bits, self.roster.size)
         self.modulus = 2**self.roster.bits
@@ -100,7 +106,8 @@ class HonestSession:
                 apply(words, masks)
                 return words.tobytes()
 
-        return self.subject.silo(self.subject.believes(roster), silo, self.identities[silo], store, seal=seal)
+        make = self.subject.colluder if silo in self.colluders else self.subject.silo
+        return make(self.subject.believes(roster), silo, self.identities[silo], store, seal=seal)
 
     # What every session can do
 

@@ -18,10 +18,11 @@ from secure_fvi.aggregation.homomorphic_messages import unpack as unpack_encrypt
 from secure_fvi.aggregation.key_holder import KeyHolder
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.messages import RevealRequest, Shares
+from secure_fvi.aggregation.messages import RevealRequest, SetSignature, Shares, SignRequest
 from secure_fvi.aggregation.prg import Mask, apply_masks, keystream
 from secure_fvi.aggregation.ring import RingArray
 from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.silo_state import CONTRIBUTED
 from secure_fvi.audits.protocol_masked import MaskedSubject
 from secure_fvi.audits.protocol_seeds import Seeds
 from secure_fvi.audits.protocol_session import Apply, AuditStore
@@ -183,6 +184,31 @@ def small_cohorts(subject: MaskedSubject) -> MaskedSubject:
 
 def without_durable_state(subject: MaskedSubject) -> MaskedSubject:
     return replace(subject, name="silos that keep nothing over a restart", durable=False)
+
+
+# Colluders
+
+
+class ColludingSilo(MaskedSilo):
+    """Signs and reveals whatever the server asks."""
+
+    def _on_sign(self, request: SignRequest) -> SetSignature:
+        index, batch = request.sum_index, self._state.batch_of(request.sum_index)
+        own = (self._store.get(f"{CONTRIBUTED}/{index}") or bytes(96))[64:]
+        statement = batch.session.survivors_statement(
+            batch.digest, index, request.survivors, request.table, request.context
+        )
+        return SetSignature(index, own, self._identity.sign(batch.session.set_statement(statement, own)))
+
+    def _on_reveal(self, request: RevealRequest) -> Shares:
+        survivors = frozenset(self._roster.members_of(request.survivors))
+        return Shares(request.sum_index, self._state.batch_of(request.sum_index).shares(request.sum_index, survivors))
+
+
+def in_league(subject: MaskedSubject, colluders: int) -> MaskedSubject:
+    """Not a weak copy below a third of the silos: what the protocol withstands."""
+    name = f"{colluders} of {subject.count} silos in league with the server"
+    return replace(subject, name=name, colluders=colluders, colluder=ColludingSilo)
 
 
 # The key holder
