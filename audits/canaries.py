@@ -98,10 +98,19 @@ def padded(setting: Setting, count: int) -> Setting:
     return replace(setting, model=FederatedModel(program, model.record_plate, model.silo_sites), algorithm=algorithm)
 
 
+def colluding(setting: Setting, target: int) -> tuple[str, ...]:
+    """Silos that leave their noise out, of those the claim does not count on: `target` is honest."""
+    others = [f"silo-{j + 1}" for j in range(len(setting.silos)) if j != target]
+    most = {"server": 0, "silo": len(others), "distributed": setting.privacy.colluders}[setting.privacy.noise]
+    return tuple(others[max(len(others) - most, 0) :])
+
+
 class Rig:
     """Parties that are built once and start afresh for each run, with noise of its own."""
 
-    def __init__(self, setting: Setting, silos: Sequence[Data]) -> None:
+    def __init__(self, setting: Setting, silos: Sequence[Data], colluders: Sequence[str] = ()) -> None:
+        """`colluders` leave out their noise."""
+        self._colluders = frozenset(colluders)
         self.server, self.engine, _ = setting.parties(silos)
         self._simulated, self._program = setting.simulated, self.server.program
         self.claim: dict[str, Any] = self.server.claim() or {}
@@ -120,14 +129,20 @@ class Rig:
         """A whole run. `noise`: a factor on the noise behind the claim's back, for controls. `gates` and `programs`
         stand in front of the real ones of the silos that they name; what passes them meets the real gate."""
         server, silos = self.server, self.engine.silos
-        terms = {ROUND_PHASE: replace(self.terms, noise_multiplier=noise * self.terms.noise_multiplier)}
         source = NoiseSource(key.encode() if self._simulated else None)
-        guards = build_guards(list(silos), self._program.tables, terms, "audit", Books(), source)
+        terms, silent = (
+            {ROUND_PHASE: replace(self.terms, noise_multiplier=factor * self.terms.noise_multiplier)}
+            for factor in (noise, 0.0)
+        )
+        honest, quiet = (
+            build_guards(list(silos), self._program.tables, t, "audit", Books(), source).gates for t in (terms, silent)
+        )
         server.program, server._noise = _Watched(self._program, terms, watch), source
         clip = self.terms.settings.clipping_norm
         server.state = server.state._replace(algorithm=self._program.init(), accepted={}, records=None, clip=clip)
         for name, silo in silos.items():
-            start(silo, (gates or {}).get(name, lambda gate: gate)(guards.gates[name]), self._programs[name])
+            gate = (quiet if name in self._colluders else honest)[name]
+            start(silo, (gates or {}).get(name, lambda gate: gate)(gate), self._programs[name])
             silo.program = (programs or {}).get(name, lambda program: program)(self._programs[name])
         while not self.engine.run(server.round()).finished:
             pass
@@ -136,7 +151,8 @@ class Rig:
     def noise_sd(self) -> float:
         """Of a released number, clipping norms as units."""
         terms, placement = self.terms, self.terms.settings.noise
-        shares = {"server": 1.0, "silo": terms.cohort, "distributed": terms.cohort / terms.honest}[placement]
+        noisy = terms.cohort - len(self._colluders)
+        shares = {"server": 1.0, "silo": noisy, "distributed": noisy / max(terms.honest, 1)}[placement]
         return terms.noise_multiplier * math.sqrt(shares)
 
 

@@ -1,8 +1,9 @@
 """Games with canaries, on whole private runs: many canaries in one run, or one canary in or out of many runs.
 
-The adversary sees every broadcast and every released total, knows the canaries and, for a real canary, all other
-records and the coins of their silos; it does not know the noise, nor in which batches the canary was. It adds up
-log-likelihood ratios of Gaussian noise: the most powerful score where the noise is Gaussian.
+The adversary sees every broadcast and every released total, and knows the canary, all records and the coins of their
+silos. It does not know the noise, nor in which batches the canary was. As many silos as the claim does not count on
+work for it and leave their noise out: under noise = "silo" all but the canary's. It adds up log-likelihood ratios of
+Gaussian noise: the most powerful score where the noise is Gaussian.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from secure_fvi.audits.canaries import (
     Shadow,
     SiloCanary,
     clip_of,
+    colluding,
     inert_coordinates,
     padded,
 )
@@ -57,7 +59,10 @@ class OneRunGame:
         extra = canaries if setting.privacy.unit == "silo" else 0
         silos = [*setting.silos, *([first_record(setting.silos[0])] * extra)]
         wider = padded(setting, canaries)
-        self._rig = Rig(wider, silos)
+        colluders = colluding(setting, 0)
+        # Canary records sit in the silos that make noise.
+        self._homes = [j for j in range(self._real) if f"silo-{j + 1}" not in colluders]
+        self._rig = Rig(wider, silos, colluders)
         self._rest = Shadow(wider, silos, only=range(self._real))
         self.claim = self._rig.claim
 
@@ -82,8 +87,8 @@ class OneRunGame:
             self._rig.run(f"one run {seed}", watch, noise=noise, programs=programs)
         else:
             rate = self.setting.algorithm.sampling_rate
-            owner = np.arange(self.canaries) % self._real
-            gates = {names[j]: _with_canaries(coordinates[inside & (owner == j)], rate, rng) for j in range(self._real)}
+            owner = np.resize(self._homes, self.canaries)
+            gates = {names[j]: _with_canaries(coordinates[inside & (owner == j)], rate, rng) for j in self._homes}
             self._rig.run(f"one run {seed}", watch, noise=noise, gates=gates)
         coins = (inside, rng.random(self.canaries) < 0.5)
         found, nothing = (guess(scores, coin, each_side, self.setting.privacy.delta) for coin in coins)
@@ -119,8 +124,9 @@ class InOrOut:
             alone = {name: values[-1:] for name, values in with_it.items()}
             self._own = Shadow(_any_noise(setting), [alone] * len(outside), only=[silo], always=True)
         self._rest = Shadow(setting, outside, only=others)
-        without_it = Rig(setting, outside)
-        self._worlds = (without_it, without_it if inside is outside else Rig(setting, inside))
+        colluders = colluding(setting, silo)
+        without_it = Rig(setting, outside, colluders)
+        self._worlds = (without_it, without_it if inside is outside else Rig(setting, inside, colluders))
         self._silo, self.claim = f"silo-{silo + 1}", without_it.claim
 
     def scores(self, seeds: range, noise: float = 1.0, each: Callable[[], None] = lambda: None) -> Scores:

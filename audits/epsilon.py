@@ -134,7 +134,9 @@ def _row(
 ) -> AuditRow:
     claimed = float(claim["epsilon"])
     found, caught, nothing = (Estimate(e, e, max(e, claimed)) for e in epsilons)
-    shown = {k: claim[k] for k in ("unit", "delta", "accountant", "noise", "mechanism", "noise_multiplier")}
+    shown = {
+        k: claim[k] for k in ("unit", "delta", "accountant", "noise", "mechanism", "noise_multiplier", "colluders")
+    }
     row = judge(
         attack,
         protection(setting.privacy),

@@ -48,9 +48,11 @@ def six_city_silos() -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("privacy", "noise_sd"),
     [
-        (sf.RecordDP(noise_multiplier=2.0, clipping_norm=0.5, retries=0), 2 * math.sqrt(3 / 2)),  # one colluder
-        (sf.RecordDP(noise_multiplier=2.0, noise="silo", retries=0), 2 * math.sqrt(3)),
+        (sf.RecordDP(noise_multiplier=2.0, clipping_norm=0.5, retries=0), 2.0),  # one colluder, who is counted out
+        (sf.RecordDP(noise_multiplier=2.0, noise="silo", retries=0), 2.0),
+        (sf.RecordDP(noise_multiplier=2.0, dropouts=1, retries=0), 2.0 * math.sqrt(2)),  # nobody has dropped out
         (sf.SiloDP(noise_multiplier=2.0, noise="server", retries=0), 2.0),
+        (sf.SiloDP(noise_multiplier=2.0, colluders=2, retries=0), 2.0),
     ],
 )
 def test_a_dirac_canary_counts_one_clipping_norm_a_round(privacy: DP, noise_sd: float) -> None:
@@ -62,9 +64,12 @@ def test_a_dirac_canary_counts_one_clipping_norm_a_round(privacy: DP, noise_sd: 
     assert scores.outside == pytest.approx(-expected, rel=1e-3)
 
 
-def test_the_noise_that_runs_have_is_the_noise_that_is_claimed() -> None:
+@pytest.mark.parametrize(
+    "noise", ["server", *(pytest.param(n, marks=pytest.mark.slow) for n in ("silo", "distributed"))]
+)
+def test_the_noise_that_runs_have_is_the_noise_that_is_claimed(noise: str) -> None:
     """Ratios are normal with variance mu^2 = rounds / sd^2: two-sided at 1e-3, with a fixed seed."""
-    game = InOrOut(setting(sf.RecordDP(noise_multiplier=1.0, noise="server", retries=0)), "dirac")
+    game = InOrOut(setting(sf.RecordDP(noise_multiplier=1.0, noise=noise, retries=0)), "dirac")  # type: ignore[arg-type]
     scores = game.scores(range(80))
     for found, mean in ((scores.outside, -1.0), (scores.inside, 1.0)):
         assert abs(found.mean() - mean) < 3.3 * math.sqrt(2 / len(found))
@@ -156,7 +161,8 @@ def test_a_gate_that_does_not_clip_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """All valid, none leaks: false alarm at most 5% for each of three rows, seeds fixed."""
     told: list[str] = []
-    monkeypatch.setattr(epsilon, "ONE_RUN", {"record": (1000, 40)})
+    monkeypatch.setattr(epsilon, "ONE_RUN", {"record": (600, 40)})
+    monkeypatch.setattr(epsilon, "ONE_RUN_ROUNDS", 3)
     privacy = sf.RecordDP(epsilon=1.0, noise="server")
     algorithm = sf.SFVI(sampling_rate=0.5)
     rows = epsilon_rows(MODEL, algorithm, people(), privacy, simulated=True, runs=40, rounds=2, told=told.append)
@@ -203,12 +209,15 @@ def test_six_cities(unit: str) -> None:
 
 
 @pytest.mark.slow
-def test_quartered_noise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unit", ["record", "silo"])
+def test_quartered_noise_is_found(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the accountant's back; the controls are weakened by as much again."""
     drawn = gate_module.skellam
     monkeypatch.setattr(gate_module, "skellam", lambda rng, variance, size: drawn(rng, variance / 16, size))
-    model, silos, privacy = six_cities.PROGRAM.model, six_city_silos(), sf.RecordDP(epsilon=1.0)
-    rows = epsilon_rows(model, sf.SFVI(), silos, privacy, simulated=True)
+    privacy = sf.RecordDP(epsilon=1.0) if unit == "record" else sf.SiloDP(epsilon=1.0)
+    rows = epsilon_rows(six_cities.PROGRAM.model, sf.SFVI(), six_city_silos(), privacy, simulated=True)
     print("\n" + table(rows))
-    by_method = {(row.attack.split()[0], row.detail["method"]): row.finding for row in rows}
-    assert by_method["Dirac", "one run"] == by_method["Dirac", "gaussian"] == by_method["real", "gaussian"] == "leaks"
+    found = {(row.attack.split()[0], row.detail["method"]): row.finding for row in rows}
+    assert found["Dirac", "gaussian"] == found["real", "gaussian"] == "leaks"
+    if unit == "record":
+        assert found["Dirac", "one run"] == "leaks"
