@@ -1,0 +1,187 @@
+"""One attribute of a record, guessed by an adversary that knows all the rest of it.
+
+Much of that is statistics: who knows the population guesses a smoking mother from a wheezing child without any run. So
+what is scored is a gain: how much better the attribute is guessed from a run that the record was in than, by the same
+attack, from one that it was not in. The adversary here sees a silo's messages and the totals; in `attributes_released`
+it sees the released posterior alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.stats import norm, rankdata
+
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.audits.base import (
+    CONFIDENCE,
+    CONTROL_CONFIDENCE,
+    AuditRow,
+    Control,
+    Estimate,
+    check_confidence,
+    judge,
+)
+from secure_fvi.audits.features import contributions_in_clear, from_messages, from_totals
+from secure_fvi.audits.regressors import Ridge, cross_fitted
+from secure_fvi.audits.scores import auc
+from secure_fvi.audits.transcript import Transcript
+from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protected, Workbench, silent
+from secure_fvi.audits.worlds import Data, resampled
+from secure_fvi.errors import InputError
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A yes or no of each record: an argument of the model, or one of its columns.
+
+    `complement` is a column that holds 1 where `column` holds 0, as one-hot codes of two levels have it.
+    """
+
+    argument: str
+    column: int | None = None
+    complement: int | None = None
+
+    def read(self, data: Data) -> FloatArray:
+        """(N,) of 0 and 1. Raises InputError where it is not that."""
+        if self.argument not in data:
+            raise InputError(f"the model has no argument '{self.argument}'; choose {', '.join(data)}")
+        values = data[self.argument] if self.column is None else data[self.argument][:, self.column]
+        if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
+            raise InputError(f"'{self.argument}' is no yes or no of each record; name a column of 0 and 1")
+        return np.asarray(values.cpu().numpy(), np.float64)
+
+    def write(self, data: Data, value: float) -> Data:
+        """The same records with `value` for all."""
+        changed = data[self.argument].clone()
+        if self.column is None:
+            changed[:] = value
+        else:
+            changed[:, self.column] = value
+            if self.complement is not None:
+                changed[:, self.complement] = 1 - value
+        return {**data, self.argument: changed}
+
+    def rest(self, data: Data) -> FloatArray:
+        """(N, D): what is known of the records."""
+        hidden = self.write(data, 0.0)
+        columns = [v.reshape(len(v), -1).double().cpu().numpy() for _, v in sorted(hidden.items())]
+        return np.concatenate(columns, 1)
+
+
+class Targets(NamedTuple):
+    """Records in question, one a silo, in worlds of equally many silos."""
+
+    truth: FloatArray  # (S,)
+    known: FloatArray  # (S, D)
+    messages: FloatArray  # (S, D')
+    totals: FloatArray  # (S, D'')
+    silos: int  # of each world
+
+    def seen(self, look: str, away: int) -> FloatArray:
+        """What is seen of the run `away` worlds further on, which is another than the record's own unless that is 0."""
+        parts = (self.messages, self.totals) if look == "messages and totals" else (self.totals,)
+        return np.roll(np.concatenate(parts, 1), -away * self.silos, 0)
+
+    def guesses(self, look: str, away: int) -> FloatArray:
+        """(S,): of a ridge regression on the known part, on what is seen, and on products of both."""
+        seen = self.seen(look, away)
+        scaled = (seen - seen.mean(0)) / np.where(seen.std(0) > 0, seen.std(0), 1.0)
+        known = self.known - self.known.mean(0)
+        products = (scaled[:, :, None] * known[:, None, :]).reshape(len(seen), -1)
+        return cross_fitted(Ridge(), np.concatenate([known, seen, products], 1), self.truth, np.arange(len(seen)))
+
+
+def energies(transcript: Transcript) -> FloatArray:
+    """(J, D): log mean squares over rounds of the numbers that each silo sent."""
+    sent = contributions_in_clear(transcript)
+    return np.stack([np.log(np.mean([row[s] ** 2 for row in sent], 0) + 1e-12) for s in transcript.silos])
+
+
+def attribute_rows(
+    bench: Workbench,
+    attribute: Attribute,
+    protections: Sequence[Protected] = (PLAIN, MASKED),
+    records: int = 1,
+    silos: int = 40,
+    worlds: int = 4,
+    each: Each = silent,
+) -> list[AuditRow]:
+    """Two rows for each protection: gain in AUC from messages and totals, and from totals alone.
+
+    The record in question is the first of a silo of `records`. Everything that a release depends on follows from the
+    totals, so "totals alone" is at least what a released posterior tells. Positive control: plain sums.
+    """
+    if worlds < 3:
+        raise InputError(f"{worlds} worlds: the controls need at least 3, so that runs differ")
+    attribute.read(bench.pool)
+    sizes = [records] * silos
+
+    def collect(protection: Protected) -> Targets:
+        laboratory = bench.laboratory(protection, worlds * silos)
+        parts: list[tuple[FloatArray, ...]] = []
+        for seed in range(worlds):
+            drawn = resampled(bench.pool, sizes, seed)
+            transcript = laboratory.run(drawn, seed).transcript
+            order = [int(name.removeprefix("silo-")) - 1 for name in transcript.silos]
+            first = {n: torch.stack([drawn[j][n][0] for j in order]) for n in bench.pool}
+            messages = np.concatenate([from_messages(transcript), energies(transcript)], 1)
+            parts.append((attribute.read(first), attribute.rest(first), messages, from_totals(transcript)))
+            each()
+        truth, known, seen, totals = (np.concatenate(p) for p in zip(*parts, strict=True))
+        return Targets(truth, known, seen, totals, silos)
+
+    plain, rows = collect(PLAIN), []
+    strongest = "messages and totals"
+    control = _gain(plain, strongest, 0, 1)
+    nothing = _gain(plain, strongest, 2, 1, CONTROL_CONFIDENCE)
+    for protection in protections:
+        found = plain if protection[0] == PLAIN[0] else collect(protection)
+        for look in (strongest, "totals alone"):
+            rows.append(
+                judge(
+                    f"'{attribute.argument}' of a record that is known otherwise: {look}",
+                    protection[0],
+                    "gain in AUC over a run without the record",
+                    _gain(found, look, 0, 1),
+                    Control(control, "the same attack under plain sums"),
+                    Control(nothing, "plain sums, between two runs without the record"),
+                    auc_in=list(auc(found.truth, found.guesses(look, 0), found.truth)),
+                    auc_out=list(auc(found.truth, found.guesses(look, 1), found.truth)),
+                    records_a_silo=records,
+                    targets=len(found.truth),
+                    rounds=bench.rounds,
+                )
+            )
+    return rows
+
+
+def _gain(targets: Targets, look: str, inside: int, outside: int, confidence: float = CONFIDENCE) -> Estimate:
+    return auc_gain(targets.truth, targets.guesses(look, inside), targets.guesses(look, outside), confidence)
+
+
+def auc_gain(truth: FloatArray, better: FloatArray, base: FloatArray, confidence: float = CONFIDENCE) -> Estimate:
+    """By how much the AUC of `better` exceeds that of `base`, both for the same rows: DeLong et al. (1988), paired.
+
+    Rows (B,) must be independent, with at least two of each kind.
+    """
+    check_confidence(confidence)
+    inside = truth > 0.5
+    m, n = int(inside.sum()), int((~inside).sum())
+    if min(m, n) < 2:
+        raise InputError(f"a difference of AUCs needs two rows of each kind, got {m} and {n}")
+
+    def parts(guesses: FloatArray) -> tuple[FloatArray, FloatArray]:
+        ranks = rankdata(guesses)
+        return (ranks[inside] - rankdata(guesses[inside])) / n, 1 - (ranks[~inside] - rankdata(guesses[~inside])) / m
+
+    (above, below), (base_above, base_below) = parts(better), parts(base)
+    difference = float(above.mean() - base_above.mean())
+    sd = math.sqrt((above - base_above).var(ddof=1) / m + (below - base_below).var(ddof=1) / n)
+    reach = float(norm.ppf((1 + confidence) / 2)) * sd
+    return Estimate(difference, difference - reach, difference + reach)

@@ -1,0 +1,177 @@
+"""What a silo's messages give away about the silo as a whole: how many records it has, and how they are mixed.
+
+The adversary makes worlds of its own in which sizes and mixes are drawn, learns from them by a ridge regression, and
+guesses those of others. Where counts are summed as well, a plain contribution holds the silo's own, masked ones leave
+the total; in both, sums of gradients grow with the number of records and turn with their mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, Groups, judge
+from secure_fvi.audits.features import from_messages, from_totals
+from secure_fvi.audits.regressors import Ridge, cross_fitted
+from secure_fvi.audits.scores import auc, gain, r_squared
+from secure_fvi.audits.workbench import MASKED, OWN, PLAIN, Each, Protected, Workbench, per_record, silent
+from secure_fvi.audits.worlds import Data
+from secure_fvi.errors import InputError
+
+#: A silo has between half and one and a half times the mean number of records of the configuration's silos.
+_SMALLEST, _LARGEST = 0.5, 1.5
+#: Share of a silo's records whose `argument` lies above the pool's median.
+_SHARES = (0.1, 0.9)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Silos of many worlds, equally many in each: what the server saw, and one property of each."""
+
+    messages: FloatArray  # (S, D)
+    totals: FloatArray  # (S, D')
+    target: FloatArray  # (S,)
+    world: Groups  # (S,)
+
+    @property
+    def silos(self) -> int:
+        """Of each world."""
+        return len(self.world) // len(np.unique(self.world))
+
+    def hinted(self, own: Seen) -> Seen:
+        """With what a regression on plain contributions of the adversary's `own` worlds makes of the average one."""
+        if own.messages.shape[1] - 1 != self.totals.shape[1]:
+            return self
+        hint = Ridge()(own.messages[:, :-1], own.target, self.totals / self.silos)
+        return replace(self, totals=np.column_stack([self.totals, hint]))
+
+    def shuffled(self) -> Seen:
+        """The same messages with the next world's silos to guess: nothing can be learnt. For negative controls."""
+        return replace(self, target=np.roll(self.target, -self.silos))
+
+
+class Guesses:
+    """A ridge regression's guesses for every silo, learnt from other worlds: from all that is seen, and from totals."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        together = np.concatenate([seen.messages, seen.totals], 1)
+        self.both = cross_fitted(Ridge(), together, seen.target, seen.world)
+        self.totals = cross_fitted(Ridge(), seen.totals, seen.target, seen.world)
+
+    def from_both(self, confidence: float = CONFIDENCE) -> Estimate:
+        """R^2."""
+        return r_squared(self.seen.target, self.both, self.seen.world, confidence)
+
+    def from_totals(self, confidence: float = CONFIDENCE) -> Estimate:
+        """R^2 from totals alone."""
+        return r_squared(self.seen.target, self.totals, self.seen.world, confidence)
+
+    def beyond_totals(self, confidence: float = CONFIDENCE) -> Estimate:
+        """By how much messages raise the R^2 of totals alone."""
+        return gain(self.seen.target, self.both, self.totals, self.seen.world, confidence)
+
+    def above_median(self, confidence: float = CONFIDENCE) -> Estimate:
+        """AUC for "above the median", from one silo of each world: those are independent."""
+        first = np.unique(self.seen.world, return_index=True)[1]
+        chosen = first + np.arange(len(first)) % self.seen.silos
+        above = (self.seen.target > np.median(self.seen.target)).astype(np.float64)
+        return auc(above[chosen], self.both[chosen], chosen, confidence)
+
+
+def draw(pool: Data, silos: int, mean_size: float, argument: str, seed: int) -> list[Data]:
+    """Silos of random sizes whose mix of records by `argument` is random as well."""
+    values = per_record(pool[argument])
+    above = np.flatnonzero(values > np.median(values))
+    below = np.flatnonzero(values <= np.median(values))
+    if not len(above):  # more than half of the records have the largest value
+        above, below = np.flatnonzero(values == values.max()), np.flatnonzero(values < values.max())
+    if not len(below):
+        raise InputError(f"'{argument}' is the same for all records, so there is no mix to guess")
+    rng = np.random.default_rng([seed, 5])
+    found = []
+    for _ in range(silos):
+        size = max(2, int(rng.integers(int(_SMALLEST * mean_size), int(_LARGEST * mean_size) + 1)))
+        many = rng.binomial(size, rng.uniform(*_SHARES))
+        rows = torch.from_numpy(np.concatenate([rng.choice(above, many), rng.choice(below, size - many)]))
+        found.append({name: v[rows] for name, v in pool.items()})
+    return found
+
+
+def collect(
+    bench: Workbench, protection: Protected, argument: str, first: int = 0, each: Each = silent
+) -> dict[str, Seen]:
+    """What is seen, for each property, on the same worlds: "size" in records, "mix" the mean of `argument`."""
+    laboratory = bench.laboratory(protection)
+    properties: dict[str, Callable[[Data], float]] = {
+        "size": lambda data: float(len(data[argument])),
+        "mix": lambda data: float(per_record(data[argument]).mean()),
+    }
+    messages, totals, world = [], [], []
+    targets: dict[str, list[float]] = {name: [] for name in properties}
+    for seed in range(first, first + bench.worlds):
+        silos = draw(bench.pool, len(bench.sizes), bench.records / len(bench.sizes), argument, seed)
+        transcript = laboratory.run(silos, seed).transcript
+        where = {f"silo-{j + 1}": data for j, data in enumerate(silos)}
+        messages.append(from_messages(transcript))
+        totals.append(from_totals(transcript))
+        for name, told in properties.items():
+            targets[name] += [told(where[silo]) for silo in transcript.silos]
+        world += [seed] * len(silos)
+        each()
+    seen, sums = np.concatenate(messages), np.concatenate(totals)
+    return {name: Seen(seen, sums, np.array(target), np.array(world)) for name, target in targets.items()}
+
+
+def property_rows(
+    bench: Workbench,
+    argument: str,
+    protections: Sequence[Protected] = (PLAIN, MASKED),
+    each: Each = silent,
+) -> list[AuditRow]:
+    """Rows for both properties under each protection. Positive control: plain sums.
+
+    `argument`: the model's argument whose mean is the mix. `each` is told when a world is done; there are
+    `bench.worlds` of them for each protection, for the plain control and for the adversary's hint.
+    """
+    if argument not in bench.pool:
+        raise InputError(f"the model has no argument '{argument}'; choose {', '.join(bench.pool)}")
+    own = collect(bench, PLAIN, argument, OWN, each)
+    plain = collect(bench, PLAIN, argument, 0, each)
+    rows = []
+    for protection in protections:
+        found = plain if protection[0] == PLAIN[0] else collect(bench, protection, argument, 0, each)
+        for name in found:
+            about = "size of a silo" if name == "size" else f"mean of '{argument}' in a silo"
+            hinted, control = (s[name].hinted(own[name]) for s in (found, plain))
+            rows += _rows(about, protection[0], hinted, control, bench.rounds)
+    return rows
+
+
+def _rows(about: str, protection: str, seen: Seen, plain: Seen, rounds: int) -> list[AuditRow]:
+    found, control, nothing = (Guesses(s) for s in (seen, plain, plain.shuffled()))
+    lines: tuple[tuple[str, str, Callable[..., Estimate], Callable[..., Estimate], float], ...] = (
+        ("messages and totals", "R^2", Guesses.from_both, Guesses.from_both, 0.0),
+        ("totals alone", "R^2", Guesses.from_totals, Guesses.from_both, 0.0),
+        ("messages beyond totals", "gain in R^2", Guesses.beyond_totals, Guesses.beyond_totals, 0.0),
+        ("above the median, messages and totals", "AUC", Guesses.above_median, Guesses.above_median, 0.5),
+    )
+    return [
+        judge(
+            f"{about}: {what}",
+            protection,
+            score,
+            measure(found),
+            Control(strongest(control), "the same attack under plain sums"),
+            Control(strongest(nothing, CONTROL_CONFIDENCE), "plain sums, with other worlds' silos to guess"),
+            guessing,
+            silos=len(seen.target),
+            rounds=rounds,
+            standard_deviation=float(seen.target.std()),
+        )
+        for what, score, measure, strongest, guessing in lines
+    ]

@@ -1,0 +1,93 @@
+"""Where worlds of attacks on one configuration come from: its records, its sizes, and laboratories for each protection.
+
+Worlds of SFVI begin late in a run (`late`), those of other algorithms at their first round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation.base import FloatArray, SecureSum
+from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.audits.late import LateStart
+from secure_fvi.audits.worlds import Data, Laboratory, pooled, resampled, shortened
+from secure_fvi.errors import InputError
+from secure_fvi.federated_model import FederatedModel
+from secure_fvi.privacy.settings import DP
+
+#: A protection: its name, its secure sum, its privacy. `matrix.Protection` is one.
+Protected = tuple[str, SecureSum, DP | None]
+PLAIN: Protected = ("plain", Plain(), None)
+MASKED: Protected = ("masked", Masked(), None)
+#: Worlds whose number says so are the adversary's own, and that in which it learns nothing but where to begin.
+OWN, ELSEWHERE = 1_000_000, 2_000_000
+Each = Callable[[], None]
+
+
+def silent() -> None:
+    """For callers that want no progress."""
+
+
+class Workbench:
+    """One configuration, for attacks that make worlds of it."""
+
+    def __init__(
+        self,
+        model: FederatedModel,
+        algorithm: Any,
+        silos: Sequence[Data],
+        *,
+        rounds: int = 12,
+        worlds: int = 50,
+        simulated: bool = True,
+        real_data: bool = False,
+        late: LateStart | None = None,
+    ) -> None:
+        """`rounds` of each world; about `worlds` worlds under each protection, which interval widths follow.
+        `late`: where worlds begin, if not at a fit that is made for it."""
+        if len(silos) < 3:
+            raise InputError(f"{len(silos)} silos: masked sums, which are audited beside plain ones, need at least 3")
+        self.model, self.full, self.worlds, self.rounds = model, algorithm, worlds, rounds
+        self.algorithm = shortened(algorithm, rounds)
+        self.silos, self.pool = list(silos), pooled(silos)
+        self.sizes = [len(next(iter(s.values()))) for s in silos]
+        self._simulated, self._real_data = simulated, real_data
+        self._late = late
+
+    @property
+    def records(self) -> int:
+        """Records of all silos together."""
+        return sum(self.sizes)
+
+    @property
+    def late(self) -> LateStart:
+        """Fitted when it is first asked for."""
+        if self._late is None:
+            config = self.full if isinstance(self.full, SFVI) else SFVI()
+            elsewhere = resampled(self.pool, self.sizes, ELSEWHERE)
+            self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds)
+        return self._late
+
+    def laboratory(self, protection: Protected, worlds: int | None = None) -> Laboratory:
+        """Under `protection`. The latents that worlds tell are those of settled fits where noise moves the run."""
+        sfvi, privacy = isinstance(self.full, SFVI), protection[2]
+        return Laboratory(
+            self.model,
+            self.algorithm,
+            protection[1],
+            privacy,
+            worlds=worlds or self.worlds * len(self.sizes),
+            late=self.late if sfvi else None,
+            targets=None if sfvi and privacy is None else self.late,
+            simulated=self._simulated,
+            real_data=self._real_data,
+        )
+
+
+def per_record(values: Any) -> FloatArray:
+    """(N,): mean over each record's own numbers of an argument (N, ...)."""
+    return np.asarray(values.reshape(len(values), -1).double().mean(1).cpu().numpy(), np.float64)

@@ -1,0 +1,89 @@
+"""Mutual information of Gaussian pairs, which is known: below the cap, and above it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from secure_fvi.audits.information import Critic, gaussian, info_nce, information_rows
+from secure_fvi.errors import InputError
+
+
+def pairs(correlation: float, count: int, columns: int = 5) -> tuple[np.ndarray, np.ndarray, float]:
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((count, columns))
+    y = correlation * x[:, 0] + math.sqrt(1 - correlation**2) * rng.standard_normal(count)
+    return x, y, -0.5 * math.log(1 - correlation**2)
+
+
+@pytest.mark.parametrize(
+    "correlation", [pytest.param(0.5, marks=pytest.mark.slow), 0.8, pytest.param(0.95, marks=pytest.mark.slow)]
+)
+def test_a_lower_bound_that_is_not_far_below(correlation: float) -> None:
+    """500 pairs: 0.14, 0.51 and 1.16 nats under a cap of 2.30."""
+    x, y, truth = pairs(correlation, 500)
+    found = info_nce(x, y, np.arange(500))
+    assert found.cap == pytest.approx(math.log(10))
+    assert found.estimate.low < truth + 0.05
+    assert found.estimate.value == pytest.approx(truth, abs=0.07 + 0.3 * truth)
+    assert not found.near_cap
+    closed = gaussian(x, y, np.arange(500))
+    assert closed.low < truth < closed.high  # fixed seed; 95% each
+
+
+def test_information_above_the_cap_is_marked() -> None:
+    """Three targets of 3.1 nats each, where ln 10 is 2.3: the estimate stops at the cap and says so."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((300, 3))
+    y = 0.999 * x + math.sqrt(1 - 0.999**2) * rng.standard_normal((300, 3))
+    found = info_nce(x, y, np.arange(300))
+    assert found.near_cap
+    assert found.estimate.high <= found.cap
+    assert found.estimate.value < 3 * 3.1 / 2
+
+
+def test_nothing_is_not_called_something() -> None:
+    x, y, _ = pairs(0.0, 300)
+    found = info_nce(x, y, np.arange(300), confidence=0.999)
+    assert found.estimate.low < 0.01
+    assert gaussian(x, y, np.arange(300), 0.999).low < 0.01
+
+
+def test_rows_carry_the_cap() -> None:
+    """Worlds of three silos whose messages tell the target; under "masks" they do not."""
+    rng = np.random.default_rng(3)
+    target = rng.standard_normal(180)
+    world = np.repeat(np.arange(60), 3)
+    totals = np.repeat(target.reshape(60, 3).mean(1), 3)[:, None]
+
+    class Given:
+        """What `information_rows` reads of a `local_latents.Sample`."""
+
+        def __init__(self, messages: np.ndarray, answers: np.ndarray) -> None:
+            self.messages, self.target, self.world = messages, answers, world
+            self.both = np.concatenate([messages, totals], 1)
+
+        def shuffled(self) -> Given:
+            return Given(self.messages, np.roll(self.target, 3))
+
+    plain = Given(np.column_stack([target + 0.1 * rng.standard_normal(180), rng.standard_normal(180)]), target)
+    masked = Given(rng.standard_normal((180, 2)), target)
+    critic = Critic(steps=60, repeats=2)
+    nce, normal = information_rows("plain", plain, plain, critic)  # type: ignore[arg-type]
+    assert nce.valid
+    assert nce.finding == normal.finding == "leaks"
+    assert nce.detail["cap"] == pytest.approx(math.log(10))
+    assert nce.value <= nce.detail["cap"]
+    hidden = information_rows("masked", masked, plain, critic)[1]  # type: ignore[arg-type]
+    assert hidden.valid
+    assert hidden.high < 0.5 < normal.low  # what totals tell: at most 1/3 of the variance, 0.2 nats
+
+
+def test_bad_input() -> None:
+    x, y, _ = pairs(0.5, 60)
+    with pytest.raises(InputError, match="at least 10"):
+        info_nce(x, y, np.repeat(np.arange(6), 10))
+    with pytest.raises(InputError, match="no batch of 40"):
+        info_nce(x, y, np.arange(60), Critic(batch=40))
