@@ -109,13 +109,13 @@ def show(file: Path, debug: bool) -> None:
 @code_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def sign(home: Path, yes_code: str | None, debug: bool) -> None:
-    """Sign the installed roster, once all members have read the same code to each other."""
+    """Sign the newest installed roster, once all members have read the same code to each other."""
     from secure_fvi.deployment.consortium import parse_roster
     from secure_fvi.deployment.keeping import sign as sign_installed
     from secure_fvi.deployment.names import now, read_bytes
 
     opened = open_home(home)
-    path = home / "roster.toml"
+    path = opened.newest_roster_file()
     found = parse_roster(read_bytes(path, "the roster"), f"'{path}'")
     opened.check_own(found)
     _show(found)
@@ -128,7 +128,7 @@ def sign(home: Path, yes_code: str | None, debug: bool) -> None:
 @home_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def verify(home: Path, debug: bool) -> None:
-    """Check the installed roster with everybody's signatures and put it in force. Older ones are refused then."""
+    """Check the newest installed roster with its signatures and put it in force; older ones are refused then."""
     from secure_fvi.deployment.keeping import accept
     from secure_fvi.deployment.names import now
 

@@ -1,7 +1,7 @@
 """The roster file of a consortium: who belongs to it, under which keys and settings. All members sign it.
 
-    roster.toml         in one fixed layout, without comments, so that what is read is what is signed
-    roster.sig/ID.sig   the signature of each member over SHA-256(label, bytes of roster.toml)
+    N.toml         roster N, in one fixed layout, without comments, so that what is read is what is signed
+    N.sig/ID.sig   the signature of each member over SHA-256(label, bytes of N.toml)
 
 Members compare the roster's code aloud before they sign. Each has checked its own keys in it; equal codes mean equal
 rosters; so every key in it is the right one, whoever wrote or carried the file. Rosters are numbered, and each names

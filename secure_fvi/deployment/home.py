@@ -1,15 +1,18 @@
 """A site's folder: where its keys, the consortium's files, its policy and its records lie.
 
-site.toml            id and role
-identity.pem, .pub   Ed25519: signs rosters, the ledger, the log; made here, never leaves
-tls.key, tls.crt     P-256 key, made here, and its certificate by the authority
-ca.crt, ca.crl       the authority's certificate and its list of revoked ones
-roster.toml, roster.sig/    the roster and everybody's signatures
-endorsements/        TLS keys that members changed since
-accepted.json        the newest roster and revocation list seen: an older one is refused
-policy.toml          what this site accepts; edited here and nowhere else
-ledger.sqlite, audit-log.sqlite, seen.sqlite, state/    records, what was seen of others' records, the parties' state
-next/, old/          keys that are being rotated in, and that were rotated out
+    site.toml            id and role
+    identity.pem, .pub   Ed25519: signs rosters, the ledger, the log; made here, never leaves
+    tls.key, tls.crt     P-256 key, made here, and its certificate by the authority
+    ca.crt, ca.crl       the authority's certificate and its list of revoked ones
+    rosters/N.toml, N.sig/            roster N and everybody's signatures
+    endorsements/, successions/       TLS keys that members changed since, identities that followed others
+    accepted.json        which roster is in force, and the newest revocation list seen: older ones are refused
+    policy.toml          what this site accepts; edited here and nowhere else
+    ledger.sqlite, audit-log.sqlite   its records
+    seen.sqlite, state/  what it saw of others' records, and its parties' state
+    next/, old/          keys that are being rotated in, and that were rotated out
+
+The folder belongs to one user; group and others may not write to it.
 """
 
 from __future__ import annotations
@@ -176,13 +179,33 @@ class Home:
             self._accept(revocations=number)
         return found
 
-    def roster(self, now: datetime.datetime, path: Path | None = None) -> ConsortiumRoster:
-        """The roster, checked in all ways but whether this site's policy accepts it.
+    def roster_file(self, serial: int) -> Path:
+        """Where roster number `serial` lies, its signatures beside it."""
+        return self.path / "rosters" / f"{serial}.toml"
+
+    def newest_roster_file(self) -> Path:
+        """The roster that was installed last: the one to sign. Raises InputError where there is none."""
+        serials = [int(p.stem) for p in (self.path / "rosters").glob("*.toml") if p.stem.isdecimal()]
+        if not serials:
+            raise InputError(f"'{self.path}' holds no roster; install one with `secure-fvi keys install`")
+        return self.roster_file(max(serials))
+
+    def roster(self, now: datetime.datetime) -> ConsortiumRoster:
+        """The roster in force, checked in all ways but whether this site's policy accepts it.
 
         Raises ProtocolError that names the reason: a signature, the time, the authority, this site's own entry, or that
-        this site has accepted a newer roster.
+        it is not the roster that this site has accepted.
         """
-        roster = load_roster(self.path / "roster.toml" if path is None else path, now)
+        serial = self._accepted().serial
+        if not serial:
+            raise InputError(
+                f"no roster is in force in '{self.path}'; put one in force with `keys roster verify`"
+            )
+        return self.check_roster(self.roster_file(serial), now)
+
+    def check_roster(self, path: Path, now: datetime.datetime) -> ConsortiumRoster:
+        """The roster in `path`, checked in the same ways."""
+        roster = load_roster(path, now)
         self.check_own(roster)
         self.check_not_older(roster)
         return roster

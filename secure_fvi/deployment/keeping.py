@@ -26,8 +26,6 @@ from secure_fvi.deployment.signatures import check_signature, read_signature, si
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.key_files import create_key, load_key, store_private
 
-_ROSTER, _SIGNATURES = "roster.toml", "roster.sig"
-
 
 def request_text(home: Home, tls: str = "tls.key", identity: str = "identity.pem") -> str:
     """The site's request, with the keys in these files of its folder."""
@@ -38,7 +36,7 @@ def request_text(home: Home, tls: str = "tls.key", identity: str = "identity.pem
 def install(home: Home, source: Path, now: datetime.datetime) -> str:
     """Put a file that came from others where it belongs, and say what it was.
 
-    The authority's certificate and list, this site's certificate, a roster, a signature, an endorsement or a succession.
+    The authority's certificate and list, this site's certificate, a roster, a signature, an endorsement, a succession.
     Raises InputError for anything else, ProtocolError for a file that does not hold what it should.
     """
     content = read_bytes(source, "the file", 1 << 26)
@@ -49,9 +47,10 @@ def install(home: Home, source: Path, now: datetime.datetime) -> str:
         return _install_certificate(home, content, where, now)
     if source.suffix == ".sig":
         signature = read_signature(content, where)
-        roster = _roster(home)
+        path = home.newest_roster_file()
+        roster = _read_roster(path)
         check_signature(roster, signature)
-        _put(signature_folder(home.path / _ROSTER) / f"{signature.member}.sig", content)
+        _put(signature_folder(path) / f"{signature.member}.sig", content)
         return f"signature of '{signature.member}' under roster {roster.serial}"
     if b'kind = "tls-endorsement"' in content:
         endorsement = read_endorsement(content, where)
@@ -64,10 +63,10 @@ def install(home: Home, source: Path, now: datetime.datetime) -> str:
     roster = parse_roster(content, where)
     home.check_own(roster)
     home.check_not_older(roster)
-    before = home.path / _ROSTER
-    if not before.exists() or before.read_bytes() != content:
-        shutil.rmtree(signature_folder(before), ignore_errors=True)  # they are under the roster before
-        write_bytes(before, content)
+    path = home.roster_file(roster.serial)
+    if not path.exists() or path.read_bytes() != content:
+        shutil.rmtree(signature_folder(path), ignore_errors=True)  # they are under another draft
+        _put(path, content)
     return f"roster {roster.serial} of '{roster.consortium}', not in force before all have signed it"
 
 
@@ -116,19 +115,20 @@ def _install_certificate(home: Home, content: bytes, where: str, now: datetime.d
 
 
 def sign(home: Home, now: datetime.datetime) -> tuple[ConsortiumRoster, Path]:
-    """Sign the roster in the site's folder, whose code was compared. The roster, and the signature file to send."""
-    roster = _roster(home)
+    """Sign the newest roster, whose code was compared. The roster, and the signature file to send."""
+    file = home.newest_roster_file()
+    roster = _read_roster(file)
     home.check_own(roster)
     home.check_not_older(roster)
     roster.check_time(now)
-    path = signature_folder(home.path / _ROSTER) / f"{home.id}.sig"
+    path = signature_folder(file) / f"{home.id}.sig"
     _put(path, sign_roster(roster, home.id, home.identity_in(roster)))
     return roster, path
 
 
 def accept(home: Home, now: datetime.datetime) -> ConsortiumRoster:
-    """Check the roster with everybody's signatures, and remember it; from here on it is in force at this site."""
-    roster = home.roster(now)
+    """Check the newest roster with everybody's signatures; from here on it is in force at this site."""
+    roster = home.check_roster(home.newest_roster_file(), now)
     home.accept(roster)
     following = home.path / "next" / "identity.pem"
     if following.exists() and home.identity_in(roster).public_key != home.identity().public_key:
@@ -156,7 +156,7 @@ def expiring(home: Home, now: datetime.datetime, within: datetime.timedelta) -> 
     """What runs out, or is wrong: (True where it is past or within `within`, a line that says so)."""
     looked: list[tuple[str, str, datetime.datetime | None]] = []
     try:
-        roster = _roster(home)
+        roster = home.roster(now)
         revocations = read_revocations(read_bytes(home.path / "ca.crl", "the revocation list", 1 << 26), "'ca.crl'")
         looked = [
             ("certificate", "rotate it: keys rotate tls", home.certificate().not_valid_after_utc),
@@ -175,15 +175,13 @@ def expiring(home: Home, now: datetime.datetime, within: datetime.timedelta) -> 
         yield soon, f"{what}: {state} ({format_time(until)}){f'; {remedy}' if soon else ''}"
     if looked:
         try:
-            home.roster(now)
             home.admission(now).member(home.certificate().public_bytes(serialization.Encoding.PEM), now)
             yield False, "roster signed by all, certificate in force"
         except (ProtocolError, InputError) as error:
             yield True, str(error)
 
 
-def _roster(home: Home) -> ConsortiumRoster:
-    path = home.path / _ROSTER
+def _read_roster(path: Path) -> ConsortiumRoster:
     return parse_roster(read_bytes(path, "the roster"), f"'{path}'")
 
 

@@ -1,4 +1,4 @@
-"""Signatures of all members under a roster: `roster.sig/ID.sig` beside `roster.toml`."""
+"""Signatures of all members under a roster: `NAME.sig/ID.sig` beside `NAME.toml`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_signature(roster: ConsortiumRoster, signature: Signature) -> None:
 
 
 def load_roster(path: Path, now: datetime.datetime) -> ConsortiumRoster:
-    """The roster in `path`, signed by all of its members (`roster.sig/` beside it), and in force.
+    """The roster in `path`, signed by all of its members (`NAME.sig/` beside it), and in force.
 
     Raises InputError for files that are none, ProtocolError, which names the reason, for all else.
     """

@@ -1,0 +1,15 @@
+from pathlib import Path
+
+import pytest
+from deployment_world import World, new_world
+
+
+@pytest.fixture(scope="session")
+def first_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return new_world(tmp_path_factory.mktemp("consortium"))
+
+
+@pytest.fixture
+def world(first_world: World, tmp_path: Path) -> World:
+    """A consortium of one's own: certificates, a signed roster, everything accepted."""
+    return first_world.copy(tmp_path / "world")

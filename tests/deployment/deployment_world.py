@@ -1,0 +1,122 @@
+"""A consortium of three silos and a server in folders, made in memory of one process; and ways to spoil it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+from secure_fvi.deployment.authority import Authority, authority_hash
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member, Sums, write_roster
+from secure_fvi.deployment.home import Credentials, Home
+from secure_fvi.deployment.keeping import accept, install, request_text, sign
+from secure_fvi.deployment.names import ROLES
+from secure_fvi.deployment.requests import Request, read_request
+
+#: TLS goes by the clock of the machine, so the world does too; it does not move during a test.
+NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+DAY = datetime.timedelta(days=1)
+SITES = {"east": "silo", "hub": "server", "north": "silo", "south": "silo"}
+
+
+def member_of(request: Request) -> Member:
+    return Member(id=request.id, role=request.role, identity=request.identity.hex(), tls_key=request.tls_key.hex())
+
+
+class World:
+    """Folders below `root`: `authority`, and one of each site. All share one clock, at `NOW`."""
+
+    def __init__(self, root: Path) -> None:
+        """Opened, or made where there is none."""
+        self.root = root
+        made = (root / "authority").exists()
+        self.authority = Authority(root / "authority") if made else Authority.create(root / "authority", "study", NOW)
+        self.homes = {n: Home(root / n) if made else self.new_home(n, role) for n, role in SITES.items()}
+        self.roster: ConsortiumRoster | None = self.homes["hub"].roster(NOW) if made else None
+
+    def copy(self, root: Path) -> World:
+        """The same consortium in another folder."""
+        shutil.copytree(self.root, root)
+        return World(root)
+
+    def new_home(self, name: str, role: str) -> Home:
+        return Home.create(self.root / name, name, next(r for r in ROLES if r == role))
+
+    def request(self, home: Home) -> Request:
+        return read_request(request_text(home).encode(), "request")
+
+    def certify(self, home: Home, now: datetime.datetime = NOW, days: int = 365) -> Path:
+        """A certificate for the site's present key, installed with the authority's files."""
+        path = self.root / f"{home.id}.crt"
+        path.write_bytes(self.authority.issue(self.request(home), now, days))
+        self.install_all(home, self.root / "authority" / "ca.crt", self.root / "authority" / "ca.crl", path)
+        return path
+
+    def install_all(self, home: Home, *paths: Path, now: datetime.datetime = NOW) -> None:
+        for path in paths:
+            install(home, path, now)
+
+    def write(
+        self, previous: ConsortiumRoster | None = None, now: datetime.datetime = NOW, days: int = 365
+    ) -> ConsortiumRoster:
+        members = [member_of(self.request(home)) for home in self.homes.values()]
+        made = write_roster("study", members, authority_hash(self.authority.certificate), now, Sums(), previous, days)
+        self.roster = made
+        return made
+
+    def distribute(self, roster: ConsortiumRoster, now: datetime.datetime = NOW) -> None:
+        """Installed, signed by all, signatures handed round, accepted by all."""
+        path = self.root / f"roster-{roster.serial}.toml"
+        path.write_bytes(roster.content)
+        signatures = []
+        for home in self.homes.values():
+            install(home, path, now)
+        for home in self.homes.values():
+            signatures.append(sign(home, now)[1])
+        for home in self.homes.values():
+            self.install_all(home, *(s for s in signatures if s.parent.parent != home.path), now=now)
+            accept(home, now)
+
+
+def new_world(root: Path) -> World:
+    """A whole consortium: certificates, a signed roster, everything accepted."""
+    world = World(root)
+    for home in world.homes.values():
+        world.certify(home)
+    world.distribute(world.write())
+    return world
+
+
+def handshake(server: Credentials, client: Credentials, name: str, root: Path) -> tuple[bytes, bytes]:
+    """A mutual TLS handshake in memory, the client asking for `name`: DER certificates that server and client saw.
+
+    Raises ssl.SSLError as the side does that refuses.
+    """
+    contexts = []
+    for side, protocol in ((server, ssl.PROTOCOL_TLS_SERVER), (client, ssl.PROTOCOL_TLS_CLIENT)):
+        context = ssl.SSLContext(protocol)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=side.authority.decode())
+        for kind, pem in (("key", side.private_key), ("crt", side.certificate)):
+            (root / f"pem.{kind}").write_bytes(pem)
+        context.load_cert_chain(root / "pem.crt", root / "pem.key")
+        contexts.append(context)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    s = contexts[0].wrap_bio(to_server, to_client, server_side=True)
+    c = contexts[1].wrap_bio(to_client, to_server, server_hostname=name)
+    for _ in range(4):
+        for side in (c, s):
+            _step(side.do_handshake)
+    _step(lambda: s.read(1))  # TLS 1.3: the client's certificate is judged after its own handshake is done
+    seen = s.getpeercert(binary_form=True), c.getpeercert(binary_form=True)
+    assert seen[0] is not None
+    assert seen[1] is not None
+    return seen[0], seen[1]
+
+
+def _step(act: Callable[[], object]) -> None:
+    with contextlib.suppress(ssl.SSLWantReadError):
+        act()
