@@ -7,6 +7,7 @@ or a silo may do. Where many of them need coordinates of their own, the model ge
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.guarding import Books, build_guards
 from secure_fvi.messages import CLIP
+from secure_fvi.privacy.claim import claim
 from secure_fvi.privacy.gate import Gate, RecordRelease, Release
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -108,14 +110,13 @@ def colluding(setting: Setting, target: int) -> tuple[str, ...]:
 class Rig:
     """Parties that are built once and start afresh for each run, with noise of its own."""
 
-    def __init__(self, setting: Setting, silos: Sequence[Data], colluders: Sequence[str] = ()) -> None:
-        """`colluders` leave out their noise."""
+    def __init__(self, setting: Setting, silos: Sequence[Data], shadow: Shadow, colluders: Sequence[str] = ()) -> None:
+        """`colluders` leave out their noise. `shadow`: of the same setting; its traces serve here, too."""
         self._colluders = frozenset(colluders)
         self.server, self.engine, _ = setting.parties(silos)
         self._simulated, self._program = setting.simulated, self.server.program
-        self.claim: dict[str, Any] = self.server.claim() or {}
         self.terms: Terms = self._program.terms[ROUND_PHASE]
-        self._programs = {name: silo.program for name, silo in self.engine.silos.items()}
+        self._silo_program = shadow.program
 
     def run(
         self,
@@ -142,10 +143,15 @@ class Rig:
         server.state = server.state._replace(algorithm=self._program.init(), accepted={}, records=None, clip=clip)
         for name, silo in silos.items():
             gate = (quiet if name in self._colluders else honest)[name]
-            start(silo, (gates or {}).get(name, lambda gate: gate)(gate), self._programs[name])
-            silo.program = (programs or {}).get(name, lambda program: program)(self._programs[name])
+            start(silo, (gates or {}).get(name, lambda gate: gate)(gate), self._silo_program)
+            silo.program = (programs or {}).get(name, lambda program: program)(self._silo_program)
         while not self.engine.run(server.round()).finished:
             pass
+
+    @functools.cached_property
+    def claim(self) -> dict[str, Any]:
+        """Of the terms that were agreed, whatever noise was made."""
+        return claim(self._program.terms, NoiseSource())
 
     @property
     def noise_sd(self) -> float:
@@ -234,14 +240,14 @@ class Shadow:
         """`only`: which of the silos. always: every record is in every batch."""
         _, engine, _ = setting.parties(silos, 1.0 if always else None)
         self._silos = [engine.silos[f"silo-{j + 1}"] for j in only]
-        self._programs = [silo.program for silo in self._silos]
-        self.terms = replace(self._programs[0].terms[ROUND_PHASE], noise_multiplier=0.0)
+        self.program = self._silos[0].program  # one for all silos; it holds no data
+        self.terms = replace(self.program.terms[ROUND_PHASE], noise_multiplier=0.0)
         terms = {ROUND_PHASE: self.terms}
         self._gates = [Gate(s.name, s.program.tables, terms, _free) for s in self._silos]
 
     def start(self) -> None:
-        for silo, gate, program in zip(self._silos, self._gates, self._programs, strict=True):
-            start(silo, gate, program)
+        for silo, gate in zip(self._silos, self._gates, strict=True):
+            start(silo, gate, self.program)
 
     def total(self, message: Broadcast) -> FloatArray:
         """(shared,) the clipped sum that answers the broadcast, in natural units."""

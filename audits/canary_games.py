@@ -62,9 +62,13 @@ class OneRunGame:
         colluders = colluding(setting, 0)
         # Canary records sit in the silos that make noise.
         self._homes = [j for j in range(self._real) if f"silo-{j + 1}" not in colluders]
-        self._rig = Rig(wider, silos, colluders)
         self._rest = Shadow(wider, silos, only=range(self._real))
-        self.claim = self._rig.claim
+        self._rig = Rig(wider, silos, self._rest, colluders)
+
+    @property
+    def claim(self) -> dict[str, Any]:
+        """What such a run claims, by its accountant."""
+        return self._rig.claim
 
     def play(self, seed: int, each_side: int, noise: float = 1.0) -> tuple[OneRun, OneRun]:
         """The bound of one run in which the `each_side` highest scores are called in and the lowest out; and what the
@@ -125,9 +129,14 @@ class InOrOut:
             self._own = Shadow(_any_noise(setting), [alone] * len(outside), only=[silo], always=True)
         self._rest = Shadow(setting, outside, only=others)
         colluders = colluding(setting, silo)
-        without_it = Rig(setting, outside, colluders)
-        self._worlds = (without_it, without_it if inside is outside else Rig(setting, inside, colluders))
-        self._silo, self.claim = f"silo-{silo + 1}", without_it.claim
+        without_it = Rig(setting, outside, self._rest, colluders)
+        self._worlds = (without_it, without_it if inside is outside else Rig(setting, inside, self._rest, colluders))
+        self._silo = f"silo-{silo + 1}"
+
+    @property
+    def claim(self) -> dict[str, Any]:
+        """What such a run claims, by its accountant."""
+        return self._worlds[0].claim
 
     def scores(self, seeds: range, noise: float = 1.0, each: Callable[[], None] = lambda: None) -> Scores:
         """One run a seed, with the canary where it is odd."""

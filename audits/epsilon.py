@@ -50,13 +50,13 @@ def epsilon_rows(
 ) -> list[AuditRow]:
     """Rows of the attack for SFVI under `privacy`, noise planned for `rounds` rounds without retries.
 
-    runs: of each game with one canary, half of them with it. Raises InputError for other algorithms, for fewer than 40
+    runs: of each game with one canary, half of them with it. Raises InputError for other algorithms, for fewer than 20
     runs, and for data that are neither made nor released for an audit.
     """
     if not isinstance(algorithm, SFVI):
         raise InputError(f"attack '{NAME}' audits sfvi under privacy, not {algorithm.name}")
-    if runs < 40:
-        raise InputError(f"attack '{NAME}' needs at least 40 runs, not {runs}")
+    if runs < 20:
+        raise InputError(f"attack '{NAME}' needs at least 20 runs, not {runs}")
     if not simulated and not real_data:
         raise InputError(
             "an audit of runs on real data handles single records; say so with real_data = True (--real-data) after "
