@@ -137,10 +137,10 @@ class MaskedSilo:
             ring = self._rings[table.digest] = Ring(table, self._roster.bits, self._roster.size)
         return _masked(ring, values, masks).view(np.uint8).data
 
-    def _agree(self, request: SignRequest | RevealRequest) -> tuple[SiloBatch, tuple[int, ...], bytes, bytes]:
-        """Write down the survivors of an index before anything leaves; the first set named is the only one.
+    def _named(self, request: SignRequest | RevealRequest) -> tuple[SiloBatch, tuple[int, ...], bytes, bytes]:
+        """The batch, the survivors, the statement that names them, and the digest of the own contribution.
 
-        The batch, the survivors, the statement that names them, and the digest of the own contribution.
+        Raises ProtocolError for a set that this silo would not have named.
         """
         index = request.sum_index
         batch = self._state.batch_of(index)
@@ -159,23 +159,29 @@ class MaskedSilo:
         statement = batch.session.survivors_statement(
             batch.digest, index, request.survivors, request.table, request.context
         )
+        return batch, survivors, statement, _NOTHING if record is None else record[64:]
+
+    def _claim(self, index: int, statement: bytes) -> None:
+        """Write down the survivors of an index before anything leaves; the first set named is the only one."""
         if self._store.claim(f"{SURVIVORS}/{index}", statement) != statement:
             raise ProtocolError(f"other survivors of sum {index} were named before")
-        return batch, survivors, statement, _NOTHING if record is None else record[64:]
 
     def _on_sign(self, request: SignRequest) -> SetSignature:
         if not self._roster.consistency_check:
             raise ProtocolError("this session has no consistency check")
-        batch, _, statement, own = self._agree(request)
+        batch, _, statement, own = self._named(request)
+        self._claim(request.sum_index, statement)
         signature = self._identity.sign(batch.session.set_statement(statement, own))
         return SetSignature(request.sum_index, own, signature)
 
     def _on_reveal(self, request: RevealRequest) -> Shares:
-        batch, survivors, statement, _ = self._agree(request)
+        batch, survivors, statement, _ = self._named(request)
         if self._roster.consistency_check:
             signers = self._roster.members_of(request.signers)
             statements = [batch.session.set_statement(statement, own) for own in request.contributions]
             self._state.check_signatures(signers, request.signatures, statements)
+        # After the signatures: a request that nobody signed must not decide which set is the only one.
+        self._claim(request.sum_index, statement)
         return Shares(request.sum_index, batch.shares(request.sum_index, frozenset(survivors)))
 
 

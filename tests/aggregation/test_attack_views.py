@@ -139,6 +139,18 @@ class TestAnotherBroadcast:
         assert is_input(self.total(world), sum(world.values.values()))
 
 
+def test_a_request_that_nobody_signed_names_no_survivors():
+    """Else one message on the wire to each silo would end a sum that all of them could finish."""
+    world = World(5, consistency_check=True)
+    messages = world.contribute()
+    three = world.roster.bitmap(frozenset({0, 1, 2}))
+    signers = world.roster.bitmap(frozenset())
+    for silo in world.silos.values():
+        with pytest.raises(ProtocolError, match="signed"):
+            silo.handle(pack(RevealRequest(0, three, TABLE.digest, CONTEXT, signers, [], [])))
+    np.testing.assert_allclose(world.total(messages).values, sum(world.values.values()), atol=1e-6)
+
+
 class TestTwoSurvivorSets:
     """One half is told that the victim survived, the other that it dropped out."""
 
