@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy.typing as npt
+from scipy.stats import norm
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.transcript import Transcript
@@ -62,7 +63,7 @@ class Control(NamedTuple):
 
     estimate: Estimate
     what: str
-    power: float | None = None  # of the positive control: probability that an audit of this size catches it
+    power: float | None = None  # of a positive control: probability that an audit of this size catches it
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def judge(
     caught, false_alarm = positive.estimate.above(nothing), negative.estimate.above(nothing)
     valid = caught and not false_alarm
     leaks = estimate.above(nothing)
+    if positive.power is None:
+        positive = positive._replace(power=_power(positive.estimate, nothing))
     detail |= {
         "positive_control": _described(positive, caught),
         "negative_control": _described(negative, false_alarm),
@@ -125,6 +128,13 @@ def judge(
         nothing,
         detail,
     )
+
+
+def _power(estimate: Estimate, nothing: float) -> float:
+    """Probability that an audit of this size finds what the interval's lower end says, by a normal approximation."""
+    z = float(norm.ppf((1 + CONFIDENCE) / 2))
+    sd = (estimate.high - estimate.low) / (2 * z)
+    return float(norm.sf(z - (estimate.low - nothing) / sd)) if sd > 0 else float(estimate.low > nothing)
 
 
 def _described(control: Control, caught: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, Attack, AuditRow, Control, Estimate, Groups, judge
-from secure_fvi.audits.features import from_messages, from_totals
+from secure_fvi.audits.features import Seen, messages_of, totals_of
 from secure_fvi.audits.regressors import Ridge, cross_fitted
 from secure_fvi.audits.scores import gain, r_squared
 from secure_fvi.audits.worlds import Data, Laboratory, Outcome
@@ -28,54 +28,64 @@ class Sample:
 
     messages: FloatArray  # (S, D)
     totals: FloatArray  # (S, D')
-    target: FloatArray  # (S,) mean over the silo's records of one coordinate of Z_L
-    records: tuple[FloatArray, ...]  # the same, record by record
+    target: FloatArray  # (S, n_record) mean of Z_L over the silo's records
+    records: tuple[FloatArray, ...]  # the same, record by record: (N_j, n_record)
     world: Groups  # (S,)
+    raw: tuple[int, int]  # the first so many columns of messages, and of totals, add up over silos
 
     @property
     def both(self) -> FloatArray:
         return np.concatenate([self.messages, self.totals], 1)
 
     def hinted(self, own: Sample) -> Sample:
-        """With one more column beside the totals: what a ridge regression that was trained on the contributions of the
-        adversary's `own` worlds makes of the average contribution of these, which the totals give it.
+        """With a column for each latent beside the totals: what a ridge regression that was trained on the contributions
+        of the adversary's `own` worlds makes of the average contribution of these, which the totals give it.
 
         `own` must share no world with this sample. Where its contributions have other blocks, nothing is added.
         """
         silos = np.array([np.sum(self.world == w) for w in self.world])[:, None]
-        if len(silos) == 0 or own.messages.shape[1] - 1 != self.totals.shape[1]:
+        if len(silos) == 0 or own.raw[0] != self.raw[1]:
             return self
-        hint = Ridge()(own.messages[:, :-1], own.target, self.totals / silos)
-        return replace(self, totals=np.column_stack([self.totals, hint]))
+        known, average = own.messages[:, : own.raw[0]], self.totals[:, : self.raw[1]] / silos
+        hints = [Ridge()(known, answers, average) for answers in own.target.T]
+        return replace(self, totals=np.column_stack([self.totals, *hints]))
 
     def shuffled(self) -> Sample:
         """The same messages with the latents of other worlds: nothing can be learnt. For negative controls."""
         order = _cyclic(self.world)
-        return Sample(self.messages, self.totals, self.target[order], tuple(self.records[i] for i in order), self.world)
+        return replace(self, target=self.target[order], records=tuple(self.records[i] for i in order))
 
 
 def collect(
     laboratory: Laboratory,
     draw: Callable[[int], list[Data]],
     seeds: Iterable[int],
-    coordinate: int = 0,
     each: Callable[[], None] = lambda: None,
 ) -> Sample:
     """Run a world for each seed on the silos that `draw` makes of it. `each` is told when one is done."""
-    messages, totals, target, records, world = [], [], [], [], []
+    messages: list[Seen] = []
+    totals: list[Seen] = []
+    target, records, world = [], [], []
     for seed in seeds:
         outcome: Outcome = laboratory.run(draw(seed), seed)
         transcript = outcome.transcript
         values = [outcome.latents[silo] for silo in transcript.silos]
-        if values[0].shape[1] <= coordinate:
+        if not values[0].shape[1]:
             raise InputError("the model has no latent site inside its record plate, so there is nothing to recover")
-        messages.append(from_messages(transcript))
-        totals.append(from_totals(transcript))
-        records += [v[:, coordinate] for v in values]
-        target += [float(v[:, coordinate].mean()) for v in values]
+        messages.append(messages_of(transcript, outcome.layout))
+        totals.append(totals_of(transcript, outcome.layout))
+        records += values
+        target += [v.mean(0) for v in values]
         world += [seed] * len(values)
         each()
-    return Sample(np.concatenate(messages), np.concatenate(totals), np.array(target), tuple(records), np.array(world))
+    return Sample(
+        np.concatenate([m.values for m in messages]),
+        np.concatenate([t.values for t in totals]),
+        np.stack(target),
+        tuple(records),
+        np.array(world),
+        (messages[0].raw, totals[0].raw),
+    )
 
 
 def by_silo(sample: Sample) -> Sample:
@@ -88,8 +98,10 @@ class Guesses:
 
     def __init__(self, attack: Attack, sample: Sample) -> None:
         self.sample = sample
-        self.both = cross_fitted(attack, sample.both, sample.target, sample.world)
-        self.totals = cross_fitted(attack, sample.totals, sample.target, sample.world)
+        self.both, self.totals = (
+            np.stack([cross_fitted(attack, seen, answers, sample.world) for answers in sample.target.T], 1)
+            for seen in (sample.both, sample.totals)
+        )
 
     def from_both(self, confidence: float = CONFIDENCE) -> Estimate:
         """R^2 of the silo's mean from messages and totals."""
@@ -103,7 +115,7 @@ class Guesses:
         """R^2 of single records' values, for each of which the guess is that of its silo."""
         sizes = [len(r) for r in self.sample.records]
         values = np.concatenate(self.sample.records)
-        return r_squared(values, np.repeat(self.both, sizes), np.repeat(self.sample.world, sizes), confidence)
+        return r_squared(values, np.repeat(self.both, sizes, 0), np.repeat(self.sample.world, sizes), confidence)
 
     def beyond_totals(self, confidence: float = CONFIDENCE) -> Estimate:
         """By how much messages raise the R^2 that totals alone reach."""

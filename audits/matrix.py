@@ -109,7 +109,7 @@ class Matrix:
         elsewhere = resampled(self.pool, self.sizes, _ELSEWHERE)
         worlds = 8 * (self.scale.worlds + self.scale.trials)
         config = self._full if isinstance(self._full, SFVI) else SFVI()
-        return LateStart(self.model, config, elsewhere, worlds)
+        return LateStart(self.model, config, elsewhere, worlds, pool=self.pool)
 
     def supports(self, protection: Protection) -> bool:
         """Whether the algorithm can be run so: few-round algorithms take no record privacy here."""
@@ -158,8 +158,8 @@ class Matrix:
             protection.privacy,
             worlds=worlds,
             late=self._late if sfvi else None,
-            # Noise that moves a private run moves its own latents, too, so there those of a settled fit are wanted.
-            targets=None if sfvi and protection.privacy is None else self._late,
+            # Those of a settled fit: noise that moves a short run moves its own latents, too.
+            targets=self._late,
             simulated=self._simulated,
             real_data=self._real_data,
         )

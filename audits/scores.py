@@ -99,9 +99,10 @@ def tpr_at_fpr(truth: FloatArray, guesses: FloatArray, fpr: float, confidence: f
 def r_squared(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: float = CONFIDENCE) -> Estimate:
     """1 - squared errors / squared deviations from the mean; guessing the mean gives 0, worse guesses less.
 
-    Percentile bootstrap over whole groups, with a fixed seed.
+    Rows (B,), or (B, C) for all columns together, each about its own mean. Percentile bootstrap over whole groups, with
+    a fixed seed.
     """
-    return _bootstrap(_moments(truth, guesses), groups, _r_squared, confidence)
+    return _bootstrap(_moments(truth, guesses), _columns(truth, groups), _r_squared, confidence)
 
 
 def gain(
@@ -109,13 +110,22 @@ def gain(
 ) -> Estimate:
     """How much R^2 of the guesses `better` exceeds that of `base`, or 0, which guessing the mean gives, where `base` is
     worse than that. By a bootstrap of both together."""
-    rows = np.column_stack([_moments(truth, better), (truth - base) ** 2])
-    return _bootstrap(rows, groups, lambda s: _r_squared(s) - np.maximum(_r_squared(s[:, [0, 1, 2, 4]]), 0), confidence)
+    rows = np.column_stack([_moments(truth, better), ((truth - base) ** 2).ravel()])
+
+    def difference(sums: FloatArray) -> FloatArray:
+        return _r_squared(sums) - np.maximum(_r_squared(sums[:, [0, 1, 2, 4]]), 0)
+
+    return _bootstrap(rows, _columns(truth, groups), difference, confidence)
 
 
 def _moments(truth: FloatArray, guesses: FloatArray) -> FloatArray:
-    centred = truth - truth.mean()
-    return np.column_stack([np.ones(len(truth)), centred, centred**2, (truth - guesses) ** 2])
+    centred = (truth - truth.mean(0)).ravel()
+    return np.column_stack([np.ones(len(centred)), centred, centred**2, ((truth - guesses) ** 2).ravel()])
+
+
+def _columns(truth: FloatArray, groups: Groups) -> Groups:
+    """The group of each number of `truth`."""
+    return np.repeat(groups, truth.size // len(truth))
 
 
 def _r_squared(sums: FloatArray) -> FloatArray:

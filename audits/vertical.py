@@ -9,16 +9,15 @@ columns     the server regresses a silo's predictor, which carries its columns, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
+from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear
 from secure_fvi.audits.recording import Recorder
@@ -26,14 +25,17 @@ from secure_fvi.audits.regressors import ATTACKS, cross_fitted
 from secure_fvi.audits.scores import auc, r_squared
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.errors import InputError
-from secure_fvi.models.vertical_logistic import linear
+from secure_fvi.models.vertical_base import VerticalDataset
+from secure_fvi.models.vertical_logistic import linear, make_data
 from secure_fvi.privacy.settings import DP
 from secure_fvi.vertical_fitting import build_vertical_parties
+from secure_fvi.vertical_results import VerticalLocalPosterior
 
 #: Ways to read labels off the pulls.
 LABEL_ATTACKS = ("sign", "norm", "cosine")
 _KNOWN = 0.1  # share of people whose labels the cosine attack knows
 _STRETCHES = 8  # over which traces are averaged
+_DRAWS = 2000  # of q, for posterior means
 
 
 class World(NamedTuple):
@@ -41,12 +43,12 @@ class World(NamedTuple):
 
     transcript: Transcript
     labels: FloatArray  # (N,)
-    predictors: Mapping[str, FloatArray]  # (N,) by silo, at the fitted coefficients
+    predictors: Mapping[str, FloatArray]  # (N,) by silo, posterior means
 
 
 def record(
-    silos: Mapping[str, Tensor],
-    labels: Tensor,
+    data: VerticalDataset,
+    likelihood: Likelihood,
     config: Vertical,
     aggregation: SecureSum,
     privacy: DP | None = None,
@@ -54,23 +56,26 @@ def record(
     *,
     simulated: bool,
     real_data: bool = False,
-    truth: Mapping[str, Tensor] | None = None,
+    each: Callable[[], None] = lambda: None,
 ) -> World:
-    """A logistic run over columns `silos` (N, D_j), watched.
-
-    `truth`: coefficients (D_j,) by silo that the targets are made with; by default those of the fit.
-    """
-    ids = list(silos)
+    """A whole run, watched. `each` is told after every round."""
+    ids = list(data.silos)
     parties = build_vertical_parties(
-        Bernoulli(), [{"x": silos[n]} for n in ids], labels, [linear] * len(ids), None, config, aggregation, privacy,
-        seed, ids, compile=False,
+        likelihood, [data.silos[n] for n in ids], data.response, [data.predictors[n] for n in ids], data.offset,
+        config, aggregation, privacy, seed, ids, compile=False,
     )  # fmt: skip
     recorder = Recorder(parties.server, parties.engine, aggregation.kind, simulated=simulated, real_data=real_data)
-    for _ in range(config.rounds):
-        recorder.step()
-    fitted = {n: s.program.local_fit(s.local)["theta/loc"] for n, s in parties.engine.silos.items()}
-    targets = {n: (silos[n] @ (truth or fitted)[n]).numpy() for n in ids}
-    return World(recorder.transcript(), labels.numpy().astype(np.float64), targets)
+    while not recorder.step().finished:
+        each()
+    for guards in (parties.guards, parties.holder):
+        if guards is not None:
+            guards.close("finished")
+    eta = {}
+    for name, silo in parties.engine.silos.items():
+        silo.settle(parties.server.state.accepted)
+        eta[name] = VerticalLocalPosterior(silo).eta(data.silos[name], _DRAWS).mean(0).reshape(len(data.response), -1)
+    predictors = {n: v[:, 0].numpy().astype(np.float64) for n, v in eta.items()}
+    return World(recorder.transcript(), data.response.numpy().astype(np.float64), predictors)
 
 
 def pulls(transcript: Transcript) -> FloatArray:
@@ -178,12 +183,9 @@ def example(
     seed: int, aggregation: SecureSum | None = None, privacy: DP | None = None, rho: float = 1.0, rounds: int = 60
 ) -> World:
     """A simulated run over three silos with a private response, to try the attacks on."""
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(400, 6, generator=rng, dtype=torch.float64)
-    beta = torch.tensor([1.0, -1.0, 0.8, 0.5, -0.7, 0.4], dtype=torch.float64)
-    y = torch.bernoulli(torch.sigmoid(x @ beta - 0.8), generator=rng)
+    made = make_data(seed, 400, 6)
     ids = ("bank", "clinic", "insurer")
+    parts = dict(zip(ids, made.by_silo(3), strict=True))
+    data = VerticalDataset({n: {"x": x} for n, x in parts.items()}, dict.fromkeys(ids, linear), made.y)
     config = Vertical(response="private", rho=rho, rounds=rounds, learning_rate=0.05)
-    silos = {n: x[:, 2 * j : 2 * j + 2].contiguous() for j, n in enumerate(ids)}
-    truth = {n: beta[2 * j : 2 * j + 2] for j, n in enumerate(ids)}
-    return record(silos, y, config, aggregation or Plain(), privacy, seed, simulated=True, truth=truth)
+    return record(data, Bernoulli(), config, aggregation or Plain(), privacy, seed, simulated=True)

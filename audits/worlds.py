@@ -19,6 +19,7 @@ from secure_fvi.algorithms.base import LocalFit, Problem, ServerProgram, SiloPro
 from secure_fvi.audits.late import LateStart
 from secure_fvi.audits.recording import Recorder
 from secure_fvi.audits.transcript import Transcript
+from secure_fvi.density import Layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
@@ -36,6 +37,7 @@ class Outcome(NamedTuple):
 
     transcript: Transcript
     latents: Mapping[str, FloatArray]  # by silo, (N_j, n_record): means of q(Z_L) at the mean of q(Z_G), on R^n
+    layout: Layout
 
 
 def shortened(algorithm: Any, rounds: int) -> Any:
@@ -90,7 +92,8 @@ class Laboratory:
         for silo in engine.silos.values():
             silo.settle(server.state.accepted)
         wanted = self._targets.latents if self._targets is not None else lambda silo: _latents(silo, server)
-        return Outcome(recorder.transcript(), {name: wanted(silo) for name, silo in engine.silos.items()})
+        latents = {name: wanted(silo) for name, silo in engine.silos.items()}
+        return Outcome(recorder.transcript(), latents, server.problem.layout)
 
 
 class _Shared:

@@ -19,6 +19,7 @@ MODULES = {
     "adult": "secure_fvi.models.uci_adult",
     "credit": "secure_fvi.models.uci_credit",
     "mnist": "secure_fvi.models.mnist",
+    "prodlda-simulated": "secure_fvi.models.prodlda",
     "six-cities": "secure_fvi.models.six_cities",
 }
 
