@@ -7,8 +7,13 @@ import math
 import numpy as np
 import pytest
 
+import secure_fvi as sf
 from secure_fvi.audits.information import Critic, gaussian, info_nce, information_rows
+from secure_fvi.audits.local_latents import Sample, collect
+from secure_fvi.audits.workbench import MASKED, PLAIN, Protected, Workbench
+from secure_fvi.audits.worlds import resampled
 from secure_fvi.errors import InputError
+from secure_fvi.models.six_cities import PROGRAM, load
 
 
 def pairs(correlation: float, count: int, columns: int = 5) -> tuple[np.ndarray, np.ndarray, float]:
@@ -79,6 +84,27 @@ def test_rows_carry_the_cap() -> None:
     hidden = information_rows("masked", masked, plain, critic)[1]  # type: ignore[arg-type]
     assert hidden.valid
     assert hidden.high < 0.5 < normal.low  # what totals tell: at most 1/3 of the variance, 0.2 nats
+
+
+@pytest.mark.slow
+def test_six_cities() -> None:
+    """3 x 60 silos of 10 children, 12 rounds late in a run: masks take most of it away, and totals stay."""
+    bench = Workbench(PROGRAM.model, sf.SFVI(), resampled(load().records, (179,) * 3, 3), worlds=60)
+
+    def sample(protection: Protected) -> Sample:
+        return collect(bench.laboratory(protection), lambda seed: resampled(bench.pool, (10,) * 3, seed), range(60))
+
+    plain = sample(PLAIN)
+    rows = [
+        row
+        for protection, found in ((PLAIN, plain), (MASKED, sample(MASKED)))
+        for row in information_rows(protection[0], found, plain)
+    ]
+    for row in rows:
+        print(f"{row.attack:<56} {row.protection:<8} {row.value:.3f} [{row.low:.3f}, {row.high:.3f}] {row.finding}")
+    assert all(row.valid for row in rows)
+    assert rows[0].low > rows[2].value
+    assert rows[1].low > rows[3].high
 
 
 def test_bad_input() -> None:
