@@ -139,7 +139,7 @@ def _norms(gradient: FloatArray, layout: Layout) -> FloatArray:
     """Log norms of the rows and columns of the gradient in each global site that is a matrix."""
     found, start = [_NOTHING], 0
     for site in layout.of("global"):
-        if len(site.shape) == 2 and 1 < min(site.shape) and max(site.shape) <= _LONGEST:
+        if len(site.shape) == 2 and min(site.shape) > 1 and max(site.shape) <= _LONGEST:
             block = gradient[start : start + site.size].reshape(site.shape)
             found += [np.log(np.linalg.norm(block, axis=axis) + 1e-12) for axis in (0, 1)]
         start += site.size

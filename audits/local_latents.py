@@ -38,7 +38,7 @@ class Sample:
         return np.concatenate([self.messages, self.totals], 1)
 
     def hinted(self, own: Sample) -> Sample:
-        """With a column for each latent beside the totals: what a ridge regression that was trained on the contributions
+        """With a column for each latent beside the totals: what a ridge regression trained on the contributions
         of the adversary's `own` worlds makes of the average contribution of these, which the totals give it.
 
         `own` must share no world with this sample. Where its contributions have other blocks, nothing is added.
