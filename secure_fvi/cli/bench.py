@@ -88,6 +88,20 @@ def ledger(as_json: bool, releases: int, folder: Path | None, debug: bool) -> No
     command(as_json, releases, folder)
 
 
+@bench.command("audit-log")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--exchanges", type=click.IntRange(1), default=1000, show_default=True, help="Written down each way.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="On the disk to measure; default: the temporary folder."
+)
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def audit_log(as_json: bool, exchanges: int, folder: Path | None, debug: bool) -> None:
+    """Time the paper trail: an exchange written down, a log verified and compared with the server's."""
+    from secure_fvi.cli.bench_audit_log import command
+
+    command(as_json, exchanges, folder)
+
+
 @bench.command()
 @click.option(
     "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Holds uci_adult."

@@ -32,13 +32,14 @@ from secure_fvi.deployment.admission import Admission
 from secure_fvi.deployment.authority import authority_hash
 from secure_fvi.deployment.certificates import (
     check_revocations,
+    key_hash,
     read_certificate,
     read_revocations,
     revocation_number,
 )
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.names import Id, Role, Table, check_id, parse_table, read_bytes, write_bytes
-from secure_fvi.deployment.rotation import Endorsement, read_endorsement
+from secure_fvi.deployment.rotation import Endorsement, pinned_key, read_endorsement
 from secure_fvi.deployment.signatures import load_roster
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.key_files import create_key, load_key, load_private, store_private
@@ -179,6 +180,11 @@ class Home:
             self._accept(revocations=number)
         return found
 
+    @property
+    def in_force(self) -> int:
+        """The number of the roster that this site has accepted; 0 before the first."""
+        return self._accepted().serial
+
     def roster_file(self, serial: int) -> Path:
         """Where roster number `serial` lies, its signatures beside it."""
         return self.path / "rosters" / f"{serial}.toml"
@@ -196,11 +202,9 @@ class Home:
         Raises ProtocolError that names the reason: a signature, the time, the authority, this site's own entry, or that
         it is not the roster that this site has accepted.
         """
-        serial = self._accepted().serial
+        serial = self.in_force
         if not serial:
-            raise InputError(
-                f"no roster is in force in '{self.path}'; put one in force with `keys roster verify`"
-            )
+            raise InputError(f"no roster is in force in '{self.path}'; put one in force with `keys roster verify`")
         return self.check_roster(self.roster_file(serial), now)
 
     def check_roster(self, path: Path, now: datetime.datetime) -> ConsortiumRoster:
@@ -211,11 +215,16 @@ class Home:
         return roster
 
     def check_own(self, roster: ConsortiumRoster) -> None:
-        """Raises ProtocolError unless the roster names this site, its identity, its role and its authority rightly."""
+        """Raises ProtocolError unless the roster has this site's identity, role, TLS key and authority right."""
         own = roster.member(self.id)
         self.identity_in(roster)
         if own.role != self.role:
             raise ProtocolError(f"the roster calls '{self.id}' a {own.role}, here it is a {self.role}")
+        if pinned_key(roster, own, self.endorsements()) != key_hash(self.tls_key().public_key()):
+            raise ProtocolError(
+                f"the roster names another TLS key for '{self.id}' than the one in '{self.path}'; "
+                "have it made with this site's newest request"
+            )
         if authority_hash(self.authority()) != roster.authority:
             raise ProtocolError("the roster names another authority than the one in 'ca.crt'")
 

@@ -99,19 +99,24 @@ def _install_certificate(home: Home, content: bytes, where: str, now: datetime.d
     following = home.path / "next" / "tls.key"
     public = found.public_key()
     if following.exists() and home.tls_key("next/tls.key").public_key() == public:
+        assert isinstance(public, EllipticCurvePublicKey)
+        told = _endorse(home, public, now) if home.in_force else ""
         _retire(home, "tls.key", now)
         following.rename(home.path / "tls.key")
-        assert isinstance(public, EllipticCurvePublicKey)
-        notice = home.path / f"{home.id}.endorsement.toml"
-        write_bytes(notice, endorse(home.id, home.identity(), key_hash(public), now))
-        _put(home.path / "endorsements" / f"{home.id}.toml", notice.read_bytes())
-        told = f"; send '{notice}' to the other members, who install it"
     elif home.tls_key().public_key() == public:
         told = ""
     else:
         raise InputError(f"{where} is for another key than this site's TLS key")
     write_bytes(home.path / "tls.crt", content)
     return f"certificate of this site, valid until {format_time(found.not_valid_after_utc)}{told}"
+
+
+def _endorse(home: Home, public: EllipticCurvePublicKey, now: datetime.datetime) -> str:
+    notice = home.path / f"{home.id}.endorsement.toml"
+    roster = _read_roster(home.roster_file(home.in_force))
+    write_bytes(notice, endorse(home.id, home.identity(), roster.hash, key_hash(public), now))
+    _put(home.path / "endorsements" / f"{home.id}.toml", notice.read_bytes())
+    return f"; send '{notice}' to the other members, who install it"
 
 
 def sign(home: Home, now: datetime.datetime) -> tuple[ConsortiumRoster, Path]:

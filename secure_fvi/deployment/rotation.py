@@ -1,6 +1,6 @@
 """New keys for a member that is known already, announced by the key that the others trust.
 
-    endorsement   "my TLS key is from now on ..."    signed by the identity; replaces the roster's pin at once
+    endorsement   "my TLS key is from now on ..."    signed by the identity; replaces one roster's pin at once
     succession    "my identity is from now on ..."   signed by the old identity and by the new; enters the next roster
 
 A stolen TLS key is ended by revoking its certificate, a stolen identity by a new roster that everybody signs.
@@ -27,9 +27,10 @@ LABEL_SUCCESSION = b"secure-fvi/identity-succession/1/"
 
 
 class Endorsement(NamedTuple):
-    """A member's word for a TLS key (SHA-256 of the public key)."""
+    """A member's word for a TLS key (SHA-256 of the public key) under the roster of a hash, and under no other."""
 
     member: str
+    roster: bytes
     tls_key: bytes
     made: datetime.datetime
     signature: bytes
@@ -50,6 +51,7 @@ class _EndorsementFile(Table):
     format: Literal[1]
     kind: Literal["tls-endorsement"]
     member: Id
+    roster: Hex32
     tls_key: Hex32
     made: Time
     signature: Hex64
@@ -66,15 +68,16 @@ class _SuccessionFile(Table):
     signature_after: Hex64
 
 
-def endorse(member: str, identity: Identity, tls_key: bytes, now: datetime.datetime) -> bytes:
-    """An endorsement file by the holder of `identity`."""
+def endorse(member: str, identity: Identity, roster: bytes, tls_key: bytes, now: datetime.datetime) -> bytes:
+    """An endorsement file by the holder of `identity`; roster: its hash."""
     made = format_time(now)
-    signature = identity.sign(LABEL_ENDORSEMENT + _digest(member, tls_key, made))
+    signature = identity.sign(LABEL_ENDORSEMENT + _digest(member, roster + tls_key, made))
     return toml.dumps(
         {
             "format": 1,
             "kind": "tls-endorsement",
             "member": member,
+            "roster": roster.hex(),
             "tls_key": tls_key.hex(),
             "made": made,
             "signature": signature.hex(),
@@ -85,22 +88,23 @@ def endorse(member: str, identity: Identity, tls_key: bytes, now: datetime.datet
 def read_endorsement(content: bytes, source: str) -> Endorsement:
     """Raises InputError where there is none; its signature is checked by `pinned_key`."""
     f = parse_table(content, _EndorsementFile, source)
-    return Endorsement(f.member, bytes.fromhex(f.tls_key), parse_time(f.made), bytes.fromhex(f.signature))
+    roster, tls_key = bytes.fromhex(f.roster), bytes.fromhex(f.tls_key)
+    return Endorsement(f.member, roster, tls_key, parse_time(f.made), bytes.fromhex(f.signature))
 
 
 def pinned_key(roster: ConsortiumRoster, member: Member, endorsements: Iterable[Endorsement]) -> bytes:
-    """The TLS key (hash) that `member` is to use: of its newest endorsement since the roster was made, or the roster's.
+    """The TLS key (hash) that `member` is to use: of its newest endorsement under this roster, or the roster's own.
 
     Raises ProtocolError for an endorsement that its identity did not sign.
     """
     newest: Endorsement | None = None
     for e in endorsements:
-        if e.member != member.id:
+        if e.member != member.id or e.roster != roster.hash:
             continue
-        statement = _digest(e.member, e.tls_key, format_time(e.made))
+        statement = _digest(e.member, e.roster + e.tls_key, format_time(e.made))
         if not signed(member.identity_key, LABEL_ENDORSEMENT, statement, e.signature):
             raise ProtocolError(f"the endorsement of a TLS key of '{e.member}' is not signed by its identity")
-        if e.made >= roster.made and (newest is None or e.made > newest.made):
+        if newest is None or e.made > newest.made:
             newest = e
     return bytes.fromhex(member.tls_key) if newest is None else newest.tls_key
 

@@ -39,11 +39,12 @@ SYNC_ROWS, SYNC_SECONDS = 100, 1.0
 class Exchange(NamedTuple):
     """One message in, one out, with one peer; None where there was none (a peer that did not answer).
 
+    step: of the protocol, for readers, such as "Contribution".
     release: what the ledger charged for what left ("gradient 17"), or nothing.
     """
 
     peer: str
-    kind: str
+    step: str
     received: bytes | None
     sent: bytes | None
     release: str = ""
@@ -140,8 +141,9 @@ class Trail:
         self._unsynced += len(seen)
         durable = self._unsynced >= SYNC_ROWS or now - self._synced_at >= SYNC_SECONDS
         with self._writer.transaction(durable):
+            known: dict[int, list[Any]] = {}
             for e in seen:
-                self._writer.append(EXCHANGE, _body(job, e))
+                self._writer.append(EXCHANGE, _body(job, e, known))
         if durable:
             self._unsynced, self._synced_at = 0, now
 
@@ -174,16 +176,21 @@ class Trail:
             self._unsynced, self._synced_at = 0, time.monotonic()
 
 
-def _body(job: str, e: Exchange) -> dict[str, Any]:
+def _body(job: str, e: Exchange, known: dict[int, list[Any]]) -> dict[str, Any]:
     return {
         "job": job,
         "peer": e.peer,
-        "kind": e.kind,
-        "received": _seen(e.received),
-        "sent": _seen(e.sent),
+        "step": e.step,
+        "received": _seen(e.received, known),
+        "sent": _seen(e.sent, known),
         "release": e.release,
     }
 
 
-def _seen(message: bytes | None) -> list[Any] | None:
-    return None if message is None else [len(message), hashlib.sha256(message).digest()]
+def _seen(message: bytes | None, known: dict[int, list[Any]]) -> list[Any] | None:
+    """Size and digest. known: those of this write by object, since a broadcast is one object for all peers."""
+    if message is None:
+        return None
+    if id(message) not in known:
+        known[id(message)] = [len(message), hashlib.sha256(message).digest()]
+    return known[id(message)]

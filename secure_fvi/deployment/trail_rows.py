@@ -30,7 +30,7 @@ class Exchanged(NamedTuple):
 
     job: str
     peer: str
-    kind: str
+    step: str
     received: Seen | None
     sent: Seen | None
     release: str
@@ -107,14 +107,14 @@ JOB_FIELDS = (
 
 def read_exchange(fields: dict[str, Any]) -> Exchanged:
     """An exchange from a row's content. Raises ProtocolError or InputError where it is none."""
-    check_keys(fields, "job", "peer", "kind", "received", "sent", "release")
-    for name in ("job", "peer", "kind", "release"):
+    check_keys(fields, "job", "peer", "step", "received", "sent", "release")
+    for name in ("job", "peer", "step", "release"):
         if type(fields[name]) is not str:
             raise ProtocolError(f"'{name}' must be text")
     return Exchanged(
         fields["job"],
         fields["peer"],
-        fields["kind"],
+        fields["step"],
         _seen(fields["received"]),
         _seen(fields["sent"]),
         fields["release"],

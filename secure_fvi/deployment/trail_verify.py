@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from secure_fvi.deployment.trail_rows import EXCHANGE, TRAIL, Exchanged, Seen, TrailChain, read_exchange
+from secure_fvi.deployment.trail_rows import EXCHANGE, JOB, TRAIL, Exchanged, Seen, TrailChain, read_exchange
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import Row
 from secure_fvi.privacy.chain_file import ChainFile
@@ -70,13 +71,16 @@ def compare(site_path: str | os.PathLike[str], server_path: str | os.PathLike[st
 
     Raises ProtocolError that names the first exchange on which they differ.
     """
-    site, site_seen = _exchanges(site_path)
-    server, server_seen = _exchanges(server_path)
+    site, site_seen, site_jobs = _exchanges(site_path)
+    server, server_seen, server_jobs = _exchanges(server_path)
     jobs = sorted(site_seen.keys() & server_seen.keys())
     if not jobs:
         raise InputError(f"the logs of '{site}' and '{server}' have no job in common")
     agreed = lost = unanswered = 0
     for job in jobs:
+        for name in ("offer", "roster", "model"):
+            if site_jobs[job][name] != server_jobs[job][name]:
+                raise ProtocolError(f"'{site}' and '{server}' have another '{name}' for job '{job}'")
         theirs: dict[bytes, set[Seen | None]] = {}  # by request, what the server has as answers
         for e in server_seen[job]:
             if e.peer == site and e.sent is not None:
@@ -107,14 +111,19 @@ def compare(site_path: str | os.PathLike[str], server_path: str | os.PathLike[st
     return Agreement(site, server, tuple(jobs), agreed, lost, unanswered)
 
 
-def _exchanges(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Exchanged]]]:
+def _exchanges(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Exchanged]], dict[str, dict[str, Any]]]:
+    """Party, exchanges by job, and what each job's newest row says of it."""
     party, found = rows(path)
     seen: dict[str, list[Exchanged]] = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for row in found:
         if row.kind == EXCHANGE:
             e = read_exchange(row.fields())
             seen.setdefault(e.job, []).append(e)
-    return party, seen
+        elif row.kind == JOB:
+            fields = row.fields()
+            jobs[str(fields["job"])] = fields
+    return party, seen, jobs
 
 
 def _shown(digest: bytes) -> str:

@@ -201,12 +201,15 @@ def test_a_new_tls_key_is_endorsed_by_the_identity(world: World) -> None:
 
 def test_an_endorsement_by_somebody_else_is_refused(world: World) -> None:
     hub = world.homes["hub"]
-    forged = endorse("north", Identity(), bytes(32), NOW + DAY)
+    forged = endorse("north", Identity(), hub.roster(NOW).hash, bytes(32), NOW)
     (hub.path / "endorsements").mkdir()
     (hub.path / "endorsements" / "north.toml").write_bytes(forged)
     assert read_endorsement(forged, "e").member == "north"
     with pytest.raises(ProtocolError, match="endorsement of a TLS key of 'north' is not signed by its identity"):
-        hub.admission(NOW + DAY).member((world.homes["north"].path / "tls.crt").read_bytes(), NOW + DAY)
+        hub.admission(NOW).member((world.homes["north"].path / "tls.crt").read_bytes(), NOW)
+    other = endorse("north", world.homes["north"].identity(), bytes(32), bytes(32), NOW)  # under another roster
+    (hub.path / "endorsements" / "north.toml").write_bytes(other)
+    assert meet(world, "north") == "north"
 
 
 def test_a_new_identity_enters_with_the_word_of_the_old(world: World) -> None:

@@ -14,6 +14,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.authority import authority_hash
 from secure_fvi.deployment.codes import reading_code, same_code
 from secure_fvi.deployment.consortium import parse_roster, session_id, write_roster
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, sign
 from secure_fvi.deployment.names import format_time
 from secure_fvi.deployment.signatures import load_roster, sign_roster, signature_folder
@@ -176,6 +177,22 @@ def test_a_site_signs_nothing_that_has_its_own_keys_wrong(world: World) -> None:
     world.homes["north"].roster_file(2).write_bytes(roster.content)
     with pytest.raises(ProtocolError, match="names another identity for 'north'"):
         sign(world.homes["north"], NOW)
+
+
+def test_a_site_signs_no_roster_with_a_tls_key_that_it_has_given_up(world: World) -> None:
+    members = [member_of(world.request(h)) for h in world.homes.values()]
+    home = world.homes["north"]
+    (home.path / "tls.key").unlink()
+    Home.create(world.root / "elsewhere", "elsewhere", "silo")
+    shutil.copy(world.root / "elsewhere" / "tls.key", home.path / "tls.key")
+    stale = write_roster("study", members, authority_hash(world.authority.certificate), NOW, previous=world.roster)
+    home.roster_file(2).write_bytes(stale.content)
+    with pytest.raises(ProtocolError, match="names another TLS key for 'north' than the one in"):
+        sign(home, NOW)
+    right = [member_of(world.request(h)) for h in world.homes.values()]
+    fresh = write_roster("study", right, authority_hash(world.authority.certificate), NOW, previous=world.roster)
+    home.roster_file(2).write_bytes(fresh.content)
+    assert sign(home, NOW)[0].hash == fresh.hash
 
 
 def test_a_new_roster_is_not_in_force_before_all_have_signed(world: World) -> None:

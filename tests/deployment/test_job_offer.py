@@ -1,0 +1,137 @@
+"""What a server asks of a site: signed by a server of the roster, for this site and roster, without a path or code."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from deployment_world import DAY, NOW, World
+
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.job import JobOffer, make_offer, portable, read_offer, sign_offer
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.runs.config import Config, parse, read
+
+FILES = {
+    "seed": 5,
+    "model": {"function": "/srv/models/m.py:mean"},
+    "silo": [
+        {"id": name, "data": f"/srv/{name}.csv", "predictor": f"/srv/{name}.py:eta"}
+        for name in ("east", "north", "south")
+    ],
+    "privacy": {"unit": "record", "epsilon": 1.0, "ledger": "/srv/ledger.sqlite", "data_set": "cohort"},
+}
+
+
+@pytest.fixture
+def roster(world: World) -> ConsortiumRoster:
+    return world.homes["north"].roster(NOW)
+
+
+def offer_of(roster: ConsortiumRoster, config: Config | None = None) -> JobOffer:
+    return make_offer(config or parse(FILES, "test"), roster, "hub", bytes(32), NOW)
+
+
+def test_an_offer_arrives_as_it_was_made(world: World, roster: ConsortiumRoster) -> None:
+    offer = offer_of(roster)
+    message = sign_offer(offer, world.homes["hub"].identity())
+    for site in ("north", "south", "east"):
+        assert read_offer(message, roster, site, NOW) == offer
+    assert read_offer(message, roster, "north", NOW).hash == offer.hash
+    assert offer.data_set == "cohort"
+    assert offer.config.seed == 5
+
+
+def test_an_offer_holds_no_path(roster: ConsortiumRoster) -> None:
+    assert b"/srv" not in offer_of(roster).encoded
+    assert b"at-site.py:mean" in offer_of(roster).encoded
+
+
+@pytest.mark.parametrize("example", ["six_cities.toml", "adult.toml", "vertical_logistic.toml"])
+def test_the_examples_travel(world: World, roster: ConsortiumRoster, example: str) -> None:
+    config = read(Path(__file__).parents[2] / "examples" / example)
+    if config.partition is not None:
+        ids = ("east", "north", "south")
+        config = config.model_copy(
+            update={"partition": config.partition.model_copy(update={"count": 3, "ids": ids, "sizes": None})}
+        )
+    offer = offer_of(roster, config)
+    assert read_offer(sign_offer(offer, world.homes["hub"].identity()), roster, "north", NOW) == offer
+
+
+def test_an_offer_signed_by_another_key_is_refused(roster: ConsortiumRoster) -> None:
+    with pytest.raises(ProtocolError, match="not signed by the identity of 'hub'"):
+        read_offer(sign_offer(offer_of(roster), Identity()), roster, "north", NOW)
+
+
+def test_an_offer_by_a_silo_is_refused(world: World, roster: ConsortiumRoster) -> None:
+    offer = dataclasses.replace(offer_of(roster), server="south")
+    with pytest.raises(ProtocolError, match="offered by 'south', which is a silo"):
+        read_offer(sign_offer(offer, world.homes["south"].identity()), roster, "north", NOW)
+    stranger = dataclasses.replace(offer_of(roster), server="west")
+    with pytest.raises(ProtocolError, match="'west' is no member"):
+        read_offer(sign_offer(stranger, world.homes["hub"].identity()), roster, "north", NOW)
+
+
+def test_an_altered_byte_is_refused(world: World, roster: ConsortiumRoster) -> None:
+    message = bytearray(sign_offer(offer_of(roster), world.homes["hub"].identity()))
+    for at in range(3, len(message), 37):
+        altered = bytearray(message)
+        altered[at] ^= 1
+        with pytest.raises(ProtocolError):
+            read_offer(bytes(altered), roster, "north", NOW)
+    for cut in (0, 1, len(message) // 2, len(message) - 1):
+        with pytest.raises(ProtocolError):
+            read_offer(bytes(message[:cut]), roster, "north", NOW)
+
+
+def test_an_offer_for_others_is_refused(world: World, roster: ConsortiumRoster) -> None:
+    hub = world.homes["hub"].identity()
+    offer = offer_of(roster)
+    other = dataclasses.replace(offer, roster=bytes(32))
+    with pytest.raises(ProtocolError, match="the job is for roster 0000000000000000"):
+        read_offer(sign_offer(other, hub), roster, "north", NOW)
+    two = dataclasses.replace(offer, silos=("east", "south"))
+    with pytest.raises(ProtocolError, match="the job is not for 'north'; it is for east, south"):
+        read_offer(sign_offer(two, hub), roster, "north", NOW)
+    with pytest.raises(ProtocolError, match="for other silos than the offer"):
+        read_offer(sign_offer(two, hub), roster, "south", NOW)
+    server = dataclasses.replace(offer, silos=("hub", "north"))
+    with pytest.raises(ProtocolError, match="asks 'hub', which is no silo"):
+        read_offer(sign_offer(server, hub), roster, "north", NOW)
+
+
+def test_an_offer_has_its_time(world: World, roster: ConsortiumRoster) -> None:
+    message = sign_offer(offer_of(roster), world.homes["hub"].identity())
+    read_offer(message, roster, "north", NOW + 7 * DAY)
+    with pytest.raises(ProtocolError, match="the job offer expired at"):
+        read_offer(message, roster, "north", NOW + 8 * DAY)
+    with pytest.raises(ProtocolError, match="yet to come; compare the clocks"):
+        read_offer(message, roster, "north", NOW - 2 * DAY)
+
+
+def test_an_offer_that_names_a_file_is_refused(world: World, roster: ConsortiumRoster) -> None:
+    hub, offer = world.homes["hub"].identity(), offer_of(roster)
+    config = offer.config
+    for update in (
+        {"model": config.model.model_copy(update={"function": "/etc/cron.py:run"})},
+        {"silo": tuple(s.model_copy(update={"data": "/etc/shadow.csv"}) for s in config.silo)},
+        {"privacy": config.privacy and config.privacy.model_copy(update={"ledger": "/tmp/other.sqlite"})},
+    ):
+        bad = dataclasses.replace(offer, config=config.model_copy(update=update))
+        with pytest.raises(ProtocolError, match="names files; a site reads its own"):
+            read_offer(sign_offer(bad, hub), roster, "north", NOW)
+
+
+def test_an_offer_is_for_silos_of_the_roster(roster: ConsortiumRoster) -> None:
+    with pytest.raises(ProtocolError, match="'west' is no member"):
+        make_offer(parse(FILES, "t"), roster, "hub", bytes(32), NOW, silos=("west",))
+    with pytest.raises(InputError, match="'hub' is no silo"):
+        make_offer(parse(FILES, "t"), roster, "hub", bytes(32), NOW, silos=("hub",))
+
+
+def test_portable_configurations_stay_as_they_are(roster: ConsortiumRoster) -> None:
+    config = offer_of(roster).config
+    assert portable(config, "cohort") == config

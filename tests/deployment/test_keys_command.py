@@ -1,0 +1,197 @@
+"""`secure-fvi keys`, `policy` and `audit-log`, as people type them: four sites from nothing to a roster in force."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from deployment_world import World
+
+from secure_fvi.cli import main
+from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.trail import Exchange, JobEntry
+
+SITES = ("east", "north", "south", "hub")
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs commands in a folder, with a passphrase set. The first argument may hold several words."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Answer:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main([*str(arguments[0]).split(), *(str(a) for a in arguments[1:])])
+        seen = self._capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        assert "PRIVATE KEY" not in seen.out + seen.err
+        assert "open sesame" not in seen.out + seen.err
+        return Answer(stopped.value.code, seen.out, seen.err)
+
+    def done(self, *arguments: object) -> str:
+        answer = self(*arguments)
+        assert answer.code == 0, answer
+        return answer.out
+
+    def refused(self, code: int, says: str, *arguments: object) -> None:
+        answer = self(*arguments)
+        assert answer.code == code, answer
+        assert says in answer.err, answer.err
+        assert answer.err.count("\n") == 1
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "open sesame")
+    monkeypatch.delenv("SECURE_FVI_HOME", raising=False)
+    return Shell(capsys)
+
+
+def code_in(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith("code: ")).removeprefix("code: ")
+
+
+def found(shell: Shell) -> None:
+    """A consortium with a signed roster in force."""
+    shell.done("keys", "authority", "create", "authority", "--consortium", "study")
+    for name in SITES:
+        role = "server" if name == "hub" else "silo"
+        out = shell.done("keys", "init", "--id", name, "--role", role, "--home", name)
+        code = next(line for line in out.splitlines() if "read this code" in line).rpartition(": ")[2]
+        request = f"{name}/{name}.request.toml"
+        assert shell.done("keys", "code", request) == f"{role} '{name}': {code}\n"
+        shell.done("keys", "authority", "issue", "authority", request, "--out", f"{name}.crt", "--yes-code", code)
+    requests = [f"{name}/{name}.request.toml" for name in SITES]
+    make = "keys roster make --consortium study --authority authority/ca.crt --out roster.toml"
+    shell.done(make, *requests)
+    code = code_in(shell.done("keys", "roster", "show", "roster.toml"))
+    files = ("authority/ca.crt", "authority/ca.crl", "roster.toml")
+    for name in SITES:
+        shell.done("keys", "install", "--home", name, *files, f"{name}.crt")
+        assert code_in(shell.done("keys", "roster", "sign", "--home", name, "--yes-code", code)) == code
+    for name in SITES:
+        others = [f"{other}/rosters/1.sig/{other}.sig" for other in SITES if other != name]
+        shell.done("keys", "install", "--home", name, *others)
+        assert "roster 1 of 'study' is in force" in shell.done("keys", "roster", "verify", "--home", name)
+
+
+def test_from_nothing_to_a_roster_in_force(shell: Shell) -> None:
+    found(shell)
+    assert "roster signed by all, certificate in force" in shell.done("keys", "check", "--home", "north")
+    assert shell("keys", "check", "--home", "north", "--days", "400").code == 1
+    listed = shell.done("keys", "authority", "list", "authority")
+    assert listed.count("until") == 4
+    shown = shell.done("keys", "roster", "show", "north/rosters/1.toml")
+    assert "signature files: complete" in shown
+    out = shell.done("policy", "check", "--home", "north")
+    assert "rosters: none" in out
+    shell.done("keys", "authority", "revoke", "authority", "--id", "south")
+    shell.done("keys", "install", "--home", "south", "authority/ca.crl")
+    answer = shell("keys", "check", "--home", "south")
+    assert answer.code == 1
+    assert "the certificate of silo 'south' was revoked" in answer.out
+
+
+def test_a_wrong_code_stops_everything(shell: Shell) -> None:
+    shell.done("keys", "authority", "create", "authority", "--consortium", "study")
+    shell.done("keys", "init", "--id", "north", "--role", "silo", "--home", "north")
+    request = "north/north.request.toml"
+    issue = f"keys authority issue authority {request} --out x.crt"
+    shell.refused(2, "--yes-code is another code", issue, "--yes-code", "00000 " * 8)
+    assert not Path("x.crt").exists()
+
+
+def test_plain_mistakes_are_one_line(shell: Shell) -> None:
+    shell.done("keys", "init", "--id", "north", "--role", "silo", "--home", "north")
+    init = ("keys", "init", "--role", "silo", "--home")
+    shell.refused(2, "'north' holds the site 'north' already", *init, "north", "--id", "other")
+    shell.refused(2, "must be 1 to 63 letters", *init, "new", "--id", "no spaces please")
+    shell.refused(2, "cannot read the site's file", "keys", "check", "--home", "nowhere")
+    shell.refused(2, "holds no roster", "keys", "roster", "sign", "--home", "north", "--yes-code", "1")
+    shell.refused(2, "cannot read the roster", "keys", "roster", "show", "nothing.toml")
+    shell.refused(2, "cannot read the file", "keys", "install", "--home", "north", "nothing.crt")
+    shell.refused(2, "cannot read the authority's register", "keys", "authority", "crl", "nothing")
+    shell.refused(2, "is there already; edit it", "policy", "init", "--home", "north")
+    shell.refused(2, "there is no audit-log 'nothing'", "audit-log", "verify", "nothing")
+    shell.refused(2, "--home", "keys", "check")
+
+
+def test_a_locked_key_needs_its_passphrase(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell.done("keys", "init", "--id", "north", "--role", "silo", "--home", "north")
+    monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "shut sesame")
+    shell.refused(2, "or the passphrase is wrong", "keys", "rotate", "tls", "--home", "north")
+    monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
+    shell.refused(2, "is encrypted; set SECURE_FVI_PASSPHRASE", "keys", "rotate", "tls", "--home", "north")
+
+
+def test_keys_are_rotated(shell: Shell) -> None:
+    found(shell)
+    out = shell.done("keys", "rotate", "tls", "--home", "north")
+    code = out.strip().rpartition(": ")[2]
+    request = "north/north.request.toml"
+    shell.done("keys", "authority", "issue", "authority", request, "--out", "new.crt", "--yes-code", code)
+    assert "send 'north/north.endorsement.toml'" in shell.done("keys", "install", "--home", "north", "new.crt")
+    shell.done("keys", "install", "--home", "hub", "north/north.endorsement.toml")
+    shell.done("keys", "rotate", "identity", "--home", "north")
+    make = "keys roster make --previous roster.toml --authority authority/ca.crt --out next.toml"
+    shell.refused(1, "another identity than in roster 1, not announced by its old one", make, request)
+    out = shell.done(make, request, "--succession", "north/north.succession.toml")
+    assert "north: new identity, announced by the old" in out
+    code = code_in(shell.done("keys", "roster", "show", "next.toml"))
+    for name in SITES:
+        shell.done("keys", "install", "--home", name, "next.toml")
+        shell.done("keys", "roster", "sign", "--home", name, "--yes-code", code)
+    before = Path("north/identity.pub").read_text()
+    for name in SITES:
+        shell.done("keys", "install", "--home", name, *(f"{o}/rosters/2.sig/{o}.sig" for o in SITES if o != name))
+        shell.done("keys", "roster", "verify", "--home", name)
+    assert Path("north/identity.pub").read_text() != before
+    assert "roster signed by all, certificate in force" in shell.done("keys", "check", "--home", "north")
+
+
+def test_a_model_is_hashed(shell: Shell) -> None:
+    example = Path(__file__).parents[2] / "examples" / "six_cities.toml"
+    text = shell.done("policy", "hash-model", example)
+    table = json.loads(shell.done("policy", "hash-model", example, "--json"))
+    assert table["hash"] == text.strip()
+    assert len(table["hash"]) == 64
+    assert "secure_fvi.models.six_cities" in table["sources"]
+    assert shell.done("policy", "hash-model", example, "--set", "algorithm.bound=7.0") != text
+    shell.refused(2, "no configuration file", "policy", "hash-model", "nothing.toml")
+
+
+def test_a_log_is_verified_and_shown(shell: Shell, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
+    logs = {name: open_trail(world.homes[name]) for name in ("north", "hub")}
+    entry = JobEntry("job-1", b"o" * 32, b"r" * 32, b"m" * 32, b"p" * 32, True, "", "cohort", 0.9, 1e-7)
+    for log in logs.values():
+        log.job(entry)
+    logs["north"].exchanges("job-1", [Exchange("hub", "Contribution", b"ask", b"answer", "gradient 1")])
+    logs["hub"].exchanges("job-1", [Exchange("north", "Contribution", b"answer", b"ask")])
+    for log in logs.values():
+        log.close()
+    files = {name: world.homes[name].log_file for name in logs}
+    key = world.homes["north"].path / "identity.pub"
+    out = shell.done("audit-log", "verify", files["north"], "--public-key", key, "--against", files["hub"])
+    assert "'north' and 'hub' agree on 1 exchanges in 1 jobs" in out
+    lines = shell.done("audit-log", "show", files["north"], "--json").splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["genesis", "job", "exchange"]
+    assert json.loads(lines[2])["sent"][0] == len(b"answer")
+    assert "gradient 1" in shell.done("audit-log", "show", files["north"], "--last", 1)
+    forged = open_trail(world.homes["hub"])
+    forged.exchanges("job-1", [Exchange("north", "Contribution", b"made up", b"ask")])
+    forged.close()
+    shell.refused(1, "not in the log of 'north'", "audit-log", "verify", files["north"], "--against", files["hub"])
+    wrong = world.homes["hub"].path / "identity.pub"
+    shell.refused(1, "the chain belongs to key", "audit-log", "verify", files["north"], "--public-key", wrong)

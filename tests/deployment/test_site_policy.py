@@ -1,0 +1,266 @@
+"""A site's policy: a job inside it passes; outside any one of its rules it is refused, and the reason is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment_world import NOW, World
+
+from secure_fvi.deployment.job import JobOffer, make_offer
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
+from secure_fvi.deployment.policy_check import check, check_terms
+from secure_fvi.errors import InputError, PolicyError
+from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.privacy.terms import Extent, agree
+from secure_fvi.runs import toml
+from secure_fvi.runs.config import Config, parse
+
+MODEL = """
+import pyro
+from pyro.distributions import Normal
+
+
+def mean(y):
+    mu = pyro.sample("mu", Normal(0.0, 5.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", Normal(mu, 1.0), obs=y)
+"""
+
+
+def config(**tables: Any) -> Config:
+    table = {
+        "model": {"function": "anywhere.py:mean"},
+        "silo": [{"id": name, "data": "x.csv"} for name in ("east", "north", "south")],
+        "algorithm": {"name": "sfvi", "iterations": 100, "sampling_rate": 0.1},
+        "aggregation": {"kind": "masked"},
+        "privacy": {"unit": "record", "epsilon": 0.9, "delta": 1e-7, "data_set": "cohort"},
+        **tables,
+    }
+    return parse({k: v for k, v in table.items() if v is not None}, "test")
+
+
+class Site:
+    """North's model file and policy, and offers that it is made."""
+
+    def __init__(self, world: World) -> None:
+        self.folder = world.homes["north"].path
+        self.roster = world.homes["north"].roster(NOW)
+        (self.folder / "model.py").write_text(MODEL)
+        self.function = f"{self.folder / 'model.py'}:mean"
+        self.table: dict[str, Any] = {
+            "format": 1,
+            "rosters": [self.roster.hash.hex()],
+            "algorithms": ["sfvi"],
+            "aggregations": ["masked"],
+            "min_cohort": 3,
+            "max_rounds": 100,
+            "privacy": {
+                "dp": "required",
+                "units": ["record"],
+                "max_epsilon": 1.0,
+                "max_delta": 1e-6,
+                "min_noise_multiplier": 0.3,
+                "noise": ["distributed", "silo"],
+            },
+            "model": [{"hash": self.model(config()).hex(), "function": "model.py:mean"}],
+            "data": [{"id": "cohort", "path": "cohort.csv", "epsilon": 3.0, "delta": 1e-6, "unit": "record"}],
+        }
+
+    def model(self, of: Config) -> bytes:
+        return manifest(of, self.function).hash
+
+    def policy(self, **changes: Any) -> SitePolicy:
+        path = self.folder / "policy.toml"
+        path.write_text(toml.dumps({**self.table, **changes}))
+        path.chmod(0o600)
+        return read_policy(path)
+
+    def offer(self, of: Config | None = None, model: bytes | None = None, data_set: str | None = None) -> JobOffer:
+        of = of or config()
+        return make_offer(of, self.roster, "hub", model or self.model(of), NOW, data_set=data_set)
+
+    def refused(self, offer: JobOffer, *words: str, **changes: Any) -> str:
+        with pytest.raises(PolicyError) as caught:
+            check(offer, self.policy(**changes))
+        for word in ("is outside this site's policy", *words):
+            assert word in str(caught.value)
+        return str(caught.value)
+
+
+@pytest.fixture
+def site(world: World) -> Site:
+    return Site(world)
+
+
+def test_a_job_inside_the_policy_passes(site: Site) -> None:
+    rule = check(site.offer(), site.policy())
+    assert rule.id == "cohort"
+    assert rule.path == str(site.folder / "cohort.csv")
+    assert rule.budget is not None
+    assert (rule.budget.epsilon, rule.budget.unit) == (3.0, "record")
+
+
+def test_the_first_policy_allows_nothing(site: Site) -> None:
+    path = site.folder / "policy.toml"
+    write_template(path)
+    with pytest.raises(PolicyError) as caught:
+        check(site.offer(), read_policy(path))
+    text = str(caught.value)
+    for word in ("roster", "model", "algorithm 'sfvi'", "aggregation 'masked'", "100 rounds (at most 0)", "data set"):
+        assert word in text
+    assert text.count("none is allowed") == 5
+    with pytest.raises(InputError, match="is there already"):
+        write_template(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rosters": ["0" * 64]}, "is not accepted (allowed: 0000000000000000)"),
+        ({"model": []}, "model "),
+        ({"algorithms": ["pvi"]}, "algorithm 'sfvi' is not accepted (allowed: pvi)"),
+        ({"aggregations": ["homomorphic"]}, "aggregation 'masked' is not accepted (allowed: homomorphic)"),
+        ({"min_cohort": 4}, "it has 3 silos (at least 4)"),
+        ({"max_rounds": 99}, "it may run 100 rounds (at most 99)"),
+        ({"data": []}, "data set 'cohort' is not offered (none is allowed)"),
+    ],
+)
+def test_each_list_and_limit_is_kept(site: Site, changes: dict[str, Any], says: str) -> None:
+    text = site.refused(site.offer(), says, **changes)
+    if "min_cohort" not in changes:
+        assert ";" not in text  # one reason alone
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_epsilon": 0.5}, "its epsilon is 0.9 (at most 0.5)"),
+        ({"max_delta": 1e-8}, "its delta is 1e-07 (at most 1e-08)"),
+        ({"units": ["silo"]}, "it protects each record (allowed: silo)"),
+        ({"noise": ["silo"]}, "noise = 'distributed' is not accepted (allowed: silo)"),
+    ],
+)
+def test_the_privacy_floor_is_kept(site: Site, change: dict[str, Any], says: str) -> None:
+    site.refused(site.offer(), says, privacy={**site.table["privacy"], **change})
+
+
+def test_a_job_without_privacy_needs_a_policy_that_says_so(site: Site) -> None:
+    plain = site.offer(config(privacy=None), data_set="cohort")
+    models = [{"hash": plain.model.hex(), "function": "model.py:mean"}]
+    site.refused(plain, "it has no differential privacy, and dp = 'required'", model=models)
+    optional = {**site.table["privacy"], "dp": "optional"}
+    assert check(plain, site.policy(model=models, privacy=optional)).id == "cohort"
+
+
+def test_a_job_must_state_its_epsilon(site: Site) -> None:
+    privacy = {"unit": "record", "noise_multiplier": 5.0, "delta": 1e-7, "data_set": "cohort"}
+    offer = site.offer(config(privacy=privacy))
+    site.refused(offer, "it states no epsilon", model=[{"hash": offer.model.hex(), "function": "model.py:mean"}])
+
+
+def test_the_derived_noise_is_held_to_the_floor(site: Site) -> None:
+    settings = RecordDP(epsilon=0.9, delta=1e-7)
+    terms = {"gradient": agree(settings, 3, 0.1, 100, Extent(10, 0, 0))}
+    noise = terms["gradient"].noise_multiplier
+    check_terms(terms, site.policy())
+    floor = {**site.table["privacy"], "min_noise_multiplier": noise * 1.01}
+    with pytest.raises(PolicyError, match="phase 'gradient' has a noise multiplier of"):
+        check_terms(terms, site.policy(privacy=floor))
+    with pytest.raises(PolicyError, match="adds no noise"):
+        check_terms({}, site.policy())
+    check_terms({}, site.policy(privacy={**site.table["privacy"], "dp": "optional"}))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "says"),
+    [
+        ({"kind": "plain"}, "aggregation 'plain'"),
+        ({"kind": "masked", "consistency_check": False}, "aggregation 'masked-unchecked'"),
+        ({"kind": "homomorphic", "masks": False}, "aggregation 'homomorphic-unmasked'"),
+        ({"kind": "homomorphic", "scheme": "ckks"}, "aggregation 'homomorphic-unmasked'"),
+        ({"kind": "masked", "min_cohort": 2}, "its sums may have 2 silos"),
+    ],
+)
+def test_weaker_sums_need_their_own_name(site: Site, aggregation: dict[str, Any], says: str) -> None:
+    offer = site.offer(config(aggregation=aggregation))
+    site.refused(offer, says, aggregations=["masked", "homomorphic"])
+    if "masked-unchecked" in says:
+        check(offer, site.policy(aggregations=["masked", "masked-unchecked"]))
+
+
+def test_the_budget_counts_the_unit_that_the_job_protects(site: Site) -> None:
+    data = [{**site.table["data"][0], "unit": "silo"}]
+    site.refused(site.offer(), "it protects each record, the budget of data set 'cohort' counts each silo", data=data)
+
+
+def test_an_altered_model_file_is_refused(site: Site) -> None:
+    offer = site.offer()
+    path = site.folder / "model.py"
+    path.write_text(MODEL.replace("5.0", "5.1"))
+    site.refused(offer, "the model here hashes to", "source, an import, a bound or a version was altered")
+    path.write_text(MODEL)
+    check(offer, site.policy())
+
+
+def test_another_bound_is_another_model(site: Site) -> None:
+    privacy = {"unit": "record", "epsilon": 0.9, "delta": 1e-7, "data_set": "cohort", "clipping_norm": 100.0}
+    looser = config(privacy=privacy)
+    site.refused(site.offer(looser, site.model(config())), "the model here hashes to")
+    site.refused(site.offer(looser), "is not accepted")
+
+
+def test_a_function_needs_the_sites_own_copy(site: Site) -> None:
+    site.refused(site.offer(), "names no 'function'", model=[{"hash": site.table["model"][0]["hash"]}])
+    (site.folder / "model.py").unlink()
+    site.refused(site.offer(model=bytes.fromhex(site.table["model"][0]["hash"])), "cannot be read here", "no file")
+
+
+def test_a_policy_that_others_may_edit_is_refused(site: Site) -> None:
+    site.policy()
+    path = site.folder / "policy.toml"
+    for mode in (0o620, 0o602, 0o666):
+        path.chmod(mode)
+        with pytest.raises(InputError, match="may be written by others than its owner"):
+            read_policy(path)
+    path.chmod(0o644)
+    read_policy(path)
+    site.folder.chmod(0o777)  # who may write the folder may put another file there
+    with pytest.raises(InputError, match="may be written by others"):
+        read_policy(path)
+    site.folder.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"min_cohorts": 3}, "unknown key 'min_cohorts'; did you mean 'min_cohort'"),
+        ({"max_rounds": "many"}, "max_rounds = 'many': must be a whole number"),
+        ({"aggregations": ["maskd"]}, "aggregations"),
+        ({"rosters": ["abc"]}, "64 hexadecimal digits"),
+        ({"min_cohort": 1}, "min_cohort = 1: must be at least 2"),
+        ({"privacy": {"dp": "never"}}, "privacy"),
+        ({"data": [{"id": "a", "epsilon": 1.0}]}, "a budget needs both epsilon and delta"),
+        ({"data": [{"id": "a"}, {"id": "a"}]}, "data set 'a' stands twice"),
+        ({"format": 2}, "format = 2"),
+    ],
+)
+def test_a_mistake_in_the_policy_is_named(site: Site, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        site.policy(**changes)
+    assert says in str(caught.value)
+
+
+def test_every_rule_must_stand_in_the_file(site: Site) -> None:
+    for key in ("rosters", "algorithms", "aggregations", "min_cohort", "max_rounds", "privacy"):
+        path = site.folder / "policy.toml"
+        path.write_text(toml.dumps({k: v for k, v in site.table.items() if k != key}))
+        with pytest.raises(InputError, match=f"'{key}' is missing"):
+            read_policy(path)
+
+
+def test_no_policy_is_no_permission(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read the policy"):
+        read_policy(tmp_path / "policy.toml")
