@@ -63,9 +63,11 @@ def test_individuals_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_six_cities() -> None:
-    """40 children, a silo each, 12 rounds late in a run."""
-    rows = replay_rows(Workbench(PROGRAM.model, sf.SFVI(), resampled(load().records, (179,) * 3, 3), worlds=5))
+@pytest.mark.parametrize("rounds", [12, 30])
+def test_six_cities(rounds: int) -> None:
+    """40 children, a silo each, late in a run."""
+    silos = resampled(load().records, (179,) * 3, 3)
+    rows = replay_rows(Workbench(PROGRAM.model, sf.SFVI(), silos, rounds=rounds, worlds=5))
     for row in rows:
         print(f"{row.attack:<70} {row.value:.3f} [{row.low:.3f}, {row.high:.3f}] {row.detail.get('ridge')}")
     assert all(row.valid for row in rows)
