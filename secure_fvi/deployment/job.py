@@ -17,7 +17,7 @@ from typing import NamedTuple
 from secure_fvi.aggregation.messages import Codec
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
-from secure_fvi.deployment.names import format_time
+from secure_fvi.deployment.names import format_time, printable
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs.config import Config, parse
@@ -221,9 +221,9 @@ def read_offer(message: bytes, roster: ConsortiumRoster, site: str, now: datetim
 def _parse(text: str) -> Config:
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise ProtocolError("the job offer's configuration is no TOML") from None
     try:
         return parse(table, "the job offer")
-    except InputError as error:
-        raise ProtocolError(str(error)) from None
+    except (InputError, RecursionError) as error:
+        raise ProtocolError(printable(str(error))) from None

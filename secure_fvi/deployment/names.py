@@ -70,6 +70,12 @@ def now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
+def printable(text: str, most: int = 1000) -> str:
+    """`text` as a log or a terminal may show it: no control characters, and no more than `most` characters."""
+    shown = "".join(c if c.isprintable() else "?" for c in text[: most + 1])
+    return shown if len(text) <= most else shown[: most - 3] + "..."
+
+
 class Table(BaseModel):
     """A table of a file: unknown keys are refused, values are never converted."""
 
@@ -97,8 +103,8 @@ def parse_table(content: bytes, model: type[T], source: str) -> T:
         table = tomllib.loads(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise InputError(f"{source}: not a TOML file: not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source}: not a TOML file: {str(error).splitlines()[0]}") from None
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError, or a number beyond all measure
+        raise InputError(f"{source}: not a TOML file: {printable(str(error), 200)}") from None
     try:
         return model.model_validate(_tuples(table))
     except ValidationError as error:

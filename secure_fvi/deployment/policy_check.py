@@ -8,6 +8,7 @@ from typing import Any
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.deployment.job import JobOffer
 from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
@@ -26,7 +27,7 @@ def check(offer: JobOffer, policy: SitePolicy) -> DataRule:
     except InputError as error:
         reasons = [f"it cannot be read here: {error}"]
     if reasons:
-        raise PolicyError(f"job '{offer.job}' is outside this site's policy: {'; '.join(reasons)}")
+        raise PolicyError(printable(f"job '{offer.job}' is outside this site's policy: {'; '.join(reasons)}", 4000))
     return policy.data[offer.data_set]
 
 

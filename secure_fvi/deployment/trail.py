@@ -130,17 +130,19 @@ class Trail:
 
     def close_job(self, job: str, outcome: str) -> None:
         """How a job ended."""
+        self._writer.chain.check_known(job)
         self._durable(CLOSE, {"job": job, "outcome": outcome})
 
     def exchanges(self, job: str, seen: Sequence[Exchange]) -> None:
         """What was exchanged, in one write: before a site's answer leaves, after a server has its answers.
 
-        Raises SecureFVIError where it cannot be written; nothing may leave then.
+        Raises SecureFVIError where it cannot be written, or the job was not accepted; nothing may leave then.
         """
         now = time.monotonic()
         self._unsynced += len(seen)
         durable = self._unsynced >= SYNC_ROWS or now - self._synced_at >= SYNC_SECONDS
         with self._writer.transaction(durable):
+            self._writer.chain.check_open(job)
             known: dict[int, list[Any]] = {}
             for e in seen:
                 self._writer.append(EXCHANGE, _body(job, e, known))

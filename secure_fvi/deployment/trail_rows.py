@@ -79,21 +79,27 @@ class TrailChain(ChainReader):
             check_keys(fields, "job", "what")
         elif row.kind == CLOSE:
             check_keys(fields, "job", "outcome")
-            self._record(fields["job"]).outcome = str(fields["outcome"])
+            self.check_known(fields["job"]).outcome = str(fields["outcome"])
         else:
             raise InputError(f"its kind '{row.kind}' is unknown to this version; a newer one may have written it")
 
     def _exchange(self, e: Exchanged) -> None:
-        record = self._record(e.job)
-        if not record.accepted:
-            raise ProtocolError(f"an exchange of job '{e.job}', which was refused")
+        record = self.check_open(e.job)
         record.exchanges += 1
         record.releases += bool(e.release)
         record.bytes_received += e.received.size if e.received else 0
         record.bytes_sent += e.sent.size if e.sent else 0
         self.last = e
 
-    def _record(self, job: object) -> JobRecord:
+    def check_open(self, job: object) -> JobRecord:
+        """The record of a job that may exchange messages; raises ProtocolError for one that was not accepted."""
+        record = self.check_known(job)
+        if not record.accepted:
+            raise ProtocolError(f"an exchange of job '{record.job}', which was refused")
+        return record
+
+    def check_known(self, job: object) -> JobRecord:
+        """The record of a job; raises ProtocolError for one that was never decided on."""
         found = self.jobs.get(job) if isinstance(job, str) else None
         if found is None:
             raise ProtocolError("it speaks of a job that was not decided on")

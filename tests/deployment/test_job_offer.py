@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
 from deployment_world import DAY, NOW, World
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment import job
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member, write_roster
 from secure_fvi.deployment.job import JobOffer, make_offer, portable, read_offer, sign_offer
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.runs.config import Config, parse, read
@@ -23,6 +27,17 @@ FILES = {
     ],
     "privacy": {"unit": "record", "epsilon": 1.0, "ledger": "/srv/ledger.sqlite", "data_set": "cohort"},
 }
+
+
+WORLDLESS = write_roster(
+    "study",
+    [
+        Member(id=name, role="silo", identity=Identity().public_key.hex(), tls_key=bytes([i]).hex() * 32)
+        for i, name in enumerate(("east", "north", "south"))
+    ],
+    bytes(32),
+    NOW,
+)
 
 
 @pytest.fixture
@@ -130,6 +145,27 @@ def test_an_offer_is_for_silos_of_the_roster(roster: ConsortiumRoster) -> None:
         make_offer(parse(FILES, "t"), roster, "hub", bytes(32), NOW, silos=("west",))
     with pytest.raises(InputError, match="'hub' is no silo"):
         make_offer(parse(FILES, "t"), roster, "hub", bytes(32), NOW, silos=("hub",))
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_offer(data, WORLDLESS, "north", NOW)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(st.one_of(st.text(max_size=200), st.sampled_from(["a = " + "[" * 5000, "a = " + "9" * 5000, "[model]\n", ""])))
+def test_a_configuration_that_is_none_is_refused(world: World, roster: ConsortiumRoster, text: str) -> None:
+    """Even one that the server has signed."""
+    offer = offer_of(roster)
+    fields = (offer.job, offer.server, offer.roster, offer.model, offer.data_set, list(offer.silos))
+    encoded = job._CODEC.pack(job._Offer(*fields, offer.made, offer.expires, text))
+    digest = hashlib.sha256(job.LABEL_OFFER + encoded).digest()
+    signature = world.homes["hub"].identity().sign(job.LABEL_OFFER + digest)
+    with pytest.raises(ProtocolError) as caught:
+        read_offer(job._CODEC.pack(job._Signed(encoded, signature)), roster, "north", NOW)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 1000
 
 
 def test_portable_configurations_stay_as_they_are(roster: ConsortiumRoster) -> None:

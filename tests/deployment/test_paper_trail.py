@@ -246,6 +246,13 @@ def test_an_exchange_needs_an_accepted_job(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     with pytest.raises(ProtocolError, match="a job that was not decided on"):
         pair.site.exchanges("job-9", [Exchange("hub", "x", b"a", b"b")])
+    with pytest.raises(ProtocolError, match="a job that was not decided on"):
+        pair.site.close_job("job-9", "finished")
+    pair.site.job(dataclasses.replace(ENTRY, job="job-2", accepted=False, reason="no"))
+    with pytest.raises(ProtocolError, match="job 'job-2', which was refused"):
+        pair.site.exchanges("job-2", [Exchange("hub", "x", b"a", b"b")])
+    pair.close()
+    assert verify(pair.site_file).length == 5  # nothing of it was written
 
 
 def test_full_disk_means_that_nothing_leaves(pair: Pair) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment_world import NOW, World
 
-from secure_fvi.deployment.job import JobOffer, make_offer
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.deciding import decide
+from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
 from secure_fvi.deployment.policy_check import check, check_terms
-from secure_fvi.errors import InputError, PolicyError
+from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.trail_verify import rows, verify
+from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
 from secure_fvi.runs import toml
-from secure_fvi.runs.config import Config, parse
+from secure_fvi.runs.config import Algorithm, Config, parse
 
 MODEL = """
 import pyro
@@ -264,3 +269,38 @@ def test_every_rule_must_stand_in_the_file(site: Site) -> None:
 def test_no_policy_is_no_permission(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read the policy"):
         read_policy(tmp_path / "policy.toml")
+
+
+def test_a_decision_is_written_down_whichever_it_is(site: Site, world: World) -> None:
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    trail = open_trail(home)
+    policy = site.policy()
+    decision = decide(home, sign_offer(site.offer(), hub), trail, NOW)
+    local = decision.local_config("north")
+    assert local.model.function == site.function
+    assert {s.id: s.data for s in local.silo}["north"] == str(site.folder / "cohort.csv")
+    assert {s.id: s.data for s in local.silo}["south"] == "at-site"
+    site.policy(max_rounds=99)
+    with pytest.raises(PolicyError, match="at most 99"):
+        decide(home, sign_offer(site.offer(), hub), trail, NOW)
+    with pytest.raises(ProtocolError, match="not signed by the identity"):
+        decide(home, sign_offer(site.offer(), Identity()), trail, NOW)
+    trail.close()
+    chain = verify(home.log_file)
+    accepted, refused = chain.jobs.values()
+    assert (accepted.accepted, refused.accepted) == (True, False)
+    assert accepted.fields["policy"] == policy.hash
+    assert accepted.fields["epsilon"] == 0.9
+    assert "it may run 100 rounds (at most 99)" in refused.fields["reason"]
+    kinds = [row.kind for row in rows(home.log_file)[1]]
+    assert kinds == ["genesis", "roster", "policy", "job", "policy", "job", "note"]
+
+
+def test_refusals_hold_no_control_characters(site: Site) -> None:
+    name = "sfvi\x1b[2J" + "x" * 9000
+    offer = dataclasses.replace(
+        site.offer(), config=site.offer().config.model_copy(update={"algorithm": Algorithm(name=name)})
+    )
+    text = site.refused(offer, "it cannot be read here")
+    assert text.isprintable()
+    assert len(text) <= 4000
