@@ -12,8 +12,11 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
-from secure_fvi.errors import SecureFVIError
+from secure_fvi.errors import ProtocolError, SecureFVIError
 from secure_fvi.runs.config import Config
+
+#: The outcome (`Trail.close_job`) after which a job's id is spent; a job with any other may go on.
+FINISHED = "finished"
 
 
 class Decision(NamedTuple):
@@ -22,11 +25,12 @@ class Decision(NamedTuple):
     offer: JobOffer
     roster: ConsortiumRoster
     policy: SitePolicy
-    data: DataRule
+    data: DataRule | None  # None at a key holder
 
     def local_config(self, site: str) -> Config:
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""
         config, rule = self.offer.config, self.policy.models[self.offer.model]
+        assert self.data is not None, "a key holder runs no model"
         silos = tuple(
             s.model_copy(update={"data": self.data.path or s.data, "predictor": self.data.predictor})
             if s.id == site
@@ -40,6 +44,7 @@ class Decision(NamedTuple):
 def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> Decision:
     """Accept the job offer in `message`, or raise ProtocolError, PolicyError or InputError with the reason.
 
+    An id stands for one offer: another offer of the same id is refused, and so is one of a job that has `FINISHED`.
     Either way the log says so before this returns. What the job will cost is the ledger's question, and how much noise
     it adds `policy_check.check_terms`'s; both come once the model is traced.
     """
@@ -50,25 +55,33 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
     if trail.chain.policy != policy.hash:
         trail.policy(policy.hash)
     try:
-        offer = read_offer(message, roster, home.id, now)
+        jobs = trail.chain.jobs
+        accepted = {r.fields["offer"] for r in jobs.values() if r.accepted}
+        offer = read_offer(message, roster, home.id, now, accepted)
+        before = jobs.get(offer.job)
+        if before is not None and before.accepted and before.fields["offer"] != offer.hash:
+            raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
+        if before is not None and before.outcome == FINISHED:
+            raise ProtocolError(f"job '{offer.job}' has finished; its offer was sent again")
     except SecureFVIError as error:
         trail.note("", f"a job offer was refused: {printable(str(error))}")
         raise
     try:
-        data = check(offer, policy)
+        data = check(offer, policy, home.role)
     except SecureFVIError as error:
-        trail.job(_entry(offer, policy, accepted=False, reason=printable(str(error))))
+        trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
-    trail.job(_entry(offer, policy, accepted=True))
+    trail.job(job_entry(offer, policy.hash, accepted=True))
     return Decision(offer, roster, policy, data)
 
 
-def _entry(offer: JobOffer, policy: SitePolicy, accepted: bool, reason: str = "") -> JobEntry:
+def job_entry(offer: JobOffer, policy: bytes, accepted: bool, reason: str = "") -> JobEntry:
+    """What the log says of an offer; policy: its hash (32 zero bytes at a server, which has none)."""
     privacy = offer.config.privacy
     options = {} if privacy is None else privacy.options
     epsilon, delta = options.get("epsilon"), options.get("delta")
     return JobEntry(
-        offer.job, offer.hash, offer.roster, offer.model, policy.hash, accepted, reason, offer.data_set,
+        offer.job, offer.hash, offer.roster, offer.model, policy, accepted, reason, offer.data_set,
         float(epsilon) if isinstance(epsilon, int | float) else None,
         float(delta) if isinstance(delta, int | float) else None,
     )  # fmt: skip

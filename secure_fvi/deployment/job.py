@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import secrets
 import tomllib
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -170,9 +171,16 @@ def sign_offer(offer: JobOffer, identity: Identity) -> bytes:
     return _CODEC.pack(_Signed(offer.encoded, identity.sign(LABEL_OFFER + offer.hash)))
 
 
-def read_offer(message: bytes, roster: ConsortiumRoster, site: str, now: datetime.datetime) -> JobOffer:
+def read_offer(
+    message: bytes,
+    roster: ConsortiumRoster,
+    site: str,
+    now: datetime.datetime,
+    known: Container[bytes] = (),
+) -> JobOffer:
     """The offer in `message`, as `site` takes it: by a server of the roster, for this roster, for this site, in time.
 
+    known: hashes of offers accepted before; a job that goes on may be older than an offer lasts.
     Raises ProtocolError, which names the reason; whether the site allows the job is `policy_check`'s question.
     """
     envelope = _CODEC.unpack(message, _Signed)
@@ -188,12 +196,12 @@ def read_offer(message: bytes, roster: ConsortiumRoster, site: str, now: datetim
             f"the job is for roster {fields.roster.hex()[:16]}..., this site's is {roster.hash.hex()[:16]}... "
             f"(number {roster.serial})"
         )
-    if site not in fields.silos:
+    if site not in fields.silos and roster.member(site).role == "silo":
         raise ProtocolError(f"the job is not for '{site}'; it is for {', '.join(fields.silos)}")
     for name in fields.silos:
         if roster.member(name).role != "silo":
             raise ProtocolError(f"the job asks '{name}', which is no silo in the roster")
-    if now.timestamp() > fields.expires:
+    if now.timestamp() > fields.expires and digest not in known:
         expired = datetime.datetime.fromtimestamp(fields.expires, datetime.UTC)
         raise ProtocolError(f"the job offer expired at {format_time(expired)}")
     if now.timestamp() + 86_400 < fields.made:

@@ -8,7 +8,7 @@ from typing import Any
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.deployment.job import JobOffer
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.names import printable
+from secure_fvi.deployment.names import Role, printable
 from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
@@ -16,19 +16,20 @@ from secure_fvi.privacy.terms import Terms
 from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, build, named
 
 
-def check(offer: JobOffer, policy: SitePolicy) -> DataRule:
+def check(offer: JobOffer, policy: SitePolicy, role: Role = "silo") -> DataRule | None:
     """The data that the job may use. Raises PolicyError with every reason against it and what the policy allows.
 
+    A key holder (role) runs no model and has no data: roster, sums and rounds count there, and None is returned.
     The model is hashed from this site's files. A job's noise follows from its epsilon once its model is traced:
     `check_terms` looks at it then.
     """
     try:
-        reasons = list(_reasons(offer, policy))
+        reasons = list(_reasons(offer, policy, role))
     except InputError as error:
         reasons = [f"it cannot be read here: {error}"]
     if reasons:
         raise PolicyError(printable(f"job '{offer.job}' is outside this site's policy: {'; '.join(reasons)}", 4000))
-    return policy.data[offer.data_set]
+    return policy.data[offer.data_set] if role == "silo" else None
 
 
 def check_terms(terms: Mapping[str, Terms], policy: SitePolicy) -> None:
@@ -44,17 +45,19 @@ def check_terms(terms: Mapping[str, Terms], policy: SitePolicy) -> None:
         raise PolicyError("the job is outside this site's policy: it adds no noise, and dp = 'required'")
 
 
-def _reasons(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
+def _reasons(offer: JobOffer, policy: SitePolicy, role: Role) -> Iterator[str]:
     config = offer.config
     if offer.roster not in policy.rosters:
         yield f"roster {offer.roster.hex()[:16]}... is not accepted ({_few([r.hex()[:16] for r in policy.rosters])})"
-    yield from _model(offer, policy)
-    if config.algorithm.name not in policy.algorithms:
-        yield f"algorithm '{config.algorithm.name}' is not accepted ({_few(policy.algorithms)})"
     yield from _sums(offer, policy)
     algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
     if algorithm.most_rounds > policy.max_rounds:
         yield f"it may run {algorithm.most_rounds} rounds (at most {policy.max_rounds})"
+    if role != "silo":
+        return
+    if config.algorithm.name not in policy.algorithms:
+        yield f"algorithm '{config.algorithm.name}' is not accepted ({_few(policy.algorithms)})"
+    yield from _model(offer, policy)
     dp = None
     if config.privacy is not None:
         dp = build(named(PRIVACIES, "privacy.unit", config.privacy.unit), config.privacy.options, "privacy")

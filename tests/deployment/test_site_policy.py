@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment_world import NOW, World
+from deployment_world import DAY, NOW, World
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.deciding import decide
+from secure_fvi.deployment.deciding import FINISHED, decide
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
@@ -102,6 +102,7 @@ def site(world: World) -> Site:
 
 def test_a_job_inside_the_policy_passes(site: Site) -> None:
     rule = check(site.offer(), site.policy())
+    assert rule is not None
     assert rule.id == "cohort"
     assert rule.path == str(site.folder / "cohort.csv")
     assert rule.budget is not None
@@ -157,7 +158,7 @@ def test_a_job_without_privacy_needs_a_policy_that_says_so(site: Site) -> None:
     models = [{"hash": plain.model.hex(), "function": "model.py:mean"}]
     site.refused(plain, "it has no differential privacy, and dp = 'required'", model=models)
     optional = {**site.table["privacy"], "dp": "optional"}
-    assert check(plain, site.policy(model=models, privacy=optional)).id == "cohort"
+    check(plain, site.policy(model=models, privacy=optional))
 
 
 def test_a_job_must_state_its_epsilon(site: Site) -> None:
@@ -294,6 +295,38 @@ def test_a_decision_is_written_down_whichever_it_is(site: Site, world: World) ->
     assert "it may run 100 rounds (at most 99)" in refused.fields["reason"]
     kinds = [row.kind for row in rows(home.log_file)[1]]
     assert kinds == ["genesis", "roster", "policy", "job", "policy", "job", "note"]
+
+
+def test_an_id_stands_for_one_job(site: Site, world: World) -> None:
+    home, hub = world.homes["north"], world.homes["hub"].identity()
+    trail, offer = open_trail(home), site.offer()
+    site.policy()
+    message = sign_offer(offer, hub)
+    decide(home, message, trail, NOW)
+    other = dataclasses.replace(offer, made=offer.made + 1)
+    with pytest.raises(ProtocolError, match="was accepted with another offer"):
+        decide(home, sign_offer(other, hub), trail, NOW)
+    trail.close_job(offer.job, "lost the server")
+    decide(home, message, trail, NOW + 20 * DAY)  # it goes on, after its offer has expired for others
+    with pytest.raises(ProtocolError, match="the job offer expired"):
+        decide(home, sign_offer(site.offer(), hub), trail, NOW + 20 * DAY)
+    trail.close_job(offer.job, FINISHED)
+    with pytest.raises(ProtocolError, match="has finished; its offer was sent again"):
+        decide(home, message, trail, NOW)
+
+
+def test_a_key_holder_has_no_model_and_no_data(site: Site, world: World) -> None:
+    offer = site.offer(config(aggregation={"kind": "homomorphic"}))
+    rules: dict[str, Any] = {"model": [], "data": [], "algorithms": [], "aggregations": ["homomorphic"]}
+    assert check(offer, site.policy(**rules), "holder") is None
+    for change, says in (
+        ({"rosters": []}, "roster"),
+        ({"aggregations": ["masked"]}, "aggregation 'homomorphic'"),
+        ({"min_cohort": 4}, "it has 3 silos"),
+        ({"max_rounds": 1}, "100 rounds"),
+    ):
+        with pytest.raises(PolicyError, match=says):
+            check(offer, site.policy(**{**rules, **change}), "holder")
 
 
 def test_refusals_hold_no_control_characters(site: Site) -> None:
