@@ -195,3 +195,20 @@ def test_a_log_is_verified_and_shown(shell: Shell, world: World, monkeypatch: py
     shell.refused(1, "not in the log of 'north'", "audit-log", "verify", files["north"], "--against", files["hub"])
     wrong = world.homes["hub"].path / "identity.pub"
     shell.refused(1, "the chain belongs to key", "audit-log", "verify", files["north"], "--public-key", wrong)
+
+
+def test_a_passphrase_may_be_typed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
+    asked: list[str] = []
+
+    def prompt(text: str, **options: object) -> str:
+        assert options["hide_input"]
+        asked.append(text)
+        return "open sesame"
+
+    monkeypatch.setattr("click.prompt", prompt)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    shell.done("keys init --id north --role silo --home north --ask-passphrase")
+    assert b"BEGIN ENCRYPTED" in Path("north/identity.pem").read_bytes()
+    shell.done("keys rotate tls --home north")
+    assert asked == ["passphrase for the new keys", "passphrase of 'north/identity.pem'"]
