@@ -1,38 +1,50 @@
-"""Attacks by protections: one configuration's model under plain, masked, homomorphic and private sums."""
+"""Attacks by protections: one configuration's model under plain, masked, homomorphic and private sums.
+
+Each attack says whether it fits the model, how much it will run, and gives its rows. `--all` takes those that fit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
-
-import torch
 
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.audits import distinguishing
-from secure_fvi.audits.base import Attack, AuditRow, Knowledge
-from secure_fvi.audits.distinguishing import Game, Plays, play
-from secure_fvi.audits.features import from_both, from_totals
-from secure_fvi.audits.late import LateStart
-from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
-from secure_fvi.audits.regressors import ATTACKS
-from secure_fvi.audits.worlds import Data, Laboratory, pooled, resampled, shortened
+from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership_rows, protocol
+from secure_fvi.audits.attributes import Attribute
+from secure_fvi.audits.attributes_released import released_rows
+from secure_fvi.audits.base import AuditRow
+from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_with_many
+from secure_fvi.audits.optimised_inversion import BATCHES, inversion_rows
+from secure_fvi.audits.properties import property_rows
+from secure_fvi.audits.replay import replay_rows
+from secure_fvi.audits.workbench import PLAIN, Workbench
+from secure_fvi.audits.worlds import Data
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.privacy.settings import DP, RecordDP
 
-_LOOKS: dict[str, Knowledge] = {"messages and totals": from_both, "totals alone": from_totals}
-#: Worlds whose number says so are the adversary's own, and those in which it learns nothing but where to begin.
-_OWN, _ELSEWHERE = 1_000_000, 2_000_000
-Told = Callable[[str], None]
+#: Pools of this many records are drawn for attacks that fit references.
+_REFERENCE_RECORDS = 400
 
 
 class Protection(NamedTuple):
+    """`workbench.Protected` with names."""
+
     name: str
     aggregation: SecureSum
     privacy: DP | None
+
+
+def protections(epsilons: Sequence[float], delta: float) -> list[Protection]:
+    """Plain, masked and homomorphic sums, and record privacy under masks."""
+    found = [Protection(s.kind, s, None) for s in (Plain(), Masked(), Homomorphic())]
+    for level in epsilons:
+        found.append(Protection(f"DP {level:g}", Masked(), RecordDP(epsilon=level, delta=delta, retries=0)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -40,47 +52,19 @@ class Scale:
     """How much is run. Intervals shrink with the square root of `worlds` and `trials`.
 
     rounds: of each world. worlds: for the regressions, at the configuration's own sizes. individuals: silos of one
-    record in each of two worlds. trials: runs of the game, half of which are guessed at.
+    record in each of two worlds. trials: runs of the game, half of which are guessed at. canary_runs: of each game with
+    one canary, for the empirical epsilon.
     """
 
     rounds: int = 12
     worlds: int = 50
     individuals: int = 50
     trials: int = 100
+    canary_runs: int = 200
 
 
-#: Individuals a silo, silos a world, worlds: for the attack "sizes".
-_SIZES = ((1, 50, 2), (10, 50, 2), (100, 5, 20), (537, 3, 30))
-
-#: Attacks by the name that the command line knows.
-NAMES = {
-    "latents": "ridge regression from messages and totals to the means of silos' latents",
-    "latents-network": "the same by a small neural network",
-    "individuals": "ridge regression where a silo is one individual",
-    "sizes": "ridge regression under plain sums, by the number of individuals in a silo",
-    "game": "which of two values did one individual's data, and with it its latent, take",
-}
-
-
-def _for_many(protection: Protection) -> bool:
-    """Whether worlds of very many silos are run under it: ciphertexts of all of them take minutes."""
-    return protection.privacy is None and not isinstance(protection.aggregation, Homomorphic)
-
-
-def _renamed(found: list[AuditRow], start: str) -> list[AuditRow]:
-    return [replace(row, attack=row.attack.replace("latents by", f"{start},")) for row in found]
-
-
-def protections(epsilons: Sequence[float], delta: float) -> list[Protection]:
-    """Plain, masked and homomorphic sums, and record privacy under masks."""
-    found = [Protection(s.kind, s, None) for s in (Plain(), Masked(), Homomorphic())]
-    for epsilon in epsilons:
-        found.append(Protection(f"DP {epsilon:g}", Masked(), RecordDP(epsilon=epsilon, delta=delta, retries=0)))
-    return found
-
-
-class Matrix:
-    """The audits of one configuration. `told` hears what is being done, once a world."""
+class Subject:
+    """What is attacked: a configuration's model, algorithm and silos. `told` hears what is being done."""
 
     def __init__(
         self,
@@ -91,131 +75,272 @@ class Matrix:
         simulated: bool,
         real_data: bool = False,
         scale: Scale | None = None,
+        argument: str | None = None,
+        attribute: Attribute | None = None,
         told: Told = lambda what: None,
     ) -> None:
-        if len(silos) < 3:
-            raise InputError(f"{len(silos)} silos: masked sums, which are audited beside plain ones, need at least 3")
-        self.model, self.silos, self.scale, self.told = model, list(silos), scale or Scale(), told
-        self.pool = pooled(silos)
-        self.sizes = [len(next(iter(s.values()))) for s in silos]
-        self.algorithm = shortened(algorithm, self.scale.rounds)
-        self._simulated, self._real_data = simulated, real_data
-        self._full = algorithm
-        self._late = self._begin()
-        self._samples: dict[tuple[str, str, int], Sample] = {}
-        self._plays: dict[str, Plays] = {}
+        """`argument`: of the model, whose mean over a silo is a property to infer. `attribute`: of a record."""
+        self.model, self.algorithm, self.silos, self.told = model, algorithm, list(silos), told
+        self.scale = scale or Scale()
+        self.simulated, self.real_data = simulated, real_data
+        self.bench = Workbench(
+            model, algorithm, silos, rounds=self.scale.rounds, worlds=self.scale.worlds, simulated=simulated,
+            real_data=real_data,
+        )  # fmt: skip
+        self.studies = LatentStudies(self.bench, self.scale.individuals, self.scale.trials, told)
+        self._argument, self._attribute = argument, attribute
 
-    def _begin(self) -> LateStart:
-        elsewhere = resampled(self.pool, self.sizes, _ELSEWHERE)
-        worlds = 8 * (self.scale.worlds + self.scale.trials)
-        config = self._full if isinstance(self._full, SFVI) else SFVI()
-        return LateStart(self.model, config, elsewhere, worlds, pool=self.pool)
-
-    def supports(self, protection: Protection) -> bool:
-        """Whether the algorithm can be run so: few-round algorithms take no record privacy here."""
-        return protection.privacy is None or isinstance(self._full, SFVI)
-
-    def work(self, attacks: Sequence[str], protections: Sequence[Protection]) -> int:
-        """How often `told` will be called."""
-        kinds = [p for p in protections if self.supports(p)]
-        worlds = 0
-        if {"latents", "latents-network"} & set(attacks):
-            worlds += self.scale.worlds * (len({"plain", *(p.name for p in kinds)}) + 1)
-        if "individuals" in attacks:
-            worlds += 2 * (len({"plain", *(p.name for p in kinds if _for_many(p))}) + 1)
-        if "sizes" in attacks:
-            worlds += 2 * sum(worlds for _, _, worlds in _SIZES)
-        if "game" in attacks:
-            worlds += self.scale.trials * len({"plain", *(p.name for p in kinds)})
-        return worlds
-
-    def rows(self, attack: str, protection: Protection) -> list[AuditRow]:
-        """Raises InputError for an unknown attack. No rows where the pair makes no sense."""
-        if attack not in NAMES:
-            raise InputError(f"attack '{attack}' is unknown; choose {', '.join(NAMES)}")
-        if not self.supports(protection) or (attack == "individuals" and not _for_many(protection)):
-            return []
-        plain = Protection("plain", Plain(), None)
-        if attack == "sizes":
-            return self._size_rows(plain) if protection.name == plain.name else []
-        if attack == "game":
-            return self._game_rows(ATTACKS["ridge"], protection, plain)
-        learner = ATTACKS["network" if attack == "latents-network" else "ridge"]
-        sizes = [1] * self.scale.individuals if attack == "individuals" else self.sizes
-        own = self._sample(plain, sizes, _OWN)
-        found, control = (self._sample(p, sizes, 0).hinted(own) for p in (protection, plain))
-        if attack == "individuals":
-            found, control = by_silo(found), by_silo(control)
-        out = rows(learner, protection.name, found, control, rounds=self.scale.rounds, worlds=self.scale.worlds)
-        return _renamed(out, "individuals") if attack == "individuals" else out
-
-    def _laboratory(self, protection: Protection, worlds: int) -> Laboratory:
-        sfvi = isinstance(self._full, SFVI)
-        return Laboratory(
-            self.model,
-            self.algorithm,
-            protection.aggregation,
-            protection.privacy,
-            worlds=worlds,
-            late=self._late if sfvi else None,
-            # Those of a settled fit: noise that moves a short run moves its own latents, too.
-            targets=self._late,
-            simulated=self._simulated,
-            real_data=self._real_data,
-        )
-
-    def _size_rows(self, plain: Protection) -> list[AuditRow]:
-        """Records and silos' means by the size of a silo; silos of a few are groups by themselves."""
-        out = []
-        for records, silos, worlds in _SIZES:
-            sizes = [records] * silos
-            own, found = (self._sample(plain, sizes, first, worlds) for first in (_OWN, 0))
-            found = found.hinted(own)
-            found = by_silo(found) if worlds < 10 else found
-            out += rows(ATTACKS["ridge"], f"plain, {records} a silo", found, found, rounds=self.scale.rounds)
-        wanted = ("silo mean, messages and totals", "single records, messages and totals")
-        return _renamed([row for row in out if row.attack.endswith(wanted)], "by size of a silo")
-
-    def _sample(self, protection: Protection, sizes: list[int], first: int, worlds: int | None = None) -> Sample:
-        key = (protection.name, str(sizes), first)
-        if key not in self._samples:
-            count = worlds or (2 if max(sizes) == 1 else self.scale.worlds)
-            laboratory = self._laboratory(protection, count * len(sizes))
-            what = f"{protection.name}: worlds of {len(sizes)} silos"
-            self._samples[key] = collect(
-                laboratory,
-                lambda seed: resampled(self.pool, sizes, seed),
-                range(first, first + count),
-                each=lambda: self.told(what),
-            )
-        return self._samples[key]
-
-    def _game_rows(self, attack: Attack, protection: Protection, plain: Protection) -> list[AuditRow]:
-        detail: dict[str, Any] = {"rounds": self.scale.rounds, "silo_records": self.sizes[0]}
-        if protection.privacy is not None and protection.privacy.epsilon is not None:
-            detail["bound"] = distinguishing.bound(protection.privacy.epsilon, protection.privacy.delta)
-        found, control = self._played(protection), self._played(plain)
-        return distinguishing.rows(attack, protection.name, found, control, **detail)
-
-    def _played(self, protection: Protection) -> Plays:
-        if protection.name not in self._plays:
-            laboratory = self._laboratory(protection, self.scale.trials * len(self.sizes))
-            what = f"{protection.name}: the game"
-            self._plays[protection.name] = play(
-                laboratory, self._game, range(self.scale.trials), _LOOKS, each=lambda: self.told(what)
-            )
-        return self._plays[protection.name]
+    @cached_property
+    def attribute(self) -> Attribute | None:
+        """As it was named, or the first argument that is a yes or no of each record."""
+        if self._attribute is not None:
+            self._attribute.read(self.bench.pool)
+            return self._attribute
+        for name in self.bench.pool:
+            try:
+                if 0 < Attribute(name).read(self.bench.pool).mean() < 1:
+                    return Attribute(name)
+            except InputError:
+                continue
+        return None
 
     @property
-    def _game(self) -> Game:
-        """The first record of the first silo is one of the two whose latents lie farthest apart in one plain run."""
-        if not hasattr(self, "_chosen"):
-            outcome = self._laboratory(Protection("plain", Plain(), None), 1).run(self.silos, 0)
-            names = [f"silo-{j + 1}" for j in range(len(self.silos))]
-            means = torch.cat([torch.from_numpy(outcome.latents[name]) for name in names])
-            if not means.shape[1]:
-                raise InputError("the model has no latent site inside its record plate, so there is no game to play")
-            ends = (int(means[:, 0].argmin()), int(means[:, 0].argmax()))
-            candidates = tuple({name: v[at : at + 1] for name, v in self.pool.items()} for at in ends)
-            self._chosen = Game(tuple(self.silos), 0, 0, (candidates[0], candidates[1]))
-        return self._chosen
+    def argument(self) -> str:
+        return self._argument or (self.attribute.argument if self.attribute else next(iter(self.bench.pool)))
+
+    @cached_property
+    def some(self) -> Data:
+        """As many records as attacks with references are made on, the first of all silos in turn."""
+        return {name: v[:_REFERENCE_RECORDS] for name, v in self.bench.pool.items()}
+
+    @property
+    def known(self) -> dict[str, str]:
+        """All attacks, and what they are."""
+        return {name: entry.about for name, entry in ATTACKS.items()}
+
+    @property
+    def sizes(self) -> str:
+        """The silos, for readers."""
+        return ", ".join(str(n) for n in self.bench.sizes[:20]) + " records"
+
+    @property
+    def scale_in_words(self) -> str:
+        """For readers."""
+        scale = self.scale
+        return (
+            f"{scale.worlds} worlds of {scale.rounds} rounds, {scale.trials} games, "
+            f"{scale.canary_runs} runs with each canary"
+        )
+
+    def why_not(self, attack: str) -> str | None:
+        """Why the attack does not fit, None where it does."""
+        return ATTACKS[attack].why_not(self)
+
+    def fitting(self) -> list[str]:
+        """The attacks of `--all`."""
+        return [name for name, entry in ATTACKS.items() if entry.in_all and entry.why_not(self) is None]
+
+    def check(self, attack: str) -> None:
+        """Raises InputError for an attack that is unknown or does not fit."""
+        if attack not in ATTACKS:
+            raise InputError(f"attack '{attack}' is unknown; choose {', '.join(ATTACKS)}")
+        reason = self.why_not(attack)
+        if reason is not None:
+            raise InputError(f"attack '{attack}' does not fit: {reason}")
+
+    def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
+        """Of one attack that fits."""
+        return ATTACKS[attack].rows(self, self.supported(protections))
+
+    def supported(self, protections: Sequence[Protection]) -> list[Protection]:
+        """Few-round algorithms take no record privacy here."""
+        return [p for p in protections if p.privacy is None or isinstance(self.algorithm, SFVI)]
+
+    def work(self, attacks: Sequence[str], protections: Sequence[Protection]) -> int:
+        """About how often `told` will be called."""
+        return sum(ATTACKS[name].work(self, self.supported(protections)) for name in attacks)
+
+
+class Entry(NamedTuple):
+    """An attack as the command line knows it."""
+
+    about: str
+    rows: Callable[[Subject, Sequence[Protection]], list[AuditRow]]
+    work: Callable[[Subject, Sequence[Protection]], int]
+    why_not: Callable[[Subject], str | None]
+    in_all: bool = True
+
+
+# ---- whether an attack fits ----
+
+
+def _with_argument(subject: Subject) -> str | None:
+    known = subject.bench.pool
+    return (
+        None
+        if subject.argument in known
+        else f"the model has no argument '{subject.argument}'; choose {', '.join(known)}"
+    )
+
+
+def _always(subject: Subject) -> None:
+    return None
+
+
+def _with_latents(subject: Subject) -> str | None:
+    return None if subject.bench.layout.size("record") else "the model has no latent site inside its record plate"
+
+
+def _replayable(subject: Subject) -> str | None:
+    return _with_latents(subject) or (None if isinstance(subject.algorithm, SFVI) else "it replays sfvi only")
+
+
+def _with_globals_only(subject: Subject) -> str | None:
+    return None if subject.bench.all_global else "it is for models whose parameters are all global latents"
+
+
+def _on_covariates(subject: Subject) -> str | None:
+    if subject.bench.all_global and not {"x", "y"} <= subject.bench.pool.keys():
+        return "the model has no arguments 'x' and 'y'"
+    return _with_globals_only(subject)
+
+
+def _with_attribute(subject: Subject) -> str | None:
+    return None if subject.attribute is not None else "no argument is a yes or no of each record; name an --attribute"
+
+
+def _for_sfvi(subject: Subject) -> str | None:
+    return None if isinstance(subject.algorithm, SFVI) else "it audits sfvi under record privacy"
+
+
+# ---- attacks, one protection after the other ----
+
+
+def _each(one: Callable[[Subject, Protection], list[AuditRow]]) -> Callable[..., list[AuditRow]]:
+    return lambda subject, found: [row for protection in found for row in one(subject, protection)]
+
+
+def _worlds(subject: Subject, found: Sequence[Protection]) -> int:
+    return subject.scale.worlds * (len({PLAIN[0], *(p.name for p in found)}) + 1)
+
+
+def _many(found: Sequence[Protection]) -> list[Protection]:
+    return [p for p in found if runs_with_many(p)]
+
+
+def _properties(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    return property_rows(subject.bench, subject.argument, found, lambda: subject.told("drawn sizes and mixes"))
+
+
+def _attributes(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    assert subject.attribute is not None
+    told = lambda: subject.told(f"'{subject.argument}' of single records")  # noqa: E731
+    rows = attributes.attribute_rows(subject.bench, subject.attribute, _many(found), each=told)
+    if subject.bench.all_global:
+        rows += released_rows(subject.model, subject.some, subject.attribute, each=told)
+    return rows
+
+
+def _claims(found: Sequence[Protection]) -> list[Protection]:
+    """With privacy; of several epsilons the smallest, since a larger one takes more runs to contradict."""
+    private = [p for p in found if p.privacy is not None]
+    return sorted(private, key=lambda p: (p.privacy and p.privacy.epsilon) or 0.0)[:1]
+
+
+def _epsilons(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    rows = []
+    for protection in _claims(found):
+        if protection.privacy is not None:
+            rows += epsilon.epsilon_rows(
+                subject.model, subject.algorithm, subject.silos, protection.privacy, simulated=subject.simulated,
+                real_data=subject.real_data, runs=subject.scale.canary_runs, told=subject.told,
+            )  # fmt: skip
+    return rows
+
+
+def _kinds(found: Sequence[Protection]) -> list[str]:
+    return [p.name for p in found if p.privacy is None and p.name in protocol.KINDS]
+
+
+def _membership(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    private = [(p.name, p.privacy) for p in found if p.privacy is not None]
+    return membership_rows.membership_rows(subject.model, subject.some, private, told=subject.told)
+
+
+def _study(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    return gradient_inversion.study(
+        subject.model, subject.bench.pool, runs=20, each=lambda: subject.told("gradients of batches")
+    )
+
+
+def _inversion(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    return inversion_rows(subject.model, subject.bench.pool, each=lambda: subject.told("records that fit gradients"))
+
+
+def _replay(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
+    return replay_rows(subject.bench, each=lambda: subject.told("the protocol again"))
+
+
+ATTACKS: dict[str, Entry] = {
+    "latents": Entry(
+        "ridge regression from messages and totals to the means of silos' latents",
+        _each(lambda s, p: s.studies.latents("ridge", p)), _worlds, _with_latents,
+    ),
+    "latents-network": Entry(
+        "the same by a small neural network",
+        _each(lambda s, p: s.studies.latents("network", p)), lambda s, f: 0, _with_latents, in_all=False,
+    ),
+    "information": Entry(
+        "mutual information of messages with those means, up to its cap",
+        _each(lambda s, p: s.studies.information(p)), lambda s, f: 0, _with_latents, in_all=False,
+    ),
+    "individuals": Entry(
+        "ridge regression where a silo is one individual",
+        lambda s, found: [row for p in _many(found) for row in s.studies.one_by_one(p)],
+        lambda s, found: 2 * (len({PLAIN[0], *(p.name for p in _many(found))}) + 1), _with_latents,
+    ),
+    "sizes": Entry(
+        "ridge regression under plain sums, by the number of individuals in a silo",
+        lambda s, found: s.studies.by_size(), lambda s, f: 2 * sum(worlds for _, _, worlds in SIZES), _with_latents,
+        in_all=False,
+    ),
+    "replay": Entry(
+        "search for the latents that would make one individual's silo send what it sent", _replay, lambda s, f: 600,
+        _replayable, in_all=False,
+    ),
+    "game": Entry(
+        "which of two values did one individual's data, and with it its latent, take",
+        _each(lambda s, p: s.studies.game(p)),
+        lambda s, found: s.scale.trials * len({PLAIN[0], *(p.name for p in found)}), _with_latents,
+    ),
+    "properties": Entry(
+        "a silo's number of records, and the mean of an argument over them",
+        _properties, _worlds, _with_argument,
+    ),
+    "attributes": Entry(
+        "one attribute of a record that is known otherwise",
+        _attributes, lambda s, found: 4 * (len(_many(found)) + 1), _with_attribute,
+    ),
+    "gradients": Entry(
+        "records read off gradients, and recognised in their span",
+        _study, lambda s, f: 20 * len(gradient_inversion.BATCHES), _on_covariates,
+    ),
+    "inversion": Entry(
+        "records that would have given a batch's gradient",
+        _inversion, lambda s, f: 24 * len(BATCHES), _on_covariates, in_all=False,
+    ),
+    "membership": Entry(
+        "whose records was the released posterior fitted to (LiRA, RMIA)",
+        _membership, lambda s, found: 3 * len(found), _with_globals_only,
+    ),
+    "epsilon": Entry(
+        "what canaries prove about epsilon, beside the claim",
+        _epsilons, lambda s, found: epsilon.work(s.scale.canary_runs) * len(_claims(found)),
+        _for_sfvi,
+    ),
+    "protocol": Entry(
+        "probes of the secure sum itself: seeds, uniformity, replay, both secrets, keys",
+        lambda s, found: protocol.protocol_rows(s.told, _kinds(found)),
+        lambda s, found: protocol.work(_kinds(found)), _always,
+    ),
+}  # fmt: skip

@@ -210,7 +210,7 @@ def replay_rows(
         raise InputError(f"{silos} silos: an interval needs at least 10")
     replayer, how = Replayer(bench), search or Search()
     drawn = resampled(bench.pool, [1] * silos, 0)
-    outcome = bench.laboratory(PLAIN, silos).run(drawn, 0)
+    outcome = bench.laboratory(PLAIN, silos, own_latents=True).run(drawn, 0)
     names = outcome.transcript.silos
     found = replayer.find(outcome.transcript, how, each)
     order = [int(name.removeprefix("silo-")) - 1 for name in names]

@@ -12,6 +12,7 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from secure_fvi.audits import epsilon
 from secure_fvi.audits.base import CONFIDENCE, AuditRow
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.plots import svg
@@ -35,8 +36,24 @@ def write(rows: Sequence[AuditRow], about: dict[str, Any], directory: Path) -> N
     groups = [(name, _picture([r for r in rows if r.attack == name]), [r for r in rows if r.attack == name])
               for name in attacks]  # fmt: skip
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    text = template.render(groups=groups, about=about, words=_WORDS, confidence=CONFIDENCE, colours=_COLOURS)
+    text = template.render(
+        groups=groups, about=about, words=_WORDS, confidence=CONFIDENCE, colours=_COLOURS, notes=_notes
+    )
     write_atomically(directory / "audit.html", text.encode())
+
+
+def _notes(row: AuditRow) -> list[str]:
+    """What a reader needs beside the numbers of a row."""
+    detail, notes = row.detail, []
+    if detail.get("bound") is not None:
+        notes.append(f"No attack can exceed {detail['bound']:.3f} under the stated epsilon and delta.")
+    if "claim" in detail:
+        rests = "" if detail["assumption"] == "none" else f" The bound holds if {detail['assumption']}."
+        notes.append(f"Claimed: epsilon {detail['claim']:.3g} at delta {detail['delta']:g}.{rests}")
+    if "cap" in detail:
+        near = "; it is near it, and says no more than that" if detail.get("near_cap") else ""
+        notes.append(f"The estimate cannot exceed {detail['cap']:.2f} nats{near}.")
+    return notes + [str(detail[key]) for key in ("note", "why_invalid") if key in detail]
 
 
 def table(rows: Sequence[AuditRow]) -> str:
@@ -64,6 +81,7 @@ def _picture(rows: Sequence[AuditRow]) -> Markup:
     axis.set_yticks(range(len(rows)), [row.protection for row in rows])
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel(f"{rows[0].score} (line: guessing; cross: positive control)")
+    line = "claim" if rows[0].score == epsilon.SCORE else "guessing"
+    axis.set_xlabel(f"{rows[0].score} (line: {line}; cross: positive control)")
     data = base64.b64encode(svg(figure).encode()).decode()
     return Markup(f"data:image/svg+xml;base64,{data}")

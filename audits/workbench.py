@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.late import LateStart
 from secure_fvi.audits.worlds import Data, Laboratory, pooled, resampled, shortened
+from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.privacy.settings import DP
 
 #: A protection: its name, its secure sum, its privacy. `matrix.Protection` is one.
@@ -55,8 +57,15 @@ class Workbench:
         self.algorithm = shortened(algorithm, rounds)
         self.silos, self.pool = list(silos), pooled(silos)
         self.sizes = [len(next(iter(s.values()))) for s in silos]
+        schema, _ = read_data(self.pool, "pool", torch.float64)
+        self.layout, self.start = read_layout(model, schema, torch.float64)
         self._simulated, self._real_data = simulated, real_data
         self._late = late
+
+    @property
+    def all_global(self) -> bool:
+        """Whether the model's parameters are all global latents."""
+        return not (self.layout.size("record") or self.layout.size("silo") or self.start.theta)
 
     @property
     def records(self) -> int:
@@ -69,20 +78,21 @@ class Workbench:
         if self._late is None:
             config = self.full if isinstance(self.full, SFVI) else SFVI()
             elsewhere = resampled(self.pool, self.sizes, ELSEWHERE)
-            self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds)
+            self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds, pool=self.pool)
         return self._late
 
-    def laboratory(self, protection: Protected, worlds: int | None = None) -> Laboratory:
-        """Under `protection`. The latents that worlds tell are those of settled fits where noise moves the run."""
-        sfvi, privacy = isinstance(self.full, SFVI), protection[2]
+    def laboratory(self, protection: Protected, worlds: int | None = None, own_latents: bool = False) -> Laboratory:
+        """Under `protection`. The latents that worlds tell are those of a settled fit, since what moves a short run
+        moves its own latents, too; with `own_latents` those that each run ends with."""
+        sfvi = isinstance(self.full, SFVI)
         return Laboratory(
             self.model,
             self.algorithm,
             protection[1],
-            privacy,
+            protection[2],
             worlds=worlds or self.worlds * len(self.sizes),
             late=self.late if sfvi else None,
-            targets=None if sfvi and privacy is None else self.late,
+            targets=self.late if self.layout.size("record") and not own_latents else None,
             simulated=self._simulated,
             real_data=self._real_data,
         )

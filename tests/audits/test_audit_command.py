@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from secure_fvi.audits.matrix import ATTACKS
 from secure_fvi.cli import main
 
 CONFIG = """
@@ -59,7 +60,15 @@ def test_bad_input(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for arguments, message in (
         ([], "no attack is named"),
         (["--attack", "magic"], "attack 'magic' is unknown; choose latents"),
-        (["--attack", "game", "--trials", "3"], "--trials of at least 20"),
+        (["--attack", "game", "--trials", "3"], "--trials and --canary-runs "),
+        (
+            ["--attack", "gradients"],
+            "attack 'gradients' does not fit: it is for models whose parameters are all global",
+        ),
+        (["--attack", "attributes", "--attribute", "smoke:a"], "write NAME, NAME:COLUMN"),
+        (["--attack", "attributes", "--attribute", "wheeze"], "no yes or no of each record"),
+        (["--attack", "attributes", "--attribute", "tall"], "no argument 'tall'; choose"),
+        (["--attack", "properties", "--argument", "tall"], "no argument 'tall'; choose"),
     ):
         assert run(str(config), *arguments, "--out", out) == 2
         assert message in capsys.readouterr().err
@@ -67,6 +76,52 @@ def test_bad_input(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(str(config), "--attack", "game", "--out", out) == 2
     assert "need at least 3" in capsys.readouterr().err
     assert not Path(out).exists()
+
+
+def test_without_a_folder_for_the_report(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(config), "--attack", "game") == 2
+    assert "--out is missing" in capsys.readouterr().err
+
+
+def test_the_list_tells_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(config), "--list") == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines.keys() == ATTACKS.keys()
+    assert "all global latents" in lines["membership"]
+    assert "[" not in lines["game"]
+
+
+VERTICAL = """
+seed = 1
+[model]
+program = "vertical-logistic"
+[data]
+silos = 3
+records = 200
+columns = 6
+[algorithm]
+name = "vertical"
+response = "private"
+learning_rate = 0.05
+[aggregation]
+kind = "masked"
+"""
+
+
+def test_a_vertical_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "vertical.toml"
+    path.write_text(VERTICAL)
+    out = tmp_path / "audit"
+    assert run(str(path), "--attack", "labels", "--attack", "columns", "--epsilon", "1", "--out", str(out)) == 0
+    rows = {(r["attack"], r["protection"]): r for r in json.loads((out / "audit.json").read_text())["rows"]}
+    assert {protection for _, protection in rows} == {"masked", "DP 1"}
+    assert rows["labels, sign", "masked"]["value"] >= 0.99
+    private = rows["labels, sign", "DP 1"]
+    assert private["value"] < private["detail"]["bound"]
+    assert "columns from totals" in capsys.readouterr().out
+    path.write_text(VERTICAL.replace('response = "private"\n', ""))
+    assert run(str(path), "--attack", "labels", "--out", str(out)) == 2
+    assert "every silo is given the labels" in capsys.readouterr().err
 
 
 def test_files_of_an_institution_need_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

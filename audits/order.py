@@ -1,0 +1,154 @@
+"""What `secure-fvi audit` was asked for, and the processes that do it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from secure_fvi.algorithms.vertical import Vertical
+from secure_fvi.audits.attributes import Attribute
+from secure_fvi.audits.base import AuditRow
+from secure_fvi.audits.matrix import Protection, Scale, Subject
+from secure_fvi.audits.vertical_matrix import ROUNDS, VerticalSubject
+from secure_fvi.errors import InputError
+from secure_fvi.runs.config import read
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.vertical_federation import VerticalFederation
+
+Federations: TypeAlias = Federation | VerticalFederation
+Subjects: TypeAlias = Subject | VerticalSubject
+
+
+class Progress(Protocol):
+    """Who is told how far an audit is."""
+
+    def told(self, what: str) -> None:
+        """One world more."""
+
+    def show(self, done: int) -> None:
+        """So many worlds in all."""
+
+
+class Order(NamedTuple):
+    """What was asked for, for every process to make its own subject of."""
+
+    source: Path
+    overrides: tuple[str, ...]
+    data: Path | None
+    rounds: int | None
+    worlds: int
+    trials: int
+    canary_runs: int
+    argument: str | None
+    attribute: str | None
+    real_data: bool
+
+    def simulated(self, federation: Federations) -> bool:
+        """Shipped programs read published or made data."""
+        return federation.config.model.program is not None
+
+    def subject(self, told: Callable[[str], None]) -> tuple[Federations, Subjects]:
+        """What is attacked, for this process. Raises InputError for what cannot be."""
+        torch.set_num_threads(1)
+        federation = _federation(self.source, self.overrides, self.data)
+        simulated = self.simulated(federation)
+        if not (simulated or self.real_data):
+            raise InputError(
+                f"'{self.source}' reads files of its own; if their institutions agree to an audit of them, say "
+                "--real-data"
+            )
+        if not isinstance(federation, Federation):
+            return federation, _vertical(federation, self.rounds, simulated, self.real_data, told)
+        scale = Scale(self.rounds or Scale.rounds, self.worlds, trials=self.trials, canary_runs=self.canary_runs)
+        return federation, Subject(
+            federation.model, federation.algorithm, federation.silos, simulated=simulated, real_data=self.real_data,
+            scale=scale, argument=self.argument, attribute=_attribute(self.attribute), told=told,
+        )  # fmt: skip
+
+
+#: Attacks of a line share the worlds that they run, so that one process takes them all. The longest lines first.
+_TOGETHER = (
+    ("latents", "latents-network", "information", "individuals", "sizes", "replay", "game"),
+    ("epsilon",),
+    ("properties", "attributes"),
+    ("gradients", "inversion", "membership"),
+    ("protocol",),
+)
+
+
+def attacked(
+    order: Order, chosen: list[str], found: list[Protection], workers: int, progress: Progress
+) -> list[AuditRow]:
+    """The rows of the `chosen` attacks in their order, under the protections `found`."""
+    lines = [[n for n in line if n in chosen] for line in _TOGETHER]
+    lines = [line for line in lines if line] or [chosen]
+    if workers == 1 or len(lines) == 1:
+        _, subject = order.subject(progress.told)
+        return [row for name in chosen for row in subject.rows(name, found)]
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("i", 0)
+    rows: dict[str, list[AuditRow]] = {}
+    with ProcessPoolExecutor(min(workers, len(lines)), context, _begin, (done,)) as pool:
+        waiting = {pool.submit(_line, order, line, found) for line in lines}
+        while waiting:
+            finished, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+            progress.show(done.value)
+            for future in finished:
+                rows |= future.result()
+    return [row for name in chosen for row in rows[name]]
+
+
+_done: Any = None  # in a worker: the count of worlds of all workers
+
+
+def _begin(done: Any) -> None:
+    global _done
+    _done = done
+
+
+def _count(what: str) -> None:
+    with _done.get_lock():
+        _done.value += 1
+
+
+def _line(order: Order, attacks: list[str], found: list[Protection]) -> dict[str, list[AuditRow]]:
+    _, subject = order.subject(_count)
+    return {name: subject.rows(name, found) for name in attacks}
+
+
+def _federation(source: Path, overrides: tuple[str, ...], data: Path | None) -> Federations:
+
+    if source.is_dir():
+        if overrides:
+            raise InputError("--set is for configuration files; a run is audited as it was")
+        found = federate(RunDirectory(source).read_config(), data)
+    else:
+        found = federate(read(source, overrides), data)
+    assert isinstance(found, Federations)
+    return found
+
+
+def _vertical(
+    federation: VerticalFederation, rounds: int | None, simulated: bool, real_data: bool, told: Callable[[str], None]
+) -> VerticalSubject:
+
+    if not isinstance(federation.algorithm, Vertical):
+        raise InputError(f"no attack is for algorithm.name = '{federation.algorithm.name}'; audit 'vertical'")
+    likelihood, algorithm = federation.likelihood, federation.algorithm
+    return VerticalSubject(likelihood, federation.data, algorithm, rounds or ROUNDS, simulated, real_data, told)
+
+
+def _attribute(text: str | None) -> Attribute | None:
+
+    if text is None:
+        return None
+    name, *columns = text.split(":")
+    if len(columns) > 2 or not all(column.isdigit() for column in columns):
+        raise InputError(f"--attribute {text}: write NAME, NAME:COLUMN or NAME:COLUMN:COMPLEMENT, columns from 0")
+    return Attribute(name, *(int(column) for column in columns))
