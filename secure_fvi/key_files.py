@@ -1,5 +1,7 @@
 """Private keys in files: PKCS8 PEM, readable by their owner only, encrypted where a passphrase is given.
 
+A passphrase is stretched by PBKDF2 with 2,048 rounds, which is what PEM gives: it has to be long and random.
+
 One place for every key that a site keeps: the Ed25519 identity that signs rosters, ledgers and logs, and the keys of
 TLS certificates. Errors name files and never quote them.
 """

@@ -19,6 +19,7 @@ def audit_log() -> None:
 @click.option("--public-key", type=FILE, help="The party's identity.pub, from where you trust it.")
 @click.option("--receipts", multiple=True, type=FILE, help="A witness's receipt; may be repeated.")
 @click.option("--witness-key", multiple=True, type=FILE, help="Witness's .pub; may be repeated.")
+@click.option("--roster", type=FILE, help="A roster file: its signed keys stand for --public-key and --witness-key.")
 @click.option("--against", type=FILE, help="The server's log, to compare what both say of the same messages.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def verify(
@@ -26,6 +27,7 @@ def verify(
     public_key: Path | None,
     receipts: tuple[Path, ...],
     witness_key: tuple[Path, ...],
+    roster: Path | None,
     against: Path | None,
     debug: bool,
 ) -> None:
@@ -33,14 +35,21 @@ def verify(
 
     Rows that were cut off at the end are found by receipts only: those of other members, or those in another's log.
     """
+    from secure_fvi.deployment.consortium import parse_roster
     from secure_fvi.deployment.names import read_bytes
-    from secure_fvi.deployment.trail_verify import compare
+    from secure_fvi.deployment.signatures import check_signatures, signature_folder
+    from secure_fvi.deployment.trail_verify import compare, rows
     from secure_fvi.deployment.trail_verify import verify as check
     from secure_fvi.key_files import load_public_key
 
     shown = [read_bytes(path, "the receipt") for path in receipts]
     accepted = [load_public_key(path) for path in witness_key] or None
     pinned = None if public_key is None else load_public_key(public_key)
+    if roster is not None:
+        members = parse_roster(read_bytes(roster, "the roster"), f"'{roster}'")
+        check_signatures(members, signature_folder(roster))
+        pinned = pinned or members.member(rows(log)[0]).identity_key
+        accepted = [*(accepted or []), *(m.identity_key for m in members.members.values())]
     chain = check(log, pinned, shown, accepted)
     click.echo(f"'{chain.silo}': {chain.length} rows, {len(chain.jobs)} jobs, head {chain.head.hex()}")
     click.echo(f"  key {chain.public_key.hex()}" + ("" if pinned else " (not pinned)"))

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import pytest
 from deployment_world import World
 
+from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment.records import open_trail
-from secure_fvi.deployment.trail import Exchange, JobEntry
+from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 
 SITES = ("east", "north", "south", "hub")
 
@@ -189,6 +190,13 @@ def test_a_log_is_verified_and_shown(shell: Shell, world: World, monkeypatch: py
     assert [json.loads(line)["kind"] for line in lines] == ["genesis", "job", "exchange"]
     assert json.loads(lines[2])["sent"][0] == len(b"answer")
     assert "gradient 1" in shell.done("audit-log", "show", files["north"], "--last", 1)
+    roster = world.homes["south"].roster_file(1)
+    pinned = shell.done("audit-log", "verify", files["north"], "--roster", roster)
+    assert "(not pinned)" not in pinned
+    assert "(not pinned)" in shell.done("audit-log", "verify", files["north"])
+    stranger = Trail.open("stranger.sqlite", "north", Identity(), create=True)
+    stranger.close()
+    shell.refused(1, "the chain belongs to key", "audit-log", "verify", "stranger.sqlite", "--roster", roster)
     forged = open_trail(world.homes["hub"])
     forged.exchanges("job-1", [Exchange("north", "Contribution", b"made up", b"ask")])
     forged.close()
