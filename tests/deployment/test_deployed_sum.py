@@ -1,0 +1,110 @@
+"""The pieces together, without a network: an offer, decisions, a session, a masked sum, and logs that agree."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from deployment_world import NOW, World
+
+from secure_fvi.aggregation import Block, BlockTable
+from secure_fvi.aggregation.base import carry
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.deployment.consortium import session_id
+from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
+from secure_fvi.deployment.job import make_offer, sign_offer
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.records import open_trail, open_witness, records_keys
+from secure_fvi.deployment.trail import Exchange
+from secure_fvi.deployment.trail_verify import compare, verify
+from secure_fvi.errors import InputError
+from secure_fvi.runs.config import parse
+
+CONFIG = {
+    "model": {"program": "six-cities"},
+    "partition": {"ids": ["east", "north", "south"], "count": 3},
+    "algorithm": {"name": "sfvi", "iterations": 5},
+}
+POLICY = """
+format = 1
+rosters = ["{roster}"]
+algorithms = ["sfvi"]
+aggregations = ["masked"]
+min_cohort = 3
+max_rounds = 5
+[privacy]
+dp = "optional"
+max_epsilon = 1.0
+max_delta = 1e-6
+min_noise_multiplier = 0.3
+[[model]]
+hash = "{model}"
+[[data]]
+id = "data"
+"""
+
+
+def test_a_sum_between_sites_leaves_logs_that_agree(world: World) -> None:
+    hub, sites = world.homes["hub"], {n: h for n, h in world.homes.items() if h.role == "silo"}
+    roster, config = hub.roster(NOW), parse(CONFIG, "test")
+    model = manifest(config).hash
+    offer = make_offer(config, roster, "hub", model, NOW)
+    logs = {name: open_trail(home) for name, home in world.homes.items()}
+    logs["hub"].job(job_entry(offer, bytes(32), accepted=True))
+    for name, home in sites.items():
+        home.policy_file.write_text(POLICY.format(roster=roster.hash.hex(), model=model.hex()))
+        home.policy_file.chmod(0o600)
+        assert decide(home, sign_offer(offer, hub.identity()), logs[name], NOW).offer == offer
+    session = roster.session(session_id(roster, offer.hash, {name: os.urandom(32) for name in sites}))
+    silos = {}
+    for name, home in sites.items():
+        home.state_folder.mkdir(mode=0o700)
+        silos[name] = MaskedSilo(session, name, home.identity(), SqliteStore(home.state_folder / "sum.sqlite"))
+    server = MaskedServer(session, SqliteStore(world.root / "server.sqlite"))
+    table, context = BlockTable((Block("gradient", (4,), 10.0),)), bytes(32)
+    values = {name: np.arange(4.0) + i for i, name in enumerate(sites)}
+
+    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {}
+        for name, message in messages.items():
+            replies[name] = silos[name].handle(message)
+            logs[name].exchanges(offer.job, [Exchange("hub", "sum", message, replies[name])])
+        logs["hub"].exchanges(offer.job, [Exchange(n, "sum", replies[n], m) for n, m in messages.items()])
+        return replies
+
+    carry(server.prepare(0), exchange)
+    sent = {name: silos[name].contribute(0, sorted(sites), table, v, context) for name, v in values.items()}
+    total = carry(server.total(0, sorted(sites), table, sent, context), exchange)
+    np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-9)
+    assert total.survivors == ("east", "north", "south")
+    for name in sites:
+        for other in world.homes:  # everybody countersigns everybody's head
+            if other != name:
+                witness, key = open_witness(world.homes[other]), records_keys(world.homes[other], roster, name)[0]
+                receipt = witness.countersign(logs[name].statement(witness.length(key)), key)
+                logs[name].add_receipt(receipt, world.homes[other].identity().public_key)
+        logs[name].close_job(offer.job, FINISHED)
+    for log in logs.values():
+        log.close()
+    keys = [m.identity_key for m in roster.members.values()]
+    for name, home in sites.items():
+        chain = verify(home.log_file, roster.member(name).identity_key, witness_keys=keys)
+        assert chain.jobs[offer.job].outcome == FINISHED
+        assert len(chain.receipts) == 3
+        agreement = compare(home.log_file, hub.log_file)
+        assert agreement.agreed == chain.jobs[offer.job].exchanges > 4
+        assert (agreement.lost_answers, agreement.unanswered) == (0, 0)
+
+
+def test_a_silo_with_another_identity_is_not_in_the_session(world: World) -> None:
+    session = world.homes["hub"].roster(NOW).session(bytes(32))
+    MaskedSilo(session, "north", world.homes["north"].identity(), SqliteStore(world.root / "a.sqlite"))
+    with pytest.raises(InputError):
+        MaskedSilo(session, "north", Identity(), SqliteStore(world.root / "b.sqlite"))
+    assert json.loads((world.homes["hub"].path / "accepted.json").read_text())["serial"] == 1
