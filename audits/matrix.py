@@ -106,7 +106,8 @@ class Subject:
 
     @property
     def argument(self) -> str:
-        return self._argument or (self.attribute.argument if self.attribute else next(iter(self.bench.pool)))
+        """As it was named, or the model's last, which most models observe."""
+        return self._argument or list(self.bench.pool)[-1]
 
     @cached_property
     def some(self) -> Data:
@@ -234,7 +235,8 @@ def _properties(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]
 
 def _attributes(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
     assert subject.attribute is not None
-    told = lambda: subject.told(f"'{subject.argument}' of single records")  # noqa: E731
+    name = subject.attribute.argument
+    told = lambda: subject.told(f"'{name}' of single records")  # noqa: E731
     rows = attributes.attribute_rows(subject.bench, subject.attribute, _many(found), each=told)
     if subject.bench.all_global:
         rows += released_rows(subject.model, subject.some, subject.attribute, each=told)
