@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.aggregation.plain import Plain
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
 from secure_fvi.audits.membership import Membership
 from secure_fvi.audits.scores import auc, tpr_at_fpr
+from secure_fvi.audits.vertical import auc_bound
 from secure_fvi.audits.worlds import Data
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import fit
@@ -34,7 +35,7 @@ def membership_rows(
     seed: int = 9,
     told: Callable[[str], None] = lambda what: None,
 ) -> list[AuditRow]:
-    """LiRA and RMIA on a posterior that was fitted to a random half of `pool`, without privacy and under each of
+    """LiRA and RMIA on a posterior that was fitted to those of `pool` that coins chose, without privacy and under each
     `private` (name, settings). Sums that only hide messages release the same posterior, so they have no rows.
 
     Positive control: a posterior to which each member counts ten times, as a model that overfits has it. Negative:
@@ -45,8 +46,8 @@ def membership_rows(
     references = attack.fit(attack.halves(_REFERENCES))
     signals = attack.signals(attack.family, references.eta)
     rng = np.random.default_rng(seed)
-    member = np.zeros(attack.size, dtype=bool)
-    member[rng.permutation(attack.size)[: attack.size // 2]] = True
+    # By independent coins: so far as others' go, a record is added or not, which is what privacy speaks of.
+    member = rng.random(attack.size) < 0.5
     told("a posterior that overfits")
     heavy = attack.fit(member[None] * np.int64(_COPIES))  # type: ignore[arg-type]  # a record counts so many times
     caught = attack.signals(attack.family, heavy.eta)[0]
@@ -59,6 +60,9 @@ def membership_rows(
     rows = []
     for name, privacy in (("none", None), *private):
         told(f"{name}: a released posterior")
+        bound = (
+            {} if privacy is None or privacy.epsilon is None else {"bound": auc_bound(privacy.epsilon, privacy.delta)}
+        )
         released = _released(model, pool, member, privacy, attack)
         for kind, guesses in attacks.items():
             truth, scores = member.astype(np.float64), guesses(released)
@@ -73,6 +77,7 @@ def membership_rows(
                     0.5,
                     records=attack.size,
                     references=_REFERENCES,
+                    **bound,
                     **{f"tpr_at_fpr_{_FPR:g}": list(tpr_at_fpr(truth, scores, _FPR).rate)},
                 )
             )
@@ -86,4 +91,4 @@ def _released(
     at = np.flatnonzero(member)
     silos = [{name: v[at[j::_SILOS]] for name, v in pool.items()} for j in range(_SILOS)]
     config = SFVI(family="diagonal", iterations=_ROUNDS, schedule="linear")
-    return attack.released(fit(model, silos, config, Plain(), privacy).variational)
+    return attack.released(fit(model, silos, config, Plain() if privacy is None else Masked(), privacy).variational)

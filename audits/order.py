@@ -43,6 +43,7 @@ class Order(NamedTuple):
     data: Path | None
     rounds: int | None
     worlds: int
+    individuals: int
     trials: int
     canary_runs: int
     argument: str | None
@@ -65,7 +66,7 @@ class Order(NamedTuple):
             )
         if not isinstance(federation, Federation):
             return federation, _vertical(federation, self.rounds, simulated, self.real_data, told)
-        scale = Scale(self.rounds or Scale.rounds, self.worlds, trials=self.trials, canary_runs=self.canary_runs)
+        scale = Scale(self.rounds or Scale.rounds, self.worlds, self.individuals, self.trials, self.canary_runs)
         return federation, Subject(
             federation.model, federation.algorithm, federation.silos, simulated=simulated, real_data=self.real_data,
             scale=scale, argument=self.argument, attribute=_attribute(self.attribute), told=told,

@@ -25,21 +25,52 @@ _LINE_SECONDS = 10.0
 @click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
 @click.option("--epsilon", "epsilons", multiple=True, type=float, help="DP to audit as well (1 and 8 with --all).")
 @click.option("--delta", default=1e-5, show_default=True, help="Of the DP that is audited.")
-@click.option("--rounds", type=int, help="Rounds of each world  [12; 60 in vertical runs]")
-@click.option("--worlds", default=50, show_default=True, help="Runs that regressions learn from and are tested on.")
-@click.option("--trials", default=100, show_default=True, help="Runs of the game; half of them are guessed at.")
-@click.option("--canary-runs", default=200, show_default=True, help="Runs with one canary, for the empirical epsilon.")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds of each world  [12; 60 in vertical runs]")
+@click.option(
+    "--worlds",
+    default=50,
+    type=click.IntRange(10),
+    show_default=True,
+    help="Runs that regressions learn from and are tested on.",
+)
+@click.option(
+    "--individuals",
+    default=50,
+    type=click.IntRange(10),
+    show_default=True,
+    help="Silos of one record in each of two worlds.",
+)
+@click.option(
+    "--trials",
+    default=100,
+    type=click.IntRange(20),
+    show_default=True,
+    help="Runs of the game; half of them are guessed at.",
+)
+@click.option(
+    "--canary-runs",
+    default=200,
+    type=click.IntRange(20),
+    show_default=True,
+    help="Runs with one canary, for the empirical epsilon.",
+)
 @click.option("--argument", help="Of the model, whose mean over a silo is a property to infer.")
 @click.option("--attribute", metavar="NAME[:COLUMN[:COMPLEMENT]]", help="Of a record, to infer: a yes or no.")
-@click.option("--workers", default=min(2, os.cpu_count() or 1), show_default=True, help="Processes to attack in.")
+@click.option(
+    "--workers",
+    default=min(2, os.cpu_count() or 1),
+    type=click.IntRange(1),
+    show_default=True,
+    help="Processes to attack in.",
+)
 @click.option("--real-data", is_flag=True, help="The data are real, and the institutions agree to an audit of them.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def audit(
     source: Path, attacks: tuple[str, ...], everything: bool, listed: bool, out: Path | None,
     overrides: tuple[str, ...], data: Path | None, epsilons: tuple[float, ...], delta: float, rounds: int | None,
-    worlds: int, trials: int, canary_runs: int, argument: str | None, attribute: str | None, workers: int,
-    real_data: bool, quiet: bool, debug: bool,
+    worlds: int, individuals: int, trials: int, canary_runs: int, argument: str | None, attribute: str | None,
+    workers: int, real_data: bool, quiet: bool, debug: bool,
 ) -> None:  # fmt: skip
     """Attack what the server sees of SOURCE, a configuration file or the folder of a run.
 
@@ -52,13 +83,9 @@ def audit(
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
 
-    if (rounds is not None and rounds < 1) or worlds < 10 or trials < 20 or canary_runs < 20 or workers < 1:
-        raise InputError(
-            "an audit needs --rounds and --workers of at least 1, --worlds of at least 10, --trials and --canary-runs "
-            "of at least 20"
-        )
     order = Order(
-        source, overrides, data, rounds, worlds, trials, canary_runs, argument, attribute, real_data or listed
+        source, overrides, data, rounds, worlds, individuals, trials, canary_runs, argument, attribute,
+        real_data or listed,
     )  # fmt: skip
     progress = _Progress(quiet or listed)
     federation, subject = order.subject(progress.told)

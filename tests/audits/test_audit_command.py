@@ -60,7 +60,7 @@ def test_bad_input(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for arguments, message in (
         ([], "no attack is named"),
         (["--attack", "magic"], "attack 'magic' is unknown; choose latents"),
-        (["--attack", "game", "--trials", "3"], "--trials and --canary-runs "),
+        (["--attack", "game", "--trials", "3"], "'--trials': 3 is not in the range x>=20"),
         (
             ["--attack", "gradients"],
             "attack 'gradients' does not fit: it is for models whose parameters are all global",
