@@ -19,6 +19,7 @@ from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.reproduce import reproduce
 from secure_fvi.cli.run import run
+from secure_fvi.cli.watch import watch
 from secure_fvi.errors import SecureFVIError
 
 _BAD_USAGE = 2
@@ -43,6 +44,7 @@ cli.add_command(budget)
 cli.add_command(keys)
 cli.add_command(policy)
 cli.add_command(reproduce)
+cli.add_command(watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

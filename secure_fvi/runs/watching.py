@@ -1,0 +1,133 @@
+"""A run seen from a browser on the same machine: its rounds, objective, cohort and what is left of budgets.
+
+The server answers GET alone, on a loopback address alone, and only with the token of the link; it writes nothing. What
+it shows is what the run's folder holds, all of it derived from broadcasts, totals and ledgers.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.privacy.ledger_account import account, read_ledger
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.metrics import read_metrics
+
+_PAGE, _SCRIPT = (Path(__file__).with_name(name) for name in ("watch.html", "watch.js"))
+#: Points of the curve that are sent, at most.
+_POINTS = 500
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """The run as it stands: state, algorithm, silos, rounds, objective by round, cohort, budgets. JSON types."""
+    run = RunDirectory(folder)
+    if run.state == "empty":
+        raise InputError(f"'{folder}' holds no run")
+    config = run.read_config()
+    rows = read_metrics(folder / "metrics.jsonl")
+    last = rows[-1] if rows else {}
+    thinned = rows[:: max(1, -(-len(rows) // _POINTS))] + rows[-1:]
+    return {
+        "state": run.state,
+        "algorithm": config.algorithm.name,
+        "aggregation": config.aggregation.kind,
+        "round": last.get("round", 0),
+        "seconds": last.get("seconds", 0.0),
+        "phase": last.get("phase"),
+        "cohort": last.get("cohort"),
+        "objective": [[row["round"], row["objective"]] for row in thinned if row["objective"] is not None],
+        "budgets": _budgets(folder, config),
+    }
+
+
+def _budgets(folder: Path, config: Any) -> list[dict[str, Any]]:
+    """By silo: the budget's epsilon, and what is left of it. Nothing where the run has no privacy or no ledger yet."""
+    if config.privacy is None:
+        return []
+    path = Path(config.privacy.ledger) if config.privacy.ledger else folder / "ledger.sqlite"
+    if not path.exists():
+        return []
+    try:
+        found = [account(chain, config.privacy.data_set) for chain in read_ledger(path).values()]
+        return [
+            {"silo": a.silo, "epsilon": a.budget.epsilon, "remaining": a.remaining}
+            for a in found
+            if a.budget is not None
+        ]
+    except (SecureFVIError, sqlite3.Error) as error:
+        return [{"silo": "ledger", "error": str(error)}]
+
+
+class Watch(ThreadingHTTPServer):
+    """Serves one folder on a loopback port. `link` is for the person in front of this machine."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        """`port` 0 takes a free one. Raises InputError where there is no run, or the port is taken."""
+        snapshot(folder)
+        self.folder = folder
+        self._token = secrets.token_urlsafe(24)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise InputError(f"--port {port}: {error.strerror}") from None
+
+    @property
+    def link(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/?token={self._token}"
+
+    def admits(self, token: str, host: str | None) -> bool:
+        """Whether a request has the token and means this machine: a foreign name that points here is refused."""
+        named = host in (f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}")
+        return secrets.compare_digest(token.encode(), self._token.encode()) and named
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Watch
+    server_version, sys_version = "secure-fvi", ""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        token = parse_qs(parts.query).get("token", [""])[0]
+        if not self.server.admits(token, self.headers.get("Host")):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"the link has no token, or another's\n")
+        elif parts.path == "/":
+            self._send(HTTPStatus.OK, "text/html", _PAGE.read_bytes().replace(b"TOKEN", token.encode()))
+        elif parts.path == "/watch.js":
+            self._send(HTTPStatus.OK, "text/javascript", _SCRIPT.read_bytes())
+        elif parts.path == "/state":
+            self._state()
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is nothing else here\n")
+
+    def _state(self) -> None:
+        try:
+            body, status = snapshot(self.server.folder), HTTPStatus.OK
+        except SecureFVIError as error:  # the folder was moved, say
+            body, status = {"error": str(error)}, HTTPStatus.GONE
+        self._send(status, "application/json", json.dumps(body, allow_nan=False).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line of the log would have the token in it."""
