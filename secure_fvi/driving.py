@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from secure_fvi.algorithms.base import Step
-from secure_fvi.engines.local import LocalEngine
+from secure_fvi.engines.transport import Transport
 from secure_fvi.guarding import Guards
-from secure_fvi.runs.checkpoint import load_checkpoint, save_checkpoint
+from secure_fvi.runs.checkpoint import Checkpoints
 from secure_fvi.server import Server
 
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
@@ -38,19 +37,18 @@ class Rounds(NamedTuple):
 
 def drive(
     server: Server,
-    engine: LocalEngine,
+    engine: Transport,
     guards: Guards,
     algorithm: Any,
     private: bool,
     block: int,
-    checkpoint_dir: Path | None,
-    checkpoint_seconds: float,
+    checkpoints: Checkpoints | None,
     resume: bool,
     on_round: Callable[[Progress], None] | None,
     began: float,
 ) -> Rounds:
     """Rounds until the algorithm is finished, with checkpoints; `began` is a time of the monotonic clock."""
-    done = _restore(server, engine, checkpoint_dir) if resume and checkpoint_dir is not None else _NOTHING_DONE
+    done = _restore(server, engine, checkpoints) if resume and checkpoints is not None else _NOTHING_DONE
     server.skip_to(guards.last_index)
     began -= done.seconds
     objectives = list(done.objectives)
@@ -60,17 +58,17 @@ def drive(
         step = engine.run(server.round())
         finished = step.finished
         objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
-        due = checkpoint_dir is not None and time.monotonic() - last_save >= checkpoint_seconds
-        if private:  # a round that is run again is released, and paid for, again
-            due = server.rounds % block == 0
-        if checkpoint_dir is not None and (due or finished):
-            _save(server, engine, checkpoint_dir, tuple(objectives), finished, time.monotonic() - began)
-            last_save = time.monotonic()
+        if checkpoints is not None:
+            due = time.monotonic() - last_save >= checkpoints.seconds
+            if private and checkpoints.seconds > 0:  # a round that is run again is released, and paid for, again
+                due = server.rounds % block == 0
+            if due or finished:
+                _save(server, engine, checkpoints, tuple(objectives), finished, time.monotonic() - began)
+                last_save = time.monotonic()
         if on_round is not None:
             on_round(_progress(server, engine, algorithm, step))
     guards.close("finished")
-    for silo in engine.silos.values():
-        silo.settle(server.state.accepted)
+    engine.silo_states(server.state.accepted)
     return Rounds(tuple(objectives), time.monotonic() - began)
 
 
@@ -88,30 +86,32 @@ class _Done(NamedTuple):
 _NOTHING_DONE = _Done((), False, 0.0, 0, {}, {})
 
 
-def _restore(server: Server, engine: LocalEngine, directory: Path) -> _Done:
+def _restore(server: Server, engine: Transport, checkpoints: Checkpoints) -> _Done:
     templates: dict[str, Any] = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    states = load_checkpoint(directory, {"server": server.state, "run": _NOTHING_DONE, **templates})
+    states = checkpoints.load({"server": server.state, "run": _NOTHING_DONE, **templates})
     if states is None:
         return _NOTHING_DONE
     server.state = states["server"]
-    for name, silo in engine.silos.items():
-        silo.local = states[f"silo/{name}"]
+    engine.restore_silos({name: states[f"silo/{name}"] for name in engine.silos})
     done: _Done = states["run"]
     engine.exchanges, engine.bytes_up, engine.bytes_down = done.exchanges, done.bytes_up, done.bytes_down
     return done
 
 
 def _save(
-    server: Server, engine: LocalEngine, directory: Path, objectives: tuple[float, ...], finished: bool, seconds: float
+    server: Server,
+    engine: Transport,
+    checkpoints: Checkpoints,
+    objectives: tuple[float, ...],
+    finished: bool,
+    seconds: float,
 ) -> None:
-    for silo in engine.silos.values():
-        silo.settle(server.state.accepted)
+    locals_ = {f"silo/{name}": state for name, state in engine.silo_states(server.state.accepted).items()}
     done = _Done(objectives, finished, seconds, engine.exchanges, engine.bytes_up, engine.bytes_down)
-    locals_ = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    save_checkpoint(directory, server.rounds, {"server": server.state, "run": done, **locals_})
+    checkpoints.save(server.rounds, {"server": server.state, "run": done, **locals_})
 
 
-def _progress(server: Server, engine: LocalEngine, algorithm: Any, step: Step) -> Progress:
+def _progress(server: Server, engine: Transport, algorithm: Any, step: Step) -> Progress:
     return Progress(
         server.rounds,
         # What visits silos one after the other knows its rounds only once it knows the silos.

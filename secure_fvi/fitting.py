@@ -16,14 +16,14 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
-from secure_fvi.algorithms.base import Algorithm, Problem
+from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.compiled import choose_mode, choose_threads
+from secure_fvi.building import build_problem, check_common
+from secure_fvi.compiled import choose_threads
 from secure_fvi.compiled import threads as with_threads
-from secure_fvi.density import LogDensity
-from secure_fvi.discovery import read_layout
 from secure_fvi.driving import Progress, Rounds, drive
 from secure_fvi.engines.local import LocalEngine
+from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough, warn_of_large_delta
@@ -32,6 +32,7 @@ from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result, summarise
+from secure_fvi.runs.checkpoint import FolderCheckpoints
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.silo_view import silo_view
@@ -76,12 +77,13 @@ def fit(
     )  # fmt: skip
     server, engine, guards = parties
     count = choose_threads(work_of(silos, algorithm)) if threads == "auto" else threads
+    checkpoints = None if checkpoint_dir is None else FolderCheckpoints(checkpoint_dir, checkpoint_seconds)
     with with_threads(count):
         rounds = drive(
             server, engine, guards, algorithm, privacy is not None, books.block,
-            checkpoint_dir, checkpoint_seconds, resume, on_round, began,
+            checkpoints, resume, on_round, began,
         )  # fmt: skip
-    return _result(server, engine, algorithm, aggregation, rounds)
+    return result_of(server, engine, algorithm, aggregation, rounds)
 
 
 def build_parties(
@@ -109,13 +111,8 @@ def build_parties(
     check_common(seed, dtype)
     read = {name: read_data(data, name, dtype) for name, data in zip(names, silos, strict=True)}
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
-    layout, start = read_layout(model, schema, dtype)
-    where = device_named(device)
-    calls = algorithm.expected_calls * len(silos)
-    problem = Problem(
-        model, schema.to(where), layout, LogDensity(model, layout, schema.to(where)), start, ordered, seed, dtype,
-        where, choose_mode(compile, calls, work_of(silos, algorithm)), privacy,
-    )  # fmt: skip
+    work = work_of(silos, algorithm)
+    problem = build_problem(model, schema, algorithm, ordered, seed, device, dtype, compile, privacy, work)
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
@@ -123,22 +120,11 @@ def build_parties(
     guards = build_guards(ordered, program.tables, terms, algorithm.name, books or Books(), noise)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
     silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
-    built = {
-        name: Silo(
-            name,
-            silo_program,
-            silo_view(
-                name,
-                problem,
-                read[name][1],
-                ids[name],
-                silo_secret(lambda name=name: derived_secret(seed, name, record_ids), bool(terms), noise_key),  # type: ignore[misc]
-            ),
-            silo_sums[name],
-            guards.gates[name],
-        )
-        for name in ordered
-    }
+    built = {}
+    for name in ordered:
+        secret = silo_secret(lambda name=name: derived_secret(seed, name, record_ids), bool(terms), noise_key)  # type: ignore[misc]
+        view = silo_view(name, problem, read[name][1], ids[name], secret)
+        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name])
     return Server(problem, program, server_sum, noise), LocalEngine(built), guards
 
 
@@ -154,22 +140,6 @@ def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], 
     if len(names) != count:
         raise InputError(f"{len(names)} silo ids for {count} silos")
     return names, check_silo_ids(names)
-
-
-def check_common(seed: int, dtype: torch.dtype) -> None:
-    """Raise InputError for a seed or a type of numbers that no run takes."""
-    if dtype not in (torch.float32, torch.float64):
-        raise InputError(f"dtype must be torch.float32 or torch.float64, not {dtype}")
-    if type(seed) is not int or not -(2**63) <= seed < 2**63:
-        raise InputError("seed must be a whole number of at most 64 bits")
-
-
-def device_named(device: str | torch.device) -> torch.device:
-    """The device; raises InputError where PyTorch does not find it."""
-    where = torch.device(device)
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
-    return where
 
 
 def derived_secret(seed: int, silo: str, record_ids: Sequence[Tensor] | None) -> bytes:
@@ -195,13 +165,14 @@ def _record_ids(
     return ids
 
 
-def _result(
+def result_of(
     server: Server,
-    engine: LocalEngine,
+    engine: Transport,
     algorithm: Algorithm,
     aggregation: SecureSum,
     rounds: Rounds,
 ) -> Result:
+    """What a run that has ended found. Warns with SecureFVIWarning where it has not converged."""
     problem, state = server.problem, server.state.algorithm
     posterior = server.program.posterior(state)
     converged = server.program.converged(state)

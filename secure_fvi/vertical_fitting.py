@@ -26,16 +26,18 @@ from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
+from secure_fvi.building import check_common, device_named
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.driving import Progress, drive
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
-from secure_fvi.fitting import check_common, derived_secret, device_named, named_silos
+from secure_fvi.fitting import derived_secret, named_silos
 from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import UNIT_ID, KeyedDraws, derive_key
+from secure_fvi.runs.checkpoint import FolderCheckpoints
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params
@@ -94,10 +96,11 @@ def fit_vertical(
         silo_ids, device, dtype, compile, books, noise_key,
     )  # fmt: skip
     count = choose_threads(numbers_of(silos)) if threads == "auto" else threads
+    checkpoints = None if checkpoint_dir is None else FolderCheckpoints(checkpoint_dir, checkpoint_seconds)
     with with_threads(count):
         rounds = drive(
             parties.server, parties.engine, parties.guards, algorithm, privacy is not None, books.block,
-            checkpoint_dir, checkpoint_seconds, resume, on_round, began,
+            checkpoints, resume, on_round, began,
         )  # fmt: skip
         if parties.holder is not None:
             parties.holder.close("finished")

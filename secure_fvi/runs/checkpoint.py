@@ -12,12 +12,13 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import msgpack
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from secure_fvi.errors import InputError
@@ -27,6 +28,33 @@ from secure_fvi.files import write_atomically as write_atomically
 _LATEST = "LATEST"
 #: Ends the folder's name where the newest checkpoint is of another phase of the same round.
 _PHASE = ".phase"
+
+
+class Checkpoints(Protocol):
+    """Where the states of the parties in this process are kept, at least `seconds` apart; 0: after every round."""
+
+    seconds: float
+
+    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+        """States by party, shaped like `templates`; None when there are none."""
+        ...
+
+    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        """Keep the states of the parties after `round_` rounds."""
+        ...
+
+
+class FolderCheckpoints:
+    """Checkpoints in a folder."""
+
+    def __init__(self, directory: Path, seconds: float) -> None:
+        self.directory, self.seconds = directory, seconds
+
+    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+        return load_checkpoint(self.directory, templates)
+
+    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        save_checkpoint(self.directory, round_, parties)
 
 
 def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) -> None:
@@ -78,6 +106,20 @@ def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, 
     if states.keys() != templates.keys():
         raise InputError(f"the checkpoint in {directory} is of another set of silos")
     return states
+
+
+def pack_state(state: Any) -> bytes:
+    """One party's state as bytes."""
+    tensors: dict[str, Tensor] = {}
+    skeleton = json.dumps(_take_apart(state, "s", tensors)).encode()
+    packed: bytes = msgpack.packb([skeleton, save(tensors)])
+    return packed
+
+
+def unpack_state(packed: bytes, template: Any, source: Path) -> Any:
+    """The state that `pack_state` packed, shaped like `template`. Raises InputError, which names `source`."""
+    skeleton, tensors = msgpack.unpackb(packed)
+    return _put_together(json.loads(skeleton), template, load(tensors), source)
 
 
 def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

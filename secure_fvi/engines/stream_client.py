@@ -1,0 +1,241 @@
+"""A silo's end of the stream: it dials out, answers, and dials again when the connection breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from secure_fvi.engines.stream_messages import (
+    CODEC,
+    MESSAGE,
+    METHOD,
+    OPTIONS,
+    REFUSAL,
+    RESTART,
+    SERVICE,
+    Assembler,
+    Hello,
+    Welcome,
+    parts,
+    reason,
+)
+from secure_fvi.engines.stream_server import SessionLost, TlsFiles
+from secure_fvi.errors import InputError, PolicyError, ProtocolError
+
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_PROBE_SECONDS = 10.0
+
+#: Handshakes in a row after which the server closed: one may be a server that was just being stopped.
+_MOST_CLOSED = 4
+
+
+class _Closed(ConnectionError):
+    """The server closed the connection right after the handshake."""
+
+
+#: Job and message in, answer out; raises SecureFVIError to refuse, SessionLost where its session cannot go on.
+Handler = Callable[[str, bytes], bytes]
+
+
+class StreamClient:
+    """One silo's way to one server."""
+
+    def __init__(
+        self,
+        address: str,
+        tls: Callable[[], TlsFiles],
+        tls_name: Callable[[], str],
+        check_server: Callable[[bytes], None],
+        roster: Callable[[], bytes],
+        handle: Handler,
+    ) -> None:
+        """`address`: "host:port". What follows is asked for at each connection, since files may be renewed: keys, the
+        name that the server's certificate must have, a check of that certificate (PEM; ProtocolError refuses it), the
+        hash of the roster. `handle` makes the answers.
+        """
+        self._host, self._port = split_address(address)
+        self._address = address
+        self._tls, self._tls_name, self._check_server, self._roster = tls, tls_name, check_server, roster
+        self._handle = handle
+        self._last: tuple[str, bytes, int, bytes] | None = None  # job, message, status, answer
+        self._stop = threading.Event()
+        self._call: Any = None
+
+    def stop(self) -> None:
+        """Make `run` return; for another thread, or for `handle` after its last answer."""
+        self._stop.set()
+
+    def hang_up(self) -> None:
+        """Break the connection that is open; `run` dials again unless it was stopped."""
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def run(self) -> None:
+        """Answer until stopped. Raises ProtocolError, naming the reason, where either end refuses the other."""
+        pause, said, closed = _FIRST_PAUSE, False, 0
+        while not self._stop.is_set():
+            try:
+                self._check_peer()
+                closed = 0
+                began = time.monotonic()
+                self._connected()
+                pause = _FIRST_PAUSE if time.monotonic() - began > 1 else pause
+                said = False
+            except (OSError, grpc.RpcError) as error:
+                if isinstance(error, grpc.RpcError) and error.code() == grpc.StatusCode.PERMISSION_DENIED:
+                    raise ProtocolError(f"the server refused this silo: {error.details()}") from None
+                closed = closed + 1 if isinstance(error, _Closed) else 0
+                if closed >= _MOST_CLOSED:
+                    raise ProtocolError(
+                        f"the server at {self._address} closes after the handshake: it does not take this silo's "
+                        "certificate, or is no server of secure-fvi"
+                    ) from None
+                if not said:
+                    _log.info("no connection to %s yet; trying again", self._address)
+                    said = True
+            # Half of the pause is random, so that silos do not come back all at once.
+            self._stop.wait(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _check_peer(self) -> None:
+        """Look at the server's certificate first: gRPC's client verifies chain and name, but shows no certificate,
+        and a revoked one would go unnoticed."""
+        certificate = peer_certificate(self._host, self._port, self._tls(), self._tls_name())
+        self._check_server(certificate)
+
+    def _connected(self) -> None:
+        """One connection, from dialing to its end."""
+        tls = self._tls()
+        credentials = grpc.ssl_channel_credentials(tls.authority, tls.private_key, tls.certificate)
+        options = (*OPTIONS, ("grpc.ssl_target_name_override", self._tls_name()), ("grpc.use_local_subchannel_pool", 1))
+        outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        roster = self._roster()
+        outgoing.put(CODEC.pack(Hello(roster)))
+        with grpc.secure_channel(self._address, credentials, options) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(_until_none(outgoing))
+            self._call = call
+            try:
+                if not self._stop.is_set():  # it may have been set while there was no call to break
+                    self._converse(call, outgoing, roster)
+            finally:
+                self._call = None
+                outgoing.put(None)
+
+    def _converse(self, frames: Iterator[bytes], outgoing: queue.SimpleQueue[bytes | None], roster: bytes) -> None:
+        welcome = CODEC.unpack(next(frames), Welcome)
+        if welcome.roster != roster:
+            raise ProtocolError(f"the server goes by roster {welcome.roster.hex()[:16]}..., not by this silo's")
+        _log.info("connected to %s", self._address)
+        assembler = Assembler()
+        for frame in frames:
+            whole = assembler.add(frame)
+            if whole is None:
+                continue
+            status, answer = self._answer(welcome.job, whole.message)
+            for out in parts(whole.exchange, answer, status):
+                outgoing.put(out)
+            if self._stop.is_set():
+                break
+        outgoing.put(None)
+        for _ in frames:  # the server ends the stream once it has read ours to its end
+            pass
+
+    def _answer(self, job: str, message: bytes) -> tuple[int, bytes]:
+        """The answer; the same bytes again for a message that comes again."""
+        if self._last is not None and self._last[:2] == (job, message):
+            return self._last[2:]
+        try:
+            status, answer = MESSAGE, self._handle(job, message)
+        except SessionLost as error:
+            _log.warning("%s", error)
+            return RESTART, b""
+        except (ProtocolError, PolicyError) as error:
+            _log.warning("a message was refused: %s", error)
+            return REFUSAL, reason(str(error))
+        except Exception as error:
+            # What else goes wrong may tell of data, were it only their number: it stays at the site.
+            _log.exception("a message could not be answered")
+            return REFUSAL, reason(f"{type(error).__name__}; the site's log says more")
+        self._last = (job, message, status, answer)
+        return status, answer
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises InputError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise InputError(f"'{address}' must look like hub.example.org:8443")
+    return host.strip("[]"), int(port)
+
+
+def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
+    """The certificate (PEM) with which the server proves itself in a TLS 1.3 handshake.
+
+    Raises ProtocolError where it is not by the authority or not of the key `name`, OSError where nobody is there.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["h2"])
+    context.load_verify_locations(cadata=tls.authority.decode())
+    with _chain_file(tls) as path:
+        context.load_cert_chain(path)
+    try:
+        with (
+            socket.create_connection((host, port), _PROBE_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=name) as secured,
+        ):
+            seen = secured.getpeercert(binary_form=True)
+            # Under TLS 1.3 the server judges the silo's certificate after the silo's handshake; gRPC speaks first.
+            if not secured.recv(1):
+                raise _Closed
+    except ssl.SSLCertVerificationError as error:
+        raise ProtocolError(
+            f"the server at {host}:{port} is not the one in the roster: {error.verify_message}"
+        ) from None
+    except ConnectionResetError:
+        raise _Closed from None
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"):
+            raise ProtocolError(f"the server at {host}:{port} speaks no TLS 1.3 ({error.reason})") from None
+        if isinstance(error, ssl.SSLEOFError):
+            raise _Closed from None
+        raise
+    assert seen is not None
+    return ssl.DER_cert_to_PEM_cert(seen).encode()
+
+
+@contextlib.contextmanager
+def _chain_file(tls: TlsFiles) -> Iterator[Path]:
+    """Python's ssl reads keys from files alone: one in memory where the system has such, readable by this user only."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("tls", os.MFD_CLOEXEC)
+        try:
+            os.write(handle, tls.private_key + tls.certificate)
+            yield Path(f"/proc/self/fd/{handle}")
+        finally:
+            os.close(handle)
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(tls.private_key + tls.certificate)
+        file.flush()
+        yield Path(file.name)
+
+
+def _until_none(frames: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
+    while (frame := frames.get()) is not None:
+        yield frame

@@ -1,0 +1,134 @@
+"""What travels on a stream: a greeting each way, then messages in numbered parts. MessagePack of a fixed schema.
+
+silo                            server
+Hello(roster)          ->
+                       <-       Welcome(roster, job)
+                       <-       Part(exchange, 0, 2, MESSAGE, ...), Part(exchange, 1, 2, MESSAGE, ...)
+Part(exchange, 0, 1, MESSAGE | REFUSAL | RESTART, ...)  ->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from secure_fvi.aggregation.messages import MAX_MESSAGE_BYTES, Codec
+from secure_fvi.errors import ProtocolError
+
+#: The one method of the service, bytes both ways.
+SERVICE, METHOD = "secure_fvi.Stream", "Exchange"
+CHUNK_BYTES = 4 << 20
+#: What a part's `status` says of the whole message. RESTART: the silo needs the session to be opened anew.
+MESSAGE, REFUSAL, RESTART = 0, 1, 2
+_LONGEST_REASON = 4000
+
+#: The same at both ends. A part with its frame is somewhat longer than a chunk.
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", CHUNK_BYTES + (64 << 10)),
+    ("grpc.max_receive_message_length", CHUNK_BYTES + (64 << 10)),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+class Hello(NamedTuple):
+    """Silo to server: the hash of the roster that it goes by."""
+
+    roster: bytes
+
+
+class Welcome(NamedTuple):
+    """Server to silo: the same roster, and the job that the stream is for."""
+
+    roster: bytes
+    job: str
+
+
+class Part(NamedTuple):
+    """One of the `pieces` of the message of an exchange; both ways."""
+
+    exchange: int
+    number: int
+    pieces: int
+    status: int
+    body: bytes
+
+
+def _hash(value: Any) -> bool:
+    return type(value) is bytes and len(value) == 32
+
+
+def _job(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) <= 200 and value.isprintable()
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _status(value: Any) -> bool:
+    return type(value) is int and value in (MESSAGE, REFUSAL, RESTART)
+
+
+def _body(value: Any) -> bool:
+    return type(value) is bytes and len(value) <= CHUNK_BYTES
+
+
+CODEC = Codec(
+    {
+        Hello: (1, (_hash,)),
+        Welcome: (2, (_hash, _job)),
+        Part: (3, (_count, _count, _count, _status, _body)),
+    }
+)
+
+
+def parts(exchange: int, message: bytes, status: int = MESSAGE, chunk: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The frames that carry `message`."""
+    count = max(1, -(-len(message) // chunk))
+    view = memoryview(message)
+    for number in range(count):
+        body = bytes(view[number * chunk : (number + 1) * chunk])
+        yield CODEC.pack(Part(exchange, number, count, status, body))
+
+
+def reason(text: str) -> bytes:
+    """A refusal's reason as it travels."""
+    return text.encode()[:_LONGEST_REASON]
+
+
+class Whole(NamedTuple):
+    """A message put together."""
+
+    exchange: int
+    status: int
+    message: bytes
+
+
+class Assembler:
+    """Puts the parts of one direction together again. They come in order, since a stream keeps it."""
+
+    def __init__(self) -> None:
+        self._head: tuple[int, int, int] | None = None  # exchange, pieces, status
+        self._bodies: list[bytes] = []
+
+    def add(self, frame: bytes) -> Whole | None:
+        """The message that `frame` completes, if it does. Raises ProtocolError for a frame out of place."""
+        part = CODEC.unpack(frame, Part)
+        head = (part.exchange, part.pieces, part.status)
+        if self._head is None or part.number == 0:  # a sender that was cut off begins a message anew
+            self._head, self._bodies = head, []
+        if head != self._head or part.number != len(self._bodies) or part.number >= part.pieces:
+            raise ProtocolError("a part of a message out of place")
+        if part.pieces * CHUNK_BYTES > MAX_MESSAGE_BYTES + CHUNK_BYTES:
+            raise ProtocolError("a message of more than 2 GiB")
+        self._bodies.append(part.body)
+        if part.number + 1 < part.pieces:
+            return None
+        message = part.body if part.pieces == 1 else b"".join(self._bodies)
+        self._head, self._bodies = None, []
+        return Whole(part.exchange, part.status, message)

@@ -1,0 +1,262 @@
+"""The server's end of the streams: silos dial in over mutual TLS 1.3, one stream each, for the length of a job."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from typing import Any, Literal, NamedTuple
+
+import grpc
+
+from secure_fvi.engines.stream_messages import (
+    CODEC,
+    METHOD,
+    OPTIONS,
+    REFUSAL,
+    RESTART,
+    SERVICE,
+    Assembler,
+    Hello,
+    Welcome,
+    Whole,
+    parts,
+)
+from secure_fvi.engines.transport import Transport
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+
+_log = logging.getLogger(__name__)
+
+OnLoss = Literal["wait", "drop"]
+
+
+class SessionLost(SecureFVIError):
+    """A silo has lost its share of the session (a restart of its machine): the session has to be opened anew."""
+
+
+class Patience(NamedTuple):
+    """What is done about a silo that does not answer.
+
+    on_loss: "wait" for as long as it takes, or "drop" it after `deadline` seconds and go on with the others as long as
+    there are `least` of them; a silo that was dropped is waited for again once it is back.
+    """
+
+    on_loss: OnLoss = "wait"
+    deadline: float = 60.0
+    least: int = 1
+
+
+class TlsFiles(NamedTuple):
+    """PEM: private key, certificate, the authority's certificate."""
+
+    private_key: bytes
+    certificate: bytes
+    authority: bytes
+
+    def __repr__(self) -> str:
+        return "TlsFiles(...)"
+
+
+class _Link:
+    """One silo's live stream."""
+
+    def __init__(self) -> None:
+        self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.closed = False
+
+    def send(self, exchange: int, message: bytes) -> None:
+        for frame in parts(exchange, message):
+            self.outgoing.put(frame)
+
+    def close(self) -> None:
+        self.closed = True
+        self.outgoing.put(None)
+
+
+class StreamServer(Transport):
+    """Silos elsewhere, each behind its own stream. Opens its port at once; silos may come and go."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        listen: str,
+        tls: TlsFiles,
+        admit: Callable[[bytes], str],
+        roster: bytes,
+        job: str,
+        patience: Patience | None = None,
+    ) -> None:
+        """`listen`: "host:port", port 0 for any. `admit`: the id of the silo whose certificate (PEM) it is given, or
+        ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. Raises InputError where
+        the address cannot be had.
+        """
+        super().__init__(names)
+        self.silos = {}
+        self._admit, self._roster, self._job = admit, roster, job
+        self.patience = patience or Patience()
+        self._changed = threading.Condition()
+        self._links: dict[str, _Link] = {}
+        self._number = 0
+        self._asked: dict[str, bytes] = {}
+        self._answers: dict[str, Whole] = {}
+        self._absent: set[str] = set()  # missed a deadline and are not waited for
+        self.refused: list[str] = []  # why connections were turned away, newest last
+        self._grpc = grpc.server(
+            futures.ThreadPoolExecutor(len(names) * 2 + 8), options=(*OPTIONS, ("grpc.so_reuseport", 0))
+        )
+        handler = grpc.stream_stream_rpc_method_handler(self._stream)
+        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        credentials = grpc.ssl_server_credentials([(tls.private_key, tls.certificate)], tls.authority, True)
+        try:
+            self.port = self._grpc.add_secure_port(listen, credentials)
+        except RuntimeError:
+            raise InputError(f"cannot listen at '{listen}': the address is taken, or is not this machine's") from None
+        self._grpc.start()
+
+    @property
+    def connected(self) -> set[str]:
+        """The silos that have a stream."""
+        with self._changed:
+            return set(self._links)
+
+    def wait_for(self, silos: Sequence[str], seconds: float | None = None) -> bool:
+        """Whether all `silos` have connected, within `seconds` where given."""
+        with self._changed:
+            return self._changed.wait_for(lambda: set(silos) <= self._links.keys(), seconds)
+
+    def close(self) -> None:
+        """End all streams and give the port back."""
+        with self._changed:
+            for link in self._links.values():
+                link.close()
+        self._grpc.stop(2.0).wait()
+
+    # ---- an exchange ----
+
+    def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        with self._changed:
+            self._number += 1
+            self._asked, self._answers = dict(messages), {}
+            for silo, message in messages.items():
+                link = self._links.get(silo)
+                if link is not None:
+                    link.send(self._number, message)
+            began = time.monotonic()
+            while not self._settled(began):
+                left = self.patience.deadline - (time.monotonic() - began)
+                self._changed.wait(max(left, 0.05) if self.patience.on_loss == "drop" else None)
+            answers, self._asked = self._answers, {}
+            self._absent |= messages.keys() - answers.keys()
+        return {silo: answers[silo].message for silo in messages if self._usable(silo, answers.get(silo))}
+
+    def _settled(self, began: float) -> bool:
+        """Whether the exchange is over. Under `drop` it also ends with the deadline, given enough answers."""
+        missing = self._asked.keys() - self._answers.keys()
+        if not missing:
+            return True
+        if any(a.status == RESTART for a in self._answers.values()):
+            return True
+        if self.patience.on_loss == "wait":
+            return any(a.status == REFUSAL for a in self._answers.values())
+        if sum(a.status == 0 for a in self._answers.values()) < min(self.patience.least, len(self._asked)):
+            return False
+        return missing <= self._absent or time.monotonic() - began >= self.patience.deadline
+
+    def _usable(self, silo: str, answer: Whole | None) -> bool:
+        if answer is None:
+            return False
+        if answer.status == RESTART:
+            raise SessionLost(f"silo '{silo}' needs a new session")
+        if answer.status == REFUSAL:
+            text = _shown(answer.message)
+            if self.patience.on_loss == "wait":
+                raise ProtocolError(f"silo '{silo}' refused: {text}")
+            _log.warning("silo '%s' refused: %s", silo, text)
+            return False
+        return True
+
+    # ---- streams ----
+
+    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """One silo's stream, from its greeting on. Runs in a thread of gRPC's."""
+        try:
+            silo = self._greet(requests, context)
+        except SecureFVIError as error:
+            text = _shown(str(error).encode())
+            self.refused.append(text)
+            _log.warning("a connection from %s was refused: %s", context.peer(), text)
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
+        link = _Link()
+        context.add_callback(link.close)
+        yield CODEC.pack(Welcome(self._roster, self._job))
+        with self._changed:
+            old = self._links.pop(silo, None)
+            if old is not None:
+                old.close()
+            self._links[silo] = link
+            self._absent.discard(silo)
+            if silo in self._asked and silo not in self._answers:
+                link.send(self._number, self._asked[silo])
+            self._changed.notify_all()
+        _log.info("silo '%s' has connected", silo)
+        threading.Thread(target=self._read, args=(silo, link, requests), daemon=True).start()
+        while (frame := link.outgoing.get()) is not None:
+            yield frame
+        self._drop(silo, link)
+
+    def _greet(self, requests: Iterator[bytes], context: Any) -> str:
+        """Which silo it is; raises ProtocolError with the reason why it is not let in."""
+        seen = context.auth_context()
+        version = seen.get("ssl_tls_version", [b""])[0].decode()
+        certificate = seen.get("x509_pem_cert", [b""])[0]
+        if version != "TLSv1.3":
+            raise ProtocolError(f"TLS 1.3 is needed, not {version or 'plaintext'}")
+        silo = self._admit(certificate)
+        if silo not in self.bytes_up:
+            raise ProtocolError(f"'{silo}' takes no part in this job")
+        hello = CODEC.unpack(next(requests, b""), Hello)
+        if hello.roster != self._roster:
+            raise ProtocolError(
+                f"'{silo}' goes by roster {hello.roster.hex()[:16]}..., this server by {self._roster.hex()[:16]}..."
+            )
+        return silo
+
+    def _read(self, silo: str, link: _Link, requests: Iterator[bytes]) -> None:
+        """Take in what the silo answers until its stream ends."""
+        assembler = Assembler()
+        try:
+            for frame in requests:
+                whole = assembler.add(frame)
+                if whole is not None:
+                    self._take(silo, whole)
+        except SecureFVIError as error:
+            _log.warning("the stream of silo '%s' is cut: %s", silo, error)
+        except Exception:
+            # gRPC raises what it likes when a peer goes; a stream that ends is no error here.
+            _log.debug("the stream of silo '%s' ended", silo, exc_info=True)
+        link.close()
+        self._drop(silo, link)
+
+    def _take(self, silo: str, whole: Whole) -> None:
+        with self._changed:
+            self._absent.discard(silo)
+            if whole.exchange != self._number or silo not in self._asked or silo in self._answers:
+                return  # too late, or a second time
+            self._answers[silo] = whole
+            if whole.status or len(self._answers) == len(self._asked) or self.patience.on_loss == "drop":
+                self._changed.notify_all()
+
+    def _drop(self, silo: str, link: _Link) -> None:
+        with self._changed:
+            if self._links.get(silo) is link:
+                del self._links[silo]
+                _log.info("silo '%s' has gone", silo)
+                self._changed.notify_all()
+
+
+def _shown(text: bytes) -> str:
+    shown = text.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else " " for c in shown)

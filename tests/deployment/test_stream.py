@@ -1,0 +1,308 @@
+"""The stream between server and silos: what it carries arrives, whoever is not admitted is told why."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from deployment_world import NOW, World
+
+from secure_fvi.deployment.admission import Admission
+from secure_fvi.deployment.authority import Authority
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.keeping import install
+from secure_fvi.engines.stream_client import StreamClient
+from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Whole, parts
+from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer, TlsFiles
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+
+SILOS = ("east", "north", "south")
+Handle = Callable[[str, bytes], bytes]
+
+
+def tls_of(home: Home) -> TlsFiles:
+    return TlsFiles(*home.credentials())
+
+
+def admission(home: Home, now: datetime.datetime = NOW) -> Admission:
+    return home.admission(now)
+
+
+@contextmanager
+def serving(world: World, patience: Patience | None = None, names: tuple[str, ...] = SILOS) -> Iterator[StreamServer]:
+    hub = world.homes["hub"]
+    roster = hub.roster(NOW).hash
+
+    def admit(certificate: bytes) -> str:
+        return admission(hub).member(certificate, NOW, "silo").id
+
+    server = StreamServer(names, "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", patience)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class Dialer:
+    """A silo that dials the server from a thread, and the error with which it ended."""
+
+    def __init__(self, world: World, server: StreamServer, name: str, handle: Handle, home: Home | None = None) -> None:
+        site = home or world.homes[name]
+
+        def check(certificate: bytes) -> None:
+            admission(site).member(certificate, NOW, "server")
+
+        self.client = StreamClient(
+            f"127.0.0.1:{server.port}", lambda: tls_of(site), lambda: admission(site).tls_name("hub"),
+            check, lambda: site.roster(NOW).hash, handle,
+        )  # fmt: skip
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.client.run()
+        except Exception as error:
+            self.error = error
+
+    def refused(self, *words: str) -> None:
+        self.thread.join(20)
+        assert isinstance(self.error, ProtocolError), self.error
+        for word in words:
+            assert word in str(self.error)
+
+    def stop(self) -> None:
+        self.client.stop()
+        self.client.hang_up()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def echo(job: str, message: bytes) -> bytes:
+    assert job == "job-1"
+    return b"answer to " + message
+
+
+@contextmanager
+def dialed(
+    world: World, server: StreamServer, handle: Handle, names: tuple[str, ...] = SILOS
+) -> Iterator[list[Dialer]]:
+    dialers = [Dialer(world, server, name, handle) for name in names]
+    try:
+        assert server.wait_for(names, 20)
+        yield dialers
+    finally:
+        for dialer in dialers:
+            dialer.stop()
+
+
+def _put_together(frames: list[bytes]) -> None:
+    assembler = Assembler()
+    for frame in frames:
+        assembler.add(frame)
+
+
+def test_messages_of_any_length_are_put_together_again() -> None:
+    rng = random.Random(1)
+    for length in (0, 1, 9, 10, 11, 57):
+        message, frames = rng.randbytes(length), []
+        frames = list(parts(3, message, 1, chunk=10))
+        assert len(frames) == max(1, -(-length // 10))
+        assembler = Assembler()
+        assert [assembler.add(f) for f in frames[:-1]] == [None] * (len(frames) - 1)
+        assert assembler.add(frames[-1]) == Whole(3, 1, message)
+    frames = list(parts(3, b"x" * 25, chunk=10))
+    for wrong in ([0, 2], [1], [0, 1, 1], [0, 1, 0, 2]):
+        with pytest.raises(ProtocolError, match="out of place"):
+            _put_together([frames[at] for at in wrong])
+    assembler = Assembler()  # a sender that was cut off begins anew
+    assert [assembler.add(frames[at]) for at in (0, 1, 0, 1)] == [None] * 4
+    assert assembler.add(frames[2]) == Whole(3, 0, b"x" * 25)
+
+
+def test_bytes_arrive_and_are_counted(world: World) -> None:
+    big = random.Random(2).randbytes(2 * CHUNK_BYTES + 12_345)
+    with serving(world) as server, dialed(world, server, echo):
+        assert server.exchange(dict.fromkeys(SILOS, b"one")) == dict.fromkeys(SILOS, b"answer to one")
+        found = server.exchange({"north": big, "south": b""})
+        assert found == {"north": b"answer to " + big, "south": b"answer to "}
+        assert server.exchanges == 2
+        assert server.bytes_down == {"east": 3, "north": 3 + len(big), "south": 3}
+        assert server.bytes_up == {"east": 13, "north": 23 + len(big), "south": 23}
+        times = []
+        for at in range(200):
+            began = time.perf_counter()
+            server.exchange({silo: str(at).encode() for silo in SILOS})
+            times.append(time.perf_counter() - began)
+        logging.getLogger(__name__).info("%.2f ms an exchange", sorted(times)[100] * 1e3)
+
+
+def test_a_broken_connection_gets_the_stored_answer(world: World) -> None:
+    """The stream breaks after the silo has worked out its answer and before it is sent."""
+    worked: list[bytes] = []
+    with serving(world, names=("north",)) as server:
+        box: list[Dialer] = []
+
+        def work(job: str, message: bytes) -> bytes:
+            worked.append(message)
+            if len(worked) == 2:
+                box[0].client.hang_up()
+            return b"answer %d" % len(worked)
+
+        with dialed(world, server, work, ("north",)) as dialers:
+            box.extend(dialers)
+            assert server.exchange({"north": b"a"}) == {"north": b"answer 1"}
+            assert server.exchange({"north": b"b"}) == {"north": b"answer 2"}
+            assert server.exchange({"north": b"c"}) == {"north": b"answer 3"}
+    assert worked == [b"a", b"b", b"c"]
+
+
+def test_waiting_and_dropping(world: World) -> None:
+    patience = Patience("drop", 1.0, least=2)
+    silent = threading.Event()
+
+    def slow(job: str, message: bytes) -> bytes:
+        if message == b"hard":
+            silent.wait(20)
+        return b"done"
+
+    with serving(world, patience) as server, dialed(world, server, echo, ("east", "south")):
+        with dialed(world, server, slow, ("north",)):
+            assert set(server.exchange(dict.fromkeys(SILOS, b"hard"))) == {"east", "south"}
+            began = time.monotonic()
+            assert set(server.exchange(dict.fromkeys(SILOS, b"more"))) == {"east", "south"}
+            assert time.monotonic() - began < 0.9  # who missed a deadline is not waited for again
+            silent.set()
+            for _ in range(100):
+                if len(server.exchange(dict.fromkeys(SILOS, b"easy"))) == 3:
+                    break
+                time.sleep(0.05)
+            else:
+                raise AssertionError("it was not taken back")
+        server.patience = Patience("wait")
+        late = threading.Timer(0.5, lambda: box.append(Dialer(world, server, "north", echo)))
+        box: list[Dialer] = []
+        late.start()
+        assert set(server.exchange(dict.fromkeys(SILOS, b"x"))) == set(SILOS)
+        box[0].stop()
+
+
+def test_a_refusal_names_its_reason_and_no_data(world: World) -> None:
+    def refuse(job: str, message: bytes) -> bytes:
+        if message == b"session":
+            raise SessionLost("gone")
+        if message == b"data":
+            raise AggregationError("the value 42.5 exceeds its bound")
+        raise ProtocolError("not today")
+
+    with serving(world, names=("north",)) as server, dialed(world, server, refuse, ("north",)):
+        with pytest.raises(ProtocolError, match="silo 'north' refused: not today"):
+            server.exchange({"north": b"x"})
+        with pytest.raises(ProtocolError, match="AggregationError; the site's log says more") as caught:
+            server.exchange({"north": b"data"})
+        assert "42" not in str(caught.value)
+        with pytest.raises(SessionLost, match="north"):
+            server.exchange({"north": b"session"})
+        server.patience = Patience("drop", 5.0)
+        assert server.exchange({"north": b"x"}) == {}
+
+
+def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_path: Path) -> None:
+    names = ("east", "north")
+    with serving(world, names=names) as server, dialed(world, server, echo, ("east",)):
+        Dialer(world, server, "south", echo).refused("'south' takes no part in this job")
+
+        stranger = Home(world.homes["north"].path)  # its roster's hash has one other byte
+        changed = bytes([stranger.roster(NOW).hash[0] ^ 1]) + stranger.roster(NOW).hash[1:]
+        dialer = Dialer.__new__(Dialer)
+        dialer.client = StreamClient(
+            f"127.0.0.1:{server.port}", lambda: tls_of(stranger), lambda: admission(stranger).tls_name("hub"),
+            lambda certificate: None, lambda: changed, echo,
+        )  # fmt: skip
+        dialer.error = None
+        dialer.thread = threading.Thread(target=dialer._run, daemon=True)
+        dialer.thread.start()
+        dialer.refused("goes by roster", changed.hex()[:16])
+
+        foreign = Authority.create(tmp_path / "foreign", "study", NOW)  # a certificate by another authority
+        own = tls_of(world.homes["north"])
+        forged = foreign.issue(world.request(world.homes["north"]), NOW, 30)
+        dialer.client = StreamClient(
+            f"127.0.0.1:{server.port}", lambda: own._replace(certificate=forged),
+            lambda: admission(stranger).tls_name("hub"), lambda certificate: None, lambda: changed, echo,
+        )  # fmt: skip
+        dialer.error = None
+        dialer.thread = threading.Thread(target=dialer._run, daemon=True)
+        dialer.thread.start()
+        dialer.refused("does not take this silo's certificate")
+
+        world.authority.revoke("north", NOW)
+        install(world.homes["hub"], world.root / "authority" / "ca.crl", NOW)
+        Dialer(world, server, "north", echo).refused("the server refused this silo", "'north' was revoked")
+        assert any("revoked" in text for text in server.refused)
+        assert server.exchange({"east": b"still here"}) == {"east": b"answer to still here"}
+
+
+def test_a_silo_refuses_a_server(world: World) -> None:
+    """One whose certificate was revoked, one of another key, one in plaintext."""
+    north = world.homes["north"]
+    with serving(world, names=("north",)) as server:
+        wrong = admission(north).tls_name("east")
+        client = StreamClient(
+            f"127.0.0.1:{server.port}", lambda: tls_of(north), lambda: wrong,
+            lambda certificate: None, lambda: north.roster(NOW).hash, echo,
+        )  # fmt: skip
+        with pytest.raises(ProtocolError, match="is not the one in the roster"):
+            client.run()
+        world.authority.revoke("hub", NOW)
+        install(north, world.root / "authority" / "ca.crl", NOW)
+        Dialer(world, server, "north", echo).refused("'hub' was revoked")
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+
+        def answer() -> None:
+            connection, _ = plain.accept()
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        client = StreamClient(
+            f"127.0.0.1:{plain.getsockname()[1]}", lambda: tls_of(north), lambda: wrong,
+            lambda certificate: None, lambda: north.roster(NOW).hash, echo,
+        )  # fmt: skip
+        with pytest.raises(ProtocolError, match=r"speaks no TLS 1\.3"):
+            client.run()
+
+
+def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
+    """The others go on."""
+    north = world.homes["north"]
+    with serving(world, names=("north",)) as server, dialed(world, server, echo, ("north",)):
+        assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = channel.stream_stream("/secure_fvi.Stream/Exchange")(iter([b"x"]), timeout=5)
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        older = {"ssl_tls_version": [b"TLSv1.2"], "x509_pem_cert": [tls_of(north).certificate]}
+        context = SimpleNamespace(auth_context=lambda: older)
+        with pytest.raises(ProtocolError, match=r"TLS 1\.3 is needed, not TLSv1\.2"):
+            server._greet(iter([]), context)
+        assert server.exchange({"north": b"y"}) == {"north": b"answer to y"}
+
+
+def test_an_address_that_is_taken_is_named(world: World) -> None:
+    with serving(world) as server, pytest.raises(InputError, match=f"cannot listen at '127.0.0.1:{server.port}'"):
+        hub = world.homes["hub"]
+        StreamServer(SILOS, f"127.0.0.1:{server.port}", tls_of(hub), lambda c: "", hub.roster(NOW).hash, "job")
