@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,28 +17,42 @@ from secure_fvi.errors import InputError
 _FARTHEST = 4.0
 _PENALTIES = np.logspace(-4, 6, 31)
 _COLUMNS = (8, 32, 128)
+_FOLDS = 4
 
 
 @dataclass(frozen=True)
 class Ridge:
-    """Linear regression on standardised columns: all of them, or those that correlate most with the answers.
+    """Linear regression on standardised columns: all of them, those that correlate most with the answers, or none.
 
-    Penalty and number of columns have the least leave-one-out error, which is exact given the columns.
+    How many is decided by cross-validation, columns being chosen anew in each fold; the penalty by the exact
+    leave-one-out error given the columns.
     """
 
     name = "ridge"
 
     def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
         x, new = _standardised(known, unknown)
-        mean = answers.mean()
-        order = np.argsort(-np.abs(x.T @ (answers - mean)), kind="stable")
-        sizes = [k for k in _COLUMNS if k < len(order)]
-        fits = [_fitted(x[:, at], answers - mean, new[:, at]) for at in (order, *(order[:k] for k in sizes))]
-        return np.asarray(mean + min(fits, key=lambda fit: fit[0])[1])
+        sizes = [x.shape[1], *(k for k in _COLUMNS if k < x.shape[1])]
+        fold = np.random.default_rng(2).permutation(len(x)) % _FOLDS
+        errors = np.zeros(1 + len(sizes))
+        for k in range(_FOLDS):
+            inside, truth = fold != k, answers[fold == k]
+            guesses = _by_size(x[inside], answers[inside], x[~inside], sizes)
+            errors += [((truth - guess) ** 2).sum() for guess in guesses]
+        best = int(np.argmin(errors))
+        return _by_size(x, answers, new, sizes[best - 1 : best])[-1]
 
 
-def _fitted(x: FloatArray, centred: FloatArray, new: FloatArray) -> tuple[float, FloatArray]:
-    """The least leave-one-out error over penalties, and what that fit makes of `new`."""
+def _by_size(x: FloatArray, answers: FloatArray, new: FloatArray, sizes: Sequence[int]) -> list[FloatArray]:
+    """What is made of `new` without any column, and with the `sizes` that correlate most with the answers."""
+    mean = answers.mean()
+    order = np.argsort(-np.abs(x.T @ (answers - mean)), kind="stable")
+    fits = [_fitted(x[:, order[:k]], answers - mean, new[:, order[:k]]) for k in sizes]
+    return [np.full(len(new), mean), *(np.asarray(mean + fit) for fit in fits)]
+
+
+def _fitted(x: FloatArray, centred: FloatArray, new: FloatArray) -> FloatArray:
+    """Ridge regression with the penalty of the least leave-one-out error."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     projected = u.T @ centred
     errors = []
@@ -47,7 +62,7 @@ def _fitted(x: FloatArray, centred: FloatArray, new: FloatArray) -> tuple[float,
         residuals = (centred - u @ (shrunk * projected)) / np.maximum(1 - leverage, 1e-9)
         errors.append((residuals**2).mean())
     penalty = _PENALTIES[int(np.argmin(errors))]
-    return min(errors), new @ (vt.T @ (s / (s**2 + penalty) * projected))
+    return np.asarray(new @ (vt.T @ (s / (s**2 + penalty) * projected)))
 
 
 @dataclass(frozen=True)
