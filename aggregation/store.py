@@ -60,11 +60,13 @@ class SqliteStore:
     it has forgotten answers; start a new session instead.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], power_safe: bool = True) -> None:
+        """power_safe: without it a write outlives the process, but not the machine: the caller must notice a restart
+        of the machine and open a new session then."""
         Path(path).touch(mode=0o600)
-        self._connection = sqlite3.connect(path, isolation_level=None)
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute(f"PRAGMA synchronous = {'FULL' if power_safe else 'NORMAL'}")
         self._connection.execute("PRAGMA secure_delete = ON")
         self._connection.execute(
             "CREATE TABLE IF NOT EXISTS slots (slot TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"

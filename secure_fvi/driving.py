@@ -48,7 +48,7 @@ def drive(
     began: float,
 ) -> Rounds:
     """Rounds until the algorithm is finished, with checkpoints; `began` is a time of the monotonic clock."""
-    done = _restore(server, engine, checkpoints) if resume and checkpoints is not None else _NOTHING_DONE
+    done = _restore(server, engine, checkpoints) if resume and checkpoints is not None else NOTHING_DONE
     server.skip_to(guards.last_index)
     began -= done.seconds
     objectives = list(done.objectives)
@@ -83,14 +83,14 @@ class _Done(NamedTuple):
     bytes_down: dict[str, int]
 
 
-_NOTHING_DONE = _Done((), False, 0.0, 0, {}, {})
+NOTHING_DONE = _Done((), False, 0.0, 0, {}, {})
 
 
 def _restore(server: Server, engine: Transport, checkpoints: Checkpoints) -> _Done:
     templates: dict[str, Any] = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
-    states = checkpoints.load({"server": server.state, "run": _NOTHING_DONE, **templates})
+    states = checkpoints.load({"server": server.state, "run": NOTHING_DONE, **templates})
     if states is None:
-        return _NOTHING_DONE
+        return NOTHING_DONE
     server.state = states["server"]
     engine.restore_silos({name: states[f"silo/{name}"] for name in engine.silos})
     done: _Done = states["run"]

@@ -18,6 +18,7 @@ from secure_fvi.privacy.claim import description
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
 from secure_fvi.privacy.ledger_filter import smallest_budget
+from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.witnessing import countersign
@@ -91,13 +92,7 @@ def build_guards(
     if books.path is None:
         gates = {silo: Gate(silo, tables, terms, _in_memory(terms), noise) for silo in silos}
         return Guards(gates)
-    declared = tuple(Term(phase, t.event, t.releases) for phase, t in terms.items())
-    settings = next(iter(terms.values())).settings
-    about = {"algorithm": algorithm, **description(terms, noise)}
-    job = Job(books.job, books.data_set, settings.unit, settings.delta, declared, about)
-    own_budget = smallest_budget(job)
-    if settings.epsilon is not None:
-        own_budget = dataclasses.replace(own_budget, epsilon=max(own_budget.epsilon, settings.epsilon))
+    job, own_budget = declared_job(books.job, books.data_set, terms, algorithm, noise)
     ledgers = {silo: Ledger.open(books.path, silo, create=True) for silo in silos}
     countersign(books.path, ledgers)
     for ledger in ledgers.values():
@@ -107,6 +102,20 @@ def build_guards(
     }
     gates = {silo: Gate(silo, tables, terms, jobs[silo].charge, noise) for silo in silos}
     return Guards(gates, tuple(jobs.values()), ledgers, books.path)
+
+
+def declared_job(
+    name: str, data_set: str, terms: Mapping[str, Terms], algorithm: str, noise: NoiseSource
+) -> tuple[Job, Budget]:
+    """The job as a ledger charges it, and the budget that it brings where the data set has none."""
+    declared = tuple(Term(phase, t.event, t.releases) for phase, t in terms.items())
+    settings = next(iter(terms.values())).settings
+    about = {"algorithm": algorithm, **description(terms, noise)}
+    job = Job(name, data_set, settings.unit, settings.delta, declared, about)
+    budget = smallest_budget(job)
+    if settings.epsilon is not None:
+        budget = dataclasses.replace(budget, epsilon=max(budget.epsilon, settings.epsilon))
+    return job, budget
 
 
 def warn_of_large_delta(terms: Mapping[str, Terms], sizes: Mapping[str, int]) -> None:

@@ -19,6 +19,8 @@ from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.reproduce import reproduce
 from secure_fvi.cli.run import run
+from secure_fvi.cli.serving import server, silo
+from secure_fvi.cli.status import status
 from secure_fvi.cli.watch import watch
 from secure_fvi.errors import SecureFVIError
 
@@ -44,6 +46,9 @@ cli.add_command(budget)
 cli.add_command(keys)
 cli.add_command(policy)
 cli.add_command(reproduce)
+cli.add_command(server)
+cli.add_command(silo)
+cli.add_command(status)
 cli.add_command(watch)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from secure_fvi.aggregation.base import Exchanges, carry
@@ -26,6 +26,9 @@ class Transport(ABC):
         self.bytes_up: dict[str, int] = dict.fromkeys(names, 0)  # by silo
         self.bytes_down: dict[str, int] = dict.fromkeys(names, 0)
 
+    #: Told of every exchange once it is over: what was sent and what came back.
+    watch: Callable[[Mapping[str, bytes], Mapping[str, bytes]], None] | None = None
+
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         """One message to each named silo, one reply from each that answered in time."""
         self.exchanges += 1
@@ -34,6 +37,8 @@ class Transport(ABC):
             self.bytes_down[silo] += len(message)
         for silo, reply in replies.items():
             self.bytes_up[silo] += len(reply)
+        if self.watch is not None:
+            self.watch(messages, replies)
         return replies
 
     def run(self, exchanges: Exchanges[T]) -> T:

@@ -139,6 +139,14 @@ class Run(Table):
     checkpoint_seconds: Positive = 5.0
 
 
+class Engine(Table):
+    """How a server carries a job to silos elsewhere. on_loss: wait for a silo that does not answer, or drop it for the
+    time being after `deadline` seconds."""
+
+    on_loss: Literal["wait", "drop"] = "wait"
+    deadline: Positive = 60.0
+
+
 class Config(Table):
     """A whole file."""
 
@@ -153,6 +161,7 @@ class Config(Table):
     aggregation: Aggregation = Field(default_factory=Aggregation)
     privacy: Privacy | None = None
     run: Run = Field(default_factory=Run)
+    engine: Engine | None = None
 
     @model_validator(mode="after")
     def _silos_given_once(self) -> Self:
@@ -216,6 +225,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
         ("silo", SiloFile),
         ("response", Response),
         ("run", Run),
+        ("engine", Engine),
     ):
         if not prefix and model is Config:
             found |= _keys(inner, name)

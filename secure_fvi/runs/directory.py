@@ -20,6 +20,9 @@ from secure_fvi.runs.config import Config, parse
 
 State = Literal["empty", "begun", "finished"]
 
+#: What may change when a run is continued.
+_FREE = ("run.checkpoint_seconds", "engine.")
+
 #: Names that only a run writes; `discard` removes these and nothing else.
 _OURS = (
     "config.toml",
@@ -165,5 +168,5 @@ def _flat(table: Any, key: str = "") -> dict[str, Any]:
     """Leaves by dotted key, without those that do not change the result."""
     if isinstance(table, dict):
         inner = [_flat(value, f"{key}.{name}" if key else name) for name, value in table.items()]
-        return {k: v for part in inner for k, v in part.items() if k != "run.checkpoint_seconds" and v is not None}
+        return {k: v for part in inner for k, v in part.items() if not k.startswith(_FREE) and v is not None}
     return {key: list(table) if isinstance(table, tuple) else table}

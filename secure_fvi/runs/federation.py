@@ -55,21 +55,24 @@ class Federation(FederationBase):
 
 def federate(config: Config, data_dir: Path | None = None) -> FederationBase:
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
-    algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
-    aggregation = build(
-        named(AGGREGATIONS, "aggregation.kind", config.aggregation.kind),
-        config.aggregation.options,
-        "aggregation",
-    )
-    privacy = None
-    if config.privacy is not None:
-        cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
-        privacy = build(cls, config.privacy.options, "privacy")
+    algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
         from secure_fvi.runs.vertical_federation import federate_vertical
 
         return federate_vertical(config, data_dir, algorithm, aggregation, privacy)
     return _horizontal(config, data_dir, algorithm, aggregation, privacy)
+
+
+def chosen(config: Config) -> tuple[Any, Any, DP | None]:
+    """Algorithm, secure sum and privacy as `config` sets them. Raises InputError, naming the key."""
+    algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
+    kind = named(AGGREGATIONS, "aggregation.kind", config.aggregation.kind)
+    aggregation = build(kind, config.aggregation.options, "aggregation")
+    privacy = None
+    if config.privacy is not None:
+        cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
+        privacy = build(cls, config.privacy.options, "privacy")
+    return algorithm, aggregation, privacy
 
 
 def _horizontal(
@@ -80,7 +83,7 @@ def _horizontal(
             f"model.program = '{config.model.program}': its silos hold different columns of the same people; set "
             "algorithm.name = 'vertical'"
         )
-    model, description = _model(config)
+    model, description = model_of(config)
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
     else:
@@ -90,7 +93,26 @@ def _horizontal(
     return Federation(complete, description, algorithm, aggregation, privacy, model, ids, silos, record_ids)
 
 
-def _model(config: Config) -> tuple[FederatedModel, str]:
+def silo_part(config: Config, silo: str, data_dir: Path | None = None) -> tuple[dict[str, Tensor], Tensor, bool]:
+    """One silo's records and their ids, without a look at another silo's file; whether the ids are the data's own.
+
+    The part of a program's records that `config` gives the silo, or its own file, whose rows are numbered where it
+    has no column of ids.
+    """
+    if config.partition is not None:
+        ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
+        at = ids.index(silo)
+        return silos[at], record_ids[at], True
+    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
+    table = read_table(Path(config.silo[at].data), f"silo[{at}].data")
+    given = table.pop(RECORD_ID, None)
+    own = torch.arange(_rows(table)) if given is None else given
+    _check_ids(at, own)
+    return table, own, given is not None
+
+
+def model_of(config: Config) -> tuple[FederatedModel, str]:
+    """The model that `config` names, from this machine's files, and what it is called."""
     if config.model.program is not None:
         try:
             found = program(config.model.program)
@@ -153,9 +175,13 @@ def _from_files(config: Config) -> Parts:
         given = [torch.arange(a, b) for a, b in starts]
     record_ids = tuple(ids for ids in given if ids is not None)
     for j, ids in enumerate(record_ids):
-        if ids.dtype != torch.int64 or ids.ndim != 1:
-            raise InputError(f"silo[{j}].data: '{RECORD_ID}' must be whole numbers, one a record")
+        _check_ids(j, ids)
     return tuple(silo.id for silo in config.silo), tuple(tables), record_ids
+
+
+def _check_ids(at: int, ids: Tensor) -> None:
+    if ids.dtype != torch.int64 or ids.ndim != 1:
+        raise InputError(f"silo[{at}].data: '{RECORD_ID}' must be whole numbers, one a record")
 
 
 def _rows(table: Mapping[str, Tensor]) -> int:

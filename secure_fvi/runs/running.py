@@ -39,7 +39,16 @@ def execute(
     With `resume` the run in the folder is continued, or begun where there is none yet. Raises InputError before
     anything is written, and leaves the folder as it was when the model or its data turn out to be unusable.
     """
-    federation = federate(config, data_dir)
+    return execute_federation(federate(config, data_dir), folder, resume, on_round)
+
+
+def execute_federation(
+    federation: FederationBase,
+    folder: RunDirectory,
+    resume: bool = False,
+    on_round: Callable[[Progress], None] | None = None,
+) -> RunSummary | None:
+    """The same for what `federate` made of a configuration."""
     digest = federation.digest()
     known = resume and folder.state != "empty"
     if known:

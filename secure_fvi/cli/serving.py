@@ -1,0 +1,98 @@
+"""`secure-fvi server` and `secure-fvi silo`: the processes of a job between institutions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from secure_fvi.cli.keys_shared import home_option, open_home
+
+FILE = click.Path(path_type=Path)
+
+
+@click.group()
+def server() -> None:
+    """The server of a job between institutions. docs/distributed.md says how it works."""
+
+
+@server.command()
+@click.argument("config", type=FILE)
+@home_option
+@click.option("--out", required=True, type=FILE, help="Folder for the results; the same again to continue a job.")
+@click.option("--listen", default="0.0.0.0:8443", show_default=True, metavar="HOST:PORT", help="Where silos dial in.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
+@click.option("--quiet", is_flag=True, help="No progress, no table, no log.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def start(
+    config: Path, home: Path, out: Path, listen: str, overrides: tuple[str, ...], quiet: bool, debug: bool
+) -> None:
+    """Offer the job that CONFIG describes to its silos, run it with them and write the results to the folder --out.
+
+    Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
+    """
+    from secure_fvi.cli.progress import RunProgress
+    from secure_fvi.cli.tables import print_posterior
+    from secure_fvi.deployment.serving import remote_federation
+    from secure_fvi.runs.config import read
+    from secure_fvi.runs.directory import RunDirectory
+    from secure_fvi.runs.running import execute_federation
+
+    _log(quiet)
+    folder = RunDirectory(out)
+    federation = remote_federation(read(config, overrides), open_home(home), folder, listen)
+    with RunProgress(quiet) as progress:
+        result = execute_federation(federation, folder, True, progress.update)
+    if result is None:
+        click.echo(f"the job in '{out}' is finished; its results are in {out / 'result.json'}")
+    elif not quiet:
+        print_posterior(result.to_json())
+        click.echo(f"report: {out / 'report.html'}")
+
+
+@click.group()
+def silo() -> None:
+    """A silo's own process. docs/distributed.md says how it works."""
+
+
+@silo.command("start")
+@home_option
+@click.option("--server", "address", required=True, metavar="HOST:PORT", help="Where the server listens.")
+@click.option("--data", type=FILE, help="The silo's data file, instead of the policy's.")
+@click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
+@click.option("--once", is_flag=True, help="Leave after the first job.")
+@click.option(
+    "--repeatable",
+    is_flag=True,
+    help="For tests: draw from the job's seed as `secure-fvi run` does, so that results agree to the last bit. The "
+    "server can then work out what this silo draws.",
+)
+@click.option("--quiet", is_flag=True, help="No log.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def start_silo(
+    home: Path,
+    address: str,
+    data: Path | None,
+    data_dir: Path | None,
+    once: bool,
+    repeatable: bool,
+    quiet: bool,
+    debug: bool,
+) -> None:
+    """Dial the server, take part in the jobs that this site's policy allows, and dial again when it is away.
+
+    Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder.
+    """
+    from secure_fvi.deployment.site import run_site
+    from secure_fvi.deployment.site_job import Local
+
+    _log(quiet)
+    run_site(open_home(home), address, Local(data, data_dir, repeatable), once)
+
+
+def _log(quiet: bool) -> None:
+    import logging
+
+    level = logging.ERROR if quiet else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("secure_fvi").setLevel(level)

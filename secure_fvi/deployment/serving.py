@@ -1,0 +1,282 @@
+"""A server's process: it offers a job to the silos, opens the session, drives the rounds, and goes on after a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import save
+
+from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation.base import SecureSum, SumServer
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.plain import PlainServer
+from secure_fvi.building import build_problem
+from secure_fvi.compiled import threads as with_threads
+from secure_fvi.deployment.consortium import session_id
+from secure_fvi.deployment.deciding import FINISHED, job_entry
+from secure_fvi.deployment.holding import boot_id, open_store
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.names import now
+from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    END,
+    JOIN,
+    OPEN,
+    End,
+    Ended,
+    Joined,
+    Open,
+    Opened,
+    schema_digest,
+    unpack_schema,
+)  # fmt: skip
+from secure_fvi.deployment.site_job import check_supported
+from secure_fvi.deployment.trail import Exchange, Trail
+from secure_fvi.driving import NOTHING_DONE, Progress, drive
+from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer, TlsFiles
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.federated_model import FederatedModel, check_schemas_agree
+from secure_fvi.files import write_atomically
+from secure_fvi.fitting import result_of
+from secure_fvi.guarding import Books, Guards, strong_enough
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.results import Result
+from secure_fvi.runs.checkpoint import STORE_FILE, StoreCheckpoints, latest_round
+from secure_fvi.runs.config import Config, Engine
+from secure_fvi.runs.directory import RunDirectory, read_json
+from secure_fvi.runs.federation import chosen, model_of
+from secure_fvi.runs.federation_base import FederationBase, written_out
+from secure_fvi.server import Server
+
+_log = logging.getLogger(__name__)
+_MOST_SESSIONS = 100  # opened anew in one process; a machine that restarts more often needs another remedy
+
+
+def remote_federation(config: Config, home: Home, folder: RunDirectory, listen: str) -> RemoteFederation:
+    """What `config` is to the silos of the roster. Raises InputError for what runs in one process alone so far."""
+    if home.role != "server":
+        raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
+    algorithm, aggregation, privacy = chosen(config)
+    check_supported(config, aggregation)
+    model, description = model_of(config)
+    threads = 1 if config.run.threads == "auto" else config.run.threads
+    complete = written_out(config, threads, algorithm, aggregation, privacy)
+    return RemoteFederation(
+        complete, description, algorithm, aggregation, privacy, model, config.run.threads, home, folder, listen
+    )
+
+
+@dataclass(frozen=True)
+class RemoteFederation(FederationBase):
+    """A run whose silos are elsewhere: this process holds no data."""
+
+    model: FederatedModel
+    silo_threads: Any  # as the user wrote it: each silo chooses by its own work
+    home: Home
+    folder: RunDirectory
+    listen: str
+
+    def digest(self) -> str:
+        """Of the model: the data are the silos'."""
+        return hashlib.sha256(b"remote/" + manifest(self.config).hash).hexdigest()
+
+    def fit(self, **common: Any) -> Result:
+        """Run it; `common` holds the options that all runs share."""
+        hub = Hub(self, common["on_round"])
+        try:
+            return hub.run()
+        finally:
+            hub.close()
+
+
+class _Parties(NamedTuple):
+    server: Server
+    aggregation: SecureSum
+
+
+class Hub:
+    """One job at the server, from offer to result."""
+
+    def __init__(self, federation: RemoteFederation, on_round: Callable[[Progress], None] | None) -> None:
+        self._of, self._on_round = federation, on_round
+        home, config = federation.home, federation.config
+        self._kept = federation.folder.checkpoints
+        self._kept.mkdir(exist_ok=True)
+        self._roster = home.roster(now())
+        self._trail: Trail = open_trail(home)
+        self.offer, self._signed = self._make_offer()
+        self._states = open_store(self._kept / STORE_FILE)
+        self._checkpoints = StoreCheckpoints(self._states, self._kept)
+        self._sums: Any = None
+        engine = config.engine or Engine()
+        least = _least(federation.aggregation, len(self.offer.silos))
+        self._patience = Patience(engine.on_loss, engine.deadline, least)
+        self.engine = StreamServer(
+            self.offer.silos, federation.listen, TlsFiles(*home.credentials()), self._admit, self._roster.hash,
+            self.offer.job, self._patience,
+        )  # fmt: skip
+        self.engine.watch = self._write_down
+        _log.info("listening at port %d", self.engine.port)
+        write_atomically(self._kept / "port", str(self.engine.port).encode())
+
+    def close(self) -> None:
+        """Let go of the port and of files; the job may go on later."""
+        self.engine.close()
+        self._trail.close()
+        self._states.close()
+        if self._sums is not None:
+            self._sums.close()
+
+    def run(self) -> Result:
+        """All of the job. Raises ProtocolError where a silo refuses it, naming the silo and its reason."""
+        for _ in range(_MOST_SESSIONS):
+            try:
+                return self._session()
+            except SessionLost as error:
+                _log.warning("%s; opening it", error)
+                self._trail.note(self.offer.job, str(error))
+        raise ProtocolError(f"{_MOST_SESSIONS} sessions were lost; see the silos' logs")
+
+    def _session(self) -> Result:
+        """Join, open, and drive to the end of the job or of the session."""
+        began, of = time.monotonic(), self._of
+        joined = self._join()
+        with with_threads(of.threads):
+            server, aggregation = self._open(joined)
+            rounds = drive(
+                server, self.engine, Guards({}), of.algorithm, of.privacy is not None, Books().block,
+                self._checkpoints, True, self._on_round, began,
+            )  # fmt: skip
+            result = result_of(server, self.engine, of.algorithm, aggregation, rounds)
+            self._end(server, result)
+        return result
+
+    def _join(self) -> dict[str, Joined]:
+        """Every silo's answer to the offer. The first time all have to accept it."""
+        # Whoever belongs to the job is waited for at its start, whatever is done about later losses.
+        fresh = latest_round(self._kept) is None
+        self.engine.patience = Patience("wait") if fresh else self._patience
+        replies = self.engine.exchange(dict.fromkeys(self.offer.silos, JOIN + self._signed))
+        return {silo: CODEC.unpack(reply, Joined) for silo, reply in replies.items()}
+
+    def _open(self, joined: Mapping[str, Joined]) -> _Parties:
+        """The server's parties, once all who joined are in one session: the one that was open, or a new one."""
+        of, offer, config = self._of, self.offer, self._of.config
+        schema = check_schemas_agree({silo: unpack_schema(j.schema) for silo, j in joined.items()})
+        problem = build_problem(
+            of.model, schema, of.algorithm, offer.silos, config.seed, config.run.device, of.dtype, config.run.compile,
+            of.privacy,
+        )  # fmt: skip
+        program, noise = of.algorithm.server(problem), NoiseSource(None)
+        aggregation = strong_enough(of.aggregation, program.terms)
+        start = Server(problem, program, PlainServer(offer.silos), noise).state
+        states = self._checkpoints.load({"server": start, "run": NOTHING_DONE})
+        decided = states["server"].last_index if states is not None else 0
+        over = states is not None and bool(states["run"].finished)  # silos may have closed the job already
+        message = self._kept_session(joined)
+        going_on = message is not None
+        if message is None:
+            silos = sorted(joined)
+            message = Open(silos, [joined[s].nonce for s in silos], schema_digest(schema), decided)
+            write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + CODEC.pack(message))
+        session = self._name(message)
+        replies = self.engine.exchange(dict.fromkeys(sorted(joined), OPEN + CODEC.pack(message)))
+        for silo, reply in replies.items():
+            if CODEC.unpack(reply, Opened).session != session and not over:
+                raise ProtocolError(f"silo '{silo}' opened another session")
+        self.engine.patience = self._patience
+        server = Server(problem, program, self._sum(session, aggregation), noise)
+        if program.terms and not going_on:  # what was released under old secrets is released anew, and charged
+            server.skip_to(max(j.last_index for j in joined.values()) - 1)
+        return _Parties(server, aggregation)
+
+    def _end(self, server: Server, result: Result) -> None:
+        """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""
+        tensors = {f"eta/{k}": v for k, v in result.variational.eta.items()}
+        tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
+        posterior = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
+        accepted = server.state.accepted
+        messages = {s: END + CODEC.pack(End("finished", accepted.get(s, 0), posterior)) for s in self.offer.silos}
+        for reply in self.engine.exchange(messages).values():
+            CODEC.unpack(reply, Ended)
+        if self._trail.chain.jobs[self.offer.job].outcome != FINISHED:
+            self._trail.close_job(self.offer.job, FINISHED)
+
+    # ---- parts ----
+
+    def _make_offer(self) -> tuple[JobOffer, bytes]:
+        """The offer of this job, the same bytes however often the server is started."""
+        of, path, home = self._of, self._kept / "offer", self._of.home
+        if path.exists():
+            signed = path.read_bytes()
+            known = {r.fields["offer"] for r in self._trail.chain.jobs.values()}
+            offer = read_offer(signed, self._roster, home.id, now(), known)
+            self._log_offer(offer)
+            return offer, signed
+        job = read_json(of.folder.path / "run.json")["job"]
+        threads = of.config.run.model_copy(update={"threads": of.silo_threads})
+        config = of.config.model_copy(update={"run": threads, "engine": None})
+        offer = make_offer(config, self._roster, home.id, manifest(of.config).hash, now(), job, silos=silo_ids(config))
+        signed = sign_offer(offer, home.identity_in(self._roster))
+        write_atomically(path, signed)
+        self._log_offer(offer)
+        return offer, signed
+
+    def _log_offer(self, offer: JobOffer) -> None:
+        chain = self._trail.chain
+        if chain.roster != self._roster.hash:
+            self._trail.roster(self._roster.serial, self._roster.hash)
+        if offer.job not in chain.jobs:
+            self._trail.job(job_entry(offer, bytes(32), accepted=True))
+
+    def _admit(self, certificate: bytes) -> str:
+        return self._of.home.admission(now()).member(certificate, now(), "silo").id
+
+    def _write_down(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
+        first = next(iter(messages.values()), b"")
+        step = {JOIN: "join", OPEN: "open", END: "end", b"R": "broadcast"}.get(first[:1], "secure sum")
+        rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
+        if self._trail.chain.jobs[self.offer.job].outcome != FINISHED:
+            self._trail.exchanges(self.offer.job, rows)
+
+    def _kept_session(self, joined: Mapping[str, Joined]) -> Open | None:
+        """The session that was open, if every silo that joined still has it and this machine was not restarted."""
+        path = self._kept / "session"
+        if not path.exists():
+            return None
+        content = path.read_bytes()
+        message = CODEC.unpack(content[64:], Open)
+        session = self._name(message)
+        same = content[:64] == boot_id().ljust(64, b"\0") and all(j.session == session for j in joined.values())
+        return message if same and (self._kept / f"{session.hex()}.sqlite").exists() else None
+
+    def _name(self, message: Open) -> bytes:
+        return session_id(self._roster, self.offer.hash, dict(zip(message.silos, message.nonces, strict=True)))
+
+    def _sum(self, session: bytes, aggregation: SecureSum) -> SumServer:
+        if self._sums is not None:
+            self._sums.close()
+        for path in self._kept.glob("*.sqlite*"):
+            if path.name.split(".")[0] not in (Path(STORE_FILE).stem, session.hex()):
+                path.unlink()
+        self._sums = open_store(self._kept / f"{session.hex()}.sqlite")
+        if not isinstance(aggregation, Masked):
+            return PlainServer(self.offer.silos)
+        return MaskedServer(self._roster.session(session, self.offer.silos, aggregation), self._sums)
+
+
+def _least(aggregation: SecureSum, silos: int) -> int:
+    """Silos without which no sum comes about."""
+    if not isinstance(aggregation, Masked):
+        return 1
+    signatures = 2 * silos // 3 + 1 if aggregation.consistency_check else 0
+    return max(aggregation.min_cohort, signatures)

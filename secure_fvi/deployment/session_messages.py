@@ -1,0 +1,145 @@
+"""How a job begins and ends at a silo: MessagePack of a fixed schema, behind one byte that says which.
+
+server                                silo
+JOIN + signed job offer         ->    decides, reads its data
+                                <-    Joined(schema of its data, 32 fresh bytes, session that it has)
+OPEN + Open(all fresh bytes)    ->    opens the session
+                                <-    Opened(session)
+... rounds ...
+END + End(posterior)            ->    keeps its own posterior, closes the job
+                                <-    Ended()
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from secure_fvi.aggregation.messages import Codec
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.federated_model import Schema
+
+#: First byte of what the server sends; `messages.ROUND` and `messages.SUM` are the others.
+JOIN, OPEN, END = b"J", b"O", b"E"
+
+_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}
+_PLAIN = (bool, int, float, str)
+
+
+class Joined(NamedTuple):
+    """last_index: the largest sum index that the silo's ledger has charged for the job, plus one; 0 for none."""
+
+    schema: bytes
+    nonce: bytes
+    session: bytes
+    last_index: int
+
+
+class Open(NamedTuple):
+    """The session of these silos, each with its fresh bytes. decided: the last sum that the server knows."""
+
+    silos: list[str]
+    nonces: list[bytes]
+    schema: bytes
+    decided: int
+
+
+class Opened(NamedTuple):
+    session: bytes
+
+
+class End(NamedTuple):
+    """accepted: the last sum used with this silo's term; posterior: safetensors, everyone may see it."""
+
+    outcome: str
+    accepted: int
+    posterior: bytes
+
+
+class Ended(NamedTuple):
+    """Nothing more: the silo's own posterior stays there."""
+
+
+def _bytes(value: Any) -> bool:
+    return type(value) is bytes
+
+
+def _hash(value: Any) -> bool:
+    return type(value) is bytes and len(value) == 32
+
+
+def _hash_or_none(value: Any) -> bool:
+    return type(value) is bytes and len(value) in (0, 32)
+
+
+def _index(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str and 0 < len(value) <= 200
+
+
+def _texts(value: Any) -> bool:
+    return type(value) is list and all(_text(v) for v in value)
+
+
+def _hashes(value: Any) -> bool:
+    return type(value) is list and all(_hash(v) for v in value)
+
+
+CODEC = Codec(
+    {
+        Joined: (1, (_bytes, _hash, _hash_or_none, _index)),
+        Open: (2, (_texts, _hashes, _hash, _index)),
+        Opened: (3, (_hash,)),
+        End: (4, (_text, _index, _bytes)),
+        Ended: (5, ()),
+    }
+)
+
+
+def pack_schema(schema: Schema) -> bytes:
+    """Names, types and shapes of one record's tensors, and the values that all silos share. No number of records.
+
+    Raises InputError for a shared value that is neither a tensor nor a plain value.
+    """
+    plain, tensors = {}, {}
+    for name, value in sorted(schema.constants.items()):
+        if isinstance(value, Tensor):
+            tensors[name] = value.detach().cpu().contiguous()
+        elif type(value) in _PLAIN or value is None:
+            plain[name] = value
+        else:
+            raise InputError(
+                f"shared value '{name}' is a {type(value).__name__}; between silos it must be a tensor, "
+                "a number, a truth value or text"
+            )
+    fields = [[name, list(shape), str(dtype)] for name, shape, dtype in schema.fields]
+    packed: bytes = msgpack.packb([fields, plain, save(tensors)])
+    return packed
+
+
+def unpack_schema(packed: bytes) -> Schema:
+    """The inverse of `pack_schema`. Raises ProtocolError for anything else."""
+    try:
+        fields, plain, tensors = msgpack.unpackb(packed)
+        read = tuple((str(name), tuple(int(n) for n in shape), _DTYPES[dtype]) for name, shape, dtype in fields)
+        constants = {**{str(k): v for k, v in plain.items()}, **load(tensors)}
+    except Exception:  # whatever a malformed message makes three parsers raise
+        raise ProtocolError("a malformed schema") from None
+    if any(n < 0 for _, shape, _ in read for n in shape) or any(
+        type(v) not in (*_PLAIN, type(None), Tensor) for v in constants.values()
+    ):
+        raise ProtocolError("a malformed schema")
+    return Schema(read, constants)
+
+
+def schema_digest(schema: Schema) -> bytes:
+    """32 bytes by which silos compare their schemas."""
+    return hashlib.sha256(b"secure-fvi/schema/1/" + pack_schema(schema)).digest()

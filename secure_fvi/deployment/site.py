@@ -1,0 +1,167 @@
+"""A silo's process: it dials the server, decides on what it is offered, answers, and writes down what left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from secure_fvi.deployment.deciding import FINISHED, decide
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.names import now
+from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
+from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
+from secure_fvi.deployment.trail import Exchange
+from secure_fvi.engines.stream_client import StreamClient
+from secure_fvi.engines.stream_server import TlsFiles
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.files import write_atomically
+from secure_fvi.messages import ROUND, SUM
+
+_log = logging.getLogger(__name__)
+_STEPS = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum"}
+
+
+class Site:
+    """What stands between the stream and the jobs. For one thread."""
+
+    def __init__(
+        self, home: Home, local: Local | None = None, on_end: Callable[[str, Path | None], None] | None = None
+    ):
+        """`on_end` is told of a job that has ended and where the silo's own posterior lies. Raises InputError."""
+        if home.role != "silo":
+            raise InputError(f"'{home.path}' is the folder of a {home.role}; a silo's is needed here")
+        self.home, self.local = home, local or Local()
+        self._on_end = on_end
+        self._trail = open_trail(home)
+        self._server = ""
+        self._job: SiteJob | None = None
+
+    def __repr__(self) -> str:
+        return f"Site({self.home.id!r})"
+
+    def handle(self, job: str, message: bytes) -> bytes:
+        """The answer to one message about `job`; nothing leaves before the site's log has it."""
+        kind, body = message[:1], message[1:]
+        if kind not in _STEPS:
+            raise ProtocolError(f"silo '{self.home.id}': a message of unknown kind")
+        if kind == JOIN:
+            answer = self._join(job, body)
+        elif kind == OPEN:
+            opened = CODEC.unpack(body, Open)
+            answer = self._ended(job, opened) or CODEC.pack(Opened(self._open_job(job).open(opened)))
+        elif kind == END:
+            answer = self._end(job, CODEC.unpack(body, End))
+        else:
+            answer = self._open_job(job).handle(message)
+        if job in self._trail.chain.jobs and self._trail.chain.jobs[job].outcome != FINISHED:
+            self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
+        return answer
+
+    def close(self) -> None:
+        """Let go of the job, to be continued, and of the log."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+        self._trail.close()
+
+    def _join(self, job: str, offer: bytes) -> bytes:
+        kept = job_folder(self.home, job) / "ended"
+        if kept.exists():  # the server lost its connection, or itself, while the job was ending
+            return kept.read_bytes()
+        if self._job is None or self._job.decision.offer.job != job:
+            self._take(job, offer)
+        assert self._job is not None
+        return CODEC.pack(self._job.join())
+
+    def _take(self, job: str, offer: bytes) -> None:
+        """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
+        if self._job is not None:
+            self._job.close()
+            self._job = None
+        decision = decide(self.home, offer, self._trail, now())
+        if decision.offer.job != job:
+            raise ProtocolError(f"an offer of job '{decision.offer.job}' on the stream of job '{job}'")
+        self._job = SiteJob(self.home, decision, self.local)
+        torch.set_num_threads(self._job.threads)
+        self._server = decision.offer.server
+        write_atomically(self._job.folder / "offer", offer)
+        _log.info("job '%s' of '%s' accepted", job, self._server)
+
+    def _open_job(self, job: str) -> SiteJob:
+        """The job in memory, or, after a restart of this process, from the offer that was accepted before."""
+        if self._job is None or self._job.decision.offer.job != job:
+            path = job_folder(self.home, job) / "offer"
+            if not path.exists():
+                raise ProtocolError(f"job '{job}' has not been offered to this silo")
+            self._take(job, path.read_bytes())
+        assert self._job is not None
+        return self._job
+
+    def _ended(self, job: str, message: Open) -> bytes | None:
+        """The answer of a job that has ended here; the session no longer matters."""
+        path = job_folder(self.home, job) / "ended"
+        if not path.exists():
+            return None
+        return CODEC.pack(Opened(CODEC.unpack(path.read_bytes(), Joined).session))
+
+    def _end(self, job: str, message: End) -> bytes:
+        if (job_folder(self.home, job) / "ended").exists():
+            return CODEC.pack(Ended())
+        found = self._open_job(job)
+        path = found.end(message.accepted, message.posterior)
+        joined = CODEC.pack(found.join())
+        write_atomically(found.folder / "ended", joined)
+        self._trail.close_job(job, FINISHED)
+        found.close(FINISHED)
+        self._job = None
+        _log.info("job '%s' has ended; this silo's own posterior: %s", job, path)
+        if self._on_end is not None:
+            self._on_end(job, path)
+        return CODEC.pack(Ended())
+
+
+def run_site(
+    home: Home, address: str, local: Local | None = None, once: bool = False, stop: threading.Event | None = None
+) -> None:
+    """Serve jobs of the server at `address` until stopped, or until the first has ended. Raises ProtocolError where the
+    two sites do not admit each other."""
+    site = Site(home, local, lambda job, path: client.stop() if once else None)
+    server = next(iter(home.roster(now()).of_role("server")), None)
+    if server is None:
+        raise InputError("the roster names no server")
+    client = client_of(home, address, server.id, site.handle)
+    if stop is not None:
+
+        def watch() -> None:
+            stop.wait()
+            client.stop()
+            client.hang_up()
+
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        client.run()
+    finally:
+        site.close()
+
+
+def client_of(home: Home, address: str, server: str, handle: Callable[[str, bytes], bytes]) -> StreamClient:
+    """This site's way to the member `server` at `address`, by the site's files as they are at each connection."""
+
+    def check(certificate: bytes) -> None:
+        member = home.admission(now()).member(certificate, now(), "server")
+        if member.id != server:
+            raise ProtocolError(f"the certificate is of '{member.id}', not of '{server}'")
+
+    return StreamClient(
+        address,
+        lambda: TlsFiles(*home.credentials()),
+        lambda: home.admission(now()).tls_name(server),
+        check,
+        lambda: home.roster(now()).hash,
+        handle,
+    )

@@ -1,0 +1,277 @@
+"""One job at one silo: what of it is kept in the site's folder, and how its party is built from that.
+
+state/jobs/JOB/offer       the offer that was accepted
+               secret      from which the silo draws its samples (32 bytes)
+               session     the session that is open: every silo's fresh bytes
+               SESSION.sqlite    the party's state and its secrets of that session
+results/JOB.safetensors    the silo's own posterior, for its eyes alone
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation.base import SecureSum, SumSilo
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.plain import PlainSilo
+from secure_fvi.algorithms.base import Posterior
+from secure_fvi.building import build_problem
+from secure_fvi.compiled import choose_threads
+from secure_fvi.deployment.consortium import session_id
+from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_store
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.policy_check import check_terms
+from secure_fvi.deployment.records import open_ledger
+from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
+from secure_fvi.engines.stream_server import SessionLost
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.federated_model import read_data
+from secure_fvi.files import write_atomically
+from secure_fvi.fitting import derived_secret, work_of
+from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
+from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.runs.config import Config
+from secure_fvi.runs.federation import chosen, model_of, silo_part
+from secure_fvi.silo import Silo
+from secure_fvi.silo_view import silo_view
+
+_DRAWS = 1000
+
+
+class Local(NamedTuple):
+    """How a silo runs jobs. data: a file in place of the policy's; data_dir: of shipped programs' data.
+
+    repeatable: draw from the job's seed, as one process with all parties does. The server can then work the draws
+    out, so it is for tests.
+    """
+
+    data: Path | None = None
+    data_dir: Path | None = None
+    repeatable: bool = False
+
+
+def check_supported(config: Config, aggregation: SecureSum) -> None:
+    """Raises InputError for what runs in one process alone so far."""
+    if config.vertical:
+        raise InputError(f"algorithm.name = '{config.algorithm.name}': silos with different columns run in one process")
+    if not isinstance(aggregation, Masked | Plain):
+        raise InputError(f"aggregation.kind = '{aggregation.kind}': between sites there are 'masked' and 'plain'")
+
+
+def job_folder(home: Home, job: str) -> Path:
+    """Where a job is kept. `job` comes from the server: only what an id may hold is taken."""
+    if not job or not all(c.isalnum() or c in "-_" for c in job):
+        raise ProtocolError("a job's id must be letters, digits, dashes and underscores")
+    return home.state_folder / "jobs" / job
+
+
+class SiteJob:
+    """A job that this site has accepted. Holds the silo's data while the process lives."""
+
+    def __init__(self, home: Home, decision: Decision, local: Local) -> None:
+        """Reads the data, agrees on terms and opens the ledger. Raises InputError, PolicyError and BudgetError."""
+        self.home, self.decision = home, decision
+        self.folder = job_folder(home, decision.offer.job)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = _with_data(decision.local_config(home.id), home.id, local.data)
+        algorithm, aggregation, privacy = chosen(config)
+        check_supported(config, aggregation)
+        model, _ = model_of(config)
+        rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
+        dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
+        self.schema, records = read_data(rows, home.id, dtype)
+        work, run = work_of([rows], algorithm), config.run
+        self.threads = choose_threads(work) if run.threads == "auto" else run.threads
+        self.problem = build_problem(
+            model,
+            self.schema,
+            algorithm,
+            decision.offer.silos,
+            config.seed,
+            run.device,
+            dtype,
+            run.compile,
+            privacy,
+            work,
+        )
+        self.program = algorithm.silo(self.problem)
+        self._family = algorithm.server(self.problem)
+        noise = NoiseSource(None)
+        check_terms(self.program.terms, decision.policy)
+        warn_of_large_delta(self.program.terms, {home.id: records.size})
+        self.guards = self._guards(algorithm.name, noise)
+        self.aggregation = strong_enough(aggregation, self.program.terms)
+
+        def derived() -> bytes:
+            return derived_secret(config.seed, home.id, [ids] if ids_are_own else None)
+
+        self.secret = self._secret(silo_secret(derived, bool(self.program.terms), None) if local.repeatable else None)
+        self.view = silo_view(home.id, self.problem, records, ids.numpy(), self.secret)
+        self._nonce = b""
+        self.party: DurableSilo | None = None
+        self._store: HeldStore | None = None
+        self.session = b""
+
+    def join(self) -> Joined:
+        """What the server needs to know of this silo."""
+        if self.party is None:
+            self.restore()
+        self._nonce = os.urandom(32)
+        return Joined(pack_schema(self.schema), self._nonce, self.session, self.guards.last_index + 1)
+
+    def open(self, message: Open) -> bytes:
+        """Open the session that `message` describes, or go on in it; 32 bytes that name it."""
+        silos, nonces = message.silos, message.nonces
+        if len(silos) != len(nonces) or not set(silos) <= set(self.decision.offer.silos):
+            raise ProtocolError("a session of other silos than the job's")
+        if message.schema != schema_digest(self.schema):
+            raise ProtocolError("the schema that the server agreed on is not that of this silo's data")
+        found = dict(zip(silos, nonces, strict=True))
+        session = session_id(self.decision.roster, self.decision.offer.hash, found)
+        if session == self.session:
+            return session
+        if not self._nonce or found.get(self.home.id) != self._nonce:
+            raise SessionLost("the session does not rest on this silo's fresh bytes")
+        store = self._new_store(session)
+        if self.party is not None:
+            self.party.carry_over(store, message.decided)
+        elif (old := self._kept_store()) is not None:  # of before a restart of the machine
+            DurableSilo(self._silo(PlainSilo(self.home.id)), old).carry_over(store, message.decided)
+            old.close()
+        if self._store is not None:
+            self._store.close()
+        write_atomically(self.folder / "session", CODEC.pack(message))
+        self._begin(session, store)
+        for path in self.folder.glob("*.sqlite*"):  # secrets of sessions that are over
+            if not path.name.startswith(session.hex()):
+                path.unlink()
+        return session
+
+    def restore(self) -> None:
+        """Go on in the session that was open when the process ended, unless the machine was restarted since."""
+        store = self._kept_store()
+        if store is None:
+            return
+        if not store.same_boot():
+            store.close()
+            return
+        self._begin(self._kept_session(), store)
+
+    def handle(self, message: bytes) -> bytes:
+        """A message of a round. Raises SessionLost where no session is open."""
+        if self.party is None:
+            self.restore()
+        if self.party is None:
+            raise SessionLost("no session is open here")
+        return self.party.handle(message)
+
+    def end(self, accepted: int, posterior: bytes) -> Path:
+        """Keep the silo's own posterior; where it lies."""
+        if self.party is None:
+            self.restore()
+        if self.party is None:
+            raise SessionLost("no session is open here")
+        self.party.settle(accepted)
+        tensors = load(posterior)
+        eta, theta = (_under(prefix, tensors) for prefix in ("eta/", "theta/"))
+        family = self._family.posterior(self._family.init()).family
+        own = LocalPosterior(self.party.silo, self.problem, Posterior(family, eta, theta))
+        folder = self.home.path / "results"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        path = folder / f"{self.decision.offer.job}.safetensors"
+        kept = dict(tensors)
+        if any(site.role != "global" for site in self.problem.layout.sites):
+            for name, draws in own.sample(_DRAWS).items():
+                kept |= {f"mean/{name}": draws.mean(0), f"sd/{name}": draws.std(0)}
+        write_atomically(path, save({name: v.detach().cpu().contiguous().clone() for name, v in kept.items()}))
+        path.chmod(0o600)
+        return path
+
+    def close(self, outcome: str | None = None) -> None:
+        """Let go of files; with an outcome the job is over, and its secrets are removed."""
+        if outcome is not None:
+            self.guards.close(outcome)
+        else:
+            for ledger in self.guards.ledgers.values():
+                ledger.close()
+        if self._store is not None:
+            self._store.close()
+        self.party = self._store = None
+        if outcome is not None:
+            for path in (*self.folder.glob("*.sqlite*"), self.folder / "secret"):
+                path.unlink(missing_ok=True)
+
+    # ---- parts ----
+
+    def _begin(self, session: bytes, store: HeldStore) -> None:
+        self.party = DurableSilo(self._silo(self._sum(session, store)), store)
+        self._store, self.session = store, session
+
+    def _silo(self, secure_sum: SumSilo) -> Silo:
+        return Silo(self.home.id, self.program, self.view, secure_sum, self.guards.gates[self.home.id])
+
+    def _sum(self, session: bytes, store: HeldStore) -> SumSilo:
+        if isinstance(self.aggregation, Plain):
+            return PlainSilo(self.home.id)
+        assert isinstance(self.aggregation, Masked)
+        roster = self.decision.roster.session(session, self.decision.offer.silos, self.aggregation)
+        identity = self.home.identity_in(self.decision.roster)
+        return MaskedSilo(roster, self.home.id, identity, store, self.decision.policy.min_cohort)
+
+    def _guards(self, algorithm: str, noise: NoiseSource) -> Guards:
+        terms, silo, offer = self.program.terms, self.home.id, self.decision.offer
+        if not terms:
+            return Guards({silo: Gate(silo, self.program.tables)})
+        job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise)
+        ledger = open_ledger(self.home, self.decision.policy)
+        ledger.check_job(job, default_budget=budget)
+        opened = ledger.open_job(job, default_budget=budget)
+        return Guards({silo: Gate(silo, self.program.tables, terms, opened.charge, noise)}, (opened,), {silo: ledger})
+
+    def _secret(self, wanted: bytes | None) -> bytes:
+        path = self.folder / "secret"
+        if not path.exists():
+            write_atomically(path, os.urandom(32) if wanted is None else wanted)
+            path.chmod(0o600)
+        return path.read_bytes()
+
+    def _kept_session(self) -> bytes:
+        path = self.folder / "session"
+        if not path.exists():
+            return b""
+        message = CODEC.unpack(path.read_bytes(), Open)
+        nonces = dict(zip(message.silos, message.nonces, strict=True))
+        return session_id(self.decision.roster, self.decision.offer.hash, nonces)
+
+    def _kept_store(self) -> HeldStore | None:
+        session = self._kept_session()
+        path = self.folder / f"{session.hex()}.sqlite"
+        return HeldStore(open_store(path)) if session and path.exists() else None
+
+    def _new_store(self, session: bytes) -> HeldStore:
+        path = self.folder / f"{session.hex()}.sqlite"
+        store = HeldStore(open_store(path))
+        store.same_boot()
+        return store
+
+
+def _with_data(config: Config, silo: str, data: Path | None) -> Config:
+    if data is None:
+        return config
+    silos = tuple(s.model_copy(update={"data": str(data)}) if s.id == silo else s for s in config.silo)
+    return config.model_copy(update={"silo": silos})
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
