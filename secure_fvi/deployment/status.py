@@ -1,0 +1,193 @@
+"""How a site stands, read from its folder: for `secure-fvi status`, for Prometheus, for a health check.
+
+It reads what the site's processes write and needs none of them, so that it answers when they do not. No row of data and
+no secret is in any of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.keeping import expiring
+from secure_fvi.deployment.names import now as clock
+from secure_fvi.deployment.trail_rows import TRAIL, JobRecord, TrailChain
+from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.privacy.chain_file import ChainFile, follow_rows
+from secure_fvi.privacy.ledger_account import account, read_ledger
+
+_SOON = datetime.timedelta(days=30)
+
+
+class BudgetLeft(NamedTuple):
+    """Of one data set."""
+
+    data_set: str
+    epsilon: float
+    remaining: float  # epsilon, as `ledger_account.Account` has it
+
+
+class Status(NamedTuple):
+    """A site as it stands."""
+
+    id: str
+    role: str
+    roster: int | None  # serial of the one in force
+    jobs: tuple[JobRecord, ...]  # in the order of their offers
+    last: datetime.datetime | None  # of the log's newest row
+    budgets: tuple[BudgetLeft, ...]
+    expiring: tuple[str, ...]
+    problems: tuple[str, ...]  # files that cannot be read or do not hang together
+
+    def quiet(self, now: datetime.datetime) -> float:
+        """Seconds since the log's newest row; 0 where no job is open."""
+        is_open = any(job.accepted and job.outcome is None for job in self.jobs)
+        return (now - self.last).total_seconds() if self.last is not None and is_open else 0.0
+
+
+class Reader:
+    """Reads one site's folder again and again; of the log only what is new."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self._chain = TrailChain(home.id)
+
+    def read(self, now: datetime.datetime) -> Status:
+        """What can be read; what cannot is among the problems."""
+        problems: list[str] = []
+
+        def tried(read: Any, otherwise: Any) -> Any:
+            try:
+                return read()
+            except SecureFVIError as error:
+                problems.append(str(error))
+                return otherwise
+
+        roster = tried(lambda: self.home.roster(now).serial, None)
+        tried(self._follow, None)
+        budgets = tried(self._budgets, ())
+        soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON) if needed), ())
+        last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None
+        jobs = tuple(self._chain.jobs.values())
+        return Status(self.home.id, self.home.role, roster, jobs, last, budgets, soon, tuple(problems))
+
+    def _follow(self) -> None:
+        if not self.home.log_file.exists():
+            return
+        file = ChainFile(self.home.log_file, TRAIL, read_only=True)
+        try:
+            follow_rows(file, self._chain)
+        finally:
+            file.close()
+
+    def _budgets(self) -> tuple[BudgetLeft, ...]:
+        if not self.home.ledger_file.exists():
+            return ()
+        chain = read_ledger(self.home.ledger_file, self.home.id)[self.home.id]
+        found = [account(chain, data_set) for data_set in chain.budgets]
+        return tuple(BudgetLeft(a.data_set, a.budget.epsilon, a.remaining) for a in found)
+
+
+class SiteCollector(Collector):
+    """The status as metrics of Prometheus."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def collect(self) -> Iterator[Metric]:
+        """Read anew at each scrape."""
+        now = clock()
+        status = self._reader.read(now)
+        labels = ["job"]
+        counters = {
+            "exchanges": "Messages that a job's log has, in and out",
+            "bytes_received": "Bytes received for a job",
+            "bytes_sent": "Bytes sent for a job",
+        }
+        for name, about in counters.items():
+            family = CounterMetricFamily(f"secure_fvi_{name}", about, labels=labels)
+            for job in status.jobs:
+                family.add_metric([job.job], getattr(job, name))
+            yield family
+        states = GaugeMetricFamily("secure_fvi_job_state", "1 for the state a job is in", labels=["job", "state"])
+        for job in status.jobs:
+            states.add_metric([job.job, state_of(job)], 1)
+        yield states
+        quiet = GaugeMetricFamily("secure_fvi_quiet_seconds", "Since the log's newest row, while a job is open")
+        quiet.add_metric([], status.quiet(now))
+        yield quiet
+        left = GaugeMetricFamily(
+            "secure_fvi_budget_remaining_epsilon", "Left of a data set's budget", labels=["data_set"]
+        )
+        for budget in status.budgets:
+            left.add_metric([budget.data_set], budget.remaining)
+        yield left
+        for name, count in (("expiring", len(status.expiring)), ("problems", len(status.problems))):
+            gauge = GaugeMetricFamily(f"secure_fvi_{name}", f"Lines under '{name}' of secure-fvi status")
+            gauge.add_metric([], count)
+            yield gauge
+
+
+def state_of(job: JobRecord) -> str:
+    """In one word."""
+    return "refused" if not job.accepted else job.outcome or "open"
+
+
+class Monitor(ThreadingHTTPServer):
+    """Answers GET /metrics and GET /health on one address, and nothing else."""
+
+    daemon_threads = True
+
+    def __init__(self, home: Home, address: tuple[str, int], patience: float = 600.0) -> None:
+        """/health is 503 where a file is wrong, or an open job has been quiet for `patience` seconds."""
+        self.reader, self.patience = Reader(home), patience
+        self.registry = CollectorRegistry()
+        self.registry.register(SiteCollector(Reader(home)))
+        try:
+            super().__init__(address, _Handler)
+        except OSError as error:
+            raise InputError(f"cannot listen at {address[0]}:{address[1]}: {error.strerror}") from None
+
+    def health(self) -> tuple[bool, str]:
+        """Whether all is well, and if not, why."""
+        now = clock()
+        status = self.reader.read(now)
+        if status.problems:
+            return False, "; ".join(status.problems)
+        if status.quiet(now) > self.patience:
+            return False, f"an open job has been quiet for {status.quiet(now):.0f} s"
+        return True, "ok"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Monitor
+    server_version, sys_version = "secure-fvi", ""
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self._send(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self.server.registry))
+        elif self.path == "/health":
+            well, why = self.server.health()
+            status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
+            self._send(status, "text/plain; charset=utf-8", f"{why}\n".encode())
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"/metrics or /health\n")
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape every few seconds is no news."""
