@@ -131,6 +131,7 @@ class Hub:
     def close(self) -> None:
         """Let go of the port and of files; the job may go on later."""
         self.engine.close()
+        (self._kept / "port").unlink(missing_ok=True)
         self._trail.close()
         self._states.close()
         if self._sums is not None:

@@ -290,11 +290,11 @@ def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
     north = world.homes["north"]
     with serving(world, names=("north",)) as server, dialed(world, server, echo, ("north",)):
         assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
-        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            call = channel.stream_stream("/secure_fvi.Stream/Exchange")(iter([b"x"]), timeout=5)
-            with pytest.raises(grpc.RpcError) as caught:
-                next(call)
-            assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
+        call = channel.stream_stream("/secure_fvi.Stream/Exchange")(iter([b"x"]), timeout=5)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         older = {"ssl_tls_version": [b"TLSv1.2"], "x509_pem_cert": [tls_of(north).certificate]}
         context = SimpleNamespace(auth_context=lambda: older)
         with pytest.raises(ProtocolError, match=r"TLS 1\.3 is needed, not TLSv1\.2"):

@@ -1,0 +1,125 @@
+"""A job of three silos and a server in folders: its configuration, the sites' policies, and ways to run it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+from deployment_world import NOW, World
+
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.serving import remote_federation
+from secure_fvi.deployment.site import Site, run_site
+from secure_fvi.deployment.site_job import Local
+from secure_fvi.errors import SecureFVIWarning
+from secure_fvi.runs import toml
+from secure_fvi.runs.config import Config, read
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.running import execute, execute_federation
+
+_turn = threading.Lock()
+_handle = Site.handle
+
+
+def _one_at_a_time(self: Site, job: str, message: bytes) -> bytes:
+    """Pyro's handlers are one stack a process, and here several silos share one."""
+    with _turn:
+        return _handle(self, job, message)
+
+
+Site.handle = _one_at_a_time  # type: ignore[method-assign]
+
+SILOS = ("east", "north", "south")
+SIX_CITIES = {
+    "seed": 3,
+    "model": {"program": "six-cities"},
+    "partition": {"ids": list(SILOS), "sizes": [200, 180, 157]},
+    "run": {"compile": False},
+}
+
+
+class Job:
+    """One configuration in a world whose policies allow it."""
+
+    def __init__(self, world: World, folder: Path, allow: bool = True, **tables: Any) -> None:
+        self.world, self.folder = world, folder
+        self.path = folder / "job.toml"
+        self.path.write_text(toml.dumps({k: v for k, v in {**SIX_CITIES, **tables}.items() if v is not None}))
+        self.config: Config = read(self.path)
+        for silo in SILOS if allow else ():
+            self.allow(silo)
+
+    def allow(self, silo: str, **changes: Any) -> None:
+        """Write a silo's policy, which allows this job unless `changes` say otherwise."""
+        home = self.world.homes[silo]
+        privacy = {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1}
+        policy = {
+            "format": 1,
+            "rosters": [home.roster(NOW).hash.hex()],
+            "algorithms": [self.config.algorithm.name],
+            "aggregations": [self.config.aggregation.kind],
+            "min_cohort": 3,
+            "max_rounds": 100_000,
+            "privacy": {**privacy, "noise": ["distributed", "silo"]},
+            "model": [{"hash": manifest(self.config).hash.hex()}],
+            "data": [{"id": "data"}],
+            **changes,
+        }
+        home.policy_file.write_text(toml.dumps(policy))
+        home.policy_file.chmod(0o600)
+
+    def local(self, name: str = "local") -> bytes:
+        """The posterior of the same job with all parties in this process."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SecureFVIWarning)
+            execute(self.config, RunDirectory(self.folder / name))
+        return (self.folder / name / "posterior.safetensors").read_bytes()
+
+    def run(self, name: str = "remote", local: Local | None = None, **watch: Any) -> bytes:
+        """The posterior of the job with the silos in threads, over TLS on loopback."""
+        out = self.folder / name
+        sites = Sites(self, out, local or Local(repeatable=True))
+        sites.start()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SecureFVIWarning)
+                folder = RunDirectory(out)
+                federation = remote_federation(self.config, self.world.homes["hub"], folder, "127.0.0.1:0")
+                execute_federation(federation, folder, True, watch.get("on_round"))
+        finally:
+            sites.stop()
+        return (out / "posterior.safetensors").read_bytes()
+
+
+class Sites:
+    """The silos in threads. Each dials the port that the server writes down."""
+
+    def __init__(self, job: Job, out: Path, local: Local) -> None:
+        self._job, self._out, self._local = job, out, local
+        self._stop = threading.Event()
+        self.errors: dict[str, Exception] = {}
+        self._threads = [threading.Thread(target=self._run, args=(silo,), daemon=True) for silo in SILOS]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, silo: str) -> None:
+        port = self._out / "checkpoint" / "port"
+        while not port.exists() and not self._stop.wait(0.05):
+            pass
+        if self._stop.is_set():
+            return
+        try:
+            address = f"127.0.0.1:{port.read_text()}"
+            run_site(self._job.world.homes[silo], address, self._local, stop=self._stop)
+        except Exception as error:
+            self.errors[silo] = error
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()

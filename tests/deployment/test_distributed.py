@@ -1,0 +1,158 @@
+"""Silos elsewhere, over TLS: the same posterior as with all parties in one process, byte for byte; refusals; losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from consortium_run import SILOS, Job
+from deployment_world import World
+from safetensors.torch import load_file
+
+from secure_fvi.deployment import holding, serving
+from secure_fvi.deployment.session_messages import pack_schema, schema_digest, unpack_schema
+from secure_fvi.deployment.site_job import Local
+from secure_fvi.driving import Progress
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.federated_model import Schema
+
+SHORT = {"name": "sfvi", "iterations": 12, "family": "diagonal"}
+ALGORITHMS: list[dict[str, Any]] = [
+    {"name": "sfvi", "iterations": 30},
+    {"name": "sfvi-avg", "rounds": 2, "local_steps": 10},
+    {"name": "pvi", "rounds": 2, "local_steps": 5},
+]
+
+
+class Stopped(Exception):
+    """The server's process ends here, as if it had been killed between two rounds."""
+
+
+def stop_at(round_: int) -> Any:
+    def watch(progress: Progress) -> None:
+        if progress.round == round_:
+            raise Stopped
+
+    return watch
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: str(a["name"]))
+def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    job = Job(world, tmp_path, algorithm=algorithm)
+    assert job.run() == job.local()
+    ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("remote", "local"))
+    for key in ("algorithm", "elbo", "metrics", "posterior", "rounds", "seed", "silos", "theta"):
+        assert ours[key] == theirs[key]
+    for silo in SILOS:
+        (kept,) = (world.homes[silo].path / "results").glob("*.safetensors")
+        found = load_file(kept)
+        assert found["mean/b"].shape == ({"east": 200, "north": 180, "south": 157}[silo],)
+        assert float(found["sd/b"].min()) > 0
+        (folder,) = (world.homes[silo].state_folder / "jobs").iterdir()
+        assert sorted(p.name for p in folder.iterdir()) == ["ended", "offer", "session"]  # no secret is left
+
+
+@pytest.mark.slow
+def test_a_silos_draws_are_its_own_unless_it_says_otherwise(world: World, tmp_path: Path) -> None:
+    job = Job(world, tmp_path, algorithm=SHORT)
+    assert job.run(local=Local()) != job.local()
+
+
+def test_a_server_that_was_stopped_goes_on(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same session; in a new one, where its machine was restarted; and with silos whose machines were."""
+    job = Job(world, tmp_path, algorithm=SHORT)
+    with pytest.raises(Stopped):
+        job.run(on_round=stop_at(4))
+    session = (tmp_path / "remote" / "checkpoint" / "session").read_bytes()
+    with pytest.raises(Stopped):
+        job.run(on_round=stop_at(7))
+    assert (tmp_path / "remote" / "checkpoint" / "session").read_bytes() == session
+    for module in (holding, serving):
+        monkeypatch.setattr(module, "boot_id", lambda: b"another start of the machine")
+    rounds: list[int] = []
+    assert job.run(on_round=lambda p: rounds.append(p.round)) == job.local()
+    assert rounds[0] == 8
+    assert (tmp_path / "remote" / "checkpoint" / "session").read_bytes() != session
+
+
+@pytest.mark.slow
+def test_a_state_from_a_backup_is_noticed(world: World, tmp_path: Path) -> None:
+    """A silo's; and the server's, against silos that know better."""
+    job = Job(world, tmp_path, algorithm=SHORT)
+    with pytest.raises(Stopped):
+        job.run(on_round=stop_at(4))
+    (north,) = (world.homes["north"].state_folder / "jobs").iterdir()
+    (silo,) = north.glob("*.sqlite")
+    server = tmp_path / "remote" / "checkpoint" / "state.sqlite"
+    old = {path: path.read_bytes() for path in (silo, server)}
+    with pytest.raises(Stopped):
+        job.run(on_round=stop_at(8))
+    new = {path: path.read_bytes() for path in (silo, server)}
+    silo.write_bytes(old[silo])
+    with pytest.raises(ProtocolError, match="silo 'north' refused: this silo's state is older than the other's: the"):
+        job.run()
+    silo.write_bytes(new[silo])
+    server.write_bytes(old[server])
+    with pytest.raises(ProtocolError, match=r"refused: the server's checkpoint is older than the other's"):
+        job.run()
+    server.write_bytes(new[server])
+    assert job.run() == job.local()
+
+
+def test_a_job_outside_a_policy_is_refused_by_name(world: World, tmp_path: Path) -> None:
+    job = Job(world, tmp_path, algorithm=SHORT)
+    job.allow("south", algorithms=["pvi"])
+    with pytest.raises(ProtocolError, match="silo 'south' refused: .*algorithm 'sfvi' is not accepted"):
+        job.run()
+    job.allow("south")
+    assert job.run()  # the same job, the same silos
+
+
+def test_under_privacy_each_silos_own_ledger_is_charged(world: World, tmp_path: Path) -> None:
+    privacy = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
+    algorithm = {"name": "sfvi", "iterations": 6, "sampling_rate": 0.5, "family": "diagonal"}
+    job = Job(world, tmp_path, algorithm=algorithm, privacy=privacy)
+    with pytest.raises(Stopped):
+        job.run(on_round=stop_at(3))
+    job.run()
+    result = json.loads((tmp_path / "remote" / "result.json").read_text())
+    assert result["privacy"]["epsilon"] <= 3.0
+    for silo in SILOS:
+        assert world.homes[silo].ledger_file.exists()
+        assert not (tmp_path / "remote" / "ledger.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"aggregation": {"kind": "homomorphic"}}, "between sites there are 'masked' and 'plain'"),
+        ({"algorithm": {"name": "vertical"}, "model": {"program": "vertical-logistic"}, "partition": None}, "in one"),
+    ],
+)
+def test_what_runs_in_one_process_alone_says_so(
+    world: World, tmp_path: Path, tables: dict[str, Any], words: str
+) -> None:
+    job = Job(world, tmp_path, allow=False, **tables)
+    with pytest.raises(InputError, match=words):
+        job.run()
+
+
+def test_schemas_travel_without_a_number_of_records() -> None:
+    constants = {"grid": torch.arange(3), "name": "x", "k": 2, "flag": True, "rate": 0.5, "nothing": None}
+    schema = Schema((("y", (2,), torch.float64), ("z", (), torch.int64)), constants)
+    found = unpack_schema(pack_schema(schema))
+    assert found.fields == schema.fields
+    assert torch.equal(found.constants["grid"], torch.arange(3))
+    assert {k: v for k, v in found.constants.items() if k != "grid"} == {
+        k: v for k, v in constants.items() if k != "grid"
+    }
+    assert schema_digest(found) == schema_digest(schema)
+    with pytest.raises(InputError, match="shared value 'f' is a function"):
+        pack_schema(Schema(schema.fields, {"f": lambda: 0}))
+    packed = pack_schema(schema)
+    for cut in range(0, len(packed), 7):
+        with pytest.raises(ProtocolError, match="malformed schema"):
+            unpack_schema(packed[:cut])
