@@ -103,6 +103,18 @@ def audit_log(as_json: bool, exchanges: int, folder: Path | None, debug: bool) -
 
 
 @bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--rounds", type=click.IntRange(10), default=1000, show_default=True, help="Timed rounds of each.")
+@click.option("--compile/--traced", default=True, show_default=True, help="How the silos' steps run.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def engine(as_json: bool, rounds: int, compile: bool, debug: bool) -> None:
+    """Time a round of SFVI with three silo processes over mutual TLS, beside one process and a bare gRPC round trip."""
+    from secure_fvi.cli.bench_engine import command
+
+    command(as_json, rounds, compile)
+
+
+@bench.command()
 @click.option(
     "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Holds uci_adult."
 )

@@ -61,7 +61,13 @@ _log = logging.getLogger(__name__)
 _MOST_SESSIONS = 100  # opened anew in one process; a machine that restarts more often needs another remedy
 
 
-def remote_federation(config: Config, home: Home, folder: RunDirectory, listen: str) -> RemoteFederation:
+def remote_federation(
+    config: Config,
+    home: Home,
+    folder: RunDirectory,
+    listen: str,
+    on_listening: Callable[[Hub], None] | None = None,
+) -> RemoteFederation:
     """What `config` is to the silos of the roster. Raises InputError for what runs in one process alone so far."""
     if home.role != "server":
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
@@ -71,7 +77,17 @@ def remote_federation(config: Config, home: Home, folder: RunDirectory, listen: 
     threads = 1 if config.run.threads == "auto" else config.run.threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return RemoteFederation(
-        complete, description, algorithm, aggregation, privacy, model, config.run.threads, home, folder, listen
+        complete,
+        description,
+        algorithm,
+        aggregation,
+        privacy,
+        model,
+        config.run.threads,
+        home,
+        folder,
+        listen,
+        on_listening,
     )
 
 
@@ -84,6 +100,7 @@ class RemoteFederation(FederationBase):
     home: Home
     folder: RunDirectory
     listen: str
+    on_listening: Callable[[Hub], None] | None = None  # told once silos can dial in
 
     def digest(self) -> str:
         """Of the model: the data are the silos'."""
@@ -92,6 +109,8 @@ class RemoteFederation(FederationBase):
     def fit(self, **common: Any) -> Result:
         """Run it; `common` holds the options that all runs share."""
         hub = Hub(self, common["on_round"])
+        if self.on_listening is not None:
+            self.on_listening(hub)
         try:
             return hub.run()
         finally:

@@ -78,7 +78,8 @@ class Job:
         return (self.folder / name / "posterior.safetensors").read_bytes()
 
     def run(self, name: str = "remote", local: Local | None = None, **watch: Any) -> bytes:
-        """The posterior of the job with the silos in threads, over TLS on loopback."""
+        """The posterior of the job with the silos in threads, over TLS on loopback. `watch`: on_round, or on_sites,
+        which is told of the silos as well."""
         out = self.folder / name
         sites = Sites(self, out, local or Local(repeatable=True))
         sites.start()
@@ -87,7 +88,9 @@ class Job:
                 warnings.simplefilter("ignore", SecureFVIWarning)
                 folder = RunDirectory(out)
                 federation = remote_federation(self.config, self.world.homes["hub"], folder, "127.0.0.1:0")
-                execute_federation(federation, folder, True, watch.get("on_round"))
+                on_sites = watch.get("on_sites")
+                told = watch.get("on_round") if on_sites is None else lambda progress: on_sites(progress, sites)
+                execute_federation(federation, folder, True, told)
         finally:
             sites.stop()
         return (out / "posterior.safetensors").read_bytes()
@@ -98,7 +101,7 @@ class Sites:
 
     def __init__(self, job: Job, out: Path, local: Local) -> None:
         self._job, self._out, self._local = job, out, local
-        self._stop = threading.Event()
+        self._stops = {silo: threading.Event() for silo in SILOS}
         self.errors: dict[str, Exception] = {}
         self._threads = [threading.Thread(target=self._run, args=(silo,), daemon=True) for silo in SILOS]
 
@@ -107,19 +110,24 @@ class Sites:
             thread.start()
 
     def _run(self, silo: str) -> None:
-        port = self._out / "checkpoint" / "port"
-        while not port.exists() and not self._stop.wait(0.05):
+        port, stop = self._out / "checkpoint" / "port", self._stops[silo]
+        while not port.exists() and not stop.wait(0.05):
             pass
-        if self._stop.is_set():
+        if stop.is_set():
             return
         try:
             address = f"127.0.0.1:{port.read_text()}"
-            run_site(self._job.world.homes[silo], address, self._local, stop=self._stop)
+            run_site(self._job.world.homes[silo], address, self._local, stop=stop)
         except Exception as error:
             self.errors[silo] = error
 
+    def leave(self, silo: str) -> None:
+        """One silo goes and does not come back."""
+        self._stops[silo].set()
+
     def stop(self) -> None:
-        self._stop.set()
+        for event in self._stops.values():
+            event.set()
         for thread in self._threads:
             thread.join(20)
             assert not thread.is_alive()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from consortium_run import SILOS, Job
+from consortium_run import SILOS, Job, Sites
 from deployment_world import World
 from safetensors.torch import load_file
 
@@ -102,10 +102,37 @@ def test_a_state_from_a_backup_is_noticed(world: World, tmp_path: Path) -> None:
     assert job.run() == job.local()
 
 
+@pytest.mark.slow
+def test_without_a_silo_that_has_gone_the_others_go_on(world: World, tmp_path: Path) -> None:
+    """Under `drop`. The records that remain stand for all, so the posterior stays near that of all three silos."""
+    algorithm = {"name": "sfvi", "iterations": 600, "family": "diagonal"}
+    engine = {"on_loss": "drop", "deadline": 0.5}
+    job = Job(world, tmp_path, algorithm=algorithm, aggregation={"kind": "plain"}, engine=engine)
+    taken: dict[int, int] = {}
+
+    def watch(progress: Progress, sites: Sites) -> None:
+        taken[progress.round] = progress.bytes_up
+        if progress.round == 100:
+            sites.leave("south")
+
+    job.run(on_sites=watch)
+    job.local()
+    assert taken[600] - taken[500] == pytest.approx((taken[100] - taken[0 + 1]) * 100 / 99 * 2 / 3, rel=0.02)
+    ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("remote", "local"))
+    assert ours["rounds"] == 600
+    for mean, other, sd in zip(
+        ours["posterior"]["beta"]["mean"],
+        theirs["posterior"]["beta"]["mean"],
+        theirs["posterior"]["beta"]["sd"],
+        strict=True,
+    ):
+        assert abs(mean - other) < 3 * sd
+
+
 def test_a_job_outside_a_policy_is_refused_by_name(world: World, tmp_path: Path) -> None:
     job = Job(world, tmp_path, algorithm=SHORT)
     job.allow("south", algorithms=["pvi"])
-    with pytest.raises(ProtocolError, match="silo 'south' refused: .*algorithm 'sfvi' is not accepted"):
+    with pytest.raises(ProtocolError, match=r"silo 'south' refused: .*algorithm 'sfvi' is not accepted"):
         job.run()
     job.allow("south")
     assert job.run()  # the same job, the same silos

@@ -303,6 +303,6 @@ def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
 
 
 def test_an_address_that_is_taken_is_named(world: World) -> None:
+    tls, roster = tls_of(world.homes["hub"]), world.homes["hub"].roster(NOW).hash
     with serving(world) as server, pytest.raises(InputError, match=f"cannot listen at '127.0.0.1:{server.port}'"):
-        hub = world.homes["hub"]
-        StreamServer(SILOS, f"127.0.0.1:{server.port}", tls_of(hub), lambda c: "", hub.roster(NOW).hash, "job")
+        StreamServer(SILOS, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster, "job")
