@@ -93,6 +93,9 @@ def start_silo(
 def _log(quiet: bool) -> None:
     import logging
 
-    level = logging.ERROR if quiet else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("secure_fvi").setLevel(level)
+    # A handler of its own: libraries that are imported later set up the root logger to their taste.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("secure_fvi")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.ERROR if quiet else logging.INFO)
