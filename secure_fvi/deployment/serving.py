@@ -265,8 +265,7 @@ class Hub:
         first = next(iter(messages.values()), b"")
         step = {JOIN: "join", OPEN: "open", END: "end", b"R": "broadcast"}.get(first[:1], "secure sum")
         rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
-        if self._trail.chain.jobs[self.offer.job].outcome != FINISHED:
-            self._trail.exchanges(self.offer.job, rows)
+        self._trail.exchanges(self.offer.job, rows)
 
     def _kept_session(self, joined: Mapping[str, Joined]) -> Open | None:
         """The session that was open, if every silo that joined still has it and this machine was not restarted."""

@@ -11,7 +11,7 @@ import torch
 
 from secure_fvi.deployment.deciding import FINISHED, decide
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.names import now
+from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.records import open_trail
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
@@ -58,7 +58,8 @@ class Site:
             answer = self._end(job, CODEC.unpack(body, End))
         else:
             answer = self._open_job(job).handle(message)
-        if job in self._trail.chain.jobs and self._trail.chain.jobs[job].outcome != FINISHED:
+        known = self._trail.chain.jobs.get(job)
+        if known is not None and known.accepted:
             self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
         return answer
 
@@ -86,7 +87,11 @@ class Site:
         decision = decide(self.home, offer, self._trail, now())
         if decision.offer.job != job:
             raise ProtocolError(f"an offer of job '{decision.offer.job}' on the stream of job '{job}'")
-        self._job = SiteJob(self.home, decision, self.local)
+        try:
+            self._job = SiteJob(self.home, decision, self.local)
+        except Exception as error:
+            self._trail.note(job, f"the job cannot run here: {printable(str(error))}")
+            raise
         torch.set_num_threads(self._job.threads)
         self._server = decision.offer.server
         write_atomically(self._job.folder / "offer", offer)

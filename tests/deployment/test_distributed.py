@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from secure_fvi.deployment import holding, serving
 from secure_fvi.deployment.session_messages import pack_schema, schema_digest, unpack_schema
 from secure_fvi.deployment.site_job import Local
+from secure_fvi.deployment.trail_verify import compare
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Schema
@@ -47,10 +48,13 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algo
     for key in ("algorithm", "elbo", "metrics", "posterior", "rounds", "seed", "silos", "theta"):
         assert ours[key] == theirs[key]
     for silo in SILOS:
+        found = compare(world.homes[silo].log_file, world.homes["hub"].log_file)
+        assert (found.lost_answers, found.unanswered) == (0, 0)
+        assert found.agreed > 2 * ours["rounds"]
         (kept,) = (world.homes[silo].path / "results").glob("*.safetensors")
-        found = load_file(kept)
-        assert found["mean/b"].shape == ({"east": 200, "north": 180, "south": 157}[silo],)
-        assert float(found["sd/b"].min()) > 0
+        own = load_file(kept)
+        assert own["mean/b"].shape == ({"east": 200, "north": 180, "south": 157}[silo],)
+        assert float(own["sd/b"].min()) > 0
         (folder,) = (world.homes[silo].state_folder / "jobs").iterdir()
         assert sorted(p.name for p in folder.iterdir()) == ["ended", "offer", "session"]  # no secret is left
 
