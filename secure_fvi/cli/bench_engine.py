@@ -151,7 +151,9 @@ def _stream(
         for silo in SILOS:
             arguments = ["silo", "start", "--home", str(homes[silo].path), "--server",
                          f"127.0.0.1:{made.engine.port}", "--once", "--quiet"]  # fmt: skip
-            processes.append(_python(f"from secure_fvi.cli import main; main({arguments!r})"))
+            processes.append(
+                _python(f"from secure_fvi.cli import main; main({arguments!r})", homes[silo].path / "cache")
+            )
 
     folder = RunDirectory(out)
     federation = remote_federation(config, homes["hub"], folder, "127.0.0.1:0", listening)
@@ -284,6 +286,8 @@ def _allow(home: Home, config: Config) -> None:
     home.policy_file.chmod(0o600)
 
 
-def _python(code: str) -> subprocess.Popen[bytes]:
+def _python(code: str, cache: Path | None = None) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+    if cache is not None:  # processes that compile the same kernels in one cache at once disturb each other
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     return subprocess.Popen([sys.executable, "-c", code], env=environment)

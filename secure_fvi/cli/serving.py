@@ -31,6 +31,7 @@ def start(
 
     Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
     """
+    _need_grpc()
     from secure_fvi.cli.progress import RunProgress
     from secure_fvi.cli.tables import print_posterior
     from secure_fvi.deployment.serving import remote_federation
@@ -83,11 +84,22 @@ def start_silo(
 
     Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder.
     """
+    _need_grpc()
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local
 
     _log(quiet)
     run_site(open_home(home), address, Local(data, data_dir, repeatable), once)
+
+
+def _need_grpc() -> None:
+    """Raise InputError where the extra that brings gRPC is not installed."""
+    from importlib.util import find_spec
+
+    from secure_fvi.errors import InputError
+
+    if find_spec("grpc") is None:
+        raise InputError("this needs gRPC: pip install 'secure-fvi[distributed]'")
 
 
 def _log(quiet: bool) -> None:

@@ -11,6 +11,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgpack
 
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.algorithms.base import Pending
@@ -93,11 +96,13 @@ class DurableSilo:
         """Takes up what `store` holds of the silo."""
         self.silo, self._store = silo, store
         self._used = 0  # the last sum of which the silo knows that it was used with its term
+        self._packed: tuple[Any, bytes] = (None, b"")  # the state packed last: what was pending is settled next
         kept = store.get(_STATE)
         if kept is not None:
-            template = (0, silo.local, -1, silo.local)
-            self._used, silo.local, index, waiting = unpack_state(kept, template, Path("the silo's state"))
-            silo.pending = None if index < 0 else Pending(index, waiting)
+            self._used, local, index, waiting = msgpack.unpackb(kept)
+            template, source = silo.local, Path("the silo's state")
+            silo.local = unpack_state(local, template, source)
+            silo.pending = None if index < 0 else Pending(index, unpack_state(waiting, template, source))
         answer = store.get(_ANSWER)
         self._answered = (b"", b"") if answer is None else (answer[:32], answer[32:])
 
@@ -114,7 +119,7 @@ class DurableSilo:
         self.check_past(decode_broadcast(message[1:]).accepted.get(self.silo.name, 0))
         with self._store.together():
             reply = self.silo.handle(message)
-            self._store.put({_STATE: self._packed(), _ANSWER: digest + reply})
+            self._store.put({_STATE: self._state(), _ANSWER: digest + reply})
         self._answered = digest, reply
         return reply
 
@@ -140,9 +145,16 @@ class DurableSilo:
         server knows, counts as never made: under other secrets it has to be made again."""
         if self.silo.pending is not None and self.silo.pending.sum_index > decided:
             self.silo.pending = None
-        store.put({_STATE: self._packed()})
+        store.put({_STATE: self._state()})
 
-    def _packed(self) -> bytes:
+    def _state(self) -> bytes:
         pending = self.silo.pending
-        index, waiting = (-1, None) if pending is None else pending
-        return pack_state((self._used, self.silo.local, index, waiting))
+        local = self._pack(self.silo.local)
+        index, waiting = (-1, b"") if pending is None else (pending.sum_index, self._pack(pending.local))
+        packed: bytes = msgpack.packb([self._used, local, index, waiting])
+        return packed
+
+    def _pack(self, state: Any) -> bytes:
+        if self._packed[0] is not state:
+            self._packed = state, pack_state(state)
+        return self._packed[1]
