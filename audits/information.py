@@ -114,7 +114,12 @@ def info_nce(
 
 
 def gaussian(seen: FloatArray, target: FloatArray, groups: Groups, confidence: float = CONFIDENCE) -> Estimate:
-    """-log(1 - R^2) / 2 of a cross-fitted ridge regression, in nats: a lower bound if `target` is normal."""
+    """-log(1 - R^2) / 2 of a cross-fitted ridge regression, in nats: a lower bound if `target` (B,) is normal.
+
+    Of a target (B, K) that column is taken which varies most; what is told of it is told of all.
+    """
+    if target.ndim == 2:
+        target = target[:, int(np.argmax(target.var(0)))]
     guesses = cross_fitted(Ridge(), seen, target, groups)
     return Estimate(*(-0.5 * math.log(max(1 - r, 1e-12)) for r in r_squared(target, guesses, groups, confidence)))
 

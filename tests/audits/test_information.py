@@ -49,6 +49,12 @@ def test_information_above_the_cap_is_marked() -> None:
     assert found.estimate.value < 3 * 3.1 / 2
 
 
+def test_of_several_targets_the_one_that_varies_most() -> None:
+    x, y, _ = pairs(0.8, 300)
+    both = np.column_stack([0.1 * np.random.default_rng(3).standard_normal(300), y])
+    assert gaussian(x, both, np.arange(300)) == gaussian(x, y, np.arange(300))
+
+
 def test_nothing_is_not_called_something() -> None:
     x, y, _ = pairs(0.0, 300)
     found = info_nce(x, y, np.arange(300), confidence=0.999)
