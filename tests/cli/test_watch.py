@@ -41,8 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("watch")
     (folder / "run.toml").write_text(CONFIG)
     # Few rounds do not converge, which is no matter here; the suite makes that warning an error.
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as stopped:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stopped:
         main(["run", str(folder / "run.toml"), "--out", str(folder / "out"), "--quiet"])
     assert stopped.value.code == 0
     return folder / "out"
