@@ -56,10 +56,11 @@ class TestSecrets:
     @pytest.mark.parametrize(
         ("plan", "weaken", "refusal"),
         [
+            # Who has named one set signs no other, so that the second set is short of signatures.
             ("in one request", "talkative", "does not fit the roster"),
-            ("in two requests", "forgetful", "were named before"),
-            ("around a restart", "forgetful", "were named before"),
-            ("around a backup of one", "forgetful", "were named before"),
+            ("in two requests", "forgetful", "of the roster are needed"),
+            ("around a restart", "forgetful", "of the roster are needed"),
+            ("around a backup of one", "forgetful", "of the roster are needed"),
             ("too few signatures", "credulous", "of the roster are needed"),
             ("old signatures", "credulous", "is not valid here"),
             ("survivors below min_cohort", "small_cohorts", "below min_cohort"),
