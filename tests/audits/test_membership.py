@@ -143,6 +143,7 @@ def test_members_of_adult() -> None:
     assert found["RMIA"].low > 0.5
 
 
+@pytest.mark.slow
 def test_rows_of_a_run_with_and_without_privacy() -> None:
     """Without privacy both attacks recognise members; at epsilon 1 no AUC can exceed .73."""
     private = sf.RecordDP(epsilon=1.0, delta=1e-4, retries=0)

@@ -53,6 +53,7 @@ def test_guesses_of_a_known_dependence() -> None:
     assert nothing.above_median().low < 0.5
 
 
+@pytest.mark.slow
 def test_plain_sums_give_size_and_mix_away() -> None:
     """14 worlds of three rounds of a conjugate model."""
     problem = make_intercepts()

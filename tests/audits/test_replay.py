@@ -47,6 +47,7 @@ def test_the_truth_gives_what_was_seen(records: int) -> None:
     assert replayer.error(transcript, free).min() > 1e-3
 
 
+@pytest.mark.slow
 def test_individuals_are_found() -> None:
     """12 silos of one child, five rounds that begin at a fit to 60."""
     silos = resampled(load().records, (20,) * 3, 1)
