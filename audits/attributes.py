@@ -31,7 +31,7 @@ from secure_fvi.audits.features import contributions_in_clear, from_messages, fr
 from secure_fvi.audits.regressors import Ridge, cross_fitted
 from secure_fvi.audits.scores import auc
 from secure_fvi.audits.transcript import Transcript
-from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protected, Workbench, silent
+from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protection, Workbench, silent
 from secure_fvi.audits.worlds import Data, resampled
 from secure_fvi.errors import InputError
 
@@ -106,7 +106,7 @@ def energies(transcript: Transcript) -> FloatArray:
 def attribute_rows(
     bench: Workbench,
     attribute: Attribute,
-    protections: Sequence[Protected] = (PLAIN, MASKED),
+    protections: Sequence[Protection] = (PLAIN, MASKED),
     records: int = 1,
     silos: int = 40,
     worlds: int = 4,
@@ -122,7 +122,7 @@ def attribute_rows(
     attribute.read(bench.pool)
     sizes = [records] * silos
 
-    def collect(protection: Protected) -> Targets:
+    def collect(protection: Protection) -> Targets:
         laboratory = bench.laboratory(protection, worlds * silos)
         parts: list[tuple[FloatArray, ...]] = []
         for seed in range(worlds):
@@ -141,12 +141,12 @@ def attribute_rows(
     control = _gain(plain, strongest, 0, 1)
     nothing = _gain(plain, strongest, 2, 1, CONTROL_CONFIDENCE)
     for protection in protections:
-        found = plain if protection[0] == PLAIN[0] else collect(protection)
+        found = plain if protection.name == PLAIN[0] else collect(protection)
         for look in (strongest, "totals alone"):
             rows.append(
                 judge(
                     f"'{attribute.argument}' of a record that is known otherwise: {look}",
-                    protection[0],
+                    protection.name,
                     "gain in AUC over a run without the record",
                     _gain(found, look, 0, 1),
                     Control(control, "the same attack under plain sums"),

@@ -19,7 +19,7 @@ from secure_fvi.audits.features import from_both, from_totals
 from secure_fvi.audits.information import information_rows
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
 from secure_fvi.audits.regressors import ATTACKS
-from secure_fvi.audits.workbench import OWN, PLAIN, Protected, Workbench
+from secure_fvi.audits.workbench import OWN, PLAIN, Protection, Workbench
 from secure_fvi.audits.worlds import resampled
 from secure_fvi.errors import InputError
 
@@ -30,9 +30,9 @@ Told = Callable[[str], None]
 SIZES = ((1, 50, 2), (10, 50, 2), (100, 5, 20), (537, 3, 30))
 
 
-def runs_with_many(protection: Protected) -> bool:
+def runs_with_many(protection: Protection) -> bool:
     """Whether worlds of very many silos are run under it: ciphertexts of all of them take minutes."""
-    return protection[2] is None and not isinstance(protection[1], Homomorphic)
+    return protection.privacy is None and not isinstance(protection.aggregation, Homomorphic)
 
 
 def _renamed(found: list[AuditRow], start: str) -> list[AuditRow]:
@@ -49,23 +49,27 @@ class LatentStudies:
         self._samples: dict[tuple[str, str, int], Sample] = {}
         self._plays: dict[str, Plays] = {}
 
-    def latents(self, learner: str, protection: Protected) -> list[AuditRow]:
+    def latents(self, learner: str, protection: Protection) -> list[AuditRow]:
         """The means of silos' latents at the configuration's own sizes."""
         found, control = self._at_own_sizes(protection), self._at_own_sizes(PLAIN)
-        return rows(ATTACKS[learner], protection[0], found, control, worlds=self.bench.worlds, rounds=self.bench.rounds)
+        return rows(
+            ATTACKS[learner], protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds
+        )
 
-    def information(self, protection: Protected) -> list[AuditRow]:
+    def information(self, protection: Protection) -> list[AuditRow]:
         """What is seen tells about them, in nats."""
-        return information_rows(protection[0], self._at_own_sizes(protection), self._at_own_sizes(PLAIN))
+        return information_rows(protection.name, self._at_own_sizes(protection), self._at_own_sizes(PLAIN))
 
-    def one_by_one(self, protection: Protected) -> list[AuditRow]:
+    def one_by_one(self, protection: Protection) -> list[AuditRow]:
         """Silos of one individual."""
         sizes = [1] * self.individuals
         own = self._sample(PLAIN, sizes, OWN)
         found, control = (by_silo(self._sample(p, sizes, 0).hinted(own)) for p in (protection, PLAIN))
-        return _renamed(rows(ATTACKS["ridge"], protection[0], found, control, rounds=self.bench.rounds), "individuals")
+        return _renamed(
+            rows(ATTACKS["ridge"], protection.name, found, control, rounds=self.bench.rounds), "individuals"
+        )
 
-    def _at_own_sizes(self, protection: Protected) -> Sample:
+    def _at_own_sizes(self, protection: Protection) -> Sample:
         return self._sample(protection, self.bench.sizes, 0).hinted(self._sample(PLAIN, self.bench.sizes, OWN))
 
     def by_size(self) -> list[AuditRow]:
@@ -80,12 +84,12 @@ class LatentStudies:
         wanted = ("silo mean, messages and totals", "single records, messages and totals")
         return _renamed([row for row in out if row.attack.endswith(wanted)], "by size of a silo")
 
-    def _sample(self, protection: Protected, sizes: list[int], first: int, worlds: int | None = None) -> Sample:
-        key = (protection[0], str(sizes), first)
+    def _sample(self, protection: Protection, sizes: list[int], first: int, worlds: int | None = None) -> Sample:
+        key = (protection.name, str(sizes), first)
         if key not in self._samples:
             count = worlds or (2 if max(sizes) == 1 else self.bench.worlds)
             laboratory = self.bench.laboratory(protection, count * len(sizes))
-            what = f"{protection[0]}: worlds of {len(sizes)} silos"
+            what = f"{protection.name}: worlds of {len(sizes)} silos"
             self._samples[key] = collect(
                 laboratory,
                 lambda seed: resampled(self.bench.pool, sizes, seed),
@@ -94,23 +98,23 @@ class LatentStudies:
             )
         return self._samples[key]
 
-    def game(self, protection: Protected) -> list[AuditRow]:
+    def game(self, protection: Protection) -> list[AuditRow]:
         """One record's two candidates."""
         detail: dict[str, Any] = {"rounds": self.bench.rounds, "silo_records": self.bench.sizes[0]}
-        privacy = protection[2]
+        privacy = protection.privacy
         if privacy is not None and privacy.epsilon is not None:
             detail["bound"] = distinguishing.bound(privacy.epsilon, privacy.delta)
         attack: Attack = ATTACKS["ridge"]
-        return distinguishing.rows(attack, protection[0], self._played(protection), self._played(PLAIN), **detail)
+        return distinguishing.rows(attack, protection.name, self._played(protection), self._played(PLAIN), **detail)
 
-    def _played(self, protection: Protected) -> Plays:
-        if protection[0] not in self._plays:
+    def _played(self, protection: Protection) -> Plays:
+        if protection.name not in self._plays:
             laboratory = self.bench.laboratory(protection, self.trials * len(self.bench.sizes))
-            what = f"{protection[0]}: the game"
-            self._plays[protection[0]] = play(
+            what = f"{protection.name}: the game"
+            self._plays[protection.name] = play(
                 laboratory, self._game, range(self.trials), _LOOKS, each=lambda: self.told(what)
             )
-        return self._plays[protection[0]]
+        return self._plays[protection.name]
 
     @property
     def _game(self) -> Game:

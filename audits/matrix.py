@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
-from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership_rows, protocol
 from secure_fvi.audits.attributes import Attribute
@@ -21,22 +20,14 @@ from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_wi
 from secure_fvi.audits.optimised_inversion import BATCHES, inversion_rows
 from secure_fvi.audits.properties import property_rows
 from secure_fvi.audits.replay import replay_rows
-from secure_fvi.audits.workbench import PLAIN, Workbench
+from secure_fvi.audits.workbench import PLAIN, Protection, Workbench
 from secure_fvi.audits.worlds import Data
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.privacy.settings import DP, RecordDP
+from secure_fvi.privacy.settings import RecordDP
 
 #: Pools of this many records are drawn for attacks that fit references.
 _REFERENCE_RECORDS = 400
-
-
-class Protection(NamedTuple):
-    """`workbench.Protected` with names."""
-
-    name: str
-    aggregation: SecureSum
-    privacy: DP | None
 
 
 def protections(epsilons: Sequence[float], delta: float) -> list[Protection]:
@@ -140,14 +131,6 @@ class Subject:
     def fitting(self) -> list[str]:
         """The attacks of `--all`."""
         return [name for name, entry in ATTACKS.items() if entry.in_all and entry.why_not(self) is None]
-
-    def check(self, attack: str) -> None:
-        """Raises InputError for an attack that is unknown or does not fit."""
-        if attack not in ATTACKS:
-            raise InputError(f"attack '{attack}' is unknown; choose {', '.join(ATTACKS)}")
-        reason = self.why_not(attack)
-        if reason is not None:
-            raise InputError(f"attack '{attack}' does not fit: {reason}")
 
     def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
         """Of one attack that fits."""

@@ -6,15 +6,16 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.audits.attributes import Attribute
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.matrix import Protection, Scale, Subject
+from secure_fvi.audits.matrix import Scale, Subject
 from secure_fvi.audits.vertical_matrix import ROUNDS, VerticalSubject
+from secure_fvi.audits.workbench import Protection
 from secure_fvi.errors import InputError
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
@@ -23,16 +24,6 @@ from secure_fvi.runs.vertical_federation import VerticalFederation
 
 Federations: TypeAlias = Federation | VerticalFederation
 Subjects: TypeAlias = Subject | VerticalSubject
-
-
-class Progress(Protocol):
-    """Who is told how far an audit is."""
-
-    def told(self, what: str) -> None:
-        """One world more."""
-
-    def show(self, done: int) -> None:
-        """So many worlds in all."""
 
 
 class Order(NamedTuple):
@@ -50,15 +41,11 @@ class Order(NamedTuple):
     attribute: str | None
     real_data: bool
 
-    def simulated(self, federation: Federations) -> bool:
-        """Shipped programs read published or made data."""
-        return federation.config.model.program is not None
-
     def subject(self, told: Callable[[str], None]) -> tuple[Federations, Subjects]:
         """What is attacked, for this process. Raises InputError for what cannot be."""
         torch.set_num_threads(1)
         federation = _federation(self.source, self.overrides, self.data)
-        simulated = self.simulated(federation)
+        simulated = is_simulated(federation)
         if not (simulated or self.real_data):
             raise InputError(
                 f"'{self.source}' reads files of its own; if their institutions agree to an audit of them, say "
@@ -73,6 +60,20 @@ class Order(NamedTuple):
         )  # fmt: skip
 
 
+def is_simulated(federation: Federations) -> bool:
+    """Shipped programs read published or made data."""
+    return federation.config.model.program is not None
+
+
+def check(subject: Subjects, attack: str) -> None:
+    """Raises InputError for an attack that is unknown or does not fit."""
+    if attack not in subject.known:
+        raise InputError(f"attack '{attack}' is unknown; choose {', '.join(subject.known)}")
+    reason = subject.why_not(attack)
+    if reason is not None:
+        raise InputError(f"attack '{attack}' does not fit: {reason}")
+
+
 #: Attacks of a line share the worlds that they run, so that one process takes them all. The longest lines first.
 _TOGETHER = (
     ("latents", "latents-network", "information", "individuals", "sizes", "replay", "game"),
@@ -84,13 +85,21 @@ _TOGETHER = (
 
 
 def attacked(
-    order: Order, chosen: list[str], found: list[Protection], workers: int, progress: Progress
+    order: Order,
+    subject: Subjects,
+    chosen: list[str],
+    found: list[Protection],
+    workers: int,
+    show: Callable[[int], None],
 ) -> list[AuditRow]:
-    """The rows of the `chosen` attacks in their order, under the protections `found`."""
+    """The rows of the `chosen` attacks in their order, under the protections `found`.
+
+    By `subject`, or where several `workers` have something to do each by a subject of its own; then `show` is told how
+    many worlds are done in all.
+    """
     lines = [[n for n in line if n in chosen] for line in _TOGETHER]
     lines = [line for line in lines if line] or [chosen]
     if workers == 1 or len(lines) == 1:
-        _, subject = order.subject(progress.told)
         return [row for name in chosen for row in subject.rows(name, found)]
     context = multiprocessing.get_context("spawn")
     done = context.Value("i", 0)
@@ -99,7 +108,7 @@ def attacked(
         waiting = {pool.submit(_line, order, line, found) for line in lines}
         while waiting:
             finished, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-            progress.show(done.value)
+            show(done.value)
             for future in finished:
                 rows |= future.result()
     return [row for name in chosen for row in rows[name]]
@@ -124,7 +133,6 @@ def _line(order: Order, attacks: list[str], found: list[Protection]) -> dict[str
 
 
 def _federation(source: Path, overrides: tuple[str, ...], data: Path | None) -> Federations:
-
     if source.is_dir():
         if overrides:
             raise InputError("--set is for configuration files; a run is audited as it was")
@@ -138,7 +146,6 @@ def _federation(source: Path, overrides: tuple[str, ...], data: Path | None) -> 
 def _vertical(
     federation: VerticalFederation, rounds: int | None, simulated: bool, real_data: bool, told: Callable[[str], None]
 ) -> VerticalSubject:
-
     if not isinstance(federation.algorithm, Vertical):
         raise InputError(f"no attack is for algorithm.name = '{federation.algorithm.name}'; audit 'vertical'")
     likelihood, algorithm = federation.likelihood, federation.algorithm
@@ -146,7 +153,6 @@ def _vertical(
 
 
 def _attribute(text: str | None) -> Attribute | None:
-
     if text is None:
         return None
     name, *columns = text.split(":")

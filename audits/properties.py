@@ -18,7 +18,7 @@ from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Con
 from secure_fvi.audits.features import from_messages, from_totals
 from secure_fvi.audits.regressors import Ridge, cross_fitted
 from secure_fvi.audits.scores import auc, gain, r_squared
-from secure_fvi.audits.workbench import MASKED, OWN, PLAIN, Each, Protected, Workbench, per_record, silent
+from secure_fvi.audits.workbench import MASKED, OWN, PLAIN, Each, Protection, Workbench, per_record, silent
 from secure_fvi.audits.worlds import Data
 from secure_fvi.errors import InputError
 
@@ -103,7 +103,7 @@ def draw(pool: Data, silos: int, mean_size: float, argument: str, seed: int) -> 
 
 
 def collect(
-    bench: Workbench, protection: Protected, argument: str, first: int = 0, each: Each = silent
+    bench: Workbench, protection: Protection, argument: str, first: int = 0, each: Each = silent
 ) -> dict[str, Seen]:
     """What is seen, for each property, on the same worlds: "size" in records, "mix" the mean of `argument`."""
     laboratory = bench.laboratory(protection)
@@ -130,7 +130,7 @@ def collect(
 def property_rows(
     bench: Workbench,
     argument: str,
-    protections: Sequence[Protected] = (PLAIN, MASKED),
+    protections: Sequence[Protection] = (PLAIN, MASKED),
     each: Each = silent,
 ) -> list[AuditRow]:
     """Rows for both properties under each protection. Positive control: plain sums.
@@ -144,11 +144,11 @@ def property_rows(
     plain = collect(bench, PLAIN, argument, 0, each)
     rows = []
     for protection in protections:
-        found = plain if protection[0] == PLAIN[0] else collect(bench, protection, argument, 0, each)
+        found = plain if protection.name == PLAIN[0] else collect(bench, protection, argument, 0, each)
         for name in found:
             about = "size of a silo" if name == "size" else f"mean of '{argument}' in a silo"
             hinted, control = (s[name].hinted(own[name]) for s in (found, plain))
-            rows += _rows(about, protection[0], hinted, control, bench.rounds)
+            rows += _rows(about, protection.name, hinted, control, bench.rounds)
     return rows
 
 

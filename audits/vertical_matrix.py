@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.matrix import Protection
 from secure_fvi.audits.vertical import World, column_rows, label_rows, record
-from secure_fvi.audits.workbench import PLAIN, Protected
-from secure_fvi.errors import InputError
+from secure_fvi.audits.workbench import PLAIN, Protection
 from secure_fvi.models.vertical_base import VerticalDataset
 
 #: Of each run.
@@ -53,14 +51,6 @@ class VerticalSubject:
         """For readers."""
         return f"one run of {self.rounds} rounds under each protection"
 
-    def check(self, attack: str) -> None:
-        """Raises InputError for an attack that is unknown or does not fit."""
-        if attack not in ATTACKS:
-            raise InputError(f"attack '{attack}' is unknown; choose {', '.join(ATTACKS)}")
-        reason = self.why_not(attack)
-        if reason is not None:
-            raise InputError(f"attack '{attack}' does not fit: {reason}")
-
     def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
         """Of one attack that fits."""
         rows: list[AuditRow] = []
@@ -92,7 +82,7 @@ class VerticalSubject:
         """How often `told` will be called."""
         return self.rounds * len({PLAIN[0], *(p.name for p in protections)}) if attacks else 0
 
-    def _world(self, protection: Protected) -> World:
+    def _world(self, protection: Protection) -> World:
         name, aggregation, privacy = protection
         if name not in self._worlds:
             config = replace(self.algorithm, rounds=self.rounds)

@@ -6,7 +6,7 @@ Worlds of SFVI begin late in a run (`late`), those of other algorithms at their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,16 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.privacy.settings import DP
 
-#: A protection: its name, its secure sum, its privacy. `matrix.Protection` is one.
-Protected = tuple[str, SecureSum, DP | None]
-PLAIN: Protected = ("plain", Plain(), None)
-MASKED: Protected = ("masked", Masked(), None)
+
+class Protection(NamedTuple):
+    """What a run is protected by, as the table of an audit names it."""
+
+    name: str
+    aggregation: SecureSum
+    privacy: DP | None = None
+
+
+PLAIN, MASKED = Protection("plain", Plain()), Protection("masked", Masked())
 #: Worlds whose number says so are the adversary's own, and that in which it learns nothing but where to begin.
 OWN, ELSEWHERE = 1_000_000, 2_000_000
 Each = Callable[[], None]
@@ -81,15 +87,15 @@ class Workbench:
             self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds, pool=self.pool)
         return self._late
 
-    def laboratory(self, protection: Protected, worlds: int | None = None, own_latents: bool = False) -> Laboratory:
+    def laboratory(self, protection: Protection, worlds: int | None = None, own_latents: bool = False) -> Laboratory:
         """Under `protection`. The latents that worlds tell are those of a settled fit, since what moves a short run
         moves its own latents, too; with `own_latents` those that each run ends with."""
         sfvi = isinstance(self.full, SFVI)
         return Laboratory(
             self.model,
             self.algorithm,
-            protection[1],
-            protection[2],
+            protection.aggregation,
+            protection.privacy,
             worlds=worlds or self.worlds * len(self.sizes),
             late=self.late if sfvi else None,
             targets=self.late if self.layout.size("record") and not own_latents else None,

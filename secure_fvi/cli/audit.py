@@ -79,7 +79,7 @@ def audit(
     """
     began = time.monotonic()
     from secure_fvi.audits.matrix import protections
-    from secure_fvi.audits.order import Order, attacked
+    from secure_fvi.audits.order import Order, attacked, check, is_simulated
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
 
@@ -98,7 +98,7 @@ def audit(
     if not chosen:
         raise InputError(f"no attack is named: give --attack NAME ({', '.join(subject.known)}) or --all")
     for name in chosen:
-        subject.check(name)
+        check(subject, name)
     if out is None:
         raise InputError("--out is missing: a folder for audit.json and audit.html")
     found = protections(epsilons or ((1.0, 8.0) if everything or chosen == ["epsilon"] else ()), delta)
@@ -106,14 +106,14 @@ def audit(
         own = {federation.aggregation.kind}
         found = [p for p in found if p.name in own or p.privacy is not None]
     progress.start(subject.work(chosen, found))
-    rows = attacked(order, chosen, found, workers, progress)
+    rows = attacked(order, subject, chosen, found, workers, progress.show)
     seconds = time.monotonic() - began
     about = {
         "model": federation.description,
         "algorithm": federation.algorithm.name,
         "silos": subject.sizes,
         "scale": subject.scale_in_words,
-        "data": "published or made" if order.simulated(federation) else "real, resampled",
+        "data": "published or made" if is_simulated(federation) else "real, resampled",
         "seconds": round(seconds, 1),
     }
     write(rows, about, out)

@@ -10,7 +10,7 @@ import pytest
 import secure_fvi as sf
 from secure_fvi.audits.information import Critic, gaussian, info_nce, information_rows
 from secure_fvi.audits.local_latents import Sample, collect
-from secure_fvi.audits.workbench import MASKED, PLAIN, Protected, Workbench
+from secure_fvi.audits.workbench import MASKED, PLAIN, Protection, Workbench
 from secure_fvi.audits.worlds import resampled
 from secure_fvi.errors import InputError
 from secure_fvi.models.six_cities import PROGRAM, load
@@ -97,14 +97,14 @@ def test_six_cities() -> None:
     """3 x 60 silos of 10 children, 12 rounds late in a run: masks take most of it away, and totals stay."""
     bench = Workbench(PROGRAM.model, sf.SFVI(), resampled(load().records, (179,) * 3, 3), worlds=60)
 
-    def sample(protection: Protected) -> Sample:
+    def sample(protection: Protection) -> Sample:
         return collect(bench.laboratory(protection), lambda seed: resampled(bench.pool, (10,) * 3, seed), range(60))
 
     plain = sample(PLAIN)
     rows = [
         row
         for protection, found in ((PLAIN, plain), (MASKED, sample(MASKED)))
-        for row in information_rows(protection[0], found, plain)
+        for row in information_rows(protection.name, found, plain)
     ]
     for row in rows:
         print(f"{row.attack:<56} {row.protection:<8} {row.value:.3f} [{row.low:.3f}, {row.high:.3f}] {row.finding}")
