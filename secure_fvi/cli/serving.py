@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.logs import log_option, start_log
 
 FILE = click.Path(path_type=Path)
 
@@ -22,10 +23,18 @@ def server() -> None:
 @click.option("--out", required=True, type=FILE, help="Folder for the results; the same again to continue a job.")
 @click.option("--listen", default="0.0.0.0:8443", show_default=True, metavar="HOST:PORT", help="Where silos dial in.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
+@log_option
 @click.option("--quiet", is_flag=True, help="No progress, no table, no log.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def start(
-    config: Path, home: Path, out: Path, listen: str, overrides: tuple[str, ...], quiet: bool, debug: bool
+    config: Path,
+    home: Path,
+    out: Path,
+    listen: str,
+    overrides: tuple[str, ...],
+    log_format: str,
+    quiet: bool,
+    debug: bool,
 ) -> None:
     """Offer the job that CONFIG describes to its silos, run it with them and write the results to the folder --out.
 
@@ -39,9 +48,10 @@ def start(
     from secure_fvi.runs.directory import RunDirectory
     from secure_fvi.runs.running import execute_federation
 
-    _log(quiet)
+    site = open_home(home)
+    start_log(quiet, log_format, site=site.id, role=site.role)
     folder = RunDirectory(out)
-    federation = remote_federation(read(config, overrides), open_home(home), folder, listen)
+    federation = remote_federation(read(config, overrides), site, folder, listen)
     with RunProgress(quiet) as progress:
         result = execute_federation(federation, folder, True, progress.update)
     if result is None:
@@ -68,6 +78,7 @@ def silo() -> None:
     help="For tests: draw from the job's seed as `secure-fvi run` does, so that results agree to the last bit. The "
     "server can then work out what this silo draws.",
 )
+@log_option
 @click.option("--quiet", is_flag=True, help="No log.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def start_silo(
@@ -77,6 +88,7 @@ def start_silo(
     data_dir: Path | None,
     once: bool,
     repeatable: bool,
+    log_format: str,
     quiet: bool,
     debug: bool,
 ) -> None:
@@ -88,8 +100,9 @@ def start_silo(
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local
 
-    _log(quiet)
-    run_site(open_home(home), address, Local(data, data_dir, repeatable), once)
+    site = open_home(home)
+    start_log(quiet, log_format, site=site.id, role=site.role)
+    run_site(site, address, Local(data, data_dir, repeatable), once)
 
 
 def _need_grpc() -> None:
@@ -100,14 +113,3 @@ def _need_grpc() -> None:
 
     if find_spec("grpc") is None:
         raise InputError("this needs gRPC: pip install 'secure-fvi[distributed]'")
-
-
-def _log(quiet: bool) -> None:
-    import logging
-
-    # A handler of its own: libraries that are imported later set up the root logger to their taste.
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("secure_fvi")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.ERROR if quiet else logging.INFO)

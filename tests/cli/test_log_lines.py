@@ -1,0 +1,44 @@
+"""The log of a site's process, as people read it and as machines collect it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from secure_fvi.cli.logs import start_log
+
+
+@pytest.fixture(autouse=True)
+def logger_as_it_was() -> Iterator[None]:
+    logger = logging.getLogger("secure_fvi")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate = before[0], before[1]
+    logger.setLevel(before[2])
+
+
+def test_json_is_one_object_a_line_whatever_the_message_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(False, "json", site="north", role="silo")
+    log = logging.getLogger("secure_fvi.deployment.site")
+    log.info("job '%s' of '%s' accepted", "seven", 'h"u\nb')
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        log.exception("a message could not be answered")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert first["event"] == "job '%s' of '%s' accepted"
+    assert first["message"] == "job 'seven' of 'h\"u\nb' accepted"
+    assert (first["site"], first["role"], first["level"]) == ("north", "silo", "info")
+    assert first["time"].endswith("+00:00")
+    assert "ValueError: two" in second["traceback"]
+
+
+def test_quiet_leaves_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(True, "text")
+    log = logging.getLogger("secure_fvi.engines")
+    log.warning("not shown")
+    log.error("shown")
+    assert capsys.readouterr().err.strip().endswith("ERROR shown")
