@@ -98,6 +98,12 @@ def make_statement(
     return _CODEC.pack(unsigned._replace(signature=sign(chain.label(_STATEMENT) + _stated(unsigned))))
 
 
+def stated_key(statement: bytes) -> bytes:
+    """The public key (32 bytes) of the ledger that `statement` says it is of; whether it is, `countersign` checks."""
+    key: bytes = _CODEC.unpack(statement, Statement).public_key
+    return key
+
+
 def check_receipt(data: bytes, witness_keys: frozenset[bytes] | None = None, chain: ChainKind = LEDGER) -> Receipt:
     """The receipt in `data`; raises ProtocolError if it is malformed, forged, or by none of `witness_keys`."""
     receipt = _CODEC.unpack(data, Receipt)
@@ -122,6 +128,10 @@ class Witness:
         """How many rows this witness has seen of the ledger of that key; 0 if it has not met it."""
         return self._seen(public_key)[0]
 
+    def receipt(self, public_key: bytes) -> bytes:
+        """The newest receipt for the ledger of that key, for its owner to check itself by; empty where none was given."""
+        return self._store.get(self._slot(public_key) + "/receipt") or b""
+
     def countersign(self, statement: bytes, public_key: bytes) -> bytes:
         """A receipt for `statement` by the ledger of `public_key` (32 bytes, as pinned in the roster).
 
@@ -142,13 +152,14 @@ class Witness:
             head = link(self._chain, head, content)
         if head != stated.head:
             raise ProtocolError(f"{who} contradicts what was seen: it does not continue those {length} rows")
-        self._store.put({self._slot(public_key): bytes(msgpack.packb([stated.length, stated.head]))})
         unsigned = Receipt(
             self.name, self._identity.public_key, stated.silo, public_key, stated.length, head, stated.time, b""
         )
-        return _CODEC.pack(
-            unsigned._replace(signature=self._identity.sign(self._chain.label(_RECEIPT) + _received(unsigned)))
-        )
+        signature = self._identity.sign(self._chain.label(_RECEIPT) + _received(unsigned))
+        receipt = _CODEC.pack(unsigned._replace(signature=signature))
+        slot, seen = self._slot(public_key), msgpack.packb([stated.length, head])
+        self._store.put({slot: bytes(seen), f"{slot}/receipt": receipt})
+        return receipt
 
     def _seen(self, public_key: bytes) -> tuple[int, bytes]:
         stored = self._store.get(self._slot(public_key))

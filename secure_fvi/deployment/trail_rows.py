@@ -13,7 +13,7 @@ TRAIL = ChainKind(
     name="audit-log",
     remedy="a site begins one with its first job",
     on_failure="what is not written down may not leave",
-    otherwise="begin a new log and keep this one beside it",
+    otherwise="rotate the identity and begin a new log under it",
 )
 ROSTER, POLICY, JOB, EXCHANGE, NOTE, CLOSE = "roster", "policy", "job", "exchange", "note", "close"
 

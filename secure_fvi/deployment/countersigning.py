@@ -1,0 +1,161 @@
+"""Members countersign each other's records at the start of a job and before its end.
+
+    server                                                site (silo or key holder)
+    SEEN + Seen(its newest receipts for this site)   ->   are they in its own log and ledger?
+                                                     <-   Stated(how far both are now, its receipts for the server)
+    SEEN + Countersigned(receipts, how far the
+           server's log is now)                      ->   keeps the receipts
+                                                     <-   Receipt(for the server's log), which the server keeps
+
+So a record that was restored from a backup, cut or begun anew is found before the job goes on: by its owner, who
+refuses to write into it, and by the one who saw more of it. These messages are not in the paper trail; receipts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from secure_fvi.aggregation.messages import Codec
+from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.names import now
+from secure_fvi.deployment.records import open_ledger, records_keys
+from secure_fvi.deployment.trail import Trail
+from secure_fvi.deployment.trail_rows import TRAIL
+from secure_fvi.errors import ProtocolError
+from secure_fvi.privacy.ledger import Ledger
+from secure_fvi.privacy.ledger_chain import LEDGER
+from secure_fvi.privacy.witness import Witness, check_receipt, stated_key
+
+#: First byte of these messages, both of the server's.
+SEEN = b"W"
+
+
+class Seen(NamedTuple):
+    """Receipts that the server has given for this site's logs and ledgers, under any of its identities."""
+
+    trails: list[bytes]
+    ledgers: list[bytes]
+
+
+class Stated(NamedTuple):
+    """The site's statements, the ledger's empty where it has none; and the receipts that it has given the server."""
+
+    trail: bytes
+    ledger: bytes
+    receipts: list[bytes]
+
+
+class Countersigned(NamedTuple):
+    """The server's receipts for both statements, and how its own log continues what this site has seen of it."""
+
+    trail: bytes
+    ledger: bytes
+    statement: bytes
+
+
+class Receipt(NamedTuple):
+    """For the server's log."""
+
+    receipt: bytes
+
+
+def _bytes(value: Any) -> bool:
+    return type(value) is bytes
+
+
+def _list(value: Any) -> bool:
+    return type(value) is list and len(value) <= 100 and all(_bytes(v) for v in value)
+
+
+_CODEC = Codec(
+    {
+        Seen: (1, (_list, _list)),
+        Stated: (2, (_bytes, _bytes, _list)),
+        Countersigned: (3, (_bytes, _bytes, _bytes)),
+        Receipt: (4, (_bytes,)),
+    }
+)
+
+Exchange = Callable[[Mapping[str, bytes]], dict[str, bytes]]
+
+
+def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Iterable[str], exchange: Exchange) -> None:
+    """The server's part, with those of `sites` that answer.
+
+    Raises ProtocolError that names the site whose record, or says that its own, is not what was seen before.
+    """
+    keys = {site: records_keys(home, roster, site) for site in sites}
+    with closing(SqliteStore(home.seen_file)) as store:
+        trails, ledgers = (Witness(home.id, home.identity(), store, kind) for kind in (TRAIL, LEDGER))
+        asked = {site: _pack(Seen(_receipts(trails, k), _receipts(ledgers, k))) for site, k in keys.items()}
+        stated = {site: _CODEC.unpack(reply, Stated) for site, reply in exchange(asked).items()}
+        since = {site: _check_own(trail, keys[site], s.receipts) for site, s in stated.items()}
+        signed = {
+            site: _pack(
+                Countersigned(
+                    _countersigned(trails, s.trail, keys[site]),
+                    _countersigned(ledgers, s.ledger, keys[site]) if s.ledger else b"",
+                    trail.statement(since[site]),
+                )
+            )
+            for site, s in stated.items()
+        }
+    for site, reply in exchange(signed).items():
+        trail.add_receipt(_CODEC.unpack(reply, Receipt).receipt, keys[site][0])
+
+
+def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
+    """The site's part: the answer to either message, without its first byte, of the member `server`.
+
+    Raises ProtocolError where the site's own records, or the server's, are not what was seen before.
+    """
+    keys = records_keys(home, home.roster(now()), server)
+    with closing(SqliteStore(home.seen_file)) as store:
+        witness = Witness(home.id, home.identity(), store, TRAIL)
+        try:
+            seen = _CODEC.unpack(message, Seen)
+        except ProtocolError:
+            signed = _CODEC.unpack(message, Countersigned)
+            receipt = _countersigned(witness, signed.statement, keys)
+            trail.add_receipt(signed.trail, keys[0])
+            if signed.ledger:
+                with closing(open_ledger(home)) as ledger:
+                    ledger.add_receipt(signed.ledger, keys[0])
+            return _CODEC.pack(Receipt(receipt))
+        stated = trail.statement(_check_own(trail, keys, seen.trails))
+        return _CODEC.pack(Stated(stated, _ledger(home, keys, seen.ledgers), _receipts(witness, keys)))
+
+
+def _ledger(home: Home, keys: tuple[bytes, ...], receipts: list[bytes]) -> bytes:
+    """The statement of the site's ledger; empty where there never was one."""
+    if not home.ledger_file.exists():
+        if receipts:
+            raise ProtocolError(f"the ledger of '{home.id}' is gone: the server has seen one; restore its newest copy")
+        return b""
+    with closing(open_ledger(home)) as ledger:
+        return ledger.statement(_check_own(ledger, keys, receipts))
+
+
+def _check_own(record: Trail | Ledger, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
+    """How many rows of this party's `record` the other has seen, by its own receipts; raises where they are not there."""
+    record.check_receipts(receipts, witness_keys)
+    return max((check_receipt(r, chain=record.chain.kind).length for r in receipts), default=0)
+
+
+def _receipts(witness: Witness, keys: tuple[bytes, ...]) -> list[bytes]:
+    return [receipt for key in keys if (receipt := witness.receipt(key))]
+
+
+def _countersigned(witness: Witness, statement: bytes, keys: tuple[bytes, ...]) -> bytes:
+    key = stated_key(statement)
+    if key not in keys:
+        raise ProtocolError("a statement about records that are not under an identity of the member that made it")
+    return witness.countersign(statement, key)
+
+
+def _pack(message: Seen | Countersigned) -> bytes:
+    return SEEN + _CODEC.pack(message)

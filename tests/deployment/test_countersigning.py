@@ -1,0 +1,137 @@
+"""Records that are shorter than what another member has seen, or that do not continue it, stop a job."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from deployment_world import NOW, World
+
+from secure_fvi.deployment import countersigning
+from secure_fvi.deployment.countersigning import answer, countersign
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.records import open_ledger, open_trail
+from secure_fvi.deployment.trail_verify import verify
+from secure_fvi.errors import ProtocolError
+from secure_fvi.privacy.ledger import Budget
+from secure_fvi.privacy.ledger_verify import verify as verify_ledger
+
+SITES = ("north", "south")
+
+
+def meet(world: World) -> None:
+    """What happens at the start of a job."""
+    hub = world.homes["hub"]
+
+    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {}
+        for site, message in messages.items():
+            with closing(open_trail(world.homes[site])) as trail:
+                replies[site] = answer(world.homes[site], trail, "hub", message[1:])
+        return replies
+
+    with closing(open_trail(hub)) as trail:
+        countersign(hub, hub.roster(NOW), trail, SITES, exchange)
+
+
+def write(home: Home, what: str) -> None:
+    with closing(open_trail(home)) as trail:
+        trail.note("job", what)
+
+
+def spend(home: Home, epsilon: float) -> None:
+    with closing(open_ledger(home)) as ledger:
+        ledger.set_budget(Budget("cohort", epsilon, 1e-6, "record"))
+
+
+def restore(home: Home, backup: Path) -> None:
+    """Put back the files of `backup`, as an administrator would: those that were made since are gone."""
+    for name in ("audit-log.sqlite", "ledger.sqlite"):
+        for path in home.path.glob(f"{name}*"):
+            path.unlink()
+        for path in backup.glob(f"{name}*"):
+            shutil.copy(path, home.path)
+
+
+@pytest.fixture
+def met(world: World, tmp_path: Path) -> World:
+    """Two silos and a server with records, after one job; `tmp_path / "old"` holds copies from before it."""
+    for name in (*SITES, "hub"):
+        home = world.homes[name]
+        write(home, "before")
+        if name != "hub":
+            spend(home, 1.0)
+        shutil.copytree(home.path, tmp_path / "old" / name)
+        write(home, "since")
+        if name != "hub":
+            spend(home, 2.0)
+    meet(world)
+    return world
+
+
+def test_each_keeps_the_others_receipts(met: World) -> None:
+    write(met.homes["north"], "more")
+    meet(met)  # what has grown is countersigned again
+    assert len(verify(met.homes["north"].log_file).receipts) == 2
+    assert len(verify_ledger(met.homes["north"].ledger_file)[0].receipts) == 2
+    assert len(verify(met.homes["hub"].log_file).receipts) == 4
+
+
+@pytest.mark.parametrize("record", ["audit-log", "ledger"])
+def test_a_silos_backup_is_refused_by_the_silo(met: World, tmp_path: Path, record: str) -> None:
+    north = met.homes["north"]
+    other = {"audit-log": "ledger.sqlite", "ledger": "audit-log.sqlite"}[record]
+    (tmp_path / "old" / "north" / other).unlink()
+    for path in north.path.glob(f"{other}*"):  # only one of the two is old
+        shutil.copy(path, tmp_path / "old" / "north")
+    restore(north, tmp_path / "old" / "north")
+    with pytest.raises(ProtocolError, match=f"the {record} of silo 'north' was rolled back"):
+        meet(met)
+
+
+@pytest.mark.parametrize("record", ["audit-log", "ledger"])
+def test_a_silo_that_hides_its_backup_is_refused_by_the_server(
+    met: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str
+) -> None:
+    own = countersigning._check_own
+    monkeypatch.setattr(countersigning, "_check_own", lambda r, k, receipts: own(r, k, []))
+    write(met.homes["north"], "control")
+    restore(met.homes["north"], tmp_path / "old" / "north")
+    with pytest.raises(ProtocolError, match=r"of silo 'north'.*(rolled back|must say how)"):
+        meet(met)
+
+
+def test_a_ledger_that_is_gone_is_missed(met: World) -> None:
+    for path in met.homes["south"].path.glob("ledger.sqlite*"):
+        path.unlink()
+    with pytest.raises(ProtocolError, match="the ledger of 'south' is gone"):
+        meet(met)
+
+
+def test_a_ledger_begun_anew_is_noticed(met: World) -> None:
+    for path in met.homes["south"].path.glob("ledger.sqlite*"):
+        path.unlink()
+    for epsilon in (5.0, 6.0, 7.0, 8.0):  # as long as the old one
+        spend(met.homes["south"], epsilon)
+    with pytest.raises(ProtocolError, match="the ledger of silo 'south' was rolled back"):
+        meet(met)
+
+
+def test_a_servers_backup_is_noticed(met: World, tmp_path: Path) -> None:
+    restore(met.homes["hub"], tmp_path / "old" / "hub")
+    with pytest.raises(ProtocolError, match="the audit-log of silo 'hub' was rolled back"):
+        meet(met)
+
+
+def test_receipts_of_another_record_count_for_nothing(met: World) -> None:
+    """A server that says it saw north's log where it saw its own."""
+    north, hub = met.homes["north"], met.homes["hub"]
+    with closing(open_trail(hub)) as trail:
+        forged = trail.statement()
+        message = countersigning._CODEC.pack(countersigning.Seen([forged], []))
+    with closing(open_trail(north)) as trail, pytest.raises(ProtocolError):
+        answer(north, trail, "hub", message)
+    meet(met)  # and the log is usable
