@@ -129,7 +129,7 @@ class Witness:
         return self._seen(public_key)[0]
 
     def receipt(self, public_key: bytes) -> bytes:
-        """The newest receipt for the ledger of that key, for its owner to check itself by; empty where none was given."""
+        """The newest receipt for the ledger of that key, by which its owner can check it; empty before any."""
         return self._store.get(self._slot(public_key) + "/receipt") or b""
 
     def countersign(self, statement: bytes, public_key: bytes) -> bytes:

@@ -141,7 +141,7 @@ def _ledger(home: Home, keys: tuple[bytes, ...], receipts: list[bytes]) -> bytes
 
 
 def _check_own(record: Trail | Ledger, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
-    """How many rows of this party's `record` the other has seen, by its own receipts; raises where they are not there."""
+    """How many rows of this party's `record` the other has seen, by its receipts; raises where they are not there."""
     record.check_receipts(receipts, witness_keys)
     return max((check_receipt(r, chain=record.chain.kind).length for r in receipts), default=0)
 
