@@ -74,6 +74,10 @@ class StreamClient:
         self._last: tuple[str, bytes, int, bytes] | None = None  # job, message, status, answer
         self._stop = threading.Event()
         self._call: Any = None
+        #: What a launcher gave this silo to show to the server.
+        self.token = b""
+        #: Seconds without a connection after which `run` gives up; None: never.
+        self.give_up: float | None = None
 
     def stop(self) -> None:
         """Make `run` return; for another thread, or for `handle` after its last answer."""
@@ -87,11 +91,12 @@ class StreamClient:
 
     def run(self) -> None:
         """Answer until stopped. Raises ProtocolError, naming the reason, where either end refuses the other."""
-        pause, said, closed = _FIRST_PAUSE, False, 0
+        pause, said, closed, alone = _FIRST_PAUSE, False, 0, time.monotonic()
         while not self._stop.is_set():
+            reached = False
             try:
                 self._check_peer()
-                closed = 0
+                closed, reached = 0, True
                 began = time.monotonic()
                 self._connected()
                 pause = _FIRST_PAUSE if time.monotonic() - began > 1 else pause
@@ -105,6 +110,9 @@ class StreamClient:
                         f"the server at {self._address} closes after the handshake: it does not take this silo's "
                         "certificate, or is no server of secure-fvi"
                     ) from None
+                alone = time.monotonic() if reached else alone
+                if self.give_up is not None and time.monotonic() - alone >= self.give_up:
+                    raise ProtocolError(f"no connection to {self._address} for {self.give_up:.0f} s") from None
                 if not said:
                     _log.info("no connection to %s yet; trying again", self._address)
                     said = True
@@ -125,7 +133,7 @@ class StreamClient:
         options = (*OPTIONS, ("grpc.ssl_target_name_override", self._tls_name()), ("grpc.use_local_subchannel_pool", 1))
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         roster = self._roster()
-        outgoing.put(CODEC.pack(Hello(roster)))
+        outgoing.put(CODEC.pack(Hello(roster, self.token)))
         with grpc.secure_channel(self._address, credentials, options) as channel:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(_until_none(outgoing))
             self._call = call
@@ -159,20 +167,27 @@ class StreamClient:
         """The answer; the same bytes again for a message that comes again."""
         if self._last is not None and self._last[:2] == (job, message):
             return self._last[2:]
-        try:
-            status, answer = MESSAGE, self._handle(job, message)
-        except SessionLost as error:
-            _log.warning("%s", error)
-            return RESTART, b""
-        except (ProtocolError, PolicyError) as error:
-            _log.warning("a message was refused: %s", error)
-            return REFUSAL, reason(str(error))
-        except Exception as error:
-            # What else goes wrong may tell of data, were it only their number: it stays at the site.
-            _log.exception("a message could not be answered")
-            return REFUSAL, reason(f"{type(error).__name__}; the site's log says more")
+        status, answer = answered(self._handle, job, message)
+        if status == RESTART:
+            return status, answer
         self._last = (job, message, status, answer)
         return status, answer
+
+
+def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
+    """Status and answer; nothing of an unforeseen error but its kind."""
+    try:
+        return MESSAGE, handle(job, message)
+    except SessionLost as error:
+        _log.warning("%s", error)
+        return RESTART, b""
+    except (ProtocolError, PolicyError) as error:
+        _log.warning("a message was refused: %s", error)
+        return REFUSAL, reason(str(error))
+    except Exception as error:
+        # What else goes wrong may tell of data, were it only their number: it stays at the site.
+        _log.exception("a message could not be answered")
+        return REFUSAL, reason(f"{type(error).__name__}; the site's log says more")
 
 
 def split_address(address: str) -> tuple[str, int]:

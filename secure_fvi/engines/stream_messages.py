@@ -1,7 +1,7 @@
 """What travels on a stream: a greeting each way, then messages in numbered parts. MessagePack of a fixed schema.
 
 silo                            server
-Hello(roster)          ->
+Hello(roster, token)   ->
                        <-       Welcome(roster, job)
                        <-       Part(exchange, 0, 2, MESSAGE, ...), Part(exchange, 1, 2, MESSAGE, ...)
 Part(exchange, 0, 1, MESSAGE | REFUSAL | RESTART, ...)  ->
@@ -36,9 +36,10 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Hello(NamedTuple):
-    """Silo to server: the hash of the roster that it goes by."""
+    """Silo to server: the hash of the roster that it goes by; token: what a launcher gave it, if one started it."""
 
     roster: bytes
+    token: bytes = b""
 
 
 class Welcome(NamedTuple):
@@ -62,6 +63,10 @@ def _hash(value: Any) -> bool:
     return type(value) is bytes and len(value) == 32
 
 
+def _token(value: Any) -> bool:
+    return type(value) is bytes and len(value) in (0, 32)
+
+
 def _job(value: Any) -> bool:
     return type(value) is str and 0 < len(value) <= 200 and value.isprintable()
 
@@ -80,7 +85,7 @@ def _body(value: Any) -> bool:
 
 CODEC = Codec(
     {
-        Hello: (1, (_hash,)),
+        Hello: (1, (_hash, _token)),
         Welcome: (2, (_hash, _job)),
         Part: (3, (_count, _count, _count, _status, _body)),
     }
