@@ -49,10 +49,11 @@ class Homomorphic:
         scheme = scheme_named(self.scheme)
         if self.masks and scheme is not BFV:
             raise InputError("masks = true needs scheme = 'bfv': masks are uniform modulo a prime, CKKS has reals")
-        self._masked()
+        self.beneath()
 
-    def _masked(self) -> Masked:
-        return Masked(min_cohort=self.min_cohort, batch=self.batch, corrupt=self.corrupt, lost=self.lost)
+    def beneath(self, bits: int = 64) -> Masked:
+        """The masked sums whose keys, graph and signatures these use. `bits` is of no account: values lie in Z_p."""
+        return Masked(min_cohort=self.min_cohort, bits=bits, batch=self.batch, corrupt=self.corrupt, lost=self.lost)
 
     @property
     def kind(self) -> str:
@@ -73,7 +74,7 @@ class Homomorphic:
         if KEY_HOLDER in identity_keys:
             raise InputError(f"'{KEY_HOLDER}' is the key holder's name; a silo needs another id")
         entry = holder_entry(holder_identity_key, scheme_named(self.scheme), self.masked, holder_public_key)
-        return replace(self._masked().roster(identity_keys), key_holder=entry)
+        return replace(self.beneath().roster(identity_keys), key_holder=entry)
 
     def parties(
         self, silo_ids: Sequence[str], store: Callable[[str], Store] | None = None

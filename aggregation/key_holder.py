@@ -39,9 +39,14 @@ LABEL_DECRYPTED = b"decrypted"
 KEY_HOLDER = "key-holder"
 
 
+def key_hash(scheme: Scheme, masks: bool, public_key: bytes) -> bytes:
+    """32 bytes that name an encryption key and what it is used for."""
+    return digest(LABEL_HOLDER_KEY, scheme.name.encode(), bytes([masks]), public_key)
+
+
 def holder_entry(identity_key: bytes, scheme: Scheme, masks: bool, public_key: bytes) -> bytes:
-    """What the roster says of the key holder, 64 bytes: its identity key, and the hash of key, scheme and masks."""
-    return identity_key + digest(LABEL_HOLDER_KEY, scheme.name.encode(), bytes([masks]), public_key)
+    """What the roster says of the key holder, 64 bytes: its identity key, and the hash of its encryption key."""
+    return identity_key + key_hash(scheme, masks, public_key)
 
 
 def check_holder_key(roster: Roster, scheme: Scheme, masks: bool, message: HolderKey) -> PublicContext:
@@ -74,6 +79,10 @@ def decrypted_statement(roster: Roster, request: DecryptRequest, values: bytes) 
     r = request
     fields = (r.key_set, r.batch, number(r.sum_index), r.survivors, r.table, r.context)
     return digest(LABEL_DECRYPTED, roster.hash, *fields, hashlib.sha256(values).digest())
+
+
+class KeyWornOut(ProtocolError):
+    """A CKKS key has decrypted as many ciphertexts as its flooding is made for; a new session brings a new one."""
 
 
 class KeyHolder:
@@ -115,11 +124,12 @@ class KeyHolder:
         index, named = request.sum_index, request_digest(request)
         self._check_signatures(request)
         done = self._store.get(f"decrypted/{index}")
-        if done is not None:
-            kept = self._store.get("answer")
-            if done != named or kept is None or kept[:8] != number(index):
-                raise ProtocolError(f"sum {index} was decrypted already")
-            return kept[8:]
+        kept = self._store.get(f"answer/{index}")
+        if done not in (None, named) or kept == b"":
+            raise ProtocolError(f"sum {index} was decrypted already")
+        if kept is not None:
+            return kept
+        # Claimed and yet without an answer: this party was killed in between, and nothing has left.
         vectors = self._reader.read(request.parts, request.size)
         self._count(len(vectors))
         if self._store.claim(f"decrypted/{index}", named) != named:
@@ -129,8 +139,11 @@ class KeyHolder:
             slots = flood(slots, self._roster.size)
         values = slots.astype(np.dtype("<i8"), copy=False).tobytes()
         signature = self._identity.sign(decrypted_statement(self._roster, request, values))
-        answer = pack(Decrypted(index, values, signature))
-        self._store.put({"answer": number(index) + answer})
+        # Claimed too: of two processes over one store, both send what the first has written.
+        answer = self._store.claim(f"answer/{index}", pack(Decrypted(index, values, signature)))
+        latest = self._store.get("latest")
+        emptied = {f"answer/{int.from_bytes(latest, 'big')}": b""} if latest and latest != number(index) else {}
+        self._store.put({**emptied, "latest": number(index)})
         return answer
 
     def _check_signatures(self, request: DecryptRequest) -> None:
@@ -159,5 +172,5 @@ class KeyHolder:
             return
         spent = int.from_bytes(self._store.get("spent") or b"", "big") + ciphertexts
         if spent > DECRYPTIONS:
-            raise ProtocolError(f"more than {DECRYPTIONS} ciphertexts under one CKKS key; a new session is needed")
+            raise KeyWornOut(f"more than {DECRYPTIONS} ciphertexts under one CKKS key; a new session is needed")
         self._store.put({"spent": number(spent)})

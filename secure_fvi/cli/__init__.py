@@ -19,7 +19,7 @@ from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.reproduce import reproduce
 from secure_fvi.cli.run import run
-from secure_fvi.cli.serving import server, silo
+from secure_fvi.cli.serving import holder, server, silo
 from secure_fvi.cli.status import status
 from secure_fvi.cli.watch import watch
 from secure_fvi.errors import SecureFVIError
@@ -43,6 +43,7 @@ cli.add_command(audit)
 cli.add_command(audit_log)
 cli.add_command(bench)
 cli.add_command(budget)
+cli.add_command(holder)
 cli.add_command(keys)
 cli.add_command(policy)
 cli.add_command(reproduce)

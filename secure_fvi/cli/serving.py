@@ -1,13 +1,17 @@
-"""`secure-fvi server` and `secure-fvi silo`: the processes of a job between institutions."""
+"""`secure-fvi server`, `silo` and `holder`: the processes of a job between institutions."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
 from secure_fvi.cli.logs import log_option, start_log
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.home import Home
 
 FILE = click.Path(path_type=Path)
 
@@ -100,9 +104,44 @@ def start_silo(
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local
 
-    site = open_home(home)
+    site = _opened(home, "silo")
     start_log(quiet, log_format, site=site.id, role=site.role)
     run_site(site, address, Local(data, data_dir, repeatable), once)
+
+
+@click.group()
+def holder() -> None:
+    """The key holder of homomorphic sums. docs/distributed.md says how it works."""
+
+
+@holder.command("start")
+@home_option
+@click.option("--server", "address", required=True, metavar="HOST:PORT", help="Where the server listens.")
+@click.option("--once", is_flag=True, help="Leave after the first job.")
+@log_option
+@click.option("--quiet", is_flag=True, help="No log.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def start_holder(home: Path, address: str, once: bool, log_format: str, quiet: bool, debug: bool) -> None:
+    """Dial the server, and decrypt the totals of jobs that this site's policy allows, each once.
+
+    Makes a key for each session and removes it with the session. Killed and started again, it goes on where it was.
+    """
+    _need_grpc()
+    from secure_fvi.deployment.site import run_site
+
+    site = _opened(home, "holder")
+    start_log(quiet, log_format, site=site.id, role=site.role)
+    run_site(site, address, once=once)
+
+
+def _opened(path: Path, role: str) -> Home:
+    """The folder of a site of this role. Raises InputError for another's."""
+    from secure_fvi.errors import InputError
+
+    found = open_home(path)
+    if found.role != role:
+        raise InputError(f"'{path}' is the folder of a {found.role}; a {role}'s is needed here")
+    return found
 
 
 def _need_grpc() -> None:

@@ -24,8 +24,11 @@ class Admission:
     revocations: x509.CertificateRevocationList
     endorsements: Sequence[Endorsement] = ()
 
-    def member(self, certificate: bytes, now: datetime.datetime, role: Role | None = None) -> Member:
-        """The member whose certificate (PEM, as TLS accepted it) this is. Raises ProtocolError naming the reason."""
+    def member(self, certificate: bytes, now: datetime.datetime, *roles: Role) -> Member:
+        """The member whose certificate (PEM, as TLS accepted it) this is; of one of `roles`, where any are given.
+
+        Raises ProtocolError naming the reason.
+        """
         self.roster.check_time(now)
         read = read_certificate(certificate, "what the other side presented")
         subject = check_certificate(read, self.authority, self.revocations, now)
@@ -34,8 +37,9 @@ class Admission:
         member = self.roster.member(subject.id)
         if subject.role != member.role:
             raise ProtocolError(f"'{member.id}' is a {member.role} in the roster, its certificate says {subject.role}")
-        if role is not None and member.role != role:
-            raise ProtocolError(f"'{member.id}' is a {member.role} in the roster; here a {role} is expected")
+        if roles and member.role not in roles:
+            expected = " or ".join(roles)
+            raise ProtocolError(f"'{member.id}' is a {member.role} in the roster; here a {expected} is expected")
         if subject.tls_key != pinned_key(self.roster, member, self.endorsements):
             raise ProtocolError(
                 f"the certificate of '{member.id}' is for another TLS key than roster {self.roster.serial} names: "

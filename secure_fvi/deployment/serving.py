@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 from safetensors.torch import save
 
-from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import SecureSum, SumServer
-from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import threads as with_threads
-from secure_fvi.deployment.consortium import session_id
 from secure_fvi.deployment.deciding import FINISHED, job_entry
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
@@ -39,15 +37,17 @@ from secure_fvi.deployment.session_messages import (
     schema_digest,
     unpack_schema,
 )  # fmt: skip
+from secure_fvi.deployment.session_sums import key_holder_of, least_silos, server_sum, session_of
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.driving import NOTHING_DONE, Progress, drive
 from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer, TlsFiles
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
 from secure_fvi.guarding import Books, Guards, strong_enough
+from secure_fvi.messages import ROUND, SUM
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
 from secure_fvi.runs.checkpoint import STORE_FILE, StoreCheckpoints, latest_round
@@ -101,6 +101,7 @@ class RemoteFederation(FederationBase):
     folder: RunDirectory
     listen: str
     on_listening: Callable[[Hub], None] | None = None  # told once silos can dial in
+    carrier: Callable[..., Any] = StreamServer  # made with what a StreamServer takes
 
     def digest(self) -> str:
         """Of the model: the data are the silos'."""
@@ -131,17 +132,19 @@ class Hub:
         self._kept = federation.folder.checkpoints
         self._kept.mkdir(exist_ok=True)
         self._roster = home.roster(now())
+        needed = isinstance(federation.aggregation, Homomorphic)
+        self._holder = key_holder_of(self._roster).id if needed else None
         self._trail: Trail = open_trail(home)
         self.offer, self._signed = self._make_offer()
         self._states = open_store(self._kept / STORE_FILE)
         self._checkpoints = StoreCheckpoints(self._states, self._kept)
         self._sums: Any = None
         engine = config.engine or Engine()
-        least = _least(federation.aggregation, len(self.offer.silos))
+        least = least_silos(federation.aggregation, len(self.offer.silos))
         self._patience = Patience(engine.on_loss, engine.deadline, least)
-        self.engine = StreamServer(
+        self.engine = federation.carrier(
             self.offer.silos, federation.listen, TlsFiles(*home.credentials()), self._admit, self._roster.hash,
-            self.offer.job, self._patience,
+            self.offer.job, self._patience, [self._holder] if self._holder else [],
         )  # fmt: skip
         self.engine.watch = self._write_down
         _log.info("listening at port %d", self.engine.port)
@@ -181,17 +184,19 @@ class Hub:
         return result
 
     def _join(self) -> dict[str, Joined]:
-        """Every silo's answer to the offer. The first time all have to accept it."""
+        """Everybody's answer to the offer. The first time all have to accept it."""
         # Whoever belongs to the job is waited for at its start, whatever is done about later losses.
         fresh = latest_round(self._kept) is None
         self.engine.patience = Patience("wait") if fresh else self._patience
-        replies = self.engine.exchange(dict.fromkeys(self.offer.silos, JOIN + self._signed))
+        replies = self._ask_holder(JOIN + self._signed)
+        replies |= self.engine.exchange(dict.fromkeys(self.offer.silos, JOIN + self._signed))
         return {silo: CODEC.unpack(reply, Joined) for silo, reply in replies.items()}
 
     def _open(self, joined: Mapping[str, Joined]) -> _Parties:
         """The server's parties, once all who joined are in one session: the one that was open, or a new one."""
         of, offer, config = self._of, self.offer, self._of.config
-        schema = check_schemas_agree({silo: unpack_schema(j.schema) for silo, j in joined.items()})
+        silos = sorted(joined.keys() - {self._holder})
+        schema = check_schemas_agree({silo: unpack_schema(joined[silo].schema) for silo in silos})
         problem = build_problem(
             of.model, schema, of.algorithm, offer.silos, config.seed, config.run.device, of.dtype, config.run.compile,
             of.privacy,
@@ -205,16 +210,17 @@ class Hub:
         message = self._kept_session(joined)
         going_on = message is not None
         if message is None:
-            silos = sorted(joined)
-            message = Open(silos, [joined[s].nonce for s in silos], schema_digest(schema), decided)
+            least, holder = getattr(aggregation, "min_cohort", 1), joined[self._holder].nonce if self._holder else b""
+            message = Open(silos, [joined[s].nonce for s in silos], schema_digest(schema), decided, holder, least)
             write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + CODEC.pack(message))
         session = self._name(message)
-        replies = self.engine.exchange(dict.fromkeys(sorted(joined), OPEN + CODEC.pack(message)))
-        for silo, reply in replies.items():
+        replies = self._ask_holder(OPEN + CODEC.pack(message))
+        replies |= self.engine.exchange(dict.fromkeys(silos, OPEN + CODEC.pack(message)))
+        for party, reply in replies.items():
             if CODEC.unpack(reply, Opened).session != session and not over:
-                raise ProtocolError(f"silo '{silo}' opened another session")
+                raise ProtocolError(f"'{party}' opened another session")
         self.engine.patience = self._patience
-        server = Server(problem, program, self._sum(session, aggregation), noise)
+        server = Server(problem, program, self._sum(session, aggregation, message.holder), noise)
         if program.terms and not going_on:  # what was released under old secrets is released anew, and charged
             server.skip_to(max(j.last_index for j in joined.values()) - 1)
         return _Parties(server, aggregation)
@@ -226,7 +232,9 @@ class Hub:
         posterior = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
         accepted = server.state.accepted
         messages = {s: END + CODEC.pack(End("finished", accepted.get(s, 0), posterior)) for s in self.offer.silos}
-        for reply in self.engine.exchange(messages).values():
+        replies = self.engine.exchange(messages)
+        replies |= self._ask_holder(END + CODEC.pack(End("finished", 0, b"")))
+        for reply in replies.values():
             CODEC.unpack(reply, Ended)
         if self._trail.chain.jobs[self.offer.job].outcome != FINISHED:
             self._trail.close_job(self.offer.job, FINISHED)
@@ -259,11 +267,11 @@ class Hub:
             self._trail.job(job_entry(offer, bytes(32), accepted=True))
 
     def _admit(self, certificate: bytes) -> str:
-        return self._of.home.admission(now()).member(certificate, now(), "silo").id
+        return self._of.home.admission(now()).member(certificate, now(), "silo", "holder").id
 
     def _write_down(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
         first = next(iter(messages.values()), b"")
-        step = {JOIN: "join", OPEN: "open", END: "end", b"R": "broadcast"}.get(first[:1], "secure sum")
+        step = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast"}.get(first[:1], "secure sum")
         rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
         self._trail.exchanges(self.offer.job, rows)
 
@@ -279,23 +287,25 @@ class Hub:
         return message if same and (self._kept / f"{session.hex()}.sqlite").exists() else None
 
     def _name(self, message: Open) -> bytes:
-        return session_id(self._roster, self.offer.hash, dict(zip(message.silos, message.nonces, strict=True)))
+        return session_of(self._roster, self.offer.hash, message, self._of.aggregation)
 
-    def _sum(self, session: bytes, aggregation: SecureSum) -> SumServer:
+    def _ask_holder(self, message: bytes) -> dict[str, bytes]:
+        """The key holder's reply, where the job needs one."""
+        return {self._holder: self.engine.ask(self._holder, message)} if self._holder else {}
+
+    def _ask_sum(self, message: bytes) -> bytes:
+        """The key holder's reply to a message of the secure sum."""
+        try:
+            (reply,) = self._ask_holder(SUM + message).values()
+        except ProtocolError as error:  # which the sum would take for a silence
+            raise AggregationError(f"key holder {error}") from None
+        return reply
+
+    def _sum(self, session: bytes, aggregation: SecureSum, holder: bytes) -> SumServer:
         if self._sums is not None:
             self._sums.close()
         for path in self._kept.glob("*.sqlite*"):
             if path.name.split(".")[0] not in (Path(STORE_FILE).stem, session.hex()):
                 path.unlink()
         self._sums = open_store(self._kept / f"{session.hex()}.sqlite")
-        if not isinstance(aggregation, Masked):
-            return PlainServer(self.offer.silos)
-        return MaskedServer(self._roster.session(session, self.offer.silos, aggregation), self._sums)
-
-
-def _least(aggregation: SecureSum, silos: int) -> int:
-    """Silos without which no sum comes about."""
-    if not isinstance(aggregation, Masked):
-        return 1
-    signatures = 2 * silos // 3 + 1 if aggregation.consistency_check else 0
-    return max(aggregation.min_cohort, signatures)
+        return server_sum(self._roster, session, self.offer.silos, aggregation, holder, self._sums, self._ask_sum)

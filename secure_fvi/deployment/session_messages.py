@@ -1,4 +1,4 @@
-"""How a job begins and ends at a silo: MessagePack of a fixed schema, behind one byte that says which.
+"""How a job begins and ends at a silo or key holder: MessagePack of a fixed schema, behind one byte that says which.
 
 server                                silo
 JOIN + signed job offer         ->    decides, reads its data
@@ -8,6 +8,9 @@ OPEN + Open(all fresh bytes)    ->    opens the session
 ... rounds ...
 END + End(posterior)            ->    keeps its own posterior, closes the job
                                 <-    Ended()
+
+A key holder has no data and gets no posterior: its schema is empty, and its fresh bytes are the hash of a new
+encryption key. Between OPEN and END it is asked for that key and for totals.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ _PLAIN = (bool, int, float, str)
 
 
 class Joined(NamedTuple):
-    """last_index: the largest sum index that the silo's ledger has charged for the job, plus one; 0 for none."""
+    """last_index: the largest sum index that the silo's ledger has charged for the job, plus one; 0 for none.
+
+    nonce: at a key holder, `key_holder.key_hash` of the encryption key that it offers.
+    """
 
     schema: bytes
     nonce: bytes
@@ -41,12 +47,18 @@ class Joined(NamedTuple):
 
 
 class Open(NamedTuple):
-    """The session of these silos, each with its fresh bytes. decided: the last sum that the server knows."""
+    """The session of these silos, each with its fresh bytes. decided: the last sum that the server knows.
+
+    holder: the key holder's fresh bytes, nothing where the sums need none. min_cohort: of the session's sums, for the
+    key holder, who does not know the model from which it follows under differential privacy; signatures bind it.
+    """
 
     silos: list[str]
     nonces: list[bytes]
     schema: bytes
     decided: int
+    holder: bytes = b""
+    min_cohort: int = 0
 
 
 class Opened(NamedTuple):
@@ -96,7 +108,7 @@ def _hashes(value: Any) -> bool:
 CODEC = Codec(
     {
         Joined: (1, (_bytes, _hash, _hash_or_none, _index)),
-        Open: (2, (_texts, _hashes, _hash, _index)),
+        Open: (2, (_texts, _hashes, _hash, _index, _hash_or_none, _index)),
         Opened: (3, (_hash,)),
         End: (4, (_text, _index, _bytes)),
         Ended: (5, ()),

@@ -1,4 +1,5 @@
-"""A silo's process: it dials the server, decides on what it is offered, answers, and writes down what left."""
+"""A silo's or key holder's process: it dials the server, decides on what it is offered, answers, and writes down what
+left."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from secure_fvi.deployment.deciding import FINISHED, decide
+from secure_fvi.deployment.deciding import FINISHED, Decision, decide
+from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.records import open_trail
@@ -17,7 +19,7 @@ from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, 
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.engines.stream_client import StreamClient
-from secure_fvi.engines.stream_server import TlsFiles
+from secure_fvi.engines.stream_server import SessionLost, TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
@@ -32,32 +34,29 @@ class Site:
     def __init__(
         self, home: Home, local: Local | None = None, on_end: Callable[[str, Path | None], None] | None = None
     ):
-        """`on_end` is told of a job that has ended and where the silo's own posterior lies. Raises InputError."""
-        if home.role != "silo":
-            raise InputError(f"'{home.path}' is the folder of a {home.role}; a silo's is needed here")
+        """`on_end` is told of a job that has ended and where a silo's own posterior lies. `local`: of a silo. Raises
+        InputError for a server's folder."""
+        if home.role == "server":
+            raise InputError(f"'{home.path}' is the folder of a server, which dials nobody")
         self.home, self.local = home, local or Local()
         self._on_end = on_end
         self._trail = open_trail(home)
         self._server = ""
-        self._job: SiteJob | None = None
+        self._job: SiteJob | HolderJob | None = None
 
     def __repr__(self) -> str:
         return f"Site({self.home.id!r})"
 
     def handle(self, job: str, message: bytes) -> bytes:
         """The answer to one message about `job`; nothing leaves before the site's log has it."""
-        kind, body = message[:1], message[1:]
+        kind = message[:1]
         if kind not in _STEPS:
-            raise ProtocolError(f"silo '{self.home.id}': a message of unknown kind")
-        if kind == JOIN:
-            answer = self._join(job, body)
-        elif kind == OPEN:
-            opened = CODEC.unpack(body, Open)
-            answer = self._ended(job, opened) or CODEC.pack(Opened(self._open_job(job).open(opened)))
-        elif kind == END:
-            answer = self._end(job, CODEC.unpack(body, End))
-        else:
-            answer = self._open_job(job).handle(message)
+            raise ProtocolError(f"{self.home.role} '{self.home.id}': a message of unknown kind")
+        try:
+            answer = self._answer(job, message)
+        except SessionLost as error:
+            self._trail.note(job, f"a session ends: {printable(str(error))}")
+            raise
         known = self._trail.chain.jobs.get(job)
         if known is not None and known.accepted:
             self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
@@ -69,6 +68,17 @@ class Site:
             self._job.close()
             self._job = None
         self._trail.close()
+
+    def _answer(self, job: str, message: bytes) -> bytes:
+        kind, body = message[:1], message[1:]
+        if kind == JOIN:
+            return self._join(job, body)
+        if kind == OPEN:
+            opened = CODEC.unpack(body, Open)
+            return self._ended(job, opened) or CODEC.pack(Opened(self._open_job(job).open(opened)))
+        if kind == END:
+            return self._end(job, CODEC.unpack(body, End))
+        return self._open_job(job).handle(message)
 
     def _join(self, job: str, offer: bytes) -> bytes:
         kept = job_folder(self.home, job) / "ended"
@@ -88,21 +98,27 @@ class Site:
         if decision.offer.job != job:
             raise ProtocolError(f"an offer of job '{decision.offer.job}' on the stream of job '{job}'")
         try:
-            self._job = SiteJob(self.home, decision, self.local)
+            self._job = self._made(decision)
         except Exception as error:
             self._trail.note(job, f"the job cannot run here: {printable(str(error))}")
             raise
-        torch.set_num_threads(self._job.threads)
         self._server = decision.offer.server
         write_atomically(self._job.folder / "offer", offer)
         _log.info("job '%s' of '%s' accepted", job, self._server)
 
-    def _open_job(self, job: str) -> SiteJob:
+    def _made(self, decision: Decision) -> SiteJob | HolderJob:
+        if self.home.role == "holder":
+            return HolderJob(self.home, decision, lambda: self._trail.chain.jobs[decision.offer.job].exchanges)
+        made = SiteJob(self.home, decision, self.local)
+        torch.set_num_threads(made.threads)
+        return made
+
+    def _open_job(self, job: str) -> SiteJob | HolderJob:
         """The job in memory, or, after a restart of this process, from the offer that was accepted before."""
         if self._job is None or self._job.decision.offer.job != job:
             path = job_folder(self.home, job) / "offer"
             if not path.exists():
-                raise ProtocolError(f"job '{job}' has not been offered to this silo")
+                raise ProtocolError(f"job '{job}' has not been offered to this site")
             self._take(job, path.read_bytes())
         assert self._job is not None
         return self._job
@@ -124,7 +140,7 @@ class Site:
         self._trail.close_job(job, FINISHED)
         found.close(FINISHED)
         self._job = None
-        _log.info("job '%s' has ended; this silo's own posterior: %s", job, path)
+        _log.info("job '%s' has ended%s", job, f"; this silo's own posterior: {path}" if path else "")
         if self._on_end is not None:
             self._on_end(job, path)
         return CODEC.pack(Ended())

@@ -18,20 +18,19 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, SumSilo
-from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
-from secure_fvi.deployment.consortium import session_id
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_store
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.records import open_ledger
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
+from secure_fvi.deployment.session_sums import session_of, silo_sum
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import read_data
@@ -65,8 +64,8 @@ def check_supported(config: Config, aggregation: SecureSum) -> None:
     """Raises InputError for what runs in one process alone so far."""
     if config.vertical:
         raise InputError(f"algorithm.name = '{config.algorithm.name}': silos with different columns run in one process")
-    if not isinstance(aggregation, Masked | Plain):
-        raise InputError(f"aggregation.kind = '{aggregation.kind}': between sites there are 'masked' and 'plain'")
+    if not isinstance(aggregation, Homomorphic | Masked | Plain):
+        raise InputError(f"aggregation.kind = '{aggregation.kind}' is not there between sites")
 
 
 def job_folder(home: Home, job: str) -> Path:
@@ -132,15 +131,14 @@ class SiteJob:
 
     def open(self, message: Open) -> bytes:
         """Open the session that `message` describes, or go on in it; 32 bytes that name it."""
-        silos, nonces = message.silos, message.nonces
-        if len(silos) != len(nonces) or not set(silos) <= set(self.decision.offer.silos):
+        if not set(message.silos) <= set(self.decision.offer.silos):
             raise ProtocolError("a session of other silos than the job's")
         if message.schema != schema_digest(self.schema):
             raise ProtocolError("the schema that the server agreed on is not that of this silo's data")
-        found = dict(zip(silos, nonces, strict=True))
-        session = session_id(self.decision.roster, self.decision.offer.hash, found)
+        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
         if session == self.session:
             return session
+        found = dict(zip(message.silos, message.nonces, strict=True))
         if not self._nonce or found.get(self.home.id) != self._nonce:
             raise SessionLost("the session does not rest on this silo's fresh bytes")
         store = self._new_store(session)
@@ -152,7 +150,7 @@ class SiteJob:
         if self._store is not None:
             self._store.close()
         write_atomically(self.folder / "session", CODEC.pack(message))
-        self._begin(session, store)
+        self._begin(session, store, message.holder)
         for path in self.folder.glob("*.sqlite*"):  # secrets of sessions that are over
             if not path.name.startswith(session.hex()):
                 path.unlink()
@@ -166,7 +164,8 @@ class SiteJob:
         if not store.same_boot():
             store.close()
             return
-        self._begin(self._kept_session(), store)
+        session, holder = self._kept_session()
+        self._begin(session, store, holder)
 
     def handle(self, message: bytes) -> bytes:
         """A message of a round. Raises SessionLost where no session is open."""
@@ -214,20 +213,17 @@ class SiteJob:
 
     # ---- parts ----
 
-    def _begin(self, session: bytes, store: HeldStore) -> None:
-        self.party = DurableSilo(self._silo(self._sum(session, store)), store)
+    def _begin(self, session: bytes, store: HeldStore, holder: bytes) -> None:
+        self.party = DurableSilo(self._silo(self._sum(session, store, holder)), store)
         self._store, self.session = store, session
 
     def _silo(self, secure_sum: SumSilo) -> Silo:
         return Silo(self.home.id, self.program, self.view, secure_sum, self.guards.gates[self.home.id])
 
-    def _sum(self, session: bytes, store: HeldStore) -> SumSilo:
-        if isinstance(self.aggregation, Plain):
-            return PlainSilo(self.home.id)
-        assert isinstance(self.aggregation, Masked)
-        roster = self.decision.roster.session(session, self.decision.offer.silos, self.aggregation)
-        identity = self.home.identity_in(self.decision.roster)
-        return MaskedSilo(roster, self.home.id, identity, store, self.decision.policy.min_cohort)
+    def _sum(self, session: bytes, store: HeldStore, holder: bytes) -> SumSilo:
+        roster, least = self.decision.roster, self.decision.policy.min_cohort
+        silos, identity = self.decision.offer.silos, self.home.identity_in(roster)
+        return silo_sum(roster, session, silos, self.aggregation, holder, store, self.home.id, identity, least)
 
     def _guards(self, algorithm: str, noise: NoiseSource) -> Guards:
         terms, silo, offer = self.program.terms, self.home.id, self.decision.offer
@@ -246,16 +242,17 @@ class SiteJob:
             path.chmod(0o600)
         return path.read_bytes()
 
-    def _kept_session(self) -> bytes:
+    def _kept_session(self) -> tuple[bytes, bytes]:
+        """The session that was open, and the hash of its encryption key, if any."""
         path = self.folder / "session"
         if not path.exists():
-            return b""
+            return b"", b""
         message = CODEC.unpack(path.read_bytes(), Open)
-        nonces = dict(zip(message.silos, message.nonces, strict=True))
-        return session_id(self.decision.roster, self.decision.offer.hash, nonces)
+        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        return session, message.holder
 
     def _kept_store(self) -> HeldStore | None:
-        session = self._kept_session()
+        session, _ = self._kept_session()
         path = self.folder / f"{session.hex()}.sqlite"
         return HeldStore(open_store(path)) if session and path.exists() else None
 

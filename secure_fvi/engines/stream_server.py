@@ -88,14 +88,18 @@ class StreamServer(Transport):
         roster: bytes,
         job: str,
         patience: Patience | None = None,
+        others: Sequence[str] = (),
+        check_token: Callable[[str, bytes], None] | None = None,
     ) -> None:
         """`listen`: "host:port", port 0 for any. `admit`: the id of the silo whose certificate (PEM) it is given, or
-        ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. Raises InputError where
-        the address cannot be had.
+        ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. `others`: who is let in
+        as well, and reached by `ask` alone. check_token: what a launcher has to say of a party and its token;
+        ProtocolError refuses it. Raises InputError where the address cannot be had.
         """
         super().__init__(names)
         self.silos = {}
-        self._admit, self._roster, self._job = admit, roster, job
+        self._others = frozenset(others)
+        self._admit, self._roster, self._job, self._check_token = admit, roster, job, check_token
         self.patience = patience or Patience()
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
@@ -105,7 +109,7 @@ class StreamServer(Transport):
         self._absent: set[str] = set()  # missed a deadline and are not waited for
         self.refused: list[str] = []  # why connections were turned away, newest last
         self._grpc = grpc.server(
-            futures.ThreadPoolExecutor(len(names) * 2 + 8), options=(*OPTIONS, ("grpc.so_reuseport", 0))
+            futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, ("grpc.so_reuseport", 0))
         )
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -133,6 +137,20 @@ class StreamServer(Transport):
             for link in self._links.values():
                 link.close()
         self._grpc.stop(2.0).wait()
+
+    def ask(self, party: str, message: bytes) -> bytes:
+        """The reply of one of `others`, waited for as long as it takes; counted nowhere, but told to `watch`.
+
+        Raises ProtocolError where it refuses, SessionLost where it needs a new session.
+        """
+        patience, self.patience = self.patience, Patience("wait")
+        try:
+            replies = self._deliver({party: message})
+        finally:
+            self.patience = patience
+        if self.watch is not None:
+            self.watch({party: message}, replies)
+        return replies[party]
 
     # ---- an exchange ----
 
@@ -169,14 +187,17 @@ class StreamServer(Transport):
         if answer is None:
             return False
         if answer.status == RESTART:
-            raise SessionLost(f"silo '{silo}' needs a new session")
+            raise SessionLost(f"{self._named(silo)} needs a new session")
         if answer.status == REFUSAL:
             text = _shown(answer.message)
             if self.patience.on_loss == "wait":
-                raise ProtocolError(f"silo '{silo}' refused: {text}")
+                raise ProtocolError(f"{self._named(silo)} refused: {text}")
             _log.warning("silo '%s' refused: %s", silo, text)
             return False
         return True
+
+    def _named(self, party: str) -> str:
+        return f"'{party}'" if party in self._others else f"silo '{party}'"
 
     # ---- streams ----
 
@@ -201,7 +222,7 @@ class StreamServer(Transport):
             if silo in self._asked and silo not in self._answers:
                 link.send(self._number, self._asked[silo])
             self._changed.notify_all()
-        _log.info("silo '%s' has connected", silo)
+        _log.info("%s has connected", self._named(silo))
         threading.Thread(target=self._read, args=(silo, link, requests), daemon=True).start()
         while (frame := link.outgoing.get()) is not None:
             yield frame
@@ -215,13 +236,15 @@ class StreamServer(Transport):
         if version != "TLSv1.3":
             raise ProtocolError(f"TLS 1.3 is needed, not {version or 'plaintext'}")
         silo = self._admit(certificate)
-        if silo not in self.bytes_up:
+        if silo not in self.bytes_up and silo not in self._others:
             raise ProtocolError(f"'{silo}' takes no part in this job")
         hello = CODEC.unpack(next(requests, b""), Hello)
         if hello.roster != self._roster:
             raise ProtocolError(
                 f"'{silo}' goes by roster {hello.roster.hex()[:16]}..., this server by {self._roster.hex()[:16]}..."
             )
+        if self._check_token is not None:
+            self._check_token(silo, hello.token)
         return silo
 
     def _read(self, silo: str, link: _Link, requests: Iterator[bytes]) -> None:
@@ -253,7 +276,7 @@ class StreamServer(Transport):
         with self._changed:
             if self._links.get(silo) is link:
                 del self._links[silo]
-                _log.info("silo '%s' has gone", silo)
+                _log.info("%s has gone", self._named(silo))
                 self._changed.notify_all()
 
 

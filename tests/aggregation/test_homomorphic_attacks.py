@@ -138,7 +138,7 @@ class TestDecryptedTwice:
         world = World(masks=False)
         messages = world.contribute()
         world.total(messages)
-        world.stores[KEY_HOLDER].drop(["decrypted/0"])
+        world.stores[KEY_HOLDER].drop(["decrypted/0", "answer/0"])
         request = unpack(world.requests[-1], DecryptRequest)
         answer = world.holder.handle(pack(request._replace(parts=world.parts_of(messages[world.victim]))))
         assert is_input(world.decoded(answer), world.values[world.victim])

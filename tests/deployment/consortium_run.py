@@ -32,6 +32,7 @@ def _one_at_a_time(self: Site, job: str, message: bytes) -> bytes:
 Site.handle = _one_at_a_time  # type: ignore[method-assign]
 
 SILOS = ("east", "north", "south")
+HOLDER = "escrow"  # only in a world that has one
 SIX_CITIES = {
     "seed": 3,
     "model": {"program": "six-cities"},
@@ -48,12 +49,13 @@ class Job:
         self.path = folder / "job.toml"
         self.path.write_text(toml.dumps({k: v for k, v in {**SIX_CITIES, **tables}.items() if v is not None}))
         self.config: Config = read(self.path)
-        for silo in SILOS if allow else ():
-            self.allow(silo)
+        self.sites = [s for s in (*SILOS, HOLDER) if s in world.homes]
+        for site in self.sites if allow else ():
+            self.allow(site)
 
-    def allow(self, silo: str, **changes: Any) -> None:
-        """Write a silo's policy, which allows this job unless `changes` say otherwise."""
-        home = self.world.homes[silo]
+    def allow(self, site: str, **changes: Any) -> None:
+        """Write a site's policy, which allows this job unless `changes` say otherwise."""
+        home = self.world.homes[site]
         privacy = {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1}
         policy = {
             "format": 1,
@@ -97,13 +99,13 @@ class Job:
 
 
 class Sites:
-    """The silos in threads. Each dials the port that the server writes down."""
+    """The silos, and the key holder where there is one, in threads. Each dials the port that the server writes down."""
 
     def __init__(self, job: Job, out: Path, local: Local) -> None:
         self._job, self._out, self._local = job, out, local
-        self._stops = {silo: threading.Event() for silo in SILOS}
+        self._stops = {site: threading.Event() for site in job.sites}
         self.errors: dict[str, Exception] = {}
-        self._threads = [threading.Thread(target=self._run, args=(silo,), daemon=True) for silo in SILOS]
+        self._threads = [threading.Thread(target=self._run, args=(site,), daemon=True) for site in job.sites]
 
     def start(self) -> None:
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""A consortium of three silos and a server in folders, made in memory of one process; and ways to spoil it."""
+"""A consortium in folders, with a key holder where asked for, made in one process; and ways to spoil it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def member_of(request: Request) -> Member:
 class World:
     """Folders below `root`: `authority`, and one of each site. All share one clock, at `NOW`."""
 
-    def __init__(self, root: Path) -> None:
-        """Opened, or made where there is none."""
+    def __init__(self, root: Path, holder: bool = False) -> None:
+        """Opened, or made where there is none. holder: with the key holder 'escrow'."""
         self.root = root
+        sites = {**SITES, "escrow": "holder"} if holder or (root / "escrow").exists() else SITES
         made = (root / "authority").exists()
         self.authority = Authority(root / "authority") if made else Authority.create(root / "authority", "study", NOW)
-        self.homes = {n: Home(root / n) if made else self.new_home(n, role) for n, role in SITES.items()}
+        self.homes = {n: Home(root / n) if made else self.new_home(n, role) for n, role in sites.items()}
         self.roster: ConsortiumRoster | None = self.homes["hub"].roster(NOW) if made else None
 
     def copy(self, root: Path) -> World:
@@ -81,9 +82,9 @@ class World:
             accept(home, now)
 
 
-def new_world(root: Path) -> World:
+def new_world(root: Path, holder: bool = False) -> World:
     """A whole consortium: certificates, a signed roster, everything accepted."""
-    world = World(root)
+    world = World(root, holder)
     for home in world.homes.values():
         world.certify(home)
     world.distribute(world.write())

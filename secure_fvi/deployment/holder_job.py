@@ -1,0 +1,168 @@
+"""One job at the key holder: the encryption key of the session that is open, and what was decrypted with it.
+
+state/jobs/JOB/offer       the offer that was accepted
+               session     the session that is open: everybody's fresh bytes
+               SESSION.sqlite    its key pair, and which sums were decrypted
+
+The holder sees no data and, with masks, no total. A key serves one session and is removed with it. One whose record of
+decryptions may not be whole is used no more: after a restart of the machine, and where this site's log knows of more
+messages than the record, which is then an old copy. All open a new session then, under a new key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from secure_fvi.aggregation import Homomorphic
+from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_named
+from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
+from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.holding import HeldStore, open_store
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.session_messages import CODEC, Joined, Open
+from secure_fvi.deployment.session_sums import session_of, session_roster
+from secure_fvi.deployment.site_job import job_folder
+from secure_fvi.engines.stream_server import SessionLost
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.files import write_atomically
+from secure_fvi.messages import SUM
+from secure_fvi.runs.options import AGGREGATIONS, build, named
+
+_KEY, _LOGGED = "holder/key", "holder/logged"
+
+
+class HolderJob:
+    """A job for which this site keeps the key. To `Site` it is what `SiteJob` is at a silo."""
+
+    def __init__(self, home: Home, decision: Decision, logged: Callable[[], int]) -> None:
+        """logged: how many messages of the job this site's log has. Raises InputError for a job that needs no key."""
+        self.home, self.decision, self._logged = home, decision, logged
+        config = decision.offer.config.aggregation
+        sums = build(named(AGGREGATIONS, "aggregation.kind", config.kind), config.options, "aggregation")
+        if not isinstance(sums, Homomorphic):
+            raise InputError(f"aggregation.kind = '{config.kind}' needs no key holder")
+        self.aggregation, self._scheme = sums, scheme_named(sums.scheme)
+        self.folder = job_folder(home, decision.offer.job)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.session = b""
+        self._next: SecretContext | None = None  # offered, and not in use yet
+        self._party: KeyHolder | None = None
+        self._store: HeldStore | None = None
+
+    def __repr__(self) -> str:
+        return f"HolderJob({self.home.id!r}, {self.decision.offer.job!r})"
+
+    def join(self) -> Joined:
+        """The session that is open here, and the hash of a new key, should there have to be another."""
+        self._restore()
+        if self._next is None:
+            self._next = SecretContext(self._scheme)
+        return Joined(b"", self._hash(self._next), self.session, 0)
+
+    def open(self, message: Open) -> bytes:
+        """Open the session that `message` describes, or go on in it; 32 bytes that name it."""
+        self._restore()
+        if not set(message.silos) <= set(self.decision.offer.silos):
+            raise ProtocolError("a session of other silos than the job's")
+        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        if session == self.session:
+            return session
+        if self._next is None or message.holder != self._hash(self._next):
+            raise SessionLost("the session does not rest on this key holder's newest key")
+        key, self._next = self._next, None
+        path = self.folder / f"{session.hex()}.sqlite"
+        store = HeldStore(open_store(path))
+        store.same_boot()
+        store.put({_KEY: key.to_bytes(), _LOGGED: self._logged().to_bytes(8, "big")})
+        write_atomically(self.folder / "session", CODEC.pack(message))
+        self._begin(session, message, store, key)
+        for other in self.folder.glob("*.sqlite*"):  # keys of sessions that are over
+            if not other.name.startswith(session.hex()):
+                other.unlink()
+        return session
+
+    def handle(self, message: bytes) -> bytes:
+        """The server's request for the key, or for a total. Raises SessionLost where there is no session, or its key
+        is worn out, ProtocolError where `KeyHolder` refuses."""
+        self._restore()
+        if self._party is None:
+            raise SessionLost("no session is open here")
+        if message[:1] != SUM:
+            raise ProtocolError("a key holder takes no broadcast")
+        try:
+            return self._party.handle(message[1:])
+        except KeyWornOut as error:
+            self._forget()
+            raise SessionLost(str(error)) from None
+
+    def end(self, accepted: int, posterior: bytes) -> Path | None:
+        """Nothing is kept of a job's result."""
+        return None
+
+    def close(self, outcome: str | None = None) -> None:
+        """Let go of files; with an outcome the job is over, and its key is removed."""
+        self._let_go()
+        if outcome is not None:
+            self._remove()
+
+    # ---- parts ----
+
+    def _restore(self) -> None:
+        """Go on in the session that was open when the process ended, if its record of decryptions is whole; note how
+        far the log is, so that an old copy of that record can be told."""
+        logged = self._logged()
+        if self._party is None:
+            self._reopen(logged)
+        if self._store is not None:
+            self._store.put({_LOGGED: logged.to_bytes(8, "big")})
+
+    def _reopen(self, logged: int) -> None:
+        path = self.folder / "session"
+        if not path.exists():
+            return
+        message = CODEC.unpack(path.read_bytes(), Open)
+        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        kept = self.folder / f"{session.hex()}.sqlite"
+        if not kept.exists():
+            return
+        store = HeldStore(open_store(kept))
+        key, before = store.get(_KEY), int.from_bytes(store.get(_LOGGED) or b"", "big")
+        # The message that was answered last may have come to the log after the record.
+        whole = store.same_boot() and logged <= before + 1
+        if key is None or not whole:
+            store.close()
+            self._remove()
+            raise SessionLost(
+                "the record of what was decrypted here is older than this site's log: a copy was restored"
+                if logged > before + 1
+                else "the machine was restarted, and what was decrypted last may not be on record"
+            )
+        self._begin(session, message, store, SecretContext.from_bytes(self._scheme, key))
+
+    def _begin(self, session: bytes, message: Open, store: HeldStore, key: SecretContext) -> None:
+        """Raises InputError where the consortium's [sums] are stricter than the job's."""
+        roster, least = self.decision.roster, max(message.min_cohort, self.aggregation.min_cohort)
+        sums = dataclasses.replace(self.aggregation, min_cohort=least)
+        found = session_roster(roster, session, self.decision.offer.silos, sums, message.holder)
+        identity = self.home.identity_in(roster)
+        self._party = KeyHolder(found, identity, key, sums.masked, store)
+        self._store, self.session = store, session
+
+    def _hash(self, key: SecretContext) -> bytes:
+        return key_hash(self._scheme, self.aggregation.masked, key.public_bytes)
+
+    def _forget(self) -> None:
+        self._let_go()
+        self._remove()
+
+    def _let_go(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._party = self._store = None
+        self.session = b""
+
+    def _remove(self) -> None:
+        for path in (*self.folder.glob("*.sqlite*"), self.folder / "session"):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""The parties of a session's secure sums at server, silo and key holder, all bound to one roster of that session.
+
+Homomorphic sums need the roster's one member with the role "holder". Each session has a fresh encryption key, made at
+the holder; its hash is one of the fresh bytes that name the session, and the holder's identity, which the consortium's
+signed roster names, signs the session's roster: a silo encrypts under no key that anybody else chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from secure_fvi.aggregation import Homomorphic, Masked
+from secure_fvi.aggregation.base import SecureSum, SumServer, SumSilo
+from secure_fvi.aggregation.homomorphic import WithHolder
+from secure_fvi.aggregation.homomorphic_schemes import scheme_named
+from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
+from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.plain import PlainServer, PlainSilo
+from secure_fvi.aggregation.roster import Identity, Roster
+from secure_fvi.aggregation.store import Store
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member, session_id
+from secure_fvi.deployment.session_messages import Open
+from secure_fvi.errors import InputError, ProtocolError
+
+
+def key_holder_of(roster: ConsortiumRoster) -> Member:
+    """The consortium's key holder. Raises InputError unless there is one and no more."""
+    found = roster.of_role("holder")
+    if len(found) != 1:
+        raise InputError(
+            f"homomorphic sums need one member with the role 'holder'; roster {roster.serial} has {len(found)}"
+        )
+    return found[0]
+
+
+def session_of(roster: ConsortiumRoster, offer: bytes, opened: Open, aggregation: SecureSum) -> bytes:
+    """The 32 bytes that name the session which `opened` describes. offer: the job's hash.
+
+    Raises ProtocolError for silos without fresh bytes, for homomorphic sums without a key, and for others with one.
+    """
+    if len(opened.silos) != len(opened.nonces):
+        raise ProtocolError("a session needs 32 fresh bytes of each silo")
+    if isinstance(aggregation, Homomorphic) != bool(opened.holder):
+        raise ProtocolError("a session has an encryption key where its sums are homomorphic, and there alone")
+    nonces = dict(zip(opened.silos, opened.nonces, strict=True))
+    if opened.holder:
+        nonces[key_holder_of(roster).id] = opened.holder
+    return session_id(roster, offer, nonces)
+
+
+def session_roster(
+    roster: ConsortiumRoster, session: bytes, silos: Sequence[str], aggregation: SecureSum, holder: bytes
+) -> Roster:
+    """What all signatures of the session are bound to. holder: hash of the session's encryption key, or nothing.
+
+    Raises InputError where the consortium's [sums] are stricter.
+    """
+    if not isinstance(aggregation, Homomorphic):
+        assert isinstance(aggregation, Masked)
+        return roster.session(session, silos, aggregation)
+    entry = key_holder_of(roster).identity_key + holder
+    return roster.session(session, silos, aggregation.beneath(roster.sums.bits), entry)
+
+
+def server_sum(
+    roster: ConsortiumRoster,
+    session: bytes,
+    silos: Sequence[str],
+    aggregation: SecureSum,
+    holder: bytes,
+    store: Store,
+    ask: Callable[[bytes], bytes],
+) -> SumServer:
+    """The server's half. ask: the way to the key holder."""
+    if not isinstance(aggregation, Masked | Homomorphic):
+        return PlainServer(silos)
+    found = session_roster(roster, session, silos, aggregation, holder)
+    if isinstance(aggregation, Masked):
+        return MaskedServer(found, store)
+    return WithHolder(HomomorphicServer(found, scheme_named(aggregation.scheme), aggregation.masked, store), ask)
+
+
+def silo_sum(
+    roster: ConsortiumRoster,
+    session: bytes,
+    silos: Sequence[str],
+    aggregation: SecureSum,
+    holder: bytes,
+    store: Store,
+    silo: str,
+    identity: Identity,
+    min_cohort: int,
+) -> SumSilo:
+    """The half of `silo`. min_cohort: what its site insists on, whatever the roster says."""
+    if not isinstance(aggregation, Masked | Homomorphic):
+        return PlainSilo(silo)
+    found = session_roster(roster, session, silos, aggregation, holder)
+    if isinstance(aggregation, Masked):
+        return MaskedSilo(found, silo, identity, store, min_cohort)
+    scheme = scheme_named(aggregation.scheme)
+    return HomomorphicSilo(found, silo, identity, scheme, aggregation.masked, store, min_cohort)
+
+
+def least_silos(aggregation: SecureSum, silos: int) -> int:
+    """Silos without which no sum comes about."""
+    if not isinstance(aggregation, Masked | Homomorphic):
+        return 1
+    signed = isinstance(aggregation, Homomorphic) or aggregation.consistency_check
+    return max(aggregation.min_cohort, 2 * silos // 3 + 1 if signed else 0)
