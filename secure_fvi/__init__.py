@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.baselines import VCL as VCL
     from secure_fvi.algorithms.baselines import StreamingVB as StreamingVB
     from secure_fvi.algorithms.fedavg import FedAvg as FedAvg
+    from secure_fvi.algorithms.fedvi import FedVI as FedVI
     from secure_fvi.algorithms.pvi import PVI as PVI
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi import WarmStart as WarmStart
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from secure_fvi.families import Conditional as Conditional
     from secure_fvi.federated_model import FederatedModel as FederatedModel
     from secure_fvi.federated_model import Shared as Shared
+    from secure_fvi.federated_model import SiloEncoder as SiloEncoder
     from secure_fvi.fitting import fit as fit
     from secure_fvi.guarding import Books as Books
     from secure_fvi.independent import fit_alone as fit_alone
@@ -45,6 +47,7 @@ _HOME = {
     "BudgetError": "secure_fvi.errors",
     "Conditional": "secure_fvi.families",
     "FedAvg": "secure_fvi.algorithms.fedavg",
+    "FedVI": "secure_fvi.algorithms.fedvi",
     "FederatedModel": "secure_fvi.federated_model",
     "Homomorphic": "secure_fvi.aggregation",
     "InputError": "secure_fvi.errors",
@@ -60,6 +63,7 @@ _HOME = {
     "SecureFVIWarning": "secure_fvi.errors",
     "SiloDP": "secure_fvi.privacy.settings",
     "Shared": "secure_fvi.federated_model",
+    "SiloEncoder": "secure_fvi.federated_model",
     "Soul": "secure_fvi.algorithms.vertical.soul",
     "StreamingVB": "secure_fvi.algorithms.baselines",
     "VCL": "secure_fvi.algorithms.baselines",

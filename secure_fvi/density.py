@@ -158,6 +158,10 @@ class LogDensity:
         """log p_theta(Z_G), in nats, from made data: the server's part."""
         return sum(self._run_on_dummy(z_global, theta).terms["global"], z_global.new_zeros(()))
 
+    def log_silo_prior(self, z_global: Tensor, z_silo: Tensor, theta: Params) -> Tensor:
+        """log p_theta(Z_S | Z_G), in nats (), from made data."""
+        return sum(self._run_on_dummy(z_global, theta, z_silo).terms["silo"], z_global.new_zeros(()))
+
     def constrain(self, z_global: Tensor, theta: Params) -> tuple[Params, Params]:
         """Global sites and theta in the model's own space, for one Z_G (n_global,)."""
         values = self._run_on_dummy(z_global, theta).constrained
@@ -190,10 +194,10 @@ class LogDensity:
                 f"into the plate '{self.model.record_plate}', or share it with sf.Shared"
             )
 
-    def _run_on_dummy(self, z_global: Tensor, theta: Params) -> _Evaluate:
+    def _run_on_dummy(self, z_global: Tensor, theta: Params, z_silo: Tensor | None = None) -> _Evaluate:
         # Two records: a single one would be specialised away when the shapes are symbolic.
         rows = {n: v.to(z_global.device) for n, v in self.schema.dummy_rows(2).items()}
-        z_silo = z_global.new_zeros(self.layout.size("silo"))
+        z_silo = z_global.new_zeros(self.layout.size("silo")) if z_silo is None else z_silo
         return self._run(z_global, z_silo, z_global.new_zeros(2, self.layout.size("record")), theta, rows)
 
     def _run(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> _Evaluate:

@@ -8,7 +8,7 @@ the named silo sites to one silo, all other latent sites to everybody (Hassan et
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +27,34 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class SiloEncoder:
+    """What a silo infers of its own latents from records without labels: q(Z_S | records) = N(loc, diag(scale^2)).
+
+    `fn(values, present, **fields)` gives loc and scale, (n_silo,) each, of the silo sites in unconstrained space, in
+    the order in which the program samples them. values: the global sites and pyro.params in the model's own space, by
+    name. present (N,): 1 for a record, 0 for a row that is none and must not count. fields: the tensors that `fields`
+    names, of N records; a label must not be among them. noise: optional arguments of `fn` and of the program itself,
+    by name, and their shape a record, which get numbers uniform in (0, 1) in training and are left out otherwise.
+    """
+
+    fn: Callable[..., tuple[Tensor, Tensor]]
+    fields: tuple[str, ...]
+    noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class FederatedModel:
     """A Pyro function with the roles of its sites.
 
     `fn(**data)` is called with a silo's data. `record_plate` names the plate whose size is the number of
-    records. `silo_sites` are latent sites outside that plate of which each silo has its own copy.
+    records. `silo_sites` are latent sites outside that plate of which each silo has its own copy. `encoder` infers them
+    from a silo's records, for FedVI.
     """
 
     fn: Callable[..., Any]
     record_plate: str = "records"
     silo_sites: tuple[str, ...] = ()
+    encoder: SiloEncoder | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from secure_fvi.errors import InputError
 
@@ -56,24 +56,15 @@ class FedAvg:
 
     name = "fedavg"
     importance_samples = 1
+    without_prior = "prior = False"
 
     def __post_init__(self) -> None:
-        if self.weights not in ("records", "equal"):
-            raise InputError(f"weights '{self.weights}' is unknown; choose records or equal")
-        for option in ("rounds", "local_steps", "total_records"):
-            value = getattr(self, option)
-            if not (value is None and option == "total_records") and (type(value) is not int or value < 1):
-                raise InputError(f"{option} must be a whole number of at least 1, not {value!r}")
-        for option in ("learning_rate", "server_learning_rate", "bound"):
-            if not 0 < getattr(self, option) < math.inf:
-                raise InputError(f"{option} must be positive and finite, not {getattr(self, option)}")
+        check_counts(self, "rounds", "local_steps", "total_records")
+        check_positive(self, "learning_rate", "server_learning_rate", "bound")
         for option in ("sampling_rate", "participation"):
             if not 0 < getattr(self, option) <= 1:
                 raise InputError(f"{option} must lie in (0, 1], not {getattr(self, option)}")
-        if not 0 <= self.server_momentum < 1:
-            raise InputError(f"server_momentum must lie in [0, 1), not {self.server_momentum}")
-        if not 0 <= self.tolerance < math.inf:
-            raise InputError(f"tolerance must be at least 0 and finite, not {self.tolerance}")
+        check_server(self)
 
     @property
     def most_rounds(self) -> int:
@@ -83,14 +74,45 @@ class FedAvg:
     def expected_calls(self) -> int:
         return self.rounds * (self.local_steps + 1)
 
+    @property
+    def reach(self) -> float:
+        """How far the local steps of a round may come, of a whole step."""
+        return min(1.0, self.learning_rate * self.local_steps)
+
     def server(self, problem: Problem) -> FedAvgServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""
+        from secure_fvi.algorithms.fedavg_frame import FedAvgFrame
         from secure_fvi.algorithms.fedavg_server import FedAvgServer
 
-        return FedAvgServer(self, problem)
+        return FedAvgServer(FedAvgFrame(self, problem))
 
     def silo(self, problem: Problem) -> FedAvgSilo:
         """The silos' half; it holds no data, so that all silos of a process share its traces."""
         from secure_fvi.algorithms.fedavg_silo import FedAvgSilo
 
         return FedAvgSilo(self, problem)
+
+
+def check_counts(config: Any, *options: str) -> None:
+    """Raise InputError for an option that is no whole number of at least 1, or that is None and may not be."""
+    for option in options:
+        value = getattr(config, option)
+        if not (value is None and option == "total_records") and (type(value) is not int or value < 1):
+            raise InputError(f"{option} must be a whole number of at least 1, not {value!r}")
+
+
+def check_positive(config: Any, *options: str) -> None:
+    """Raise InputError for an option that is not a positive number."""
+    for option in options:
+        if not 0 < getattr(config, option) < math.inf:
+            raise InputError(f"{option} must be positive and finite, not {getattr(config, option)}")
+
+
+def check_server(config: Any) -> None:
+    """Raise InputError for a bad weighting, momentum or tolerance."""
+    if config.weights not in ("records", "equal"):
+        raise InputError(f"weights '{config.weights}' is unknown; choose records or equal")
+    if not 0 <= config.server_momentum < 1:
+        raise InputError(f"server_momentum must lie in [0, 1), not {config.server_momentum}")
+    if not 0 <= config.tolerance < math.inf:
+        raise InputError(f"tolerance must be at least 0 and finite, not {config.tolerance}")

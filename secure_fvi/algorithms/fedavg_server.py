@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step, choose_cohort
-from secure_fvi.algorithms.fedavg import AVERAGE, COUNT, FedAvg
-from secure_fvi.algorithms.fedavg_frame import OBJECTIVE, RECORDS, SILOS, FedAvgFrame, Z
+from secure_fvi.algorithms.base import Broadcast, Posterior, Step, choose_cohort
+from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
+from secure_fvi.algorithms.fedavg_frame import RECORDS, SILOS, FedAvgFrame
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Params
 
@@ -21,26 +21,26 @@ class FedAvgState(NamedTuple):
 
     round: int
     phase: str  # of the sum to come
-    point: Params  # w: "z" (n_global,), unconstrained, and "theta/..."
+    point: Params  # w: "eta/..." of the family, "theta/..." of pyro.params, unconstrained
     velocity: Params
     records: int  # N; 0 where nothing needs it
     movement: float | None  # of the last round, as `tolerance` measures it
-    objective: float  # log p(y | w) + log p(w) at the w last sent, nats; NaN where it is not released
+    reported: dict[str, float]  # totals at the w last sent, nats, scaled to all silos; empty where not released
+    objective: float  # of them, at the w last sent, nats; NaN where it is not released
 
 
 class FedAvgServer:
     """`algorithms.base.ServerProgram`."""
 
-    def __init__(self, config: FedAvg, problem: Problem) -> None:
-        self.config, self.problem = config, problem
-        self.frame = FedAvgFrame(config, problem)
+    def __init__(self, frame: FedAvgFrame) -> None:
+        self.frame, self.config, self.problem = frame, frame.config, frame.problem
         self.tables, self.terms = self.frame.tables, self.frame.terms
 
     def init(self) -> FedAvgState:
         start = self.frame.start
         still = {name: torch.zeros_like(value) for name, value in start.items()}
         first = COUNT if self.frame.counts_first else AVERAGE
-        return FedAvgState(0, first, start, still, self.config.total_records or 0, None, math.nan)
+        return FedAvgState(0, first, start, still, self.config.total_records or 0, None, {}, math.nan)
 
     def broadcast(self, state: FedAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         config, cohort = self.config, self.problem.silos
@@ -66,22 +66,19 @@ class FedAvgServer:
         velocity = {name: config.server_momentum * v + change[name] for name, v in state.velocity.items()}
         point = {name: w + config.server_learning_rate * velocity[name] for name, w in state.point.items()}
         largest = max(float(c.abs().max()) for c in change.values() if c.numel())
-        movement = largest / min(1.0, config.learning_rate * config.local_steps)
+        movement = largest / config.reach
         if not all(bool(value.isfinite().all()) for value in point.values()):
             raise InputError(
                 f"the average of round {state.round} is not finite; lower learning_rate or rescale the data"
             )
-        objective = math.nan
-        if OBJECTIVE in blocks:
-            prior = self.problem.density.log_prior(state.point[Z], self.frame.theta(state.point)) if config.prior else 0
-            objective = scale * float(blocks[OBJECTIVE]) + float(prior)
-        state = FedAvgState(state.round + 1, AVERAGE, point, velocity, state.records, movement, objective)
+        reported = {name: scale * float(blocks[name]) for name in self.frame.reported if name in blocks}
+        objective = self.frame.objective(state.point, reported) if reported else math.nan
+        state = FedAvgState(state.round + 1, AVERAGE, point, velocity, state.records, movement, reported, objective)
         finished = self.converged(state) or state.round >= config.rounds
         return state, Step(objective, config.learning_rate, None, AVERAGE, finished)
 
     def posterior(self, state: FedAvgState) -> Posterior:
-        """A point: it says nothing of how uncertain the estimate is."""
-        return Posterior(self.frame.family, {"loc": state.point[Z]}, self.frame.theta(state.point))
+        return self.frame.posterior(state.point)
 
     def converged(self, state: FedAvgState) -> bool:
         """Whether averages have come to rest; with several local steps that need not be at the maximum."""

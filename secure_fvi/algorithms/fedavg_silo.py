@@ -14,7 +14,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView
 from secure_fvi.algorithms.fedavg import COUNT, FedAvg
-from secure_fvi.algorithms.fedavg_frame import OBJECTIVE, RECORDS, SILOS, FedAvgFrame, Z
+from secure_fvi.algorithms.fedavg_frame import OBJECTIVE, RECORDS, SILOS, FedAvgFrame
 from secure_fvi.compiled import Traced
 from secure_fvi.families import Conditional, Params
 from secure_fvi.privacy.gate import Gate, Release
@@ -69,7 +69,8 @@ class FedAvgSilo:
         """Of sum_i weight_i log p(y_i | w) x scale_0 + log p(w) x scale_1; and the weighted sum itself, nats ()."""
 
         def objective(point: Params) -> tuple[Tensor, Tensor]:
-            z, theta = point[Z], self.frame.theta(point)
+            at = self.frame.posterior(point)
+            z, theta = at.eta["loc"], at.theta
             no_latents = z.new_zeros(len(weights), 0)
             terms = self.problem.density.evaluate(z, z.new_zeros(0), no_latents, theta, rows)
             log_likelihood = (weights * terms.records).sum()

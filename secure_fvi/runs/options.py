@@ -22,6 +22,7 @@ KIND = "kind"
 ALGORITHMS = {
     "bcm": "secure_fvi.algorithms.baselines:BCM",
     "fedavg": "secure_fvi.algorithms.fedavg:FedAvg",
+    "fedvi": "secure_fvi.algorithms.fedvi:FedVI",
     "pvi": "secure_fvi.algorithms.pvi:PVI",
     "sfvi": "secure_fvi.algorithms.sfvi:SFVI",
     "sfvi-avg": "secure_fvi.algorithms.sfvi_avg:SFVIAvg",
