@@ -25,6 +25,7 @@ from secure_fvi.algorithms.base import Posterior
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
 from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.fresh_bytes import FreshBytes
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_store
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.policy_check import check_terms
@@ -117,7 +118,7 @@ class SiteJob:
 
         self.secret = self._secret(silo_secret(derived, bool(self.program.terms), None) if local.repeatable else None)
         self.view = silo_view(home.id, self.problem, records, ids.numpy(), self.secret)
-        self._nonce = b""
+        self._fresh = FreshBytes(self.folder / "fresh")
         self.party: DurableSilo | None = None
         self._store: HeldStore | None = None
         self.session = b""
@@ -126,8 +127,7 @@ class SiteJob:
         """What the server needs to know of this silo."""
         if self.party is None:
             self.restore()
-        self._nonce = os.urandom(32)
-        return Joined(pack_schema(self.schema), self._nonce, self.session, self.guards.last_index + 1)
+        return Joined(pack_schema(self.schema), self._fresh.draw(), self.session, self.guards.last_index + 1)
 
     def open(self, message: Open) -> bytes:
         """Open the session that `message` describes, or go on in it; 32 bytes that name it."""
@@ -135,11 +135,13 @@ class SiteJob:
             raise ProtocolError("a session of other silos than the job's")
         if message.schema != schema_digest(self.schema):
             raise ProtocolError("the schema that the server agreed on is not that of this silo's data")
+        if self.party is None:
+            self.restore()
         session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
         if session == self.session:
             return session
         found = dict(zip(message.silos, message.nonces, strict=True))
-        if not self._nonce or found.get(self.home.id) != self._nonce:
+        if not self._fresh.take(found.get(self.home.id, b"")):
             raise SessionLost("the session does not rest on this silo's fresh bytes")
         store = self._new_store(session)
         if self.party is not None:
