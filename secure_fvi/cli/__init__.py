@@ -15,6 +15,7 @@ from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.bench import bench
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
+from secure_fvi.cli.flower import flower
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.reproduce import reproduce
@@ -44,6 +45,7 @@ cli.add_command(audit_log)
 cli.add_command(bench)
 cli.add_command(budget)
 cli.add_command(holder)
+cli.add_command(flower)
 cli.add_command(keys)
 cli.add_command(policy)
 cli.add_command(reproduce)
