@@ -18,6 +18,7 @@ from pathlib import Path
 from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_named
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
+from secure_fvi.aggregation.roster import Roster
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.holding import HeldStore, open_store
 from secure_fvi.deployment.home import Home
@@ -71,13 +72,14 @@ class HolderJob:
             return session
         if self._next is None or message.holder != self._hash(self._next):
             raise SessionLost("the session does not rest on this key holder's newest key")
+        roster = self._roster(session, message)
         key, self._next = self._next, None
         path = self.folder / f"{session.hex()}.sqlite"
         store = HeldStore(open_store(path))
         store.same_boot()
         store.put({_KEY: key.to_bytes(), _LOGGED: self._logged().to_bytes(8, "big")})
         write_atomically(self.folder / "session", CODEC.pack(message))
-        self._begin(session, message, store, key)
+        self._begin(roster, store, key)
         for other in self.folder.glob("*.sqlite*"):  # keys of sessions that are over
             if not other.name.startswith(session.hex()):
                 other.unlink()
@@ -128,27 +130,32 @@ class HolderJob:
         if not kept.exists():
             return
         store = HeldStore(open_store(kept))
-        key, before = store.get(_KEY), int.from_bytes(store.get(_LOGGED) or b"", "big")
-        # The message that was answered last may have come to the log after the record.
-        whole = store.same_boot() and logged <= before + 1
-        if key is None or not whole:
+        key, fault = store.get(_KEY), self._fault(store, logged)
+        if fault or key is None:
             store.close()
             self._remove()
-            raise SessionLost(
-                "the record of what was decrypted here is older than this site's log: a copy was restored"
-                if logged > before + 1
-                else "the machine was restarted, and what was decrypted last may not be on record"
-            )
-        self._begin(session, message, store, SecretContext.from_bytes(self._scheme, key))
+            raise SessionLost(fault or "the session's key is not there")
+        self._begin(self._roster(session, message), store, SecretContext.from_bytes(self._scheme, key))
 
-    def _begin(self, session: bytes, message: Open, store: HeldStore, key: SecretContext) -> None:
+    def _fault(self, store: HeldStore, logged: int) -> str:
+        """Why the record of decryptions in `store` may not be whole; empty where it is."""
+        if not store.same_boot():
+            return "the machine was restarted, and what was decrypted last may not be on record"
+        # The answer that was given last may have come to the log after the record.
+        if logged > int.from_bytes(store.get(_LOGGED) or b"", "big") + 1:
+            return "the record of what was decrypted is older than this site's log: a copy was restored"
+        return ""
+
+    def _roster(self, session: bytes, message: Open) -> Roster:
         """Raises InputError where the consortium's [sums] are stricter than the job's."""
-        roster, least = self.decision.roster, max(message.min_cohort, self.aggregation.min_cohort)
+        least = max(message.min_cohort, self.aggregation.min_cohort)
         sums = dataclasses.replace(self.aggregation, min_cohort=least)
-        found = session_roster(roster, session, self.decision.offer.silos, sums, message.holder)
-        identity = self.home.identity_in(roster)
-        self._party = KeyHolder(found, identity, key, sums.masked, store)
-        self._store, self.session = store, session
+        return session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
+
+    def _begin(self, roster: Roster, store: HeldStore, key: SecretContext) -> None:
+        identity = self.home.identity_in(self.decision.roster)
+        self._party = KeyHolder(roster, identity, key, self.aggregation.masked, store)
+        self._store, self.session = store, roster.session
 
     def _hash(self, key: SecretContext) -> bytes:
         return key_hash(self._scheme, self.aggregation.masked, key.public_bytes)

@@ -144,12 +144,13 @@ class StreamServer(Transport):
         Raises ProtocolError where it refuses, SessionLost where it needs a new session.
         """
         patience, self.patience = self.patience, Patience("wait")
+        replies: dict[str, bytes] = {}
         try:
             replies = self._deliver({party: message})
         finally:
             self.patience = patience
-        if self.watch is not None:
-            self.watch({party: message}, replies)
+            if self.watch is not None:
+                self.watch({party: message}, replies)
         return replies[party]
 
     # ---- an exchange ----

@@ -31,12 +31,13 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        home = str(self._job.world.homes[name].path)
-        if name == "hub":
+        home, role = str(self._job.world.homes[name].path), self._job.world.homes[name].role
+        if role == "server":
             arguments = ["server", "start", str(self._job.path), "--home", home, "--out", str(self.out)]
             arguments += ["--listen", self._address]
         else:
-            arguments = ["silo", "start", "--home", home, "--server", self._address, "--repeatable", "--once"]
+            arguments = [role, "start", "--home", home, "--server", self._address, "--once"]
+            arguments += ["--repeatable"] if role == "silo" else []
         with (self._job.folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, "-c", _CODE, *arguments]
             self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=_ENVIRONMENT)
