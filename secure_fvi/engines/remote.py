@@ -51,12 +51,13 @@ class Remote(Transport):
         Raises ProtocolError where it refuses, SessionLost where it needs a new session.
         """
         patience, self.patience = self.patience, Patience("wait")
+        replies: dict[str, bytes] = {}
         try:
             replies = self._deliver({party: message})
         finally:
             self.patience = patience
-        if self.watch is not None:
-            self.watch({party: message}, replies)
+            if self.watch is not None:  # what was asked is told of, whatever came of it
+                self.watch({party: message}, replies)
         return replies[party]
 
     def _settled(self, began: float) -> bool:

@@ -159,7 +159,7 @@ def test_under_privacy_each_silos_own_ledger_is_charged(world: World, tmp_path: 
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"aggregation": {"kind": "homomorphic"}}, "between sites there are 'masked' and 'plain'"),
+        ({"aggregation": {"kind": "homomorphic"}}, "one member with the role 'holder'; roster 1 has 0"),
         ({"algorithm": {"name": "vertical"}, "model": {"program": "vertical-logistic"}, "partition": None}, "in one"),
     ],
 )
