@@ -4,9 +4,10 @@
     hash     = SHA-256(label, hash of the row before, content)
     signature = Ed25519 over (label, hash), by the key that row 1 (`genesis`) names
 
-Rows are counted from 1. The head's signature therefore answers for every row before it; the contents' digests alone
-prove that one head continues another (`witness`). A body is MessagePack, hashed as the bytes that are stored. The
-privacy ledger is one chain, the log of what was asked and what left another: labels keep them apart under one key.
+Rows are counted from 1. The head's signature therefore answers for every row before it, and a kind of chain may leave
+all but the last row of a write unsigned; the contents' digests alone prove that one head continues another (`witness`).
+A body is MessagePack, hashed as the bytes that are stored. The privacy ledger is one chain, the log of what was asked
+and what left another: labels keep them apart under one key.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from secure_fvi.errors import InputError, ProtocolError
 NOTHING = bytes(32)
 #: Kinds of row that every chain has: its first, and what a witness said of it.
 GENESIS, RECEIPT = "genesis", "receipt"
+_UNSIGNED = "its signature is not by this silo's key"
 
 
 class ChainKind(NamedTuple):
@@ -36,6 +38,7 @@ class ChainKind(NamedTuple):
     remedy: str  # said where a file is missing
     on_failure: str  # said where a row could not be written
     otherwise: str  # what to do where the newest rows are lost for good
+    each_signed: bool = True  # otherwise only the last row of each write, which reaches the file as a whole
 
     def label(self, use: str) -> bytes:
         """The label under which `use` is hashed or signed."""
@@ -75,12 +78,11 @@ def link(chain: ChainKind, previous: bytes, content: bytes) -> bytes:
 
 
 def make_row(
-    chain: ChainKind, party: str, seq: int, previous: bytes, time: int, kind: str, body: dict[str, Any], sign: Any
+    chain: ChainKind, party: str, seq: int, previous: bytes, time: int, kind: str, body: dict[str, Any]
 ) -> Row:
-    """The next row; `sign` maps bytes to the party's signature of 64 bytes."""
+    """The next row, not signed yet."""
     row = Row(seq, previous, time, kind, bytes(msgpack.packb(body)), b"", b"")
-    digest = link(chain, previous, row.content(chain, party))
-    return row._replace(hash=digest, signature=sign(chain.label("row") + digest))
+    return row._replace(hash=link(chain, previous, row.content(chain, party)))
 
 
 def signed(public_key: bytes, label: bytes, statement: bytes, signature: bytes) -> bool:
@@ -113,15 +115,16 @@ class ChainReader(ABC):
         """Take in the next row.
 
         public_key: pins the key that the chain must have been created with. each_signature: check this row's
-        signature too; otherwise `check_head` must follow the last row. Raises ProtocolError (InputError for a kind or
-        event that this version does not know), naming the row and what is wrong with it.
+        signature too, where its kind of chain asks for one. `check_head` must follow the last row. Raises ProtocolError
+        (InputError for a kind or event that this version does not know), naming the row and what is wrong with it.
         """
         try:
             self._check(row)
             if row.seq == 1:
                 self._genesis(row, public_key)
-            if each_signature and not signed(self.public_key, self.kind.label("row"), row.hash, row.signature):
-                raise ProtocolError("its signature is not by this silo's key")
+            asked = row.signature or self.kind.each_signed
+            if each_signature and asked and not self._signed(row.hash, row.signature):
+                raise ProtocolError(_UNSIGNED)
             fields = row.fields()
             if row.kind == RECEIPT:
                 self._receipt(fields)
@@ -135,12 +138,15 @@ class ChainReader(ABC):
 
     def check_head(self) -> None:
         """Raises ProtocolError unless the party signed the head, and with it every row before."""
-        if self.length and not signed(self.public_key, self.kind.label("row"), self.head, self._head_signature):
-            raise ProtocolError(f"{self.where(self.length)}: its signature is not by this silo's key")
+        if self.length and not self._signed(self.head, self._head_signature):
+            raise ProtocolError(f"{self.where(self.length)}: {_UNSIGNED}")
 
     def where(self, seq: int) -> str:
         """The row, for messages."""
         return f"{self.kind.name} of silo '{self.silo}', row {seq}"
+
+    def _signed(self, digest: bytes, signature: bytes) -> bool:
+        return signed(self.public_key, self.kind.label("row"), digest, signature)
 
     def _check(self, row: Row) -> None:
         if row.seq != self.length + 1:

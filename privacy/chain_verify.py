@@ -30,6 +30,7 @@ def verify_chain(
         chain.follow(row, public_key, each_signature=True)
         heads.append(row.hash)
         after_row(chain, row)
+    chain.check_head()
     kind = chain.kind
     if not chain.length:
         raise InputError(f"'{file.path}' holds no {kind.name} of silo '{chain.silo}'")

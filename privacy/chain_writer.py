@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainReader, make_row, timestamp
+from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainReader, Row, make_row, timestamp
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.witness import check_receipt, make_statement
 
@@ -25,6 +25,7 @@ class Writer(Generic[C]):
         self.file, self.chain = file, chain
         self._identity, self._clock = identity, clock
         self._rolled_back = False
+        self._rows: list[Row] = []  # of the transaction that is open
 
     def __repr__(self) -> str:
         return f"Writer({self.chain!r})"
@@ -52,19 +53,34 @@ class Writer(Generic[C]):
         durable: see `ChainFile.transaction`.
         """
         self.check_usable()
+        self._rows = []
         with self.file.transaction(durable):
-            self.catch_up()
-            if self.file.tail(self.chain.silo) != (self.chain.length, self.chain.head):
-                raise ProtocolError(f"{self._whose}: rows vanished from under a running process")
+            if not self._newest():
+                self.catch_up()
+                if not self._newest():
+                    raise ProtocolError(f"{self._whose}: rows vanished from under a running process")
             yield
-        self.catch_up()
+            self._write()
+        written, self._rows = self._rows, []
+        for row in written:  # need not be read back
+            self.chain.follow(row)
 
     def append(self, kind: str, body: dict[str, Any]) -> None:
         """Add a row; within a transaction."""
-        seq, previous = self.file.tail(self.chain.silo)
         chain = self.chain
-        row = make_row(chain.kind, chain.silo, seq + 1, previous, self.now(), kind, body, self._identity.sign)
-        self.file.append(self.chain.silo, row)
+        seq, previous = (self._rows[-1].seq, self._rows[-1].hash) if self._rows else (chain.length, chain.head)
+        self._rows.append(make_row(chain.kind, chain.silo, seq + 1, previous, self.now(), kind, body))
+
+    def _newest(self) -> bool:
+        return self.file.tail(self.chain.silo) == (self.chain.length, self.chain.head)
+
+    def _write(self) -> None:
+        """Sign and store the rows of a transaction."""
+        label = self.chain.kind.label("row")
+        for at, row in enumerate(self._rows):
+            if self.chain.kind.each_signed or row is self._rows[-1]:
+                self._rows[at] = row._replace(signature=self._identity.sign(label + row.hash))
+            self.file.append(self.chain.silo, self._rows[at])
 
     def catch_up(self) -> None:
         """Take in the rows that were added since, by whichever process."""
@@ -77,7 +93,7 @@ class Writer(Generic[C]):
 
     def now(self) -> int:
         """Microseconds since 1970, never before the newest row. Raises InputError for a clock that was set back."""
-        now, last = int(self._clock() * 1e6), self.chain.time
+        now, last = int(self._clock() * 1e6), self._rows[-1].time if self._rows else self.chain.time
         if now < last - TOLERANCE_SECONDS * 1e6:
             raise InputError(
                 f"the clock runs backwards: it reads {timestamp(now)}, the newest row of the {self._whose} "

@@ -3,7 +3,8 @@
 A chain of signed rows in `audit-log.sqlite`, built as the privacy ledger's: append-only, each row hashed over the one
 before, the head countersigned by other members. It holds names, times, sizes and SHA-256 digests, never a message.
 
-Every row is written before the answer leaves, so that a killed process has no gap. A row of an exchange is forced to
+Every row is written before the answer leaves, so that a killed process has no gap. The last row of a write is signed,
+and answers for those before it. A row of an exchange is forced to
 the disk with a later one, at the latest after `SYNC_ROWS` rows, `SYNC_SECONDS` or the job's end: a loss of power can
 cost that many rows of evidence (never of privacy: the ledger forces its own). All other rows are forced at once.
 """

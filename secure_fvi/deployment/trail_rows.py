@@ -14,6 +14,7 @@ TRAIL = ChainKind(
     remedy="a site begins one with its first job",
     on_failure="what is not written down may not leave",
     otherwise="rotate the identity and begin a new log under it",
+    each_signed=False,
 )
 ROSTER, POLICY, JOB, EXCHANGE, NOTE, CLOSE = "roster", "policy", "job", "exchange", "note", "close"
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 from deployment_world import NOW, World
 
@@ -24,6 +25,7 @@ from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_rows import TRAIL
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.privacy.chain import link
 from secure_fvi.privacy.witness import Witness
 
 ENTRY = JobEntry("job-1", b"o" * 32, b"r" * 32, b"m" * 32, b"p" * 32, True, "", "cohort", 0.9, 1e-7)
@@ -110,6 +112,29 @@ def test_an_altered_row_is_found(pair: Pair, column: str) -> None:
     )
     with pytest.raises(ProtocolError, match=r"audit-log of silo 'north', row 9: "):
         verify(pair.site_file)
+
+
+def test_the_last_row_of_a_write_answers_for_those_before(pair: Pair) -> None:
+    """The server's rows of one exchange with three silos: one signature, which no cut and no change gets around."""
+    pair.server.exchanges("job-1", [Exchange(silo, "x", b"answer", b"ask") for silo in ("east", "north", "south")])
+    pair.close()
+    assert [bool(row.signature) for row in rows(pair.server_file)[1][-4:]] == [True, False, False, True]
+    verify(pair.server_file, pair.server_key.public_key)
+    party, found = rows(pair.server_file)
+    fields = found[-2].fields()
+    body = bytes(msgpack.packb({**fields, "sent": fields["received"]}))
+    forged = found[-2]._replace(body=body)
+    digest = link(TRAIL, forged.previous, forged.content(TRAIL, party))
+    with sqlite3.connect(pair.server_file) as connection:
+        change = "UPDATE rows SET body = ?, hash = ? WHERE seq = ?"
+        connection.execute(change, (body, digest, forged.seq))
+        connection.execute("UPDATE rows SET previous = ? WHERE seq = ?", (digest, forged.seq + 1))
+    connection.close()
+    with pytest.raises(ProtocolError, match="row 18: its content is not what was hashed"):
+        verify(pair.server_file)
+    tamper(pair.server_file, "DELETE FROM rows WHERE seq = 18")
+    with pytest.raises(ProtocolError, match="row 17: its signature is not by this silo's key"):
+        verify(pair.server_file)
 
 
 @pytest.mark.parametrize("change", ["time = time + 1", "kind = 'note'", "seq = 900"])
