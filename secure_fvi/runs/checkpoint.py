@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi.aggregation.store import SqliteStore, Store
@@ -30,6 +30,8 @@ _LATEST = "LATEST"
 #: The store of `StoreCheckpoints` in a folder of checkpoints, and its slots.
 STORE_FILE = "state.sqlite"
 _STORE_STATE, _STORE_ROUND = "state", "round"
+#: Version of `pack_state`, and its codes for a tensor and an array.
+_PACKED, _TENSOR, _ARRAY = 2, 1, 2
 #: Ends the folder's name where the newest checkpoint is of another phase of the same round.
 _PHASE = ".phase"
 
@@ -130,24 +132,42 @@ def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, 
         party = metadata["party"]
         if party not in templates:
             raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
-        states[party] = _put_together(json.loads(metadata["state"]), templates[party], tensors, directory)
+        states[party] = _like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
     if states.keys() != templates.keys():
         raise InputError(f"the checkpoint in {directory} is of another set of silos")
     return states
 
 
 def pack_state(state: Any) -> bytes:
-    """One party's state as bytes."""
-    tensors: dict[str, Tensor] = {}
-    skeleton = json.dumps(_take_apart(state, "s", tensors)).encode()
-    packed: bytes = msgpack.packb([skeleton, save(tensors)])
+    """One party's state as bytes: MessagePack, tensors and arrays as they lie in memory."""
+    packed: bytes = msgpack.packb([_PACKED, state], default=_pack_array)
     return packed
 
 
 def unpack_state(packed: bytes, template: Any, source: Path) -> Any:
     """The state that `pack_state` packed, shaped like `template`. Raises InputError, which names `source`."""
-    skeleton, tensors = msgpack.unpackb(packed)
-    return _put_together(json.loads(skeleton), template, load(tensors), source)
+    version, state = msgpack.unpackb(packed, ext_hook=_unpack_array)
+    if version != _PACKED:
+        raise _of_another(source)
+    return _like(state, template, source)
+
+
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        code, array = _TENSOR, value.detach().cpu().numpy()
+    elif isinstance(value, np.ndarray):
+        code, array = _ARRAY, value
+    elif isinstance(value, Mapping):
+        return dict(value)
+    else:
+        raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
+    return msgpack.ExtType(code, msgpack.packb([array.dtype.str, array.shape, array.tobytes()]))
+
+
+def _unpack_array(code: int, data: bytes) -> Any:
+    dtype, shape, content = msgpack.unpackb(data)
+    array = np.frombuffer(bytearray(content), dtype).reshape(shape)
+    return torch.from_numpy(array) if code == _TENSOR else array
 
 
 def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -166,22 +186,37 @@ def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
 
 
-def _put_together(node: Any, template: Any, tensors: Mapping[str, Tensor], directory: Path) -> Any:
+def _put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_take_apart` took apart, with lists for tuples."""
     (kind, content), *_ = node.items()
     if kind == "t":
-        value = tensors[content]
-        return value.to(template.device) if isinstance(template, Tensor) else value
+        return tensors[content]
     if kind == "n":
         return tensors[content].numpy()
     if kind == "d":
-        known = template if isinstance(template, Mapping) else {}
-        return {k: _put_together(v, known.get(k), tensors, directory) for k, v in content.items()}
+        return {k: _put_together(v, tensors) for k, v in content.items()}
     if kind == "l":
-        named = hasattr(template, "_fields")
-        if not named and (type(template) is not tuple or len(template) != len(content)):  # of a length that varies
-            return tuple(_put_together(c, None, tensors, directory) for c in content)
-        if len(template) != len(content):
-            raise InputError(f"the checkpoint in {directory} was written by another version or algorithm")
-        parts = [_put_together(c, f, tensors, directory) for c, f in zip(content, template, strict=True)]
-        return type(template)(*parts) if named else tuple(parts)
+        return [_put_together(c, tensors) for c in content]
     return content
+
+
+def _like(value: Any, template: Any, source: Path) -> Any:
+    """`value` with lists turned into what `template` has in their places, and tensors on its devices."""
+    if isinstance(value, Tensor):
+        return value.to(template.device) if isinstance(template, Tensor) else value
+    if isinstance(value, dict):
+        known = template if isinstance(template, Mapping) else {}
+        return {k: _like(v, known.get(k), source) for k, v in value.items()}
+    if not isinstance(value, list):
+        return value
+    named = hasattr(template, "_fields")
+    if not named and (type(template) is not tuple or len(template) != len(value)):  # of a length that varies
+        return tuple(_like(v, None, source) for v in value)
+    if len(template) != len(value):
+        raise _of_another(source)
+    parts = [_like(v, t, source) for v, t in zip(value, template, strict=True)]
+    return type(template)(*parts) if named else tuple(parts)
+
+
+def _of_another(source: Path) -> InputError:
+    return InputError(f"the checkpoint in {source} was written by another version or algorithm")
