@@ -8,16 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
+from secure_fvi.engines.remote import Patience as Patience
+from secure_fvi.engines.remote import Remote, shown
+from secure_fvi.engines.remote import SessionLost as SessionLost
 from secure_fvi.engines.stream_messages import (
     CODEC,
     METHOD,
     OPTIONS,
-    REFUSAL,
-    RESTART,
     SERVICE,
     Assembler,
     Hello,
@@ -25,28 +26,9 @@ from secure_fvi.engines.stream_messages import (
     Whole,
     parts,
 )
-from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)
-
-OnLoss = Literal["wait", "drop"]
-
-
-class SessionLost(SecureFVIError):
-    """A silo has lost its share of the session (a restart of its machine): the session has to be opened anew."""
-
-
-class Patience(NamedTuple):
-    """What is done about a silo that does not answer.
-
-    on_loss: "wait" for as long as it takes, or "drop" it after `deadline` seconds and go on with the others as long as
-    there are `least` of them; a silo that was dropped is waited for again once it is back.
-    """
-
-    on_loss: OnLoss = "wait"
-    deadline: float = 60.0
-    least: int = 1
 
 
 class TlsFiles(NamedTuple):
@@ -76,7 +58,7 @@ class _Link:
         self.outgoing.put(None)
 
 
-class StreamServer(Transport):
+class StreamServer(Remote):
     """Silos elsewhere, each behind its own stream. Opens its port at once; silos may come and go."""
 
     def __init__(
@@ -96,17 +78,11 @@ class StreamServer(Transport):
         as well, and reached by `ask` alone. check_token: what a launcher has to say of a party and its token;
         ProtocolError refuses it. Raises InputError where the address cannot be had.
         """
-        super().__init__(names)
-        self.silos = {}
-        self._others = frozenset(others)
+        super().__init__(names, others, patience)
         self._admit, self._roster, self._job, self._check_token = admit, roster, job, check_token
-        self.patience = patience or Patience()
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._number = 0
-        self._asked: dict[str, bytes] = {}
-        self._answers: dict[str, Whole] = {}
-        self._absent: set[str] = set()  # missed a deadline and are not waited for
         self.refused: list[str] = []  # why connections were turned away, newest last
         self._grpc = grpc.server(
             futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, ("grpc.so_reuseport", 0))
@@ -138,21 +114,6 @@ class StreamServer(Transport):
                 link.close()
         self._grpc.stop(2.0).wait()
 
-    def ask(self, party: str, message: bytes) -> bytes:
-        """The reply of one of `others`, waited for as long as it takes; counted nowhere, but told to `watch`.
-
-        Raises ProtocolError where it refuses, SessionLost where it needs a new session.
-        """
-        patience, self.patience = self.patience, Patience("wait")
-        replies: dict[str, bytes] = {}
-        try:
-            replies = self._deliver({party: message})
-        finally:
-            self.patience = patience
-            if self.watch is not None:
-                self.watch({party: message}, replies)
-        return replies[party]
-
     # ---- an exchange ----
 
     def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -171,35 +132,6 @@ class StreamServer(Transport):
             self._absent |= messages.keys() - answers.keys()
         return {silo: answers[silo].message for silo in messages if self._usable(silo, answers.get(silo))}
 
-    def _settled(self, began: float) -> bool:
-        """Whether the exchange is over. Under `drop` it also ends with the deadline, given enough answers."""
-        missing = self._asked.keys() - self._answers.keys()
-        if not missing:
-            return True
-        if any(a.status == RESTART for a in self._answers.values()):
-            return True
-        if self.patience.on_loss == "wait":
-            return any(a.status == REFUSAL for a in self._answers.values())
-        if sum(a.status == 0 for a in self._answers.values()) < min(self.patience.least, len(self._asked)):
-            return False
-        return missing <= self._absent or time.monotonic() - began >= self.patience.deadline
-
-    def _usable(self, silo: str, answer: Whole | None) -> bool:
-        if answer is None:
-            return False
-        if answer.status == RESTART:
-            raise SessionLost(f"{self._named(silo)} needs a new session")
-        if answer.status == REFUSAL:
-            text = _shown(answer.message)
-            if self.patience.on_loss == "wait":
-                raise ProtocolError(f"{self._named(silo)} refused: {text}")
-            _log.warning("silo '%s' refused: %s", silo, text)
-            return False
-        return True
-
-    def _named(self, party: str) -> str:
-        return f"'{party}'" if party in self._others else f"silo '{party}'"
-
     # ---- streams ----
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -207,7 +139,7 @@ class StreamServer(Transport):
         try:
             silo = self._greet(requests, context)
         except SecureFVIError as error:
-            text = _shown(str(error).encode())
+            text = shown(str(error).encode())
             self.refused.append(text)
             _log.warning("a connection from %s was refused: %s", context.peer(), text)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
@@ -279,8 +211,3 @@ class StreamServer(Transport):
                 del self._links[silo]
                 _log.info("%s has gone", self._named(silo))
                 self._changed.notify_all()
-
-
-def _shown(text: bytes) -> str:
-    shown = text.decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else " " for c in shown)
