@@ -23,7 +23,7 @@ from secure_fvi.engines.stream_server import TlsFiles
 from secure_fvi.errors import ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)
-_LOOK, _LOOK_FOR_NODES = 0.2, 3.0  # seconds
+_LOOK, _LOOK_FOR_NODES = 0.5, 3.0  # seconds
 #: Seconds after which a letter without an answer is sent again, doubled each time: a node that was stopped loses it.
 _AGAIN = 120.0
 _AFTER_FAILURE = 5.0

@@ -40,7 +40,7 @@ from secure_fvi.runs.running import execute_federation
 
 _log = logging.getLogger(__name__)
 
-_LOOK = 0.5  # seconds between two looks at nodes and replies
+_LOOK = 2.0  # seconds between two looks at nodes and replies, which cost the SuperLink some ms each
 #: Seconds for which a node without a stream is left alone before it is asked again.
 _AGAIN = 90.0
 _AFTER_FAILURE = 5.0
