@@ -48,8 +48,9 @@ def drive(
     began: float,
 ) -> Rounds:
     """Rounds until the algorithm is finished, with checkpoints; `began` is a time of the monotonic clock."""
+    skipped = max(server.state.last_index, guards.last_index)
     done = _restore(server, engine, checkpoints) if resume and checkpoints is not None else NOTHING_DONE
-    server.skip_to(guards.last_index)
+    server.skip_to(skipped)
     began -= done.seconds
     objectives = list(done.objectives)
     last_save = time.monotonic()

@@ -123,6 +123,10 @@ class DurableSilo:
         self._answered = digest, reply
         return reply
 
+    def answered(self, message: bytes) -> bool:
+        """Whether this broadcast is the one whose answer is kept."""
+        return hashlib.sha256(message).digest() == self._answered[0]
+
     def check_past(self, accepted: int) -> None:
         """Settle with what the server has used, or raise ProtocolError: one of the two has lost what it knew."""
         waiting = self.silo.pending.sum_index if self.silo.pending is not None else self._used

@@ -39,6 +39,7 @@ from secure_fvi.files import write_atomically
 from secure_fvi.fitting import derived_secret, work_of
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.runs.config import Config
@@ -122,12 +123,14 @@ class SiteJob:
         self.party: DurableSilo | None = None
         self._store: HeldStore | None = None
         self.session = b""
+        self._given_up = False  # the session that is open is not to be gone on with
 
     def join(self) -> Joined:
         """What the server needs to know of this silo."""
         if self.party is None:
             self.restore()
-        return Joined(pack_schema(self.schema), self._fresh.draw(), self.session, self.guards.last_index + 1)
+        session = b"" if self._given_up else self.session
+        return Joined(pack_schema(self.schema), self._fresh.draw(), session, self.guards.last_index + 1)
 
     def open(self, message: Open) -> bytes:
         """Open the session that `message` describes, or go on in it; 32 bytes that name it."""
@@ -175,6 +178,7 @@ class SiteJob:
             self.restore()
         if self.party is None:
             raise SessionLost("no session is open here")
+        self._check_charge(message)
         return self.party.handle(message)
 
     def end(self, accepted: int, posterior: bytes) -> Path:
@@ -215,9 +219,20 @@ class SiteJob:
 
     # ---- parts ----
 
+    def _check_charge(self, message: bytes) -> None:
+        """Raises SessionLost for a sum that the ledger has charged and whose answer was not kept: the process was
+        killed in between. The noise is gone, so the contribution is made anew, at a new index."""
+        assert self.party is not None
+        if not self.guards.jobs or message[:1] != ROUND or self.party.answered(message):
+            return
+        index = decode_broadcast(message[1:]).sum_index
+        if index <= self.guards.last_index:
+            self._given_up = True
+            raise SessionLost(f"sum {index} was charged, and its answer is not there")
+
     def _begin(self, session: bytes, store: HeldStore, holder: bytes) -> None:
         self.party = DurableSilo(self._silo(self._sum(session, store, holder)), store)
-        self._store, self.session = store, session
+        self._store, self.session, self._given_up = store, session, False
 
     def _silo(self, secure_sum: SumSilo) -> Silo:
         return Silo(self.home.id, self.program, self.view, secure_sum, self.guards.gates[self.home.id])

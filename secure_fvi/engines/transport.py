@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from secure_fvi.aggregation.base import Exchanges, carry
+from secure_fvi.errors import SecureFVIError
 
 if TYPE_CHECKING:
     from secure_fvi.silo import Silo
@@ -32,7 +33,12 @@ class Transport(ABC):
     def exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         """One message to each named silo, one reply from each that answered in time."""
         self.exchanges += 1
-        replies = self._deliver(messages)
+        try:
+            replies = self._deliver(messages)
+        except SecureFVIError:
+            if self.watch is not None:  # what was asked is told of, whatever came of it
+                self.watch(messages, {})
+            raise
         for silo, message in messages.items():
             self.bytes_down[silo] += len(message)
         for silo, reply in replies.items():
