@@ -14,9 +14,11 @@ from safetensors.torch import save
 
 from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import SecureSum, SumServer
+from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import threads as with_threads
+from secure_fvi.deployment.countersigning import SEEN, countersign
 from secure_fvi.deployment.deciding import FINISHED, job_entry
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
@@ -37,7 +39,7 @@ from secure_fvi.deployment.session_messages import (
     schema_digest,
     unpack_schema,
 )  # fmt: skip
-from secure_fvi.deployment.session_sums import key_holder_of, least_silos, server_sum, session_of
+from secure_fvi.deployment.session_sums import check_tables, key_holder_of, least_silos, server_sum, session_of
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.driving import NOTHING_DONE, Progress, drive
@@ -164,7 +166,9 @@ class Hub:
         for _ in range(_MOST_SESSIONS):
             try:
                 return self._session()
-            except SessionLost as error:
+            except (SessionLost, KeyWornOut) as error:
+                if isinstance(error, KeyWornOut):  # all still have the session, and have to leave it
+                    (self._kept / "session").unlink()
                 _log.warning("%s; opening it", error)
                 self._trail.note(self.offer.job, str(error))
         raise ProtocolError(f"{_MOST_SESSIONS} sessions were lost; see the silos' logs")
@@ -188,6 +192,7 @@ class Hub:
         # Whoever belongs to the job is waited for at its start, whatever is done about later losses.
         fresh = latest_round(self._kept) is None
         self.engine.patience = Patience("wait") if fresh else self._patience
+        self._countersign()
         replies = self._ask_holder(JOIN + self._signed)
         replies |= self.engine.exchange(dict.fromkeys(self.offer.silos, JOIN + self._signed))
         return {silo: CODEC.unpack(reply, Joined) for silo, reply in replies.items()}
@@ -203,6 +208,7 @@ class Hub:
         )  # fmt: skip
         program, noise = of.algorithm.server(problem), NoiseSource(None)
         aggregation = strong_enough(of.aggregation, program.terms)
+        check_tables(aggregation, program.tables.values(), len(offer.silos))
         start = Server(problem, program, PlainServer(offer.silos), noise).state
         states = self._checkpoints.load({"server": start, "run": NOTHING_DONE})
         decided = states["server"].last_index if states is not None else 0
@@ -229,6 +235,7 @@ class Hub:
         """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""
         tensors = {f"eta/{k}": v for k, v in result.variational.eta.items()}
         tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
+        self._countersign()
         posterior = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
         accepted = server.state.accepted
         messages = {s: END + CODEC.pack(End("finished", accepted.get(s, 0), posterior)) for s in self.offer.silos}
@@ -269,8 +276,21 @@ class Hub:
     def _admit(self, certificate: bytes) -> str:
         return self._of.home.admission(now()).member(certificate, now(), "silo", "holder").id
 
+    def _countersign(self) -> None:
+        """Before any record of a site grows further: whether it is the one that was seen before."""
+        sites = [*self.offer.silos, *([self._holder] if self._holder else [])]
+
+        def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+            to_silos = {site: m for site, m in messages.items() if site != self._holder}
+            replies = self._ask_holder(messages[self._holder]) if self._holder in messages else {}
+            return replies | self.engine.exchange(to_silos)
+
+        countersign(self._of.home, self._roster, self._trail, sites, exchange)
+
     def _write_down(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
         first = next(iter(messages.values()), b"")
+        if first[:1] == SEEN:  # receipts are rows of their own
+            return
         step = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast"}.get(first[:1], "secure sum")
         rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
         self._trail.exchanges(self.offer.job, rows)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from secure_fvi.deployment.consortium import Member
+from secure_fvi.deployment.countersigning import SEEN
+from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, Decision, decide
 from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.home import Home
@@ -50,6 +53,8 @@ class Site:
     def handle(self, job: str, message: bytes) -> bytes:
         """The answer to one message about `job`; nothing leaves before the site's log has it."""
         kind = message[:1]
+        if kind == SEEN:
+            return countersign(self.home, self._trail, server_of(self.home).id, message[1:])
         if kind not in _STEPS:
             raise ProtocolError(f"{self.home.role} '{self.home.id}': a message of unknown kind")
         try:
@@ -152,10 +157,7 @@ def run_site(
     """Serve jobs of the server at `address` until stopped, or until the first has ended. Raises ProtocolError where the
     two sites do not admit each other."""
     site = Site(home, local, lambda job, path: client.stop() if once else None)
-    server = next(iter(home.roster(now()).of_role("server")), None)
-    if server is None:
-        raise InputError("the roster names no server")
-    client = client_of(home, address, server.id, site.handle)
+    client = client_of(home, address, server_of(home).id, site.handle)
     if stop is not None:
 
         def watch() -> None:
@@ -168,6 +170,14 @@ def run_site(
         client.run()
     finally:
         site.close()
+
+
+def server_of(home: Home) -> Member:
+    """The server that the roster in force names. Raises InputError where it names none."""
+    server = next(iter(home.roster(now()).of_role("server")), None)
+    if server is None:
+        raise InputError("the roster names no server")
+    return server
 
 
 def client_of(home: Home, address: str, server: str, handle: Callable[[str, bytes], bytes]) -> StreamClient:
