@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from secure_fvi.aggregation.base import BlockTable, Exchanges, Total
+from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS
 from secure_fvi.aggregation.homomorphic_messages import (
     Ciphertexts,
     Decrypted,
@@ -17,16 +18,25 @@ from secure_fvi.aggregation.homomorphic_messages import (
     pack,
     unpack,
 )
-from secure_fvi.aggregation.homomorphic_schemes import BFV, PublicContext, Scheme
+from secure_fvi.aggregation.homomorphic_schemes import BFV, CKKS, PublicContext, Scheme
 from secure_fvi.aggregation.homomorphic_silo import SlotCodecs, check_roster
-from secure_fvi.aggregation.key_holder import KEY_HOLDER, check_holder_key, decrypted_statement, holder_signed
+from secure_fvi.aggregation.key_holder import (
+    KEY_HOLDER,
+    KeyWornOut,
+    check_holder_key,
+    decrypted_statement,
+    holder_signed,
+)
 from secure_fvi.aggregation.masked_server import Agreed, MaskedServer
 from secure_fvi.aggregation.messages import Contribution, Done
 from secure_fvi.aggregation.messages import unpack as unpack_masked
 from secure_fvi.aggregation.modular import BFV_HALF, CentredArray
 from secure_fvi.aggregation.roster import Roster
-from secure_fvi.aggregation.store import Store
+from secure_fvi.aggregation.session import number
+from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import AggregationError, ProtocolError
+
+_SPENT = "ckks/spent"
 
 
 class HomomorphicServer:
@@ -40,10 +50,13 @@ class HomomorphicServer:
         self._roster = roster
         self._scheme = scheme
         self._masks = masks
-        self._inner = MaskedServer(roster, store)
+        self._store = MemoryStore() if store is None else store
+        self._inner = MaskedServer(roster, self._store)
         self._codecs = SlotCodecs(scheme, roster.size)
         self._key: PublicContext | None = None
         self._key_message = b""
+        self._spent = int.from_bytes(self._store.get(_SPENT) or b"", "big")
+        self._widest = 1  # ciphertexts of the largest total so far
         self._has_key: set[str] = set()
         self._retry_at = 0
         self._faults: dict[str, str] = {}
@@ -59,7 +72,12 @@ class HomomorphicServer:
         return {**self._inner.faults, **self._faults}
 
     def prepare(self, index: int) -> Exchanges[None]:
-        """As for masked sums; before the first sum also the key holder's key, fetched, checked, handed to all."""
+        """As for masked sums; before the first sum also the key holder's key, fetched, checked, handed to all.
+
+        Raises KeyWornOut where a CKKS key may not last for this sum: nobody has contributed to it yet.
+        """
+        if self._scheme is CKKS and self._spent + self._widest > DECRYPTIONS:
+            raise KeyWornOut(f"{self._spent} ciphertexts were decrypted under one CKKS key; a new session is needed")
         if self._key is None:
             replies = yield {KEY_HOLDER: pack(HolderKeyRequest())}
             message = _holder_reply(replies)
@@ -145,6 +163,8 @@ class HomomorphicServer:
             table.size,
             [vector.serialize() for vector in added],
         )
+        self._spent, self._widest = self._spent + len(added), max(self._widest, len(added))
+        self._store.put({_SPENT: number(self._spent)})
         replies = yield {KEY_HOLDER: pack(request)}
         try:
             reply = unpack(_holder_reply(replies), Decrypted)

@@ -7,14 +7,14 @@ signed roster names, signs the session's roster: a silo encrypts under no key th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from secure_fvi.aggregation import Homomorphic, Masked
-from secure_fvi.aggregation.base import SecureSum, SumServer, SumSilo
+from secure_fvi.aggregation.base import BlockTable, SecureSum, SumServer, SumSilo
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import scheme_named
 from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
+from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo, SlotCodecs
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.plain import PlainServer, PlainSilo
@@ -101,6 +101,14 @@ def silo_sum(
         return MaskedSilo(found, silo, identity, store, min_cohort)
     scheme = scheme_named(aggregation.scheme)
     return HomomorphicSilo(found, silo, identity, scheme, aggregation.masked, store, min_cohort)
+
+
+def check_tables(aggregation: SecureSum, tables: Iterable[BlockTable], silos: int) -> None:
+    """Raises InputError for a table that these sums cannot carry: CKKS takes small integers alone."""
+    if isinstance(aggregation, Homomorphic):
+        codecs = SlotCodecs(scheme_named(aggregation.scheme), silos)
+        for table in tables:
+            codecs(table)
 
 
 def least_silos(aggregation: SecureSum, silos: int) -> int:

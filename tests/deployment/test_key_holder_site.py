@@ -16,7 +16,7 @@ from deployment_world import NOW, World, new_world
 from holder_world import VALUES, Held
 from test_processes import Processes
 
-from secure_fvi.aggregation import key_holder
+from secure_fvi.aggregation import homomorphic_server, key_holder
 from secure_fvi.aggregation.homomorphic_messages import HolderKey, HolderKeyRequest, pack, unpack, unpack_any
 from secure_fvi.aggregation.homomorphic_schemes import BFV, SecretContext
 from secure_fvi.aggregation.kdf import digest
@@ -36,6 +36,7 @@ from secure_fvi.deployment.trail_verify import compare, rows
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.messages import ROUND
+from secure_fvi.privacy.ledger_account import read_ledger
 from secure_fvi.runs.config import Aggregation
 
 SUM_OF_VALUES = sum(VALUES.values())
@@ -304,14 +305,21 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, aggr
 def test_a_worn_out_ckks_key_is_replaced_during_a_job(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_holder, "DECRYPTIONS", 5)
-    algorithm = {"name": "sfvi", "iterations": 12, "family": "diagonal"}
-    job = Job(world, tmp_path, algorithm=algorithm, aggregation={"kind": "homomorphic", "scheme": "ckks"})
+    """Between two rounds, so that nothing is released, or charged, twice."""
+    for module in (key_holder, homomorphic_server):
+        monkeypatch.setattr(module, "DECRYPTIONS", 5)
+    privacy = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "silo", "data_set": "data"}
+    algorithm = {"name": "sfvi", "iterations": 12, "sampling_rate": 0.5, "family": "diagonal"}
+    aggregation = {"kind": "homomorphic", "scheme": "ckks"}
+    job = Job(world, tmp_path, algorithm=algorithm, privacy=privacy, aggregation=aggregation)
     allow_unmasked(job)
     job.run()
-    assert json.loads((tmp_path / "remote" / "result.json").read_text())["rounds"] == 12
-    _, logged = rows(world.homes[HOLDER].log_file)
-    assert sum("more than 5 ciphertexts" in str(row) for row in logged) == 2
+    result = json.loads((tmp_path / "remote" / "result.json").read_text())
+    assert (result["rounds"], result["privacy"]["epsilon"] <= 3.0) == (12, True)
+    _, logged = rows(world.homes["hub"].log_file)
+    assert sum("ciphertexts were decrypted under one CKKS key" in str(row) for row in logged) == 2
+    (charged,) = read_ledger(world.homes["north"].ledger_file, "north")["north"].jobs.values()
+    assert list(charged.released.values()) == [12]
 
 
 @pytest.mark.slow
