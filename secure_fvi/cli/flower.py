@@ -85,7 +85,7 @@ def supernode(
     command = [program("flower-supernode"), "--superlink", address, "--root-certificates", str(site.path / "ca.crt")]
     command += ["--auth-supernode-private-key", str(site.path / "flower" / "node.key")]
     command += ["--node-config", " ".join(named), "--port", str(free_port())]
-    os.execve(command[0], command, environment(site.path))
+    os.execve(command[0], command, environment(site.path, site.passphrase))
 
 
 @flower.command()

@@ -48,6 +48,7 @@ def start(
     from secure_fvi.cli.progress import RunProgress
     from secure_fvi.cli.tables import print_posterior
     from secure_fvi.deployment.serving import remote_federation
+    from secure_fvi.errors import InputError
     from secure_fvi.runs.config import read
     from secure_fvi.runs.directory import RunDirectory
     from secure_fvi.runs.running import execute_federation
@@ -55,7 +56,10 @@ def start(
     site = open_home(home)
     start_log(quiet, log_format, site=site.id, role=site.role)
     folder = RunDirectory(out)
-    federation = remote_federation(read(config, overrides), site, folder, listen)
+    job = read(config, overrides)
+    if job.engine is not None and job.engine.kind == "flower":
+        raise InputError(f"'{config}': [engine] kind = \"flower\": start it with `secure-fvi flower run`")
+    federation = remote_federation(job, site, folder, listen)
     with RunProgress(quiet) as progress:
         result = execute_federation(federation, folder, True, progress.update)
     if result is None:

@@ -80,6 +80,7 @@ class FlowerMessages(Remote):
                 self._take(reply)
             if not self._settled(began):
                 time.sleep(_LOOK)
+        _log.info("exchange took %.2f s", time.monotonic() - began)
         answers, self._asked = self._answers, {}
         self._absent |= messages.keys() - answers.keys()
         return {site: answers[site].message for site in messages if self._usable(site, answers.get(site))}

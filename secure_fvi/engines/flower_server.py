@@ -160,6 +160,8 @@ def serve(grid: Grid, name: str) -> None:
     folder = RunDirectory(Path(job.out))
     federation = remote_federation(config, home, folder, job.listen)
     if engine.carrier == "messages":
+        if config.aggregation.kind == "homomorphic":
+            raise InputError("carrier 'messages': a key holder keeps its key in memory and needs a stream")
         _log.warning("carrier 'messages': Flower takes some seconds for each exchange; 'stream' takes milliseconds")
         by_letters = functools.partial(FlowerMessages, grid=grid, home=home)
         execute_federation(dataclasses.replace(federation, carrier=by_letters), folder, True, _said())

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurv
 
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
+from secure_fvi.key_files import PASSPHRASE_VARIABLE
 
 SERIES = "1.41."
 #: Files of an app are the same everywhere, so that all sites have the same app whatever their release of secure-fvi.
@@ -68,9 +69,12 @@ def flower_folder(home: Path) -> Path:
     return home / "flower"
 
 
-def environment(home: Path) -> dict[str, str]:
-    """Of a Flower program at this site: its own FLWR_HOME, no telemetry, no look-ups outside, nothing installed."""
+def environment(home: Path, passphrase: str | None = None) -> dict[str, str]:
+    """Of a Flower program at this site: its own FLWR_HOME, no telemetry, no look-ups outside, nothing installed.
+    passphrase: of the site's keys, for the parties that the program starts."""
     found = {**os.environ, **_QUIET, "FLWR_HOME": str(flower_folder(home).resolve())}
+    if passphrase is not None:
+        found[PASSPHRASE_VARIABLE] = passphrase
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
         found[name] = ",".join(filter(None, [found.get(name), "127.0.0.1", "localhost"]))
@@ -109,6 +113,9 @@ def prepare(home: Path, any_app: bool) -> None:
     """All that a Flower program of this site needs. Raises InputError where another app than ours could run."""
     node_key(home)
     if any_app:
+        apps = flower_folder(home) / "apps"
+        if apps.exists():
+            apps.chmod(0o700)
         return
     install_app(home)
     check_guarded(home)

@@ -27,6 +27,7 @@ from secure_fvi.engines.flower_setup import (
 )
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
+from secure_fvi.key_files import PASSPHRASE_VARIABLE
 from secure_fvi.runs import toml
 from secure_fvi.runs.config import read
 
@@ -51,10 +52,18 @@ def run_superlink(home: Home, listen: tuple[str, int], any_app: bool) -> None:
     command = [program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port), "--enable-supernode-auth"]
     command += ["--ssl-ca-certfile", str(certificate), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
     command += ["--database", str(folder / "superlink.sqlite")]
-    inner = subprocess.Popen(command, env={**environment(home.path), HOME_VARIABLE: str(home.path.resolve())})
+    variables = {**environment(home.path, home.passphrase), HOME_VARIABLE: str(home.path.resolve())}
+    inner = subprocess.Popen(command, env=variables)
     threading.Thread(target=_leave_with, args=(inner,), daemon=True).start()
     try:
-        run_gate(listen, address, certificate, home.path / "tls.key", home.path / "tls.crt", home.passphrase)
+        run_gate(
+            listen,
+            address,
+            certificate,
+            home.path / "tls.key",
+            home.path / "tls.crt",
+            variables.get(PASSPHRASE_VARIABLE),
+        )
     finally:
         inner.terminate()
         inner.wait(20)
