@@ -26,6 +26,7 @@ class Progress(NamedTuple):
     bytes_up: int  # over all silos, since the start
     bytes_down: int
     phase: str
+    cohort: int  # silos in the newest sum
 
 
 class Rounds(NamedTuple):
@@ -123,4 +124,5 @@ def _progress(server: Server, engine: Transport, algorithm: Any, step: Step) -> 
         sum(engine.bytes_up.values()),
         sum(engine.bytes_down.values()),
         step.phase,
+        sum(index == server.state.last_index for index in server.state.accepted.values()),
     )

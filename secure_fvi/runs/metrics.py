@@ -17,7 +17,8 @@ INTERVAL = 50
 
 class MetricsLog:
     """Appends to `path`: round, objective (mean over the interval, nats; null: not released), learning_rate, r_hat,
-    phase, bytes_up and bytes_down (totals over all silos) and seconds, both over all pieces of a resumed run.
+    phase, cohort (silos in the last sum), bytes_up and bytes_down (totals over all silos) and seconds, both over all
+    pieces of a resumed run.
     """
 
     def __init__(self, path: Path, resumed_from: int = 0) -> None:
@@ -48,6 +49,7 @@ class MetricsLog:
             "learning_rate": progress.learning_rate,
             "r_hat": progress.r_hat,
             "phase": progress.phase,
+            "cohort": progress.cohort,
             "bytes_up": progress.bytes_up,
             "bytes_down": progress.bytes_down,
             "seconds": round(self._seconds_before + time.monotonic() - self._began, 3),

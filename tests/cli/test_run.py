@@ -108,7 +108,7 @@ def test_a_folder_in_use_is_refused(cli: CommandLine) -> None:
 
 
 def progress(round_: int) -> Progress:
-    return Progress(round_, 1000, -1.0 * round_, 0.1, None, 10 * round_, 20 * round_, "approach")
+    return Progress(round_, 1000, -1.0 * round_, 0.1, None, 10 * round_, 20 * round_, "approach", 3)
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -68,7 +69,7 @@ def token(server: Watch) -> str:
 
 def test_the_state_of_a_run(run: Path) -> None:
     state = snapshot(run)
-    assert (state["state"], state["algorithm"], state["round"]) == ("finished", "sfvi", 120)
+    assert (state["state"], state["algorithm"], state["round"], state["cohort"]) == ("finished", "sfvi", 120, 3)
     assert len(state["budgets"]) == 3
     for budget in state["budgets"]:
         assert budget["epsilon"] == pytest.approx(4.0)
@@ -142,3 +143,33 @@ def test_the_script_writes_what_it_is_told(run: Path) -> None:
     told = json.loads(found.stdout)
     assert told == {"round": 120, "range": told["range"], "curve": 6, "rows": 3, "problem": ""}
     assert "now -2.0" in told["range"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
+    """In headless Chromium, under the page's own security policy. A private run tells no objective: one is put in."""
+    shutil.copytree(run, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) | {"objective": -9.0 + k} for k, line in enumerate(metrics.read_text().splitlines())]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(link: str) -> str:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+        # Six seconds of the page's own time: three of its questions.
+        command = ["chromium", *options, "--virtual-time-budget=6000", "--dump-dom", link]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    with Watch(tmp_path / "run") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page, other = load(server.link), load(server.link + "x")
+        server.shutdown()
+    for name, value in (("state", "finished"), ("algorithm", "sfvi"), ("round", "120"), ("cohort", "3")):
+        assert f'id="{name}">{value}</dd>' in page
+    (points,) = re.findall(r'id="curve" points="([^"]*)"', page)
+    assert len(points.split()) == len(rows) == 3
+    (table,) = re.findall(r"<tbody>(.*?)</tbody>", page, re.DOTALL)
+    assert table.count("<tr>") == 3
+    assert table.count("<td>4.000</td>") == 3
+    assert "the link has no token" in other
+    assert "sfvi" not in other
