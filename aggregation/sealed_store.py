@@ -1,4 +1,4 @@
-"""A store that keeps nothing in clear: AES-256-GCM around another store."""
+"""Values at rest that are not in clear: AES-256-GCM, alone or around another store."""
 
 from __future__ import annotations
 
@@ -16,6 +16,29 @@ LABEL_STORE = b"sealed-store"
 _NONCE = 12
 
 
+class Sealer:
+    """Seals values under a name each, so that none passes for another's."""
+
+    def __init__(self, secret: bytes, context: bytes) -> None:
+        """`secret`: 32 bytes, of this party alone. `context`: names what is sealed among all that `secret` seals."""
+        # 96-bit nonces at random: far below the 2^32 values of one context after which they could be feared to meet.
+        self._cipher = AESGCM(derive_key(secret, LABEL_STORE, context))
+
+    def __repr__(self) -> str:
+        return "Sealer(...)"
+
+    def seal(self, name: str, value: bytes) -> bytes:
+        nonce = os.urandom(_NONCE)
+        return nonce + self._cipher.encrypt(nonce, value, name.encode())
+
+    def open(self, name: str, sealed: bytes) -> bytes:
+        """Raises InputError where the value was sealed with another key, under another name, or altered."""
+        try:
+            return self._cipher.decrypt(sealed[:_NONCE], sealed[_NONCE:], name.encode())
+        except (InvalidTag, ValueError):
+            raise InputError(f"'{name}' was not sealed by this party for this place, or was altered") from None
+
+
 class SealedStore:
     """Seals each value for its slot in this one store. Names of slots and sizes of values stay visible.
 
@@ -24,34 +47,21 @@ class SealedStore:
     """
 
     def __init__(self, inner: Store, secret: bytes, context: bytes) -> None:
-        """`secret`: 32 bytes, of this party alone. `context`: names the store among those that `secret` seals."""
-        self._inner = inner
-        # 96-bit nonces at random: far below the 2^32 values of one store after which they could be feared to meet.
-        self._cipher = AESGCM(derive_key(secret, LABEL_STORE, context))
+        """See `Sealer`. What `get` and `claim` read raises InputError where it was altered."""
+        self._inner, self._sealer = inner, Sealer(secret, context)
 
     def __repr__(self) -> str:
         return "SealedStore(...)"
 
     def claim(self, slot: str, value: bytes) -> bytes:
-        return self._open(slot, self._inner.claim(slot, self._seal(slot, value)))
+        return self._sealer.open(slot, self._inner.claim(slot, self._sealer.seal(slot, value)))
 
     def put(self, slots: Mapping[str, bytes]) -> None:
-        self._inner.put({slot: self._seal(slot, value) for slot, value in slots.items()})
+        self._inner.put({slot: self._sealer.seal(slot, value) for slot, value in slots.items()})
 
     def get(self, slot: str) -> bytes | None:
-        """Raises InputError where the value was sealed with another key, for another slot, or altered."""
         sealed = self._inner.get(slot)
-        return None if sealed is None else self._open(slot, sealed)
+        return None if sealed is None else self._sealer.open(slot, sealed)
 
     def drop(self, slots: Iterable[str]) -> None:
         self._inner.drop(slots)
-
-    def _seal(self, slot: str, value: bytes) -> bytes:
-        nonce = os.urandom(_NONCE)
-        return nonce + self._cipher.encrypt(nonce, value, slot.encode())
-
-    def _open(self, slot: str, sealed: bytes) -> bytes:
-        try:
-            return self._cipher.decrypt(sealed[:_NONCE], sealed[_NONCE:], slot.encode())
-        except (InvalidTag, ValueError):
-            raise InputError(f"slot '{slot}' of the store was not sealed by this party, or was altered") from None

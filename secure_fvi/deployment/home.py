@@ -10,6 +10,7 @@
     policy.toml          what this site accepts; edited here and nowhere else
     ledger.sqlite, audit-log.sqlite   its records
     seen.sqlite, state/  what it saw of others' records, and its parties' state
+    state.key            seals that state
     next/, old/          keys that are being rotated in, and that were rotated out
 
 The folder belongs to one user; group and others may not write to it.
@@ -26,6 +27,7 @@ from typing import Literal, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.admission import Admission
@@ -151,6 +153,17 @@ class Home:
         if not isinstance(key, EllipticCurvePrivateKey):
             raise InputError(f"'{self.path / file}' holds a key of another kind than P-256")
         return key
+
+    def state_secret(self) -> bytes:
+        """32 bytes that seal what the parties keep between messages; made when first asked for."""
+        path = self.path / "state.key"
+        if not path.exists():
+            store_private(path, Ed25519PrivateKey.generate(), self.passphrase)
+        # It signs nothing: the form is that of the other keys, so that the same passphrase guards it.
+        key = load_private(path, self.passphrase)
+        if not isinstance(key, Ed25519PrivateKey):
+            raise InputError(f"'{path}' holds a key of another kind than the one that was made here")
+        return key.private_bytes_raw()
 
     def credentials(self) -> Credentials:
         """What TLS needs; the private key is in clear in it."""
