@@ -337,7 +337,7 @@ def test_under_privacy_the_cohort_that_noise_counts_on_is_in_the_holders_session
 @pytest.mark.slow
 def test_killed_the_holder_goes_on_and_the_posterior_is_the_same(world: World, tmp_path: Path) -> None:
     """Kills of holder, server and a silo in processes of their own, at moments drawn with a fixed seed."""
-    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 300}, aggregation={"kind": "homomorphic"})
+    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 150}, aggregation={"kind": "homomorphic"})
     processes, rng, done = Processes(job), random.Random(5), 0
     try:
         for name in ("hub", *SILOS, HOLDER):
