@@ -17,10 +17,13 @@ from secure_fvi.federated_model import FederatedModel
 #: Program name -> the module whose `PROGRAM` it is. A module is imported only when its program is asked for.
 MODULES = {
     "adult": "secure_fvi.models.uci_adult",
+    "cifar100": "secure_fvi.models.cifar100",
     "credit": "secure_fvi.models.uci_credit",
+    "femnist": "secure_fvi.models.femnist",
     "mnist": "secure_fvi.models.mnist",
     "prodlda-simulated": "secure_fvi.models.prodlda",
     "six-cities": "secure_fvi.models.six_cities",
+    "writers-simulated": "secure_fvi.models.writers",
 }
 
 
@@ -30,10 +33,12 @@ class Dataset:
 
     `records` holds the keyword arguments of the Pyro function, each with shape (N, ...): one row a record.
     `record_ids` is int64 of shape (N,), all different: a record keeps its id however the records are split.
+    `clients` is int64 of shape (N,), from 0 on, for data whose records come from clients; None otherwise.
     """
 
     records: dict[str, Tensor]
     record_ids: Tensor
+    clients: Tensor | None = None
 
     def __post_init__(self) -> None:
         size = len(self.record_ids)

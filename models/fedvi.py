@@ -26,25 +26,28 @@ from secure_fvi.federated_model import FederatedModel, SiloEncoder
 
 Weights = Mapping[str, Tensor]
 BETA = "beta"
-#: The paper's: how far the constructor's outputs move q(beta) from r(beta) at first.
-_LOC_SHARE, _SCALE_SHARE, _LEAST_SCALE = 0.1, 0.01, 1e-5
+#: The paper's (28): how far the constructor's outputs move q(beta)'s scale from r(beta)'s.
+_SCALE_SHARE, _LEAST_SCALE = 0.01, 1e-5
 
 
 @dataclass(frozen=True)
 class Network:
-    """Sizes. `image`: (channels, height, width) of 0 to 255. pool_each: pooling after every convolution, for small
-    machines, in place of once at the end. dropout: shares dropped after the convolutions and after the dense layer, in
-    training with FedVI. mean, sd: of a pixel over 255, public. prior_scale: s above. seed: of w_0."""
+    """Sizes. `image`: (channels, height, width) of 0 to 255. strided: convolutions with steps of two pixels in place of
+    the pooling at the end, for small machines. dropout: shares dropped after the convolutions and after the dense
+    layer, in training with FedVI. loc_share: what q(beta)'s mean is of the constructor's output. mean, sd: of a pixel
+    over 255, public. prior_scale: s above. seed: of w_0.
+    """
 
     classes: int
     image: tuple[int, int, int]
     convolutions: tuple[int, ...] = (32, 64)
     features: int = 128
     hidden: int = 256
-    pool_each: bool = False
+    strided: bool = False
     padding: int = 0
     dropout: tuple[float, float] = (0.25, 0.5)
     global_share: float = 0.8
+    loc_share: float = 0.1
     mean: float = 0.0
     sd: float = 1.0
     prior_scale: float = 0.1
@@ -74,10 +77,11 @@ class Network:
     def flat(self) -> int:
         """Numbers that the convolutions leave."""
         height, width = self.image[1:]
-        for k in range(len(self.convolutions)):
-            height, width = (n - 2 + 2 * self.padding for n in (height, width))
-            if self.pool_each or k == len(self.convolutions) - 1:
-                height, width = height // 2, width // 2
+        stride = 2 if self.strided else 1
+        for _ in self.convolutions:
+            height, width = ((n - 3 + 2 * self.padding) // stride + 1 for n in (height, width))
+        if not self.strided:
+            height, width = height // 2, width // 2
         return self.convolutions[-1] * max(height, 0) * max(width, 0)
 
     def shapes(self, personal: bool = True) -> dict[str, tuple[int, ...]]:
@@ -118,10 +122,10 @@ def embed(network: Network, w: Weights, x: Tensor, kept: Tensor | None = None, k
     """h(x) (N, features) of images (N, C, H, W), 0 to 255. kept (N, flat), kept2 (N, features): uniform numbers, one
     for each that dropout may drop; None: nothing is dropped."""
     h = (x.to(w["embedding_weight"]) / 255 - network.mean) / network.sd
+    stride = 2 if network.strided else 1
     for k in range(len(network.convolutions)):
-        h = functional.conv2d(h, w[f"conv{k}_weight"], w[f"conv{k}_bias"], padding=network.padding).relu()
-        if network.pool_each or k == len(network.convolutions) - 1:
-            h = functional.max_pool2d(h, 2)
+        h = functional.conv2d(h, w[f"conv{k}_weight"], w[f"conv{k}_bias"], stride, network.padding).relu()
+    h = h if network.strided else functional.max_pool2d(h, 2)
     h = _dropped(h.flatten(1), kept, network.dropout[0])
     h = functional.linear(h, w["embedding_weight"], w["embedding_bias"]).relu()
     return _dropped(h, kept2, network.dropout[1])
@@ -140,13 +144,28 @@ def infer(network: Network, w: Weights, present: Tensor, h: Tensor) -> tuple[Ten
         g = g.relu() if k < 2 else g
     mean = (present.unsqueeze(1) * g).sum(0) / present.sum()
     loc, log_scale = mean.chunk(2)
-    return _LOC_SHARE * loc, _LEAST_SCALE + network.beta_scale * (_SCALE_SHARE * log_scale).exp()
+    return network.loc_share * loc, _LEAST_SCALE + network.beta_scale * (_SCALE_SHARE * log_scale).exp()
 
 
 def logits(network: Network, w: Weights, beta: Tensor, h: Tensor) -> Tensor:
     """(N, classes) from embedded records (N, features) and beta (classes, local features + 1)."""
     shared = functional.linear(h[:, : network.n_global], w["head_weight"], w["head_bias"])
     return shared + functional.linear(h[:, network.n_global :], beta[:, :-1], beta[:, -1])
+
+
+def common_logits(network: Network, w: Weights, x: Tensor) -> Tensor:
+    """(N, classes) of images, by one head on all features."""
+    return functional.linear(embed(network, w, x), w["head_weight"], w["head_bias"])
+
+
+def personal_log_probs(network: Network, w: Weights, unlabelled: Tensor, x: Tensor, draws: int = 20) -> Tensor:
+    """Log probabilities (draws, N, classes) of images `x` for the client whose images `unlabelled` are, under fixed
+    draws of beta from q(beta | unlabelled)."""
+    loc, scale = infer(network, w, torch.ones(len(unlabelled)).to(w["head_bias"]), embed(network, w, unlabelled))
+    eps = torch.randn(draws, len(loc), generator=torch.Generator().manual_seed(0)).to(loc)
+    betas = (loc + scale * eps).reshape(draws, network.classes, network.n_local + 1)
+    h = embed(network, w, x)
+    return torch.stack([torch.log_softmax(logits(network, w, beta, h), -1) for beta in betas])
 
 
 def personal_classifier(network: Network) -> FederatedModel:
@@ -177,9 +196,8 @@ def common_classifier(network: Network) -> FederatedModel:
 
     def program(x: Tensor, y: Tensor) -> None:
         w = _sampled(first, network.prior_scale)
-        scores = functional.linear(embed(network, w, x), w["head_weight"], w["head_bias"])
         with pyro.plate("image", len(y)):
-            pyro.sample("y", Categorical(logits=scores), obs=y)
+            pyro.sample("y", Categorical(logits=common_logits(network, w, x)), obs=y)
 
     return FederatedModel(program, "image")
 

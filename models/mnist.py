@@ -43,11 +43,11 @@ def load(
     if split not in FILES:
         raise InputError(f"split = '{split}' is unknown; choose {', '.join(FILES)}")
     folder = data_folder("mnist", data_dir)
-    images, labels = (read_idx(_found(folder, name), size) for name, size in zip(FILES[split], (3, 1), strict=True))
+    images, labels = (read_idx(found_file(folder, name), size) for name, size in zip(FILES[split], (3, 1), strict=True))
     if len(images) != len(labels):
         raise InputError(f"{folder}: {len(images)} images and {len(labels)} labels in '{split}'")
     if int(labels.max(initial=0)) >= CLASSES:
-        raise InputError(f"{_found(folder, FILES[split][1])}: a label of {int(labels.max())}; digits go up to 9")
+        raise InputError(f"{found_file(folder, FILES[split][1])}: a label of {int(labels.max())}; digits go up to 9")
     rows = _drawn(len(labels), count, seed)
     x = _pooled(images[rows], pool) / _LARGEST
     y = torch.from_numpy(labels[rows].astype(np.int64))
@@ -76,7 +76,8 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def _found(folder: Path, name: str) -> Path:
+def found_file(folder: Path, name: str) -> Path:
+    """The file, gzipped or not; raises InputError where there is none."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path

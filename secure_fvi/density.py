@@ -60,13 +60,13 @@ class Layout:
 
     def split(self, z: Tensor, role: Role) -> Params:
         """Flat (..., n) to {site: (..., *shape)}; record sites get their record axis where the plate wants it."""
-        out, start = {}, 0
-        for site in self.of(role):
-            value = z[..., start : start + site.size].reshape((*z.shape[:-1], *site.shape))
+        out, sites = {}, self.of(role)
+        # One operation for all: the gradient of a slice is as long as the whole, that of a split is not.
+        for site, piece in zip(sites, z.split([site.size for site in sites], -1), strict=True):
+            value = piece.reshape((*z.shape[:-1], *site.shape))
             if role == "record":
                 value = value.movedim(z.dim() - 2, site.plate_dim - site.event_dim)
             out[site.name] = value
-            start += site.size
         return out
 
 

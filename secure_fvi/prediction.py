@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,21 +49,35 @@ class _Forward(Messenger):  # type: ignore[misc]
         msg["done"] = True
 
 
-def predict(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int) -> Params:
-    """See `Result.predict`."""
-    draws = [run.observed for run in _runs(problem, posterior, data, n, seed, None)]
+#: A draw of the silo's own sites that goes with a draw of Z_G, from a seed.
+Local = Callable[[Tensor, int], Params]
+
+
+def predict(
+    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None
+) -> Params:
+    """See `Result.predict`. local: where a silo's own sites come from; None: their prior."""
+    draws = [run.observed for run in _runs(problem, posterior, data, n, seed, None, local)]
     return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
 
 
-def log_predictive(problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int) -> Tensor:
-    """See `Result.log_predictive`."""
-    runs = _runs(problem, posterior, data, n, seed, problem.model.record_plate)
+def log_predictive(
+    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None
+) -> Tensor:
+    """See `Result.log_predictive`. local: as for `predict`."""
+    runs = _runs(problem, posterior, data, n, seed, problem.model.record_plate, local)
     scores = torch.stack([torch.stack(run.log_prob).sum(0) for run in runs])
     return torch.logsumexp(scores, 0) - math.log(n)
 
 
 def _runs(
-    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, record_plate: str | None
+    problem: Problem,
+    posterior: Posterior,
+    data: Mapping[str, Any],
+    n: int,
+    seed: int,
+    record_plate: str | None,
+    local: Local | None,
 ) -> Iterator[_Forward]:
     schema, records = read_data(data, "predict", problem.dtype)
     if schema.fields != problem.schema.fields:
@@ -74,8 +88,10 @@ def _runs(
     rows = {name: value.to(problem.device) for name, value in records.rows.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for z in draw_unconstrained(posterior, n, seed):
+        for k, z in enumerate(draw_unconstrained(posterior, n, seed)):
             values, _ = problem.density.constrain(z, posterior.theta)
+            if local is not None:
+                values = {**values, **local(z, seed + k)}
             forward = _Forward(values, posterior.theta, record_plate)
             with running(problem.dtype, problem.device), torch.no_grad(), forward as run:
                 problem.model.fn(**rows, **problem.schema.constants)

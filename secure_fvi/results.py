@@ -18,6 +18,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.runs.checkpoint import write_atomically
 
 if TYPE_CHECKING:
+    from secure_fvi.algorithms.fedvi_predict import Personal
     from secure_fvi.local_posterior import LocalPosterior
 
 _MOMENT_DRAWS = 20_000
@@ -111,6 +112,15 @@ class Result(RunSummary):
         from secure_fvi.prediction import log_predictive
 
         return log_predictive(self.problem, self.variational, data, n, seed)
+
+    def personalise(self, unlabelled: Mapping[str, Tensor]) -> Personal:
+        """The model as one client sees it, from its records without labels; for fits by FedVI.
+
+        It does not matter whether the client took part. Its `predict` and `log_predictive` are those above.
+        """
+        from secure_fvi.algorithms.fedvi_predict import personalise
+
+        return personalise(self.problem, self.variational, unlabelled)
 
     def save(self, directory: str | Path) -> None:
         """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically."""

@@ -61,11 +61,14 @@ class Partition(Table):
     count: Annotated[int, Field(ge=1)] | None = None
     ids: tuple[Name, ...] | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
+    by_client: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.sizes is None) == (self.count is None):
             raise ValueError("give either sizes = [300, 237] or count = 3")
+        if self.by_client and (self.count is None or self.seed is not None):
+            raise ValueError("by_client takes a program's own clients: give their count, and neither sizes nor a seed")
         for silo, size in zip(self.silo_ids, self.sizes or (), strict=False):
             if size < 1:
                 raise ValueError(f"sizes gives silo '{silo}' {size} records; each silo needs at least one")

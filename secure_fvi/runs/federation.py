@@ -148,6 +148,8 @@ Parts = tuple[tuple[str, ...], tuple[dict[str, Tensor], ...], tuple[Tensor, ...]
 
 def _partitioned(dataset: Dataset, partition: Partition, seed: int) -> Parts:
     total, ids = len(dataset), partition.silo_ids
+    if partition.by_client:
+        return _by_client(dataset, ids)
     sizes = partition.sizes or _even(total, len(ids))
     if sum(sizes) != total:
         raise InputError(f"partition.sizes = {list(sizes)}: must add up to the {total} records, not {sum(sizes)}")
@@ -157,6 +159,17 @@ def _partitioned(dataset: Dataset, partition: Partition, seed: int) -> Parts:
     order = torch.randperm(total, generator=torch.Generator().manual_seed(chosen))
     # Records keep their order within a silo, so that two splits into the same sets are the same.
     rows = [part.sort().values for part in order.split(list(sizes))]
+    silos = tuple({name: t[r] for name, t in dataset.records.items()} for r in rows)
+    return ids, silos, tuple(dataset.record_ids[r] for r in rows)
+
+
+def _by_client(dataset: Dataset, ids: tuple[str, ...]) -> Parts:
+    if dataset.clients is None:
+        raise InputError("partition.by_client: this program's records come from no clients; leave it out")
+    found = int(dataset.clients.max()) + 1
+    if found != len(ids):
+        raise InputError(f"partition.count = {len(ids)}: the records come from {found} clients")
+    rows = [torch.nonzero(dataset.clients == k).squeeze(1) for k in range(found)]
     silos = tuple({name: t[r] for name, t in dataset.records.items()} for r in rows)
     return ids, silos, tuple(dataset.record_ids[r] for r in rows)
 
