@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from consortium_run import HOLDER, SILOS, Job
 from deployment_world import NOW, World, new_world
 from holder_world import VALUES, Held
 from test_processes import Processes
+from test_stream import Dialer, tls_of
 
 from secure_fvi.aggregation import homomorphic_server, key_holder
 from secure_fvi.aggregation.homomorphic_messages import HolderKey, HolderKeyRequest, pack, unpack, unpack_any
@@ -33,7 +35,7 @@ from secure_fvi.deployment.session_sums import key_holder_of, session_of, sessio
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows
-from secure_fvi.engines.stream_server import SessionLost
+from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.messages import ROUND
 from secure_fvi.privacy.ledger_account import read_ledger
@@ -266,6 +268,39 @@ def test_a_roster_has_one_key_holder(world: World) -> None:
         roster.members = members
         with pytest.raises(InputError, match=r"one member with the role 'holder'; roster 1 has [02]"):
             key_holder_of(roster)
+
+
+def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None:
+    """Its bytes are not the silos', its refusals name their reason, and a silo of another job stays out."""
+    hub = world.homes["hub"]
+
+    def admit(certificate: bytes) -> str:
+        return hub.admission(NOW).member(certificate, NOW, "silo", "holder").id
+
+    def handle(job: str, message: bytes) -> bytes:
+        if message == b"no":
+            raise ProtocolError("for this reason")
+        return b"answer to " + message
+
+    roster, patience = hub.roster(NOW).hash, Patience("drop", 0.05, 1)
+    server = StreamServer(["north"], "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", patience, [HOLDER])
+    seen: list[tuple[Any, Any]] = []
+    server.watch = lambda messages, replies: seen.append((dict(messages), dict(replies)))
+    late: list[Dialer] = []
+    try:
+        Dialer(world, server, "south", handle).refused("'south' takes no part in this job")
+        timer = threading.Timer(0.3, lambda: late.append(Dialer(world, server, HOLDER, handle)))
+        timer.start()
+        assert server.ask(HOLDER, b"one") == b"answer to one"
+        with pytest.raises(ProtocolError, match="'escrow' refused: for this reason"):
+            server.ask(HOLDER, b"no")
+        assert server.patience == patience
+        assert (server.exchanges, server.bytes_up, server.bytes_down) == (0, {"north": 0}, {"north": 0})
+        assert seen == [({HOLDER: b"one"}, {HOLDER: b"answer to one"}), ({HOLDER: b"no"}, {})]
+    finally:
+        server.close()
+        for dialer in late:
+            dialer.stop()
 
 
 def test_the_status_of_its_folder(world: World, capsys: pytest.CaptureFixture[str]) -> None:
