@@ -47,8 +47,8 @@ class Hand(NamedTuple):
 def network(seed: int = 0) -> Network:
     """A small version of Appendix D's network for 14 x 14 pixels."""
     return Network(
-        CLASSES, (1, 14, 14), (16, 32), 64, 64, strided=True, padding=1, dropout=(0.0, 0.0), mean=0.13, sd=0.31,
-        seed=seed,
+        CLASSES, (1, 14, 14), (16, 32), 64, 64, strided=True, padding=1, dropout=(0.0, 0.0), loc_share=1.0, mean=0.13,
+        sd=0.31, seed=seed,
     )  # fmt: skip
 
 

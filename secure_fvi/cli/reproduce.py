@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import click
@@ -30,9 +31,11 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool)
     if out.exists() and not out.is_dir():
         raise InputError(f"--out '{out}': must be a folder, and is a file")
     experiment = importlib.import_module(REPRODUCTIONS[name])
-    content, picture = experiment.reproduce(Request(quick, data, lambda text: click.echo(text, err=True)))
+    keep = out / f"{name}.partial"
+    content, picture = experiment.reproduce(Request(quick, data, lambda text: click.echo(text, err=True), keep))
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{name}.png", picture)
     write_atomically(out / f"{name}.json", json.dumps(content, indent=2).encode())
+    shutil.rmtree(keep, ignore_errors=True)
     click.echo(experiment.table(content))
     click.echo(f"{out / name}.json, {out / name}.png")

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
+    "fedvi-cifar100": "secure_fvi.reproductions.fedvi_cifar100",
+    "fedvi-femnist": "secure_fvi.reproductions.fedvi_femnist",
+    "fedvi-writers": "secure_fvi.reproductions.fedvi_writers",
     "heart": "secure_fvi.reproductions.heart",
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-six-cities": "secure_fvi.reproductions.pvi_six_cities",
@@ -30,3 +33,4 @@ class Request(NamedTuple):
     quick: bool  # fewer repeats, less exact references
     data: Path | None  # folder of downloaded data sets, for experiments whose data are not shipped
     tell: Callable[[str], None]  # is told what comes next
+    keep: Path | None = None  # folder for what an experiment resumes from when it was stopped; None: it begins again

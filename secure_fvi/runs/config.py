@@ -55,7 +55,7 @@ class Model(Table):
 
 
 class Partition(Table):
-    """A random split of a program's records, by `seed` (the run's own unless given)."""
+    """A random split of a program's records, by `seed` (the run's own unless given); by_client: by their origin."""
 
     sizes: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
     count: Annotated[int, Field(ge=1)] | None = None
