@@ -123,6 +123,11 @@ class DurableSilo:
         self._answered = digest, reply
         return reply
 
+    @property
+    def newest(self) -> int:
+        """The last sum to which this silo has contributed; 0 for none."""
+        return max(self._used, self.silo.pending.sum_index if self.silo.pending is not None else 0)
+
     def answered(self, message: bytes) -> bool:
         """Whether this broadcast is the one whose answer is kept."""
         return hashlib.sha256(message).digest() == self._answered[0]
@@ -131,7 +136,7 @@ class DurableSilo:
         """Settle with what the server has used, or raise ProtocolError: one of the two has lost what it knew."""
         waiting = self.silo.pending.sum_index if self.silo.pending is not None else self._used
         if accepted not in (self._used, waiting):
-            newer = max(self._used, waiting)
+            newer = self.newest
             whose = "this silo's state is" if accepted > newer else "the server's checkpoint is"
             raise ProtocolError(
                 f"{whose} older than the other's: the server has used sum {accepted} of silo '{self.silo.name}', which "

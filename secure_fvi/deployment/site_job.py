@@ -233,6 +233,11 @@ class SiteJob:
     def _begin(self, session: bytes, store: HeldStore, holder: bytes) -> None:
         self.party = DurableSilo(self._silo(self._sum(session, store, holder)), store)
         self._store, self.session, self._given_up = store, session, False
+        if self.guards.jobs and self.party.newest > max(self.guards.last_index, 0):
+            raise ProtocolError(
+                f"the ledger of '{self.home.id}' is older than its state of this job, which knows of sum "
+                f"{self.party.newest}: the ledger was restored from a copy; put the newest one back"
+            )
 
     def _silo(self, secure_sum: SumSilo) -> Silo:
         return Silo(self.home.id, self.program, self.view, secure_sum, self.guards.gates[self.home.id])

@@ -1,0 +1,106 @@
+"""A full disk and a wrong clock: a clear failure, nothing lost, and the job goes on once that is put right."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment_world import DAY, NOW, World
+
+from secure_fvi.cli.bench_replay import posterior
+from secure_fvi.cli.bench_world import HUB, Parties
+from secure_fvi.deployment import site
+from secure_fvi.deployment.trail import Trail
+from secure_fvi.deployment.trail_rows import NOTE
+from secure_fvi.deployment.trail_verify import compare, rows, verify
+from secure_fvi.errors import InputError, ProtocolError
+
+_SILOS = ["east", "north", "south"]
+_JOB = {
+    "seed": 3,
+    "model": {"program": "six-cities"},
+    "partition": {"ids": _SILOS, "sizes": [200, 180, 157]},
+    "algorithm": {"name": "sfvi", "iterations": 250, "family": "diagonal"},
+    "run": {"compile": False, "threads": 1},
+}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB, where this user may mount one."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], check=False).returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def _fill(path: Path) -> None:
+    """To the last byte."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["north", HUB])
+def test_a_job_goes_on_once_there_is_space_again(tmp_path: Path, small_disk: Path, victim: str) -> None:
+    parties = Parties(tmp_path / "job", _JOB, _SILOS)
+    home = parties.homes[victim].path
+    shutil.move(home, small_disk / victim)
+    home.symlink_to(small_disk / victim)
+    ballast = small_disk / "ballast"
+    try:
+        for name in parties.homes:
+            parties.start(name)
+        assert parties.wait_for_rounds(10, 180)
+        _fill(ballast)
+        assert parties.wait(HUB, 180) == 1
+        told = parties.log(HUB) + parties.log(victim)
+        assert "disk is full" in told or "disk I/O error" in told or "No space left" in told, told[-3000:]
+        ballast.unlink()
+        parties.start(HUB)
+        assert parties.wait(HUB, 240) == 0, parties.log(HUB)[-2000:]
+        found = (parties.out / "posterior.safetensors").read_bytes()
+    finally:
+        parties.stop()
+    assert found == posterior(parties.config)
+    for silo in _SILOS:
+        verify(parties.homes[silo].log_file)
+        compare(parties.homes[silo].log_file, parties.homes[HUB].log_file)
+
+
+@pytest.mark.parametrize(("days", "words"), [(400, "roster 1 of 'study' expired"), (-30, "which is yet to come")])
+def test_a_site_whose_clock_is_wrong_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch, days: int, words: str
+) -> None:
+    north = world.homes["north"]
+    with monkeypatch.context() as clock:
+        clock.setattr(site, "now", lambda: NOW + days * DAY)
+        with pytest.raises(ProtocolError, match=words):
+            site.run_site(north, "127.0.0.1:9")
+    for hours in (-23, 0, 23):  # as far apart as sites may be
+        monkeypatch.setattr(site, "now", lambda hours=hours: NOW + hours * DAY / 24)
+        assert site.server_of(north).id == "hub"
+
+
+def test_a_clock_that_is_set_back_is_named_and_nothing_is_lost(world: World) -> None:
+    north, clock = world.homes["north"], [2e9]
+    log = Trail.open(north.log_file, "north", north.identity(), create=True, clock=lambda: clock[0])
+    log.note("", "before")
+    clock[0] -= 500.0
+    with pytest.raises(InputError, match=r"the clock runs backwards: it reads .* set the clock right"):
+        log.note("", "not written")
+    clock[0] += 501.0
+    log.note("", "after")
+    log.close()
+    notes = [row.fields()["what"] for row in rows(north.log_file)[1] if row.kind == NOTE]
+    assert notes[-2:] == ["before", "after"]
+    verify(north.log_file)
