@@ -38,6 +38,16 @@ class _Sent(NamedTuple):
     digest: bytes
 
 
+class _Due(NamedTuple):
+    """When to write again. pause: seconds that were left for an answer."""
+
+    when: float
+    pause: float
+
+
+_NOT_YET = _Due(0.0, _AGAIN / 2)
+
+
 class FlowerMessages(Remote):
     """Letters to the ClientApps of the run's nodes."""
 
@@ -62,7 +72,7 @@ class FlowerMessages(Remote):
         self._grid, self._home, self._job, self._certificate = grid, home, job, tls.certificate
         self._nodes: dict[str, int] = {}  # by site
         self._sent: dict[str, _Sent] = {}  # by the message's id
-        self._due: dict[object, tuple[float, float]] = {}  # by node or site: when to write again, and how long after
+        self._due: dict[object, _Due] = {}  # by node or site
         self._looked = 0.0
 
     def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -72,12 +82,11 @@ class FlowerMessages(Remote):
         for site in messages:
             self._due.pop(site, None)
         while not self._settled(began):
-            self._find()
-            for site in messages.keys() - self._answers.keys():
-                if site in self._nodes and self._is_due(site):
-                    self._write(self._nodes[site], site, messages[site])
-            for reply in self._grid.pull_messages(list(self._sent)) if self._sent else ():
-                self._take(reply)
+            try:
+                self._look()
+            except Exception as error:
+                # Flower's client raises what it likes, such as when the SuperLink's database is busy.
+                _log.warning("Flower does not answer (%s); trying again", type(error).__name__)
             if not self._settled(began):
                 time.sleep(_LOOK)
         _log.info("exchange took %.2f s", time.monotonic() - began)
@@ -87,6 +96,15 @@ class FlowerMessages(Remote):
 
     def close(self) -> None:
         """Nothing is held: nodes forget a run when it ends."""
+
+    def _look(self) -> None:
+        """Write what is due, and take what has come."""
+        self._find()
+        for site in self._asked.keys() - self._answers.keys():
+            if site in self._nodes and self._is_due(site):
+                self._write(self._nodes[site], site, self._asked[site])
+        for reply in self._grid.pull_messages(list(self._sent)) if self._sent else ():
+            self._take(reply)
 
     def _find(self) -> None:
         """Ask nodes whose site is not known yet."""
@@ -98,11 +116,7 @@ class FlowerMessages(Remote):
                 self._write(node, "", b"")
 
     def _is_due(self, whom: object) -> bool:
-        when, pause = self._due.get(whom, (0.0, _AGAIN))
-        if time.monotonic() < when:
-            return False
-        self._due[whom] = (time.monotonic() + pause, 2 * pause)
-        return True
+        return time.monotonic() >= self._due.get(whom, _NOT_YET).when
 
     def _write(self, node: int, site: str, body: bytes) -> None:
         identity = self._home.identity_in(self._home.roster(now()))
@@ -113,6 +127,9 @@ class FlowerMessages(Remote):
         for key in self._grid.push_messages([message]):
             if key:
                 self._sent[key] = _Sent(node, site, digest)
+        whom = site or node
+        pause = 2 * self._due.get(whom, _NOT_YET).pause
+        self._due[whom] = _Due(time.monotonic() + pause, pause)
 
     def _take(self, reply: Message) -> None:
         """A node's answer. What is wrong with it is told, and the letter is written again."""
@@ -123,7 +140,7 @@ class FlowerMessages(Remote):
             received = self._read(reply, sent)
         except (SecureFVIError, KeyError, TypeError, AttributeError) as error:
             _log.warning("node %d: %s", sent.node, shown(str(error).encode()))
-            self._due[sent.site or sent.node] = (time.monotonic() + _AFTER_FAILURE, _AGAIN)
+            self._due[sent.site or sent.node] = _Due(time.monotonic() + _AFTER_FAILURE, _AGAIN / 2)
             return
         if self._nodes.get(received.sender) != sent.node:
             _log.info("node %d is '%s'", sent.node, received.sender)

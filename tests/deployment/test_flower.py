@@ -64,7 +64,7 @@ def flower(consortium: World, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def _posterior(flower: FlowerProcesses, job: Job, name: str) -> bytes:
     flower.run(job.path, job.folder / "remote", name)
-    flower.end(name, 500)
+    flower.end(name, 1500)
     return (job.folder / "remote" / "posterior.safetensors").read_bytes()
 
 

@@ -168,6 +168,25 @@ def test_refusal_and_lost_session_reach_the_server(world: World, nodes: dict[int
     assert carrier.exchange({"north": b"x"}) == {"north": b"north/job/x"}
 
 
+def test_a_busy_superlink_is_asked_again(
+    world: World, nodes: dict[int, Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    carrier, failures = _carrier(world, nodes), [3]
+    push = carrier._grid.push_messages
+
+    def locked(messages: Iterable[Message]) -> list[str]:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError("database is locked")
+        found: list[str] = push(messages)
+        return found
+
+    carrier._grid.push_messages = locked
+    assert set(carrier.exchange(dict.fromkeys(SILOS, b"x"))) == set(SILOS)
+    assert failures == [0]
+    assert "Flower does not answer (OSError)" in caplog.text
+
+
 def test_a_silent_site_is_dropped(world: World, nodes: dict[int, Node]) -> None:
     carrier = _carrier(world, {1: nodes[1], 2: nodes[2], 3: lambda message: None}, Patience("drop", 0.3, 2))
     assert set(carrier.exchange(dict.fromkeys(SILOS, b"x"))) == {"east", "north"}
