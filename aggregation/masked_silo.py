@@ -63,6 +63,7 @@ class MaskedSilo:
         self._store = MemoryStore() if store is None else store
         self._state = SiloState(roster, self._me, identity, self._store)
         self._rings: dict[bytes, Ring] = {}
+        self._signed = (b"", b"")  # the set signed last and the signature, which need not be checked when it comes back
         self._seal = seal
         last = self._store.get("last")
         self._last_index = -1 if last is None else int.from_bytes(last, "big")
@@ -171,15 +172,16 @@ class MaskedSilo:
             raise ProtocolError("this session has no consistency check")
         batch, _, statement, own = self._named(request)
         self._claim(request.sum_index, statement)
-        signature = self._identity.sign(batch.session.set_statement(statement, own))
-        return SetSignature(request.sum_index, own, signature)
+        signs = batch.session.set_statement(statement, own)
+        self._signed = signs, self._identity.sign(signs)
+        return SetSignature(request.sum_index, own, self._signed[1])
 
     def _on_reveal(self, request: RevealRequest) -> Shares:
         batch, survivors, statement, _ = self._named(request)
         if self._roster.consistency_check:
             signers = self._roster.members_of(request.signers)
             statements = [batch.session.set_statement(statement, own) for own in request.contributions]
-            self._state.check_signatures(signers, request.signatures, statements)
+            self._state.check_signatures(signers, request.signatures, statements, self._signed)
         # After the signatures: a request that nobody signed must not decide which set is the only one.
         self._claim(request.sum_index, statement)
         return Shares(request.sum_index, batch.shares(request.sum_index, frozenset(survivors)))
