@@ -2,7 +2,7 @@
 
 Beside it, in the same run, a bare gRPC round trip: streams to three processes that send back as many bytes as the silos
 did, without our framing, logs or state. Each carrier's steady state counts, without the rounds in which functions are
-traced.
+traced. What four processes use of the processors is told beside the time, which other work on the machine lengthens.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import grpc
 import torch
 
 from secure_fvi.cli.bench_step import machine
-from secure_fvi.deployment.authority import Authority, authority_hash
-from secure_fvi.deployment.consortium import Member, write_roster
+from secure_fvi.cli.bench_world import HUB, allow, consortium
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.keeping import accept, install, request_text, sign
-from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.requests import read_request
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.driving import Progress
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.fitting import build_parties
-from secure_fvi.runs import toml
 from secure_fvi.runs.config import Config, parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import Federation, federate
@@ -49,9 +44,9 @@ SILOS = ("east", "north", "south")
 _WARM_UP = 50
 
 
-def command(as_json: bool, rounds: int, compile: bool) -> None:
-    """Measure and print."""
-    found = measure(rounds, compile)
+def command(as_json: bool, rounds: int, compile: bool, unattended: int = 0) -> None:
+    """Measure and print: the carriers side by side, or one masked job of `unattended` rounds from start to end."""
+    found = whole_job(unattended, compile) if unattended else measure(rounds, compile)
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -59,7 +54,10 @@ def command(as_json: bool, rounds: int, compile: bool) -> None:
         click.echo(
             f"{row['carrier']:10} {row['aggregation']:18} {row['exchanges']:.0f} exchanges a round   "
             f"median {row['ms_median']:7.2f} ms   p99 {row['ms_p99']:7.2f} ms"
+            + (f"   processors {row['ms_processors']:7.2f} ms" if "ms_processors" in row else "")
         )
+    if unattended:
+        click.echo(f"{unattended} rounds in {found['seconds']:.0f} s, start and end of the processes included")
 
 
 def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:
@@ -67,7 +65,7 @@ def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        homes = consortium(Path(folder))
+        homes = consortium(Path(folder), SILOS)
         for name, options in (
             ("plain", {"kind": "plain"}),
             ("masked, unchecked", {"kind": "masked", "consistency_check": False}),
@@ -78,10 +76,34 @@ def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:
                 continue
             config = _config(options, rounds, compile)
             rows.append(_row("local", name, *_local(config, rounds)))
-            times, exchanges, seen = _stream(homes, config, Path(folder) / name, rounds)
-            rows.append(_row("stream", name, times, exchanges))
-            rows.append(_row("bare gRPC", name, _bare(homes, seen, rounds), exchanges))
+            found = _stream(homes, config, Path(folder) / name)
+            rows.append(_streamed(name, found))
+            rows.append(_row("bare gRPC", name, _bare(homes, found.sizes, rounds), found.exchanges))
+    return _told(rounds, compile, rows)
+
+
+def whole_job(rounds: int, compile: bool) -> dict[str, Any]:
+    """One masked job, unattended: seconds from the first process to the end of the last, and its rounds as above."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        homes = consortium(Path(folder), SILOS)
+        began = time.perf_counter()
+        found = _stream(homes, _config({"kind": "masked"}, rounds - _WARM_UP, compile), Path(folder) / "out")
+        seconds = time.perf_counter() - began
+    return {**_told(rounds, compile, [_streamed("masked", found)]), "seconds": seconds}
+
+
+def _told(rounds: int, compile: bool, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"machine": machine(), "silos": len(SILOS), "rounds": rounds, "compiled": compile, "rows": rows}
+
+
+class _Streamed(NamedTuple):
+    """A job's steady rounds. sizes: of the last round's messages (down, up), by exchange."""
+
+    times: list[float]  # seconds a round
+    exchanges: float  # a round
+    sizes: list[tuple[int, int]]
+    processors: float  # seconds of processor a round, over all four processes
 
 
 def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False) -> Config:
@@ -108,6 +130,11 @@ def _row(carrier: str, aggregation: str, times: list[float], exchanges: float) -
     }
 
 
+def _streamed(aggregation: str, found: _Streamed) -> dict[str, Any]:
+    row = _row("stream", aggregation, found.times, found.exchanges)
+    return row | {"ms_processors": found.processors * 1e3}
+
+
 def _local(config: Config, rounds: int) -> tuple[list[float], float]:
     federation = federate(config)
     assert isinstance(federation, Federation)
@@ -124,18 +151,20 @@ def _local(config: Config, rounds: int) -> tuple[list[float], float]:
     return times, engine.exchanges - before
 
 
-def _stream(
-    homes: Mapping[str, Home], config: Config, out: Path, rounds: int
-) -> tuple[list[float], float, list[tuple[int, int]]]:
-    """Times of rounds, exchanges a round, and the sizes of the last round's messages (down, up), by exchange."""
+def _stream(homes: Mapping[str, Home], config: Config, out: Path) -> _Streamed:
+    """Run the job with its silos in processes of their own."""
     for silo in SILOS:
-        _allow(homes[silo], config)
+        allow(homes[silo], config)
     stamps: list[float] = []
     sizes: list[list[tuple[int, int]]] = [[]]
+
+    used: list[float] = []
 
     def note(progress: Progress) -> None:
         stamps.append(time.perf_counter())
         sizes.append([])
+        if len(stamps) in (_WARM_UP, config.algorithm.options["iterations"]):
+            used.append(_processor_seconds([os.getpid(), *(p.pid for p in processes)]))
 
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -156,7 +185,7 @@ def _stream(
             )
 
     folder = RunDirectory(out)
-    federation = remote_federation(config, homes["hub"], folder, "127.0.0.1:0", listening)
+    federation = remote_federation(config, homes[HUB], folder, "127.0.0.1:0", listening)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SecureFVIWarning)
@@ -166,15 +195,23 @@ def _stream(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
-    steady = stamps[_WARM_UP - 1 :]
-    times = [b - a for a, b in itertools.pairwise(steady)]
-    last = sizes[len(stamps) - 1]
-    return times[:rounds], statistics.mean(len(s) for s in sizes[_WARM_UP : len(stamps)]), last
+    times = [b - a for a, b in itertools.pairwise(stamps[_WARM_UP - 1 :])]
+    exchanges = statistics.mean(len(s) for s in sizes[_WARM_UP : len(stamps)])
+    return _Streamed(times, exchanges, sizes[len(stamps) - 1], (used[1] - used[0]) / len(times))
+
+
+def _processor_seconds(processes: list[int]) -> float:
+    """What they have used so far, in all threads."""
+    ticks = 0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # utime and stime, proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) -> list[float]:
     """The same numbers of bytes down and up, through gRPC's streams alone."""
-    hub = homes["hub"].credentials()
+    hub = homes[HUB].credentials()
     outgoing: list[queue.SimpleQueue[bytes | None]] = []
     answers: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -201,7 +238,7 @@ def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) 
         now = datetime.datetime.now(datetime.UTC)
         processes = []
         for silo in SILOS:
-            arguments = [str(homes[silo].path), f"127.0.0.1:{port}", homes[silo].admission(now).tls_name("hub")]
+            arguments = [str(homes[silo].path), f"127.0.0.1:{port}", homes[silo].admission(now).tls_name(HUB)]
             processes.append(_python(f"from secure_fvi.cli.bench_engine import echo; echo(*{arguments!r})"))
         while len(outgoing) < len(SILOS):
             time.sleep(0.01)
@@ -238,52 +275,6 @@ def echo(home: str, address: str, name: str) -> None:
         for message in channel.stream_stream("/bare/x")(frames()):
             answers.put(bytes(int.from_bytes(message[:4], "big")))
         answers.put(None)
-
-
-def consortium(root: Path) -> dict[str, Home]:
-    """Three silos and a server with certificates and a roster that all have signed, by id."""
-    now = datetime.datetime.now(datetime.UTC)
-    authority = Authority.create(root / "authority", "bench", now)
-    homes = {silo: Home.create(root / silo, silo, "silo") for silo in SILOS}
-    homes["hub"] = Home.create(root / "hub", "hub", "server")
-    members = []
-    for name, home in homes.items():
-        request = read_request(request_text(home).encode(), "request")
-        certificate = root / f"{name}.crt"
-        certificate.write_bytes(authority.issue(request, now, 30))
-        for path in (root / "authority" / "ca.crt", root / "authority" / "ca.crl", certificate):
-            install(home, path, now)
-        keys = {"identity": request.identity.hex(), "tls_key": request.tls_key.hex()}
-        members.append(Member(id=request.id, role=request.role, **keys))
-    roster = root / "roster.toml"
-    roster.write_bytes(write_roster("bench", members, authority_hash(authority.certificate), now).content)
-    for home in homes.values():
-        install(home, roster, now)
-    signatures = {name: sign(home, now)[1] for name, home in homes.items()}
-    for name, home in homes.items():
-        for other, path in signatures.items():
-            if other != name:
-                install(home, path, now)
-        accept(home, now)
-    return homes
-
-
-def _allow(home: Home, config: Config) -> None:
-    """A policy that allows this job."""
-    roster = home.roster(datetime.datetime.now(datetime.UTC))
-    policy = {
-        "format": 1,
-        "rosters": [roster.hash.hex()],
-        "algorithms": ["sfvi"],
-        "aggregations": ["masked", "plain"],
-        "min_cohort": 3,
-        "max_rounds": 10**6,
-        "privacy": {"dp": "optional", "max_epsilon": 1.0, "max_delta": 1e-6, "min_noise_multiplier": 0.3},
-        "model": [{"hash": manifest(config).hash.hex()}],
-        "data": [{"id": "data"}],
-    }
-    home.policy_file.write_text(toml.dumps(policy))
-    home.policy_file.chmod(0o600)
 
 
 def _python(code: str, cache: Path | None = None) -> subprocess.Popen[bytes]:
