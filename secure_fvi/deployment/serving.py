@@ -282,7 +282,7 @@ class Hub:
 
         def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
             to_silos = {site: m for site, m in messages.items() if site != self._holder}
-            replies = self._ask_holder(messages[self._holder]) if self._holder in messages else {}
+            replies = self._ask_holder(messages[self._holder]) if self._holder and self._holder in messages else {}
             return replies | self.engine.exchange(to_silos)
 
         countersign(self._of.home, self._roster, self._trail, sites, exchange)
