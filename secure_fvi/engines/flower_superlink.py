@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import ipaddress
 import os
 import signal
@@ -43,6 +44,7 @@ def run_superlink(home: Home, listen: tuple[str, int], any_app: bool) -> None:
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
     folder = flower_folder(home.path)
     prepare(home.path, any_app)
+    lock = _locked(folder / "superlink.lock")
     key, certificate = _inner_certificate(folder)
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -53,7 +55,7 @@ def run_superlink(home: Home, listen: tuple[str, int], any_app: bool) -> None:
     command += ["--ssl-ca-certfile", str(certificate), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
     command += ["--database", str(folder / "superlink.sqlite")]
     variables = {**environment(home.path, home.passphrase), HOME_VARIABLE: str(home.path.resolve())}
-    inner = subprocess.Popen(command, env=variables)
+    inner = subprocess.Popen(command, env=variables, pass_fds=[lock])
     threading.Thread(target=_leave_with, args=(inner,), daemon=True).start()
     try:
         run_gate(
@@ -85,6 +87,16 @@ def launch(home: Home, config: Path, out: Path, listen: str, address: str, overr
     done = subprocess.run(command, env=environment(home.path), check=False)
     if done.returncode:
         raise InputError("flwr could not start the run; is `secure-fvi flower superlink` running?")
+
+
+def _locked(path: Path) -> int:
+    """A lock that the SuperLink inherits, since it may outlive this process: two must not share a database."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise InputError(f"a SuperLink of '{path.parent}' is running; end it first") from None
+    return handle
 
 
 def _leave_with(process: subprocess.Popen[bytes]) -> None:
