@@ -42,7 +42,7 @@ class Images(NamedTuple):
 def network(seed: int = 0) -> Network:
     """A small version of Appendix D's network for 16 x 16 pixels."""
     return Network(
-        CLASSES, (3, 16, 16), (32, 64), 128, 128, strided=True, padding=1, dropout=(0.0, 0.2), loc_share=1.0, mean=0.48,
+        CLASSES, (3, 16, 16), (32, 64), 64, 64, strided=True, padding=1, dropout=(0.0, 0.2), loc_share=1.0, mean=0.48,
         sd=0.25, seed=seed,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from secure_fvi.reproductions.fedvi_report import table as table
 
 def plan(quick: bool) -> Plan:
     """Options were chosen on seed 100."""
-    part, new, rounds = (40, 10, 60) if quick else (100, 40, 400)
+    part, new, rounds = (40, 10, 60) if quick else (100, 40, 300)
     return Plan(
         name="fedvi-writers",
         network=network(),
@@ -39,7 +39,7 @@ def plan(quick: bool) -> Plan:
         paper=PAPER,
         setting=(
             f"simulated writers on MNIST, three conflicting habits; {part} writers take part, {new} are new, 80 digits "
-            f"of 14 x 14 pixels to train on and 20 to test each; {rounds} rounds of {round(0.15 * part)} writers, one local "
+            f"of 14 x 14 pixels to train on and 20 to test each; {rounds} rounds of {round(0.15 * part)}, one local "
             "step; plain sums; the paper's numbers are of FEMNIST"
         ),
     )  # fmt: skip
