@@ -2,7 +2,7 @@
 
 state/jobs/JOB/offer       the offer that was accepted
                session     the session that is open: everybody's fresh bytes
-               SESSION.sqlite    its key pair, and which sums were decrypted
+               SESSION.sqlite    its key pair, and which sums were decrypted; sealed
 
 The holder sees no data and, with masks, no total. A key serves one session and is removed with it. One whose record of
 decryptions may not be whole is used no more: after a restart of the machine, and where this site's log knows of more
@@ -20,7 +20,7 @@ from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_nam
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.deployment.deciding import Decision
-from secure_fvi.deployment.holding import HeldStore, open_store
+from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open
 from secure_fvi.deployment.session_sums import session_of, session_roster
@@ -75,7 +75,7 @@ class HolderJob:
         roster = self._roster(session, message)
         key, self._next = self._next, None
         path = self.folder / f"{session.hex()}.sqlite"
-        store = HeldStore(open_store(path))
+        store = open_held(path, self.home.state_secret())
         store.same_boot()
         store.put({_KEY: key.to_bytes(), _LOGGED: self._logged().to_bytes(8, "big")})
         write_atomically(self.folder / "session", CODEC.pack(message))
@@ -129,7 +129,7 @@ class HolderJob:
         kept = self.folder / f"{session.hex()}.sqlite"
         if not kept.exists():
             return
-        store = HeldStore(open_store(kept))
+        store = open_held(kept, self.home.state_secret())
         key, fault = store.get(_KEY), self._fault(store, logged)
         if fault or key is None:
             store.close()

@@ -8,14 +8,15 @@ again (`SessionLost`, and all open a new one), and a silo compares its own state
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.aggregation.sealed_store import SealedStore
+from secure_fvi.aggregation.store import SqliteStore, Store
 from secure_fvi.algorithms.base import Pending
 from secure_fvi.errors import ProtocolError
 from secure_fvi.messages import ROUND, decode_broadcast
@@ -39,11 +40,17 @@ def open_store(path: Path) -> SqliteStore:
     return SqliteStore(path, power_safe=not boot_id())
 
 
+def open_held(path: Path, secret: bytes) -> HeldStore:
+    """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file's name."""
+    inner = open_store(path)
+    return HeldStore(SealedStore(inner, secret, path.name.encode()), inner.close)
+
+
 class HeldStore:
     """A store whose writes within `together` reach the disk as one, or not at all."""
 
-    def __init__(self, inner: SqliteStore) -> None:
-        self.inner = inner
+    def __init__(self, inner: Store, close: Callable[[], None]) -> None:
+        self.inner, self.close = inner, close
         self._held: dict[str, bytes] | None = None
 
     def __repr__(self) -> str:
@@ -80,9 +87,6 @@ class HeldStore:
         """Whether the machine has not been restarted since the store was begun."""
         now = boot_id()
         return not now or self.inner.claim(_BOOT, now) == now
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class DurableSilo:

@@ -1,9 +1,9 @@
 """One job at one silo: what of it is kept in the site's folder, and how its party is built from that.
 
 state/jobs/JOB/offer       the offer that was accepted
-               secret      from which the silo draws its samples (32 bytes)
+               secret      from which the silo draws its samples (32 bytes, sealed)
                session     the session that is open: every silo's fresh bytes
-               SESSION.sqlite    the party's state and its secrets of that session
+               SESSION.sqlite    the party's state and its secrets of that session, sealed
 results/JOB.safetensors    the silo's own posterior, for its eyes alone
 """
 
@@ -21,12 +21,13 @@ from torch import Tensor
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
+from secure_fvi.aggregation.sealed_store import Sealer
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fresh_bytes import FreshBytes
-from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_store
+from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.records import open_ledger
@@ -258,11 +259,12 @@ class SiteJob:
         return Guards({silo: Gate(silo, self.program.tables, terms, opened.charge, noise)}, (opened,), {silo: ledger})
 
     def _secret(self, wanted: bytes | None) -> bytes:
-        path = self.folder / "secret"
+        path, job = self.folder / "secret", self.decision.offer.job
+        sealer = Sealer(self.home.state_secret(), b"sampling-secret")
         if not path.exists():
-            write_atomically(path, os.urandom(32) if wanted is None else wanted)
+            write_atomically(path, sealer.seal(job, os.urandom(32) if wanted is None else wanted))
             path.chmod(0o600)
-        return path.read_bytes()
+        return sealer.open(job, path.read_bytes())
 
     def _kept_session(self) -> tuple[bytes, bytes]:
         """The session that was open, and the hash of its encryption key, if any."""
@@ -276,11 +278,11 @@ class SiteJob:
     def _kept_store(self) -> HeldStore | None:
         session, _ = self._kept_session()
         path = self.folder / f"{session.hex()}.sqlite"
-        return HeldStore(open_store(path)) if session and path.exists() else None
+        return open_held(path, self.home.state_secret()) if session and path.exists() else None
 
     def _new_store(self, session: bytes) -> HeldStore:
         path = self.folder / f"{session.hex()}.sqlite"
-        store = HeldStore(open_store(path))
+        store = open_held(path, self.home.state_secret())
         store.same_boot()
         return store
 

@@ -133,7 +133,7 @@ def test_an_offer_that_names_a_file_is_refused(world: World, roster: ConsortiumR
     for update in (
         {"model": config.model.model_copy(update={"function": "/etc/cron.py:run"})},
         {"silo": tuple(s.model_copy(update={"data": "/etc/shadow.csv"}) for s in config.silo)},
-        {"privacy": config.privacy and config.privacy.model_copy(update={"ledger": "/tmp/other.sqlite"})},
+        {"privacy": config.privacy and config.privacy.model_copy(update={"ledger": "/srv/other.sqlite"})},
     ):
         bad = dataclasses.replace(offer, config=config.model_copy(update=update))
         with pytest.raises(ProtocolError, match="names files; a site reads its own"):
