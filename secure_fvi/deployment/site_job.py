@@ -215,7 +215,7 @@ class SiteJob:
             self._store.close()
         self.party = self._store = None
         if outcome is not None:
-            for path in (*self.folder.glob("*.sqlite*"), self.folder / "secret"):
+            for path in (*self.folder.glob("*.sqlite*"), self.folder / "secret", self.folder / "fresh"):
                 path.unlink(missing_ok=True)
 
     # ---- parts ----
