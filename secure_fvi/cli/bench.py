@@ -105,13 +105,14 @@ def audit_log(as_json: bool, exchanges: int, folder: Path | None, debug: bool) -
 @bench.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--rounds", type=click.IntRange(10), default=1000, show_default=True, help="Timed rounds of each.")
+@click.option("--unattended", type=click.IntRange(100), help="One masked job of so many rounds, from start to end.")
 @click.option("--compile/--traced", default=True, show_default=True, help="How the silos' steps run.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def engine(as_json: bool, rounds: int, compile: bool, debug: bool) -> None:
+def engine(as_json: bool, rounds: int, unattended: int | None, compile: bool, debug: bool) -> None:
     """Time a round of SFVI with three silo processes over mutual TLS, beside one process and a bare gRPC round trip."""
     from secure_fvi.cli.bench_engine import command
 
-    command(as_json, rounds, compile)
+    command(as_json, rounds, compile, unattended or 0)
 
 
 @bench.command()
@@ -138,3 +139,65 @@ def flower_(as_json: bool, rounds: int, exchanges: int, debug: bool) -> None:
     from secure_fvi.cli.bench_flower import command
 
     command(as_json, rounds, exchanges)
+
+
+@bench.command()
+@click.option("--kills", type=click.IntRange(1), default=200, show_default=True, help="Over as many jobs as it takes.")
+@click.option(
+    "--on-loss",
+    type=click.Choice(["wait", "drop"]),
+    default="wait",
+    show_default=True,
+    help="drop: four silos, of which one may be missing at a time.",
+)
+@click.option("--seed", default=1, show_default=True, help="Of moments and victims.")
+@click.option("--kind", "kinds", multiple=True, help="Jobs of this kind alone; may be repeated.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep all parties' folders in this one, which is new.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.pass_context
+def kills(
+    context: click.Context,
+    kills: int,
+    on_loss: str,
+    seed: int,
+    kinds: tuple[str, ...],
+    folder: Path | None,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    """Kill server, silos and key holder at random moments of jobs between sites, and check what the jobs find.
+
+    Exits 1 where a job failed, hung, or ended with another posterior, ledger or log than it should have.
+    docs/faults.md.
+    """
+    from secure_fvi.cli.bench_kills import command
+
+    if not command(as_json, kills, on_loss, seed, kinds, folder):
+        context.exit(1)
+
+
+@bench.command()
+@click.option("--latency-ms", type=click.FloatRange(0), default=100.0, show_default=True, help="Of a round trip.")
+@click.option("--loss", type=click.FloatRange(0, 0.5), default=0.02, show_default=True, help="Of packets, each way.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def network(latency_ms: float, loss: float, as_json: bool, debug: bool) -> None:
+    """Time PVI and SFVI between sites over a relay that behaves as a slow network does. docs/faults.md."""
+    from secure_fvi.cli.bench_network import command
+
+    command(as_json, latency_ms, loss)
+
+
+@bench.command()
+@click.option("--silos", type=click.IntRange(4), default=50, show_default=True, help="Processes.")
+@click.option("--length", type=click.IntRange(2), default=100_000, show_default=True, help="Values of a sum.")
+@click.option("--leave", type=click.FloatRange(0, 0.3), default=0.1, show_default=True, help="Share killed in a round.")
+@click.option("--deadline", default=60.0, show_default=True, help="Seconds after which a silo is dropped.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def silos(silos: int, length: int, leave: float, deadline: float, as_json: bool, debug: bool) -> None:
+    """Masked sums of many silo processes, of which some are killed in a round; the memory of each. docs/faults.md."""
+    from secure_fvi.cli.bench_silos import command
+
+    command(as_json, silos, length, leave, deadline)

@@ -59,8 +59,8 @@ class Relay:
 
     def __init__(self, target: int, network: Network | None = None, seed: int = 0) -> None:
         self.network = network or Network()
-        self.packets = self.lost = self.connections = 0
-        self._target, self._rng = target, random.Random(seed)
+        self.packets = self.lost = self.connections = self.turned_away = 0
+        self.target, self._rng = target, random.Random(seed)
         self._open: set[asyncio.StreamWriter] = set()
         self._spoil: dict[bool, Spoil] = {}  # by direction, True: to the server
         self._held = 0.0  # until when nothing passes, in the loop's time
@@ -105,8 +105,9 @@ class Relay:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
+            self.turned_away += 1
             writer.transport.abort()
             return
         self.connections += 1

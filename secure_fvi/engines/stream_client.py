@@ -215,23 +215,30 @@ def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
             context.wrap_socket(plain, server_hostname=name) as secured,
         ):
             seen = secured.getpeercert(binary_form=True)
-            # Under TLS 1.3 the server judges the silo's certificate after the silo's handshake; gRPC speaks first.
-            if not secured.recv(1):
-                raise _Closed
+            _await_word(secured)
     except ssl.SSLCertVerificationError as error:
         raise ProtocolError(
             f"the server at {host}:{port} is not the one in the roster: {error.verify_message}"
         ) from None
-    except ConnectionResetError:
-        raise _Closed from None
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"):
             raise ProtocolError(f"the server at {host}:{port} speaks no TLS 1.3 ({error.reason})") from None
-        if isinstance(error, ssl.SSLEOFError):
-            raise _Closed from None
         raise
     assert seen is not None
     return ssl.DER_cert_to_PEM_cert(seen).encode()
+
+
+def _await_word(secured: ssl.SSLSocket) -> None:
+    """Under TLS 1.3 the server judges the silo's certificate after the silo's handshake; gRPC speaks first.
+
+    Raises _Closed. What closes before is no judgement: a proxy, say, whose server is away.
+    """
+    try:
+        if secured.recv(1):
+            return
+    except (ConnectionResetError, ssl.SSLEOFError):
+        pass
+    raise _Closed
 
 
 @contextlib.contextmanager

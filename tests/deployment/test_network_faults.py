@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,26 @@ def test_a_connection_that_is_cut_or_stalls_goes_on(world: World) -> None:
         assert relay.connections == before
         relay.cut()
         assert server.exchange({"north": b"cut"}) == {"north": b"answer to cut"}
+
+
+@pytest.mark.slow
+def test_a_silo_waits_for_a_server_behind_something_that_takes_and_drops_connections(world: World) -> None:
+    """As a proxy does whose server is away; only a server that closes after the handshake has refused."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = taken.getsockname()[1]
+    relay = Relay(nobody)
+    dialer = Dialer(world, SimpleNamespace(port=relay.port), "north", echo)  # type: ignore[arg-type]
+    try:
+        while relay.turned_away < 6:
+            assert dialer.thread.is_alive(), dialer.error
+            time.sleep(0.05)
+        with serving(world, names=("north",)) as server:
+            relay.target = server.port
+            assert server.wait_for(["north"], 20)
+            assert server.exchange({"north": b"late"}) == {"north": b"answer to late"}
+            dialer.stop()
+    finally:
+        relay.close()
 
 
 def test_a_packet_is_late_by_half_a_round_trip_and_a_lost_one_by_timeouts() -> None:
