@@ -30,6 +30,9 @@ from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)
 
+#: Seconds after which it is looked again whether a certificate still counts.
+RECHECK = 60.0
+
 
 class TlsFiles(NamedTuple):
     """PEM: private key, certificate, the authority's certificate."""
@@ -43,9 +46,10 @@ class TlsFiles(NamedTuple):
 
 
 class _Link:
-    """One silo's live stream."""
+    """One silo's live stream, and the certificate (PEM) with which it was opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: bytes) -> None:
+        self.certificate = certificate
         self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.closed = False
 
@@ -83,6 +87,7 @@ class StreamServer(Remote):
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._number = 0
+        self._closing = threading.Event()
         self.refused: list[str] = []  # why connections were turned away, newest last
         self._grpc = grpc.server(
             futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, ("grpc.so_reuseport", 0))
@@ -95,6 +100,7 @@ class StreamServer(Remote):
         except RuntimeError:
             raise InputError(f"cannot listen at '{listen}': the address is taken, or is not this machine's") from None
         self._grpc.start()
+        threading.Thread(target=self._keep_checking, daemon=True).start()
 
     @property
     def connected(self) -> set[str]:
@@ -109,10 +115,27 @@ class StreamServer(Remote):
 
     def close(self) -> None:
         """End all streams and give the port back."""
+        self._closing.set()
         with self._changed:
             for link in self._links.values():
                 link.close()
         self._grpc.stop(2.0).wait()
+
+    def check_links(self) -> None:
+        """Cut the streams of those who would not be let in any more: their certificates were revoked, or have expired,
+        or the roster in force names them no longer. Dialing again, they are told why."""
+        with self._changed:
+            links = dict(self._links)
+        for silo, link in links.items():
+            try:
+                self._admit(link.certificate)
+            except SecureFVIError as error:
+                _log.warning("the stream of %s is cut: %s", self._named(silo), error)
+                link.close()
+
+    def _keep_checking(self) -> None:
+        while not self._closing.wait(RECHECK):
+            self.check_links()
 
     # ---- an exchange ----
 
@@ -137,13 +160,13 @@ class StreamServer(Remote):
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """One silo's stream, from its greeting on. Runs in a thread of gRPC's."""
         try:
-            silo = self._greet(requests, context)
+            silo, certificate = self._greet(requests, context)
         except SecureFVIError as error:
             text = shown(str(error).encode())
             self.refused.append(text)
             _log.warning("a connection from %s was refused: %s", context.peer(), text)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-        link = _Link()
+        link = _Link(certificate)
         context.add_callback(link.close)
         yield CODEC.pack(Welcome(self._roster, self._job))
         with self._changed:
@@ -161,8 +184,8 @@ class StreamServer(Remote):
             yield frame
         self._drop(silo, link)
 
-    def _greet(self, requests: Iterator[bytes], context: Any) -> str:
-        """Which silo it is; raises ProtocolError with the reason why it is not let in."""
+    def _greet(self, requests: Iterator[bytes], context: Any) -> tuple[str, bytes]:
+        """Which silo it is, and its certificate; raises ProtocolError with the reason why it is not let in."""
         seen = context.auth_context()
         version = seen.get("ssl_tls_version", [b""])[0].decode()
         certificate = seen.get("x509_pem_cert", [b""])[0]
@@ -178,7 +201,7 @@ class StreamServer(Remote):
             )
         if self._check_token is not None:
             self._check_token(silo, hello.token)
-        return silo
+        return silo, certificate
 
     def _read(self, silo: str, link: _Link, requests: Iterator[bytes]) -> None:
         """Take in what the silo answers until its stream ends."""

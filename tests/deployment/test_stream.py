@@ -254,6 +254,19 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_
         assert server.exchange({"east": b"still here"}) == {"east": b"answer to still here"}
 
 
+def test_a_stream_ends_with_its_certificate(world: World) -> None:
+    with serving(world, names=("east", "north")) as server, dialed(world, server, echo, ("east", "north")) as dialers:
+        server.check_links()
+        assert server.exchange({"north": b"before"}) == {"north": b"answer to before"}
+        world.authority.revoke("north", NOW)
+        server.check_links()  # the list has not come yet
+        assert server.exchange({"north": b"still"}) == {"north": b"answer to still"}
+        install(world.homes["hub"], world.root / "authority" / "ca.crl", NOW)
+        server.check_links()
+        dialers[1].refused("the server refused this silo", "'north' was revoked")
+        assert server.exchange({"east": b"the others"}) == {"east": b"answer to the others"}
+
+
 def test_a_silo_refuses_a_server(world: World) -> None:
     """One whose certificate was revoked, one of another key, one in plaintext."""
     north = world.homes["north"]
