@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load
 
 from secure_fvi.cli.bench_replay import answered, posterior
-from secure_fvi.cli.bench_world import HOLDER, HUB, Parties
+from secure_fvi.cli.bench_world import HUB, Parties
 from secure_fvi.deployment.trail_rows import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import ProtocolError
@@ -215,6 +215,3 @@ def quota(rng: random.Random, least: Mapping[str, int]) -> Callable[[list[str]],
         return role
 
     return choose
-
-
-__all__ = ["HOLDER", "HUB", "KINDS", "Kill", "Outcome", "quota", "run_job"]

@@ -22,7 +22,10 @@ _SILOS = ("east", "north", "south")
 _PATIENCE = 500.0
 #: Rounds of SFVI that are run, and to which their time and bytes are carried on.
 _RUN, _WHOLE = 200, 5000
-_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {"pvi": {"name": "pvi", "rounds": 8}, "sfvi": {"name": "sfvi", "iterations": _RUN}}
+_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "pvi": {"name": "pvi", "rounds": 8},
+    "sfvi": {"name": "sfvi", "iterations": _RUN},
+}
 
 
 def command(as_json: bool, latency_ms: float, loss: float) -> None:

@@ -1,7 +1,7 @@
 """Many silo processes on one machine: masked sums of a long vector, some silos killed in the middle of a round.
 
-The silos are `secure-fvi silo start`, with a model of half as many parameters as a sum has values (means and standard
-deviations). Half of those that leave are killed before they contribute, the others between that and the exchange in
+The silos are `secure-fvi silo start`, with a model of as many parameters as a sum has values, gradients in a draw of
+them. Half of those that leave are killed before they contribute, the others between that and the exchange in
 which masks are taken off.
 """
 
@@ -109,13 +109,12 @@ def measure(silos: int, length: int, leave: float, deadline: float) -> dict[str,
 
 def _parties(root: Path, names: list[str], length: int, deadline: float) -> Parties:
     """Silos with a few numbers each, and policies that name their files."""
-    size = length // 2
     model = root / "model.py"
-    model.write_text(_MODEL.format(size=size))
+    model.write_text(_MODEL.format(size=length))
     generator = np.random.default_rng(1)
     silos = []
     for number, name in enumerate(names):
-        at = generator.integers(0, size, _RECORDS)
+        at = generator.integers(0, length, _RECORDS)
         ids = np.arange(_RECORDS) + number * _RECORDS
         np.savez(root / f"{name}.npz", at=at, y=generator.normal(size=_RECORDS), record_id=ids)
         silos.append({"id": name, "data": str(root / f"{name}.npz")})
