@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     began, rows = time.monotonic(), []
     keep = None if request.keep is None else request.keep / hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
     for seed in plan.seeds:
+        seeded = plan._replace(network=replace(plan.network, seed=seed))
         clients: list[Client] = []
         for method in ("FedVI", "FedAvg", "FedRep"):
             kept = None if keep is None else keep / f"{method}-{seed}.json"
@@ -80,7 +82,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
             clients = clients or make(request.data, seed)
             request.tell(f"seed {seed}: {method}, {plan.fedvi.rounds} rounds")
             with threads(torch.get_num_threads() if plan.device != "cpu" else 1):
-                found = _METHODS[method](plan, clients, seed, keep, request.tell)
+                found = _METHODS[method](seeded, clients, seed, keep, request.tell)
             if kept is not None:
                 write_atomically(kept, json.dumps(found).encode())
             rows += found
@@ -180,6 +182,8 @@ def fit(
         compile=plan.device != "cpu",
     )  # fmt: skip
     folder = None if keep is None else keep / f"{algorithm.name}-{seed}"
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     written = None if folder is None else folder / "curve.json"
     seen: list[Row] = json.loads(written.read_text()) if written is not None and written.is_file() else []
 

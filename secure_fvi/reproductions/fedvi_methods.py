@@ -35,8 +35,8 @@ BASELINES = ("FedAvg", "FedAvg+", "DITTO", "KNN-Per", "FedRep")
 class Tuning(NamedTuple):
     """Of the steps on a client's own records, alike for all baselines that take some."""
 
-    steps: int = 20
-    learning_rate: float = 0.05
+    steps: int = 30
+    learning_rate: float = 0.1
     pull: float = 0.1  # DITTO's, towards the common weights
     neighbours: int = 10
     share: float = 0.5  # of the neighbours' vote in KNN-Per
