@@ -69,7 +69,7 @@ def _posterior(flower: FlowerProcesses, job: Job, name: str) -> bytes:
 
 
 def _wait_for_round(job: Job, round_: int) -> None:
-    until = time.monotonic() + 240
+    until = time.monotonic() + 900
     while (latest_round(job.folder / "remote" / "checkpoint") or 0) < round_:
         assert time.monotonic() < until
         time.sleep(0.1)
@@ -92,7 +92,7 @@ def test_messages_give_the_posterior_of_one_process(flower: FlowerProcesses, con
 
 def test_killed_parties_come_back(flower: FlowerProcesses, consortium: World, tmp_path: Path) -> None:
     """A ClientApp, then the SuperLink with the ServerApp, are killed during a job; the run is started again."""
-    job = Job(consortium, tmp_path, algorithm={"name": "sfvi", "iterations": 6000}, engine=STREAM)
+    job = Job(consortium, tmp_path, algorithm={"name": "sfvi", "iterations": 1200}, engine=STREAM)
     flower.run(job.path, tmp_path / "remote", "killed")
     _wait_for_round(job, 1)
     found = subprocess.run(
@@ -116,7 +116,7 @@ def test_a_silo_that_this_run_did_not_start_is_turned_away(
     flower: FlowerProcesses, consortium: World, tmp_path: Path
 ) -> None:
     """Its certificate is right, its token is none: a ClientApp that another run left behind. Its own goes on."""
-    job = Job(consortium, tmp_path, algorithm={"name": "sfvi", "iterations": 3000}, engine=STREAM)
+    job = Job(consortium, tmp_path, algorithm={"name": "sfvi", "iterations": 600}, engine=STREAM)
     flower.run(job.path, tmp_path / "remote", "token")
     _wait_for_round(job, 1)
     with pytest.raises(ProtocolError, match="this run did not start this silo's ClientApp"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from deployment_world import NOW, World
 
 from secure_fvi.deployment.fresh_bytes import FreshBytes
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.site import client_of
 from secure_fvi.engines import flower_setup
 from secure_fvi.engines.flower_letters import Letter, read_letter, write_letter
+from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES
+from secure_fvi.engines.stream_server import StreamServer, TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.runs.config import Engine
 
@@ -119,3 +123,41 @@ def test_nothing_is_looked_up_outside(tmp_path: Path) -> None:
     assert found["FLWR_DISABLE_UPDATE_CHECK"] == found["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
     assert found["FLWR_HOME"] == str(tmp_path / "flower")
     assert "127.0.0.1" in found["NO_PROXY"]
+
+
+def test_a_silo_of_another_run_is_turned_away_and_a_lonely_one_gives_up(world: World) -> None:
+    """Its certificate is right. With the token of this run the same silo is let in; when the server goes, it leaves."""
+    hub, east, token = world.homes["hub"], world.homes["east"], bytes(range(32))
+
+    def check(site: str, shown: bytes) -> None:
+        if shown != token:
+            raise ProtocolError(f"this run did not start '{site}'")
+
+    tls, roster = TlsFiles(*hub.credentials()), hub.roster(NOW).hash
+    server = StreamServer(["east"], "127.0.0.1:0", tls, lambda pem: "east", roster, "job-1", check_token=check)
+
+    def client() -> StreamClient:
+        return client_of(east, f"127.0.0.1:{server.port}", "hub", lambda job, message: b"here")
+
+    for wrong in (b"", bytes(32)):
+        stranger = client()
+        stranger.token = wrong
+        with pytest.raises(ProtocolError, match="this run did not start 'east'"):
+            stranger.run()
+    own = client()
+    own.token, own.give_up = token, 0.5
+    ended: list[str] = []
+
+    def stay() -> None:
+        try:
+            own.run()
+        except ProtocolError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert server.exchange({"east": b"x"}) == {"east": b"here"}
+    server.close()
+    thread.join(20)
+    assert len(ended) == 1
+    assert "no connection" in ended[0]
