@@ -32,7 +32,7 @@ from secure_fvi.engines.stream_messages import (
     parts,
     reason,
 )
-from secure_fvi.engines.stream_server import SessionLost, TlsFiles
+from secure_fvi.engines.stream_server import RECHECK, SessionLost, TlsFiles
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class StreamClient:
         self._last: tuple[str, bytes, int, bytes] | None = None  # job, message, status, answer
         self._stop = threading.Event()
         self._call: Any = None
+        self._certificate, self._checked = b"", 0.0  # the server's, and when it was looked at
         #: What a launcher gave this silo to show to the server.
         self.token = b""
         #: Seconds without a connection after which `run` gives up; None: never.
@@ -123,8 +124,15 @@ class StreamClient:
     def _check_peer(self) -> None:
         """Look at the server's certificate first: gRPC's client verifies chain and name, but shows no certificate,
         and a revoked one would go unnoticed."""
-        certificate = peer_certificate(self._host, self._port, self._tls(), self._tls_name())
-        self._check_server(certificate)
+        self._certificate = peer_certificate(self._host, self._port, self._tls(), self._tls_name())
+        self._check_server(self._certificate)
+        self._checked = time.monotonic()
+
+    def _check_again(self) -> None:
+        """Whether the server's certificate still counts, every so often. Raises ProtocolError where it does not."""
+        if time.monotonic() - self._checked >= RECHECK:
+            self._check_server(self._certificate)
+            self._checked = time.monotonic()
 
     def _connected(self) -> None:
         """One connection, from dialing to its end."""
@@ -154,6 +162,7 @@ class StreamClient:
             whole = assembler.add(frame)
             if whole is None:
                 continue
+            self._check_again()
             status, answer = self._answer(welcome.job, whole.message)
             for out in parts(whole.exchange, answer, status):
                 outgoing.put(out)

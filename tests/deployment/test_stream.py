@@ -21,6 +21,7 @@ from secure_fvi.deployment.admission import Admission
 from secure_fvi.deployment.authority import Authority
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install
+from secure_fvi.engines import stream_client
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Whole, parts
 from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer, TlsFiles
@@ -265,6 +266,18 @@ def test_a_stream_ends_with_its_certificate(world: World) -> None:
         server.check_links()
         dialers[1].refused("the server refused this silo", "'north' was revoked")
         assert server.exchange({"east": b"the others"}) == {"east": b"answer to the others"}
+
+
+def test_a_silo_leaves_a_server_that_was_revoked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_client, "RECHECK", 0.0)
+    with serving(world, names=("north",)) as server:
+        dialer = Dialer(world, server, "north", echo)
+        assert server.exchange({"north": b"before"}) == {"north": b"answer to before"}
+        world.authority.revoke("hub", NOW)
+        install(world.homes["north"], world.root / "authority" / "ca.crl", NOW)
+        server.patience = Patience("drop", 1.0, 0)
+        assert server.exchange({"north": b"after"}) == {}
+        dialer.refused("'hub' was revoked")
 
 
 def test_a_silo_refuses_a_server(world: World) -> None:
