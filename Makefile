@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo test slow lint types benchmark clean
+.PHONY: demo test slow lint types benchmark docs clean
 
 # One environment for all targets. Torch comes first, at its pinned version, so that no dependency pulls another build.
 .venv/.installed: pyproject.toml requirements.lock
@@ -39,5 +39,9 @@ benchmark: .venv/.installed
 	test -z "$$SECURE_FVI_DATA" || $(BIN)/secure-fvi bench privacy --json | tee benchmarks/out/privacy.json
 	$(BIN)/secure-fvi bench secure-sum --json --plot benchmarks/out/secure_sum.png | tee benchmarks/out/secure_sum.json
 
+docs: .venv/.installed
+	$(BIN)/pip install -q -c requirements.lock -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv runs site build dist *.egg-info
