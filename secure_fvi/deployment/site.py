@@ -23,7 +23,7 @@ from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_server import SessionLost, TlsFiles
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
 
@@ -62,6 +62,11 @@ class Site:
         except SessionLost as error:
             self._trail.note(job, f"a session ends: {printable(str(error))}")
             raise
+        except SecureFVIError:
+            raise
+        except Exception:  # a full disk, say: memory may be ahead of what was written, which alone counts
+            self._let_go()
+            raise
         known = self._trail.chain.jobs.get(job)
         if known is not None and known.accepted:
             self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
@@ -69,10 +74,14 @@ class Site:
 
     def close(self) -> None:
         """Let go of the job, to be continued, and of the log."""
+        self._let_go()
+        self._trail.close()
+
+    def _let_go(self) -> None:
+        """Let go of the job in memory; its next message finds it in the site's folder."""
         if self._job is not None:
             self._job.close()
             self._job = None
-        self._trail.close()
 
     def _answer(self, job: str, message: bytes) -> bytes:
         kind, body = message[:1], message[1:]
@@ -96,9 +105,7 @@ class Site:
 
     def _take(self, job: str, offer: bytes) -> None:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
-        if self._job is not None:
-            self._job.close()
-            self._job = None
+        self._let_go()
         decision = decide(self.home, offer, self._trail, now())
         if decision.offer.job != job:
             raise ProtocolError(f"an offer of job '{decision.offer.job}' on the stream of job '{job}'")
