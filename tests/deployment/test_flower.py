@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,11 +135,17 @@ def test_an_unknown_node_and_plaintext_are_refused(flower: FlowerProcesses, tmp_
     def supernode(*extra: str) -> str:
         command = [program("flower-supernode"), "--superlink", flower.nodes, "--port", str(free_port())]
         command += ["--max-retries", "1", *extra]
-        with subprocess.Popen(
-            command, env=environment(tmp_path), stdout=-1, stderr=subprocess.STDOUT, text=True
-        ) as node:
-            threading.Timer(30, node.kill).start()
-            return node.communicate()[0]
+        log = tmp_path / "node.log"
+        with log.open("wb") as out:
+            node = subprocess.Popen(
+                command, env=environment(tmp_path), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            node.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait(10)
+        return log.read_text()
 
     trusted = ["--root-certificates", str(home / "ca.crt")]
     unknown = supernode(*trusted, "--auth-supernode-private-key", str(tmp_path / "flower" / "node.key"))
