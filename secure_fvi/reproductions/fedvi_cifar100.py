@@ -30,8 +30,8 @@ PAPER = {
 
 def plan(quick: bool, full: bool) -> Plan:
     """Options of the small setting were chosen on seed 100; those of the full one are the paper's."""
-    part, new, rounds, share = (40, 10, 30, 0.25) if quick else (160, 40, 400, 0.1)
-    rates = {"learning_rate": 0.1, "server_learning_rate": 1.0}
+    part, new, rounds, share = (40, 10, 30, 0.25) if quick else (160, 40, 300, 0.1)
+    rates = {"learning_rate": 0.25, "server_learning_rate": 1.0}
     if full:
         part, new, rounds, share = 490, 10, 1500, 50 / 490
         rates = {"learning_rate": 0.03, "server_learning_rate": 3.0}
