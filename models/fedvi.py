@@ -110,11 +110,11 @@ def start(network: Network, personal: bool = True) -> dict[str, Tensor]:
     rng, out = torch.Generator().manual_seed(network.seed), {}
     for name, shape in network.shapes(personal).items():
         if len(shape) == 1:
-            out[name] = torch.zeros(shape)
+            out[name] = torch.zeros(shape, dtype=torch.float32)
             continue
         area = math.prod(shape[2:])
         limit = math.sqrt(6 / (area * (shape[0] + shape[1])))
-        out[name] = limit * (2 * torch.rand(shape, generator=rng) - 1)
+        out[name] = limit * (2 * torch.rand(shape, generator=rng, dtype=torch.float32) - 1)
     return out
 
 

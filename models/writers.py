@@ -114,7 +114,7 @@ def _drawn(images: npt.NDArray[np.uint8], hand: Hand) -> npt.NDArray[np.uint8]:
     """(N, 28, 28) in the writer's hand."""
     x = torch.from_numpy(images).float().unsqueeze(1)
     cos, sin = math.cos(hand.rotation), math.sin(hand.rotation)
-    turn = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]]) / hand.size
+    turn = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]], dtype=torch.float32) / hand.size
     turn[0] += hand.slant * turn[1]
     grid = functional.affine_grid(turn.expand(len(x), 2, 3), list(x.shape), align_corners=False)
     x = functional.grid_sample(x, grid, align_corners=False)

@@ -83,7 +83,7 @@ def from_fedavg(network: Network, w: Weights, tuning: Tuning) -> dict[str, Predi
         near = torch.cdist(embed(network, w, c.test_x), embed(network, w, c.x))
         nearest = near.topk(min(tuning.neighbours, len(c.y)), largest=False)
         votes = torch.softmax(-nearest.values, -1)
-        local = torch.zeros(len(near), network.classes).scatter_add_(1, c.y[nearest.indices], votes)
+        local = votes.new_zeros(len(near), network.classes).scatter_add_(1, c.y[nearest.indices], votes)
         return torch.log(tuning.share * local + (1 - tuning.share) * probs(w, c).exp())
 
     return {

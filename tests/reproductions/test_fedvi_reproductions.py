@@ -141,7 +141,7 @@ def test_an_experiment_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert second["rows"] == first["rows"]
     assert second["ours"] == first["ours"]
     text = table(first)
-    assert all(len(line) <= 130 for line in text.splitlines())
+    assert all(len(line) <= 100 for line in text.splitlines()[:8])
     assert "FedVI above FedAvg" in text
     assert plot(first)[:4] == b"\x89PNG"
 
@@ -202,6 +202,7 @@ dtype = "float32"
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_a_run_from_a_configuration(tmp_path: Path) -> None:
+    """Two minutes, nearly all of it after the last round: the report of 48,000 weights."""
     data = os.environ.get("SECURE_FVI_DATA")
     if not data or not (Path(data) / "mnist").is_dir():
         pytest.skip("SECURE_FVI_DATA holds no mnist")
