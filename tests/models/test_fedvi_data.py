@@ -230,7 +230,10 @@ def test_appendix_d() -> None:
 
 def test_predictions_of_the_network() -> None:
     network = writers.network()
-    w, x = start(network), torch.randint(256, (6, 1, 14, 14), generator=torch.Generator().manual_seed(0))
+    w, x = (
+        {name: v.double() for name, v in start(network).items()},
+        torch.randint(256, (6, 1, 14, 14), generator=torch.Generator().manual_seed(0)),
+    )
     h = embed(network, w, x)
     present = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     loc, scale = infer(network, w, present, h)
@@ -248,7 +251,7 @@ def test_predictions_of_the_network() -> None:
 
 def test_dropout_keeps_the_mean() -> None:
     network = Network(10, (1, 14, 14), (4,), dropout=(0.5, 0.0))
-    w, x = start(network), torch.full((1, 1, 14, 14), 128)
+    w, x = {name: v.double() for name, v in start(network).items()}, torch.full((1, 1, 14, 14), 128)
     rng = torch.Generator().manual_seed(0)
     w["embedding_weight"], w["embedding_bias"] = w["embedding_weight"].abs(), torch.ones(128)
     dropped = embed(network, w, x.expand(400, -1, -1, -1), torch.rand(400, network.flat, generator=rng))
