@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from consortium_run import SILOS, Job
 from deployment_world import World
 from flower_world import reachable_world
 
 pytest.importorskip("flwr")
+httpx = pytest.importorskip("httpx")
 
 from secure_fvi.cli.flower_processes import FlowerProcesses, plain_user
 from secure_fvi.deployment.site import run_site
