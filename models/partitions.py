@@ -1,7 +1,8 @@
 """Splits of a data set over silos that differ in size and in content, seeded: the same call gives the same split.
 
 Sizes and label shares after Ashman et al. (2022, Appendix E.1), who follow Sharma et al. (2019); shards of labels after
-their MNIST experiment. Every function returns row indices by silo, sorted, that use no row twice.
+their MNIST experiment; silos of mostly one label after Hassan et al. (2023, section 4.1). Every function returns row
+indices by silo, sorted, that use no row twice.
 """
 
 from __future__ import annotations
@@ -59,6 +60,54 @@ def size_and_label(labels: Tensor, silos: int, beta: float, kappa: float, seed: 
     rest = _shuffled(torch.cat([positives[used_positive:], negatives[used_negative:]]), seed + 2)
     parts += [rest[j * large : (j + 1) * large] for j in range(half)]
     return [part.sort().values for part in parts]
+
+
+def evenly(rows: int, silos: int, seed: int = 0) -> list[Tensor]:
+    """Random parts of equal size; fewer than `silos` rows remain over."""
+    _check(silos, rows)
+    size = rows // silos
+    order = _shuffled(torch.arange(rows), seed)[: size * silos]
+    return [part.sort().values for part in order.split(size)]
+
+
+def mostly_one_label(
+    labels: Tensor, silos: int, share: float = 0.9, size: int | None = None, seed: int = 0
+) -> list[Tensor]:
+    """Silos of equal size: a `share` of the rows of silo j has label j, modulo the number of labels, and the rest has
+    the others, as evenly as whole numbers allow.
+
+    `size`: rows a silo; None: the most that there are enough rows of every label for. Raises InputError for a share
+    outside [0, 1], and for a size that the labels do not allow.
+    """
+    _check(silos, len(labels))
+    values, counts = labels.unique(return_counts=True)
+    if len(values) < 2 or not 0 <= share <= 1:
+        raise InputError(f"two labels and a share in [0, 1] are needed, not {len(values)} and {share}")
+
+    def wanted(size: int) -> Tensor:
+        return torch.stack([_one_and_others(j % len(values), len(values), share, size) for j in range(silos)])
+
+    if size is None:
+        fitting = (n for n in range(len(labels) // silos, 0, -1) if bool((wanted(n).sum(0) <= counts).all()))
+        size = next(fitting, 0)
+    if size < 1 or bool((wanted(size).sum(0) > counts).any()):
+        raise InputError(f"there are not enough rows of each label for {silos} silos of {max(size, 1)}")
+    pools = [_shuffled(torch.nonzero(labels == v).squeeze(1), seed + k) for k, v in enumerate(values.tolist())]
+    dealt = [
+        pool.split([*wanted(size)[:, k].tolist(), len(pool) - int(wanted(size)[:, k].sum())])
+        for k, pool in enumerate(pools)
+    ]
+    return [torch.cat([dealt[k][j] for k in range(len(values))]).sort().values for j in range(silos)]
+
+
+def _one_and_others(own: int, labels: int, share: float, size: int) -> Tensor:
+    """Rows of each label (labels,) in a silo; what cannot be dealt evenly goes to the labels after its own."""
+    first = round(share * size)
+    each, rest = divmod(size - first, labels - 1)
+    found = torch.full((labels,), each)
+    found[[(own + 1 + k) % labels for k in range(rest)]] += 1
+    found[own] = first
+    return found
 
 
 def label_shards(labels: Tensor, silos: int, shards: int = 2, seed: int = 0) -> list[Tensor]:

@@ -16,6 +16,7 @@ REPRODUCTIONS = {
     "fedvi-femnist": "secure_fvi.reproductions.fedvi_femnist",
     "fedvi-writers": "secure_fvi.reproductions.fedvi_writers",
     "heart": "secure_fvi.reproductions.heart",
+    "multinomial-mnist": "secure_fvi.reproductions.multinomial_mnist",
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-six-cities": "secure_fvi.reproductions.pvi_six_cities",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",

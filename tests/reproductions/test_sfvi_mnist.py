@@ -1,0 +1,123 @@
+"""multinomial-mnist and hbnn-mnist: what they keep, table and plot; the quick runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import secure_fvi as sf
+from secure_fvi.algorithms.base import Posterior, Problem
+from secure_fvi.cli import main
+from secure_fvi.models.multinomial import multinomial_regression
+from secure_fvi.reproductions.mnist_report import plot, table
+from secure_fvi.reproductions.mnist_runs import Job, run, summary
+
+SILOS = [{"x": torch.eye(3), "y": torch.arange(3)}, {"x": -torch.eye(3), "y": torch.arange(3)}]
+
+
+def _look(problem: Problem, posterior: Posterior, local: Mapping[str, object]) -> dict[str, Any]:
+    return {"test": float(posterior.eta["loc"].sum()), "train": float(len(local))}
+
+
+def _job(**options: Any) -> Job:
+    algorithm = sf.SFVI(**{"iterations": 6, **options})
+    what = {"setting": "2 x 3", "method": "SFVI", "seed": 0}
+    return Job(what, multinomial_regression(classes=3), algorithm, SILOS, 0, False, looks=3)
+
+
+@pytest.mark.slow
+def test_a_fit_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = run(_job(), _look, tmp_path, said.append)
+    assert [point["round"] for point in first["curve"]] == [2, 4, 6]
+    assert first["test"] == first["curve"][-1]["test"]
+    assert first["bytes_up"] > 0
+    told = len(said)
+    again = run(_job(), _look, tmp_path, said.append)
+    assert again == first
+    assert len(said) == told
+    other = run(_job(learning_rate=0.2), _look, tmp_path, said.append)  # another configuration is another fit
+    assert other["test"] != first["test"]
+
+
+@pytest.mark.slow
+def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """Stopped by an error when it is looked at in round 4; checkpoints are taken after every round here."""
+    whole = run(_job(), _look, None, lambda text: None)
+
+    def stops(problem: Problem, posterior: Posterior, local: Mapping[str, object]) -> dict[str, Any]:
+        if len(said) == 2:
+            raise KeyboardInterrupt
+        return _look(problem, posterior, local)
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("secure_fvi.reproductions.mnist_runs._CHECKPOINT", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            run(_job(), stops, tmp_path, said.append)
+        resumed = run(_job(), _look, tmp_path, said.append)
+    assert resumed["test"] == whole["test"]
+    assert [point["round"] for point in resumed["curve"]] == [2, 6]  # a look that failed is not made up for
+
+
+def _row(method: str, seed: int, test: float) -> dict[str, Any]:
+    curve = [{"round": r, "test": test - 0.1 / r} for r in (1, 2)]
+    return {
+        "setting": "25 x 200", "method": method, "seed": seed, "test": test, "train": 0.9, "rounds": 50,
+        "bytes_up": 1_500_000, "bytes_down": 500_000, "seconds": 60.0, "curve": curve,
+    }  # fmt: skip
+
+
+def test_the_table_and_the_plot_of_both() -> None:
+    rows = [_row("SFVI", 0, 0.80), _row("SFVI", 1, 0.84), _row("PVI", 0, 0.70)]
+    lines = summary(rows, ("setting", "method"))
+    assert [line["test"]["seeds"] for line in lines] == [2, 1]
+    assert lines[0]["test"]["mean"] == pytest.approx(0.82)
+    content = {
+        "lines": [{**line, "paper": paper} for line, paper in zip(lines, ({"test": 84.0}, {}), strict=True)],
+        "rows": rows, "seconds": 180.0, "machine": "one", "setting": "as said",
+    }  # fmt: skip
+    first = table(content).splitlines()[1]
+    assert "82.0 (2.8)" in first
+    assert "84.0" in first
+    assert "2.0" in first  # MB
+    assert plot(content)[:4] == b"\x89PNG"
+
+
+def _quick(name: str, tmp_path: Path) -> dict[str, Any]:
+    data = os.environ.get("SECURE_FVI_DATA")
+    if not data or not (Path(data) / "mnist").is_dir():
+        pytest.skip("SECURE_FVI_DATA holds no mnist")
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", name, "--out", str(tmp_path), "--data", data, "--quick"])
+    assert stop.value.code == 0
+    assert not (tmp_path / f"{name}.partial").exists()
+    assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    content: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
+    return content
+
+
+@pytest.mark.slow
+def test_the_quick_multinomial_regression(tmp_path: Path) -> None:
+    """Guessing is 0.1."""
+    content = _quick("multinomial-mnist", tmp_path)
+    found = {line["method"]: line["test"]["mean"] for line in content["lines"]}
+    assert found["SFVI"] > 0.85
+    assert found["SFVI-Avg"] > 0.80
+    assert found["PVI"] > 0.60
+    assert found["independent"] < found["SFVI"]
+
+
+@pytest.mark.parametrize("name", ["multinomial-mnist"])
+def test_they_are_refused_without_images(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", name, "--out", str(tmp_path / "out"), "--data", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "no folder 'mnist'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
