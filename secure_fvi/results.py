@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
+_NUMBERS_AT_ONCE = 20_000_000
 
 
 class SitePosterior(NamedTuple):
@@ -135,19 +136,34 @@ class Result(RunSummary):
         write_atomically(directory / "result.json", json.dumps(self.to_json(), indent=2).encode())
 
 
-def draw_global(problem: Problem, posterior: Posterior, n: int, seed: int) -> Params:
-    """Draws of q(Z_G), constrained, (n, *shape) a site."""
+def draw_global(
+    problem: Problem, posterior: Posterior, n: int, seed: int, sites: Collection[str] | None = None
+) -> Params:
+    """Draws of q(Z_G), constrained, (n, *shape) a site; of `sites` alone, where the others would only take memory."""
     if n < 1:
         raise InputError(f"the number of draws must be at least 1, not {n}")
-    z = draw_unconstrained(posterior, n, seed)
-    return torch.func.vmap(lambda z: problem.density.constrain(z, posterior.theta)[0])(z)
+    rng = torch.Generator().manual_seed(seed)
+    most = draws_at_once(posterior)
+    parts = []
+    for start in range(0, n, most):
+        z = _draw(posterior, min(most, n - start), rng)
+        found = torch.func.vmap(lambda z: problem.density.constrain(z, posterior.theta)[0])(z)
+        parts.append({name: v for name, v in found.items() if sites is None or name in sites})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def draws_at_once(posterior: Posterior) -> int:
+    """How many draws of all of Z_G fit well into memory."""
+    return max(1, _NUMBERS_AT_ONCE // max(1, posterior.family.noise_size))
 
 
 def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:
     """Draws of Z_G (n, n_global)."""
-    loc = posterior.eta["loc"]
-    rng = torch.Generator().manual_seed(seed)
-    eps = torch.randn(n, posterior.family.noise_size, generator=rng, dtype=torch.float64).to(loc)
+    return _draw(posterior, n, torch.Generator().manual_seed(seed))
+
+
+def _draw(posterior: Posterior, n: int, rng: torch.Generator) -> Tensor:
+    eps = torch.randn(n, posterior.family.noise_size, generator=rng, dtype=torch.float64).to(posterior.eta["loc"])
     return torch.func.vmap(lambda e: posterior.family.transform(posterior.eta, e))(eps)
 
 
@@ -160,7 +176,8 @@ def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:
     exact_mean = problem.layout.split(posterior.eta["loc"], "global")
     exact_sd = problem.layout.split(sd, "global")
     real = {s.name for s in problem.layout.of("global") if "Real" in s.support}
-    draws = {} if len(real) == len(exact_mean) else draw_global(problem, posterior, _MOMENT_DRAWS, _MOMENT_SEED)
+    others = exact_mean.keys() - real
+    draws = draw_global(problem, posterior, _MOMENT_DRAWS, _MOMENT_SEED, others) if others else {}
     return SitePosteriors(
         {
             name: SitePosterior(exact_mean[name], exact_sd[name])

@@ -14,8 +14,9 @@ from programs import make_intercepts, make_rate
 from safetensors.torch import load_file
 
 import secure_fvi as sf
-from secure_fvi import fitting
+from secure_fvi import fitting, results
 from secure_fvi.errors import InputError
+from secure_fvi.results import draw_global
 from secure_fvi.runs.checkpoint import latest_round, load_checkpoint, save_checkpoint
 
 
@@ -31,6 +32,18 @@ def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
     error = draws.std() / len(draws) ** 0.5
     assert (draws.mean() - result.posterior["rate"].mean).abs() < 4.5 * error + 4.5 * error
     assert (draws > 0).all()
+
+
+def test_draws_too_many_for_memory_are_made_in_parts(result: sf.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same distribution in parts of 300: mean and sd within 5 standard errors of those at once."""
+    whole = result.sample(20_000)["rate"]
+    monkeypatch.setattr(results, "_NUMBERS_AT_ONCE", 300)
+    parts = result.sample(20_000)["rate"]
+    assert parts.shape == whole.shape
+    assert parts.unique().numel() == 20_000  # no part repeats another
+    assert (parts.mean() - whole.mean()).abs() < 5 * (2 / 20_000) ** 0.5 * whole.std()
+    assert (parts.std() / whole.std() - 1).abs() < 5 * (2 / 20_000) ** 0.5
+    assert draw_global(result.problem, result.variational, 3, 0, sites=()) == {}
 
 
 def test_predictions_cover_new_records(result: sf.Result) -> None:

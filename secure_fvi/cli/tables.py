@@ -9,6 +9,9 @@ from rich.table import Table
 
 from secure_fvi.runs.rows import comparison_rows, posterior_rows
 
+#: Rows of a table; those of a network's weights would fill screens.
+_MOST_ROWS = 60
+
 
 def print_posterior(result: dict[str, Any]) -> None:
     """The global sites of result.json."""
@@ -20,9 +23,11 @@ def print_posterior(result: dict[str, Any]) -> None:
     table.add_column("site")
     table.add_column("mean", justify="right")
     table.add_column("sd", justify="right")
-    for row in posterior_rows(result):
+    rows = posterior_rows(result)
+    for row in rows[:_MOST_ROWS]:
         table.add_row(row.label, f"{row.mean:.4g}", f"{row.sd:.4g}")
     console.print(table)
+    _say_left_out(console, len(rows), "result.json")
 
 
 def print_comparison(comparison: dict[str, Any]) -> None:
@@ -36,7 +41,8 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     table.add_column("site")
     for heading in (f"{name} mean", f"{name} sd", "run mean", "run sd", "error / sd", "sd ratio"):
         table.add_column(heading, justify="right")
-    for row in comparison_rows(comparison):
+    rows = comparison_rows(comparison)
+    for row in rows[:_MOST_ROWS]:
         table.add_row(
             row.label,
             f"{row.mean:.4g}",
@@ -47,3 +53,9 @@ def print_comparison(comparison: dict[str, Any]) -> None:
             f"{row.ratio:.3f}",
         )
     console.print(table)
+    _say_left_out(console, len(rows), "compare.json")
+
+
+def _say_left_out(console: Console, rows: int, file: str) -> None:
+    if rows > _MOST_ROWS:
+        console.print(f"and {rows - _MOST_ROWS} more, in {file}", highlight=False)

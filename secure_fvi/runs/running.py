@@ -24,7 +24,8 @@ from secure_fvi.runs.report import write_report
 if TYPE_CHECKING:
     from secure_fvi.results import RunSummary
 
-_MARGINAL_DRAWS = 20_000
+#: Of a posterior for its marginals: so many, fewer of one so large that they would not fit into memory.
+_MARGINAL_DRAWS, _LEAST_DRAWS, _MARGINAL_NUMBERS = 20_000, 1000, 20_000_000
 
 
 def execute(
@@ -100,11 +101,16 @@ def _fit(
         log.close(last)
     if federation.privacy is not None:
         _keep_ledger(_books(federation.config, folder), folder)
-    found = json.dumps(marginals(result.sample(_MARGINAL_DRAWS)))
+    found = json.dumps(marginals(result.sample(_marginal_draws(result))))
     write_atomically(folder.path / "marginals.json", found.encode())
     result.save(folder.path)
     write_report(folder.path)
     return result
+
+
+def _marginal_draws(result: RunSummary) -> int:
+    size = sum(site.mean.numel() for site in result.posterior.values())
+    return min(_MARGINAL_DRAWS, max(_LEAST_DRAWS, _MARGINAL_NUMBERS // max(size, 1)))
 
 
 def _books(config: Config, folder: RunDirectory) -> Books:
