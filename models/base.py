@@ -21,6 +21,7 @@ MODULES = {
     "credit": "secure_fvi.models.uci_credit",
     "femnist": "secure_fvi.models.femnist",
     "mnist": "secure_fvi.models.mnist",
+    "newsgroups": "secure_fvi.models.newsgroups",
     "prodlda-simulated": "secure_fvi.models.prodlda",
     "six-cities": "secure_fvi.models.six_cities",
     "writers-simulated": "secure_fvi.models.writers",

@@ -7,39 +7,95 @@ is unconstrained and the weights are mixed on the simplex: softmax(T softmax(W_k
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pyro
 import torch
-from pyro.distributions import Multinomial, Normal
-from torch import Tensor
+from pyro.distributions import Dirichlet, Multinomial, Normal, TorchDistribution, constraints
+from torch import Tensor, nn
 
 from secure_fvi.errors import InputError
+from secure_fvi.families import Amortised
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.models.base import Dataset, Program
 
+#: Of the simulated documents.
 TOPICS = 5
+#: Prior standard deviation of T and W.
+SCALE = 2.0
 
 
-def prodlda(counts: Tensor) -> None:
-    """The model for N documents over V words, `counts` (N, V).
+def prodlda(topics: int, as_printed: bool = False) -> FederatedModel:
+    """The model for documents over V words, `counts` (N, V), with so many topics K.
 
     Global site `topics` (V, K), logits of the words in each topic; local site `weights` (K,) of a document, logits of
-    its topics. Both N(0, 2^2).
+    its topics. Both N(0, 2^2). `as_printed`: the paper's text, for comparison: columns of `topics` are Dirichlet(beta),
+    the logits `topics @ weights`, weights N(alpha, 1), and theta is alpha and beta.
     """
-    documents, words = counts.shape
-    topics = pyro.sample("topics", Normal(counts.new_zeros(words, TOPICS), 2.0).to_event(2))
-    with pyro.plate("document", documents):
-        weights = pyro.sample("weights", Normal(counts.new_zeros(TOPICS), 2.0).to_event(1))
-        logits = torch.softmax(weights, -1) @ topics.transpose(-1, -2)
-        pyro.sample("counts", _Words(logits=logits, validate_args=False), obs=counts)
+    if type(topics) is not int or topics < 1:
+        raise InputError(f"topics must be a whole number of at least 1, not {topics!r}")
+
+    def model(counts: Tensor) -> None:
+        size = (counts.shape[1], topics)
+        t = pyro.sample("topics", Normal(counts.new_zeros(size), SCALE).to_event(2))
+        with pyro.plate("document", len(counts)):
+            w = pyro.sample("weights", Normal(counts.new_zeros(topics), SCALE).to_event(1))
+            pyro.sample("counts", Words(torch.softmax(w, -1), t), obs=counts)
+
+    def printed(counts: Tensor) -> None:
+        alpha = pyro.param("alpha", counts.new_zeros(()))
+        beta = pyro.param("beta", counts.new_ones(()), constraint=constraints.positive)
+        concentration = beta * counts.new_ones(topics, counts.shape[1])
+        t = pyro.sample("topics", Dirichlet(concentration).to_event(1))
+        with pyro.plate("document", len(counts)):
+            w = pyro.sample("weights", Normal(alpha + counts.new_zeros(topics), 1.0).to_event(1))
+            pyro.sample("counts", Words(w, t.transpose(-1, -2)), obs=counts)
+
+    return FederatedModel(printed if as_printed else model, record_plate="document")
 
 
-class _Words(Multinomial):  # type: ignore[misc]
-    """Of documents of any length. torch's own density indexes with a mask, which `vmap` cannot map."""
+def encoder(words: int, topics: int, hidden: int = 100, seed: int = 0) -> Amortised:
+    """q(weights | counts) by a network of two layers of softplus units, as in Srivastava and Sutton 2017, on the roots
+    of the document's shares of words. Its weights are theta and travel with it; no document has parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = nn.Sequential(
+            nn.Linear(words, hidden), nn.Softplus(), nn.Linear(hidden, hidden), nn.Softplus(),
+            nn.Linear(hidden, 2 * topics),
+        )  # fmt: skip
+    return Amortised(network, lambda rows: _shares(rows["counts"]))
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """Square roots, whose sum of squares is 1 for documents of any length."""
+    return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).sqrt()
+
+
+class Words(TorchDistribution):  # type: ignore[misc]
+    """A document's words in their order, as counts (..., V): the multinomial's coefficient, which depends on the counts
+    alone, is left out. Logits are `weights` (..., K) @ `topics`.T, of `topics` (V, K).
+
+    The sum over words is taken before that over topics, which leaves one exponential for each of B x V numbers.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    support = constraints.independent(constraints.nonnegative, 1)
+
+    def __init__(self, weights: Tensor, topics: Tensor) -> None:
+        self.weights, self.topics = weights, topics
+        super().__init__(weights.shape[:-1], topics.shape[:1], validate_args=False)
+
+    def expand(self, batch_shape: torch.Size, _instance: None = None) -> Words:
+        return Words(self.weights.expand(*batch_shape, -1), self.topics)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        ways = torch.lgamma(value.sum(-1) + 1) - torch.lgamma(value + 1).sum(-1)
-        return ways + (value * torch.log_softmax(self.logits, -1)).sum(-1)
+        logits = self.weights @ self.topics.transpose(-1, -2)
+        explained = (self.weights * (value @ self.topics)).sum(-1)
+        return explained - value.sum(-1) * torch.logsumexp(logits, -1)
+
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008  # torch's own signature
+        """Documents of one word."""
+        return Multinomial(logits=self.weights @ self.topics.transpose(-1, -2)).sample(sample_shape)
 
 
 def load(
@@ -62,6 +118,6 @@ def load(
 PROGRAM = Program(
     name="prodlda-simulated",
     description=f"ProdLDA with {TOPICS} topics on simulated documents",
-    model=FederatedModel(prodlda, record_plate="document"),
+    model=prodlda(TOPICS),
     load=load,
 )

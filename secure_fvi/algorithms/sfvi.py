@@ -61,6 +61,10 @@ class SFVI:
     average_last: with `iterations` set, the share of last iterates that is averaged (0 keeps the last one).
     sampling_rate: each record joins a round with this probability. participation: share of silos asked a round.
     bound: largest absolute value of any element of a contribution; past it a silo refuses.
+    local_learning_rate: of a silo's own latents; None is learning_rate. In minibatches, where a record's distribution
+    takes a step only when the record is drawn, a larger one lets it keep up.
+    start_spread: q(Z_G)'s mean begins at the prior's centre plus draws of this sd that all parties share, for hidden
+    units and topics, which are all alike at the centre.
     warm_start: rounds of SFVI-Avg beforehand; they are not counted in iterations.
     """
 
@@ -72,6 +76,8 @@ class SFVI:
     optimizer: str = "adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.05
+    local_learning_rate: float | None = None
+    start_spread: float = 0.0
     schedule: str | Callable[[float], float] = "constant"
     average_last: float = 0.25
     sampling_rate: float = 1.0
@@ -105,6 +111,10 @@ class SFVI:
         if self.schedule != "constant" and self.iterations is None:
             raise InputError("a learning-rate schedule needs `iterations`; without it the stopping rule sets the rate")
         Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)
+        if self.local_learning_rate is not None and not 0 < self.local_learning_rate < math.inf:
+            raise InputError(f"local_learning_rate must be positive and finite, not {self.local_learning_rate}")
+        if not 0 <= self.start_spread < math.inf:
+            raise InputError(f"start_spread must be finite and not negative, not {self.start_spread}")
         if not (math.isfinite(self.bound) and self.bound > 0):
             raise InputError(f"bound must be positive and finite, not {self.bound}")
         if self.warm_start.rounds:
@@ -143,6 +153,8 @@ class SFVI:
             optimizer=self.optimizer,
             optimizer_options=self.optimizer_options,
             learning_rate=self.learning_rate,
+            local_learning_rate=self.local_learning_rate,
+            start_spread=self.start_spread,
             sampling_rate=self.sampling_rate,
             participation=self.participation,
             total_records=self.warm_start.total_records,

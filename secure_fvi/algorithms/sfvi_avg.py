@@ -57,7 +57,7 @@ class SFVIAvg:
     sampling_rate: each record joins a local step with this probability. average_last: share of a round's last iterates
     that a silo averages. persistent: silos keep their optimisers' state from round to round. participation: share of
     silos asked a round. total_records: N, where it is public; otherwise it is counted by one more secure sum. bound:
-    largest absolute value of any element of a contribution.
+    largest absolute value of any element of a contribution. local_learning_rate and start_spread as in `SFVI`.
     """
 
     rounds: int = 20
@@ -72,6 +72,8 @@ class SFVIAvg:
     optimizer: str = "adam"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.05
+    local_learning_rate: float | None = None
+    start_spread: float = 0.0
     decay: float = 0.2
     average_last: float = 0.5
     persistent: bool = True
@@ -121,6 +123,8 @@ class SFVIAvg:
             optimizer=self.optimizer,
             optimizer_options=self.optimizer_options,
             learning_rate=self.learning_rate,
+            local_learning_rate=self.local_learning_rate,
+            start_spread=self.start_spread,
             average_last=self.average_last,
             sampling_rate=self.sampling_rate,
             participation=self.participation,

@@ -80,7 +80,7 @@ class SFVIAvgServer:
 
     def init(self) -> SFVIAvgState:
         move, nothing = self.frame.base.move, np.zeros(0)
-        eta = self.family.init(move(self.problem.start.z_global))
+        eta = self.frame.base.start()
         theta = {name: move(value) for name, value in self.frame.theta_start.items()}
         first = COUNT if self.frame.counts_first else MERGE
         idle = Merging(0, eta["loc"], theta, nothing, nothing)

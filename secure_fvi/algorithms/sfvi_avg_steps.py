@@ -45,7 +45,7 @@ class LocalRun:
 
     def __init__(self, config: SFVIAvg, problem: Problem, frame: SFVIAvgFrame) -> None:
         self.config, self.problem, self.frame = config, problem, frame
-        self.base, self.optimizer = frame.base, frame.base.optimizer
+        self.base, self.optimizer, self.local_optimizer = frame.base, frame.base.optimizer, frame.base.local_optimizer
         self._public_draws = server_draws(problem.seed)
         self._server_gradient = server_gradient(problem.density, frame.family)
         axes = (None, None, 0, 0, None, None, 0, 0, None, 1, None, None)
@@ -131,8 +131,8 @@ class LocalRun:
         )
         units = {"eta/loc": mean_units(self.frame.family.stddev(eta))}
         shared, moments = self.optimizer.step(shared, merge(eta=total.eta, theta=total.theta), moments, rate, units)
-        record, record_moments = self.optimizer.step(record, g.local, record_moments, rate, local_units(record))
-        silo, silo_moments = self.optimizer.step(silo, g.silo, silo_moments, rate, local_units(silo))
+        record, record_moments = self.local_optimizer.step(record, g.local, record_moments, rate, local_units(record))
+        silo, silo_moments = self.local_optimizer.step(silo, g.silo, silo_moments, rate, local_units(silo))
         return Point(shared, moments, record, record_moments, silo, silo_moments), g.value
 
     def _gradient(self, copies: Tensor) -> SiloFunction:

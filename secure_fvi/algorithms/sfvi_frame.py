@@ -14,6 +14,7 @@ from secure_fvi.families.amortised import ENCODER
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
+from secure_fvi.randomness import start_draws
 
 
 class SFVIFrame:
@@ -28,6 +29,8 @@ class SFVIFrame:
         self.local_family = config.local_family.build(n_record, n_global + n_silo, samples)
         self.silo_family = config.silo_family.build(n_silo, n_global, 1)
         self.optimizer = Optimizer(config.optimizer, config.learning_rate, config.optimizer_options)
+        own_rate = config.local_learning_rate or config.learning_rate
+        self.local_optimizer = Optimizer(config.optimizer, own_rate, config.optimizer_options)
         self.samples = samples if n_record else 1
         self.by_record = isinstance(problem.privacy, RecordDP)
         self.by_row = config.sampling_rate < 1 or self.by_record
@@ -84,6 +87,11 @@ class SFVIFrame:
         if self.terms is None:
             return BlockTable((*self.gradient_blocks, Block("objective", (), self.config.bound), records))
         return self.terms.table(self.gradient_blocks, [records])
+
+    def start(self) -> Params:
+        """eta_G before the first round. Everyone may see it."""
+        draws = self.config.start_spread * start_draws(self.problem.seed, self.family.n)
+        return self.family.init(self.move(self.problem.start.z_global + draws.to(self.problem.start.z_global)))
 
     @property
     def rate(self) -> float:

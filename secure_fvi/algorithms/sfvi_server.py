@@ -57,8 +57,8 @@ class SFVIServer:
             self._gradient = Traced(self._gradient, (None,) * 6, problem.mode)
 
     def init(self) -> SFVIState:
-        eta = self.family.init(self.frame.move(self.problem.start.z_global))
-        return self.init_at(eta, {name: self.frame.move(value) for name, value in self.frame.theta_start.items()})
+        theta = {name: self.frame.move(value) for name, value in self.frame.theta_start.items()}
+        return self.init_at(self.frame.start(), theta)
 
     def init_at(self, eta: Params, theta: Params) -> SFVIState:
         """The state before the first round, from given parameters."""

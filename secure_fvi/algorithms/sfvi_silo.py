@@ -58,7 +58,7 @@ class SFVISilo:
         self.config, self.problem = config, problem
         self.frame = frame = SFVIFrame(config, problem)
         self.tables, self.terms = frame.tables, frame.terms_by_phase
-        self.optimizer = frame.optimizer
+        self.optimizer = frame.local_optimizer
         plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
         self._gradient: Callable[..., SiloGradient] = plain
         self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, frame.couples)
