@@ -1,0 +1,99 @@
+"""Networks of which each silo has its own version (Hassan et al. 2023, section 4.1).
+
+In `hierarchical_network` the first layer of a silo scatters around a common mean and its last layer is its own; in
+`fedpop`, a fully Bayesian version of FedPop (Kotelevskii et al. 2022), the first layer is common and the last scatters.
+Scatter is written in offsets that are N(0, 1) a priori, as in the paper, and there are no biases.
+
+The paper's half normal prior of the scatter's sd is not Gaussian in unconstrained space, which PVI asks for where
+weights are thousands; `log_normal=True` takes the log-normal one whose logarithm, the site `log_spread`, has the same
+mean and sd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import pyro
+import torch
+from pyro.distributions import Categorical, HalfNormal, Normal
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+from secure_fvi.federated_model import FederatedModel
+
+#: First layer (D, hidden) and last (hidden, classes) of a silo's network, from the values of its sites and the global
+#: ones by name.
+Layers = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+#: Mean and sd of the logarithm of a half normal variable.
+_LOG_MEAN, _LOG_SD = -0.6351814227307391, math.pi / math.sqrt(8)
+
+
+class PersonalNetwork(NamedTuple):
+    """y ~ Categorical(softmax(relu(x W1) W2)) with W1 and W2 of a silo. Data: `x` (N, D), `y` (N,) int64."""
+
+    model: FederatedModel
+    layers: Layers
+
+
+def hierarchical_network(hidden: int = 64, classes: int = 10, log_normal: bool = False) -> PersonalNetwork:
+    """W1 = mean + spread x offsets. Global sites: `mean` (D, hidden), N(0, 1), and `spread` (), half normal. Silo
+    sites: `offsets` (D, hidden) and `output_weights` (hidden, classes), N(0, 1)."""
+
+    def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return values["mean"] + scatter(values) * values["offsets"], values["output_weights"]
+
+    return _personal(hidden, classes, log_normal, layers, ("mean",), ("offsets", "output_weights"))
+
+
+def fedpop(hidden: int = 64, classes: int = 10, log_normal: bool = False) -> PersonalNetwork:
+    """W2 = output_mean + spread x output_offsets. Global sites: `hidden_weights` (D, hidden) and `output_mean`
+    (hidden, classes), N(0, 1), and `spread` (), half normal. Silo site: `output_offsets` (hidden, classes), N(0, 1)."""
+
+    def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return values["hidden_weights"], values["output_mean"] + scatter(values) * values["output_offsets"]
+
+    return _personal(hidden, classes, log_normal, layers, ("hidden_weights", "output_mean"), ("output_offsets",))
+
+
+def scatter(values: Mapping[str, Tensor]) -> Tensor:
+    """The sd of silos' weights around the common ones, from the value of its site."""
+    return values["log_spread"].exp() if "log_spread" in values else values["spread"]
+
+
+def _personal(
+    hidden: int, classes: int, log_normal: bool, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...]
+) -> PersonalNetwork:
+    """The program: weights N(0, 1), those of an `output` layer (hidden, classes), and how they make the layers."""
+    for name, value in (("hidden", hidden), ("classes", classes)):
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+    def network(x: Tensor, y: Tensor) -> None:
+        one = x.new_ones(())
+        if log_normal:
+            values = {"log_spread": pyro.sample("log_spread", Normal(_LOG_MEAN * one, _LOG_SD))}
+        else:
+            values = {"spread": pyro.sample("spread", HalfNormal(one))}
+        for name in (*shared, *own):
+            shape = (hidden, classes) if name.startswith("output") else (x.shape[-1], hidden)
+            values[name] = pyro.sample(name, Normal(x.new_zeros(shape), 1.0).to_event(2))
+        first, last = layers(values)
+        with pyro.plate("image", len(y)):
+            pyro.sample("y", Categorical(logits=torch.relu(x @ first) @ last), obs=y)
+
+    return PersonalNetwork(FederatedModel(network, record_plate="image", silo_sites=own), layers)
+
+
+def class_log_probs(network: PersonalNetwork, draws: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Log predictive probabilities (N, classes) of a silo's images `x` (N, D): the log of the mean over joint draws of
+    the global sites and the silo's own, (n, *shape) each."""
+    count = min(len(values) for values in draws.values())
+    if not count:
+        raise InputError("no draws of the weights; at least one is needed")
+    each = []
+    for k in range(count):
+        first, last = network.layers({name: values[k] for name, values in draws.items()})
+        each.append(torch.log_softmax(torch.relu(x.to(first) @ first) @ last, -1))
+    return torch.logsumexp(torch.stack(each), 0) - math.log(count)
