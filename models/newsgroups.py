@@ -143,8 +143,13 @@ def tokens(text: str) -> list[str]:
     return [found for word in _WORD.findall(text.lower()) if (found := lemma(word)) is not None]
 
 
-def corpus(data_dir: Path | None = None, split: str = "train", words: int = 2000, remove: Iterable[str] = ()) -> Corpus:
-    """Counts of the `words` most common words of the training posts in the posts of `split`.
+def corpus(
+    data_dir: Path | None = None,
+    split: str = "train",
+    words: int | tuple[str, ...] = 2000,
+    remove: Iterable[str] = (),
+) -> Corpus:
+    """Counts of words in the posts of `split`: of so many most common ones of the training posts, or of those given.
 
     Raises InputError for missing files and options that do not fit.
     """
@@ -152,19 +157,22 @@ def corpus(data_dir: Path | None = None, split: str = "train", words: int = 2000
     unknown = [name for name in remove if name not in REMOVABLE]
     if unknown:
         raise InputError(f"remove = '{unknown[0]}' is unknown; choose {', '.join(REMOVABLE)}")
-    if type(words) is not int or words < 2:
+    if not isinstance(words, tuple) and (type(words) is not int or words < 2):
         raise InputError(f"words must be a whole number of at least 2, not {words!r}")
     folder = data_folder(FOLDER, data_dir)
+
+    def counted(posts: list[Post]) -> list[Counter[str]]:
+        return [Counter(tokens(body(post.text, remove))) for post in posts]
+
     posts = read_posts(folder, split)
-    trained = posts if split == "train" else read_posts(folder, "train")
-    seen = [Counter(tokens(body(post.text, remove))) for post in trained]
-    vocabulary = _most_common(seen, words)
-    rows = seen if split == "train" else [Counter(tokens(body(post.text, remove))) for post in posts]
-    counts = torch.from_numpy(_counts(rows, vocabulary))
+    rows = counted(posts)
+    if not isinstance(words, tuple):
+        words = _most_common(rows if split == "train" else counted(read_posts(folder, "train")), words)
+    counts = torch.from_numpy(_counts(rows, words))
     kept = counts.sum(1) > 0
     names = sorted({post.group for post in posts})
     groups = torch.tensor([names.index(post.group) for post in posts])
-    return Corpus(counts[kept], vocabulary, groups[kept], torch.arange(len(posts))[kept])
+    return Corpus(counts[kept], words, groups[kept], torch.arange(len(posts))[kept])
 
 
 def _most_common(posts: Iterable[Counter[str]], words: int) -> tuple[str, ...]:

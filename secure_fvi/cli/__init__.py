@@ -19,6 +19,7 @@ from secure_fvi.cli.flower import flower
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.reproduce import reproduce
+from secure_fvi.cli.results import results
 from secure_fvi.cli.run import run
 from secure_fvi.cli.serving import holder, server, silo
 from secure_fvi.cli.status import status
@@ -49,6 +50,7 @@ cli.add_command(flower)
 cli.add_command(keys)
 cli.add_command(policy)
 cli.add_command(reproduce)
+cli.add_command(results)
 cli.add_command(server)
 cli.add_command(silo)
 cli.add_command(status)

@@ -33,6 +33,7 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool)
     experiment = importlib.import_module(REPRODUCTIONS[name])
     keep = out / f"{name}.partial"
     content, picture = experiment.reproduce(Request(quick, data, lambda text: click.echo(text, err=True), keep))
+    content["quick"] = quick
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{name}.png", picture)
     write_atomically(out / f"{name}.json", json.dumps(content, indent=2).encode())

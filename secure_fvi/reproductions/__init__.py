@@ -17,6 +17,7 @@ REPRODUCTIONS = {
     "fedvi-writers": "secure_fvi.reproductions.fedvi_writers",
     "heart": "secure_fvi.reproductions.heart",
     "multinomial-mnist": "secure_fvi.reproductions.multinomial_mnist",
+    "prodlda-20news": "secure_fvi.reproductions.prodlda_20news",
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-six-cities": "secure_fvi.reproductions.pvi_six_cities",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",

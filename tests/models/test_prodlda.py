@@ -16,6 +16,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.families.amortised import ENCODER
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.models.coherence import diversity, top_words, umass
+from secure_fvi.models.completion import completion
 from secure_fvi.models.prodlda import PROGRAM, TOPICS, encoder, load, prodlda
 
 DATA = load(None, documents=4, words=7, length=9).records
@@ -106,6 +107,20 @@ def test_top_words_and_diversity() -> None:
     assert diversity(tops) == 0.75
     with pytest.raises(InputError, match="between 2 and the 4 words"):
         top_words(torch.zeros(4, 2), 5)
+
+
+def test_completion_prefers_the_topics_that_made_the_documents() -> None:
+    """By 0.3 nats a word over equal topics, and those are the same as the words' frequencies."""
+    topics = 3 * _normals(20, TOPICS)
+    shares = torch.softmax(3 * _normals(80, TOPICS), -1)
+    drawn = torch.multinomial(
+        torch.softmax(shares @ topics.T, -1), 50, True, generator=torch.Generator().manual_seed(2)
+    )
+    counts = torch.nn.functional.one_hot(drawn, 20).sum(1).double()
+    frequencies = (counts.sum(0) / counts.sum()).clamp(min=1e-6).log()
+    alike = completion(frequencies.unsqueeze(-1).expand(-1, TOPICS), counts)
+    assert alike == pytest.approx(float(frequencies.exp() @ frequencies), abs=0.02)
+    assert completion(topics, counts) > alike + 0.3
 
 
 def test_topics_are_counted() -> None:

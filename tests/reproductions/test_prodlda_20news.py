@@ -1,0 +1,84 @@
+"""ProdLDA on 20 Newsgroups: what the rows say, resuming, table and plot on made-up posts; the quick run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secure_fvi.cli import main
+from secure_fvi.models.newsgroups import Corpus
+from secure_fvi.models.prodlda import load
+from secure_fvi.reproductions import Request, prodlda_20news
+from secure_fvi.reproductions.prodlda_20news import METHODS, QUICK, run, silos_of
+from secure_fvi.reproductions.prodlda_report import plot, table
+
+
+def _posts(documents: int = 120) -> Corpus:
+    counts = load(None, documents=documents, words=30, length=40).records["counts"].float()
+    words = tuple(f"word{v}" for v in range(30))
+    return Corpus(counts, words, torch.zeros(documents, dtype=torch.int64), torch.arange(documents))
+
+
+def test_silos_share_all_posts_and_none_twice() -> None:
+    posts = _posts(100)
+    silos = [silo["counts"] for silo in silos_of(posts, 3)]
+    assert [len(counts) for counts in silos] == [34, 34, 32]
+    together = torch.cat(silos)
+    assert torch.equal(together.unique(dim=0), posts.counts.unique(dim=0))
+    assert torch.equal(together.sum(0), posts.counts.sum(0))
+    assert not torch.equal(silos[0], silos_of(posts, 4)[0]["counts"])
+
+
+def test_missing_posts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", "prodlda-20news", "--out", str(tmp_path / "out"), "--data", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "no folder '20newsgroups'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_experiment_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All methods on made-up posts; the second call fits nothing, and says the same."""
+    monkeypatch.setattr(prodlda_20news, "corpus", lambda *_: _posts())
+    plan = QUICK._replace(words=30, topics=5, steps=40, rounds=2, share=0.5, epochs=1)
+    said: list[str] = []
+    request = Request(True, None, said.append, tmp_path)
+    first = run(plan, request)
+    assert [row["method"] for row in first["rows"]] == list(METHODS)
+    by_method = {row["method"]: row for row in first["rows"]}
+    assert len(by_method["silos alone"]["coherence"]) == 3 * 5
+    assert by_method["SFVI"]["curve"][-1][0] == by_method["SFVI-Avg"]["curve"][-1][0] == 40
+    assert by_method["SFVI-Avg"]["curve"][0][0] == 0  # where the silos began
+    assert first["ours"]["mean"] == pytest.approx(statistics.mean(by_method["SFVI"]["coherence"]))
+    for name in METHODS:
+        monkeypatch.setitem(METHODS, name, lambda *_: pytest.fail("everything is there already"))
+    second = run(plan, request)
+    assert second["rows"] == json.loads(json.dumps(first["rows"]))
+    assert second["ours"] == first["ours"]
+    assert "silos alone" in table(first)
+    assert plot(first)[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_quick_run(tmp_path: Path) -> None:
+    """Topics of 100 steps are not all alike, and explain more than the words' frequencies do."""
+    pytest.importorskip("simplemma")
+    data = os.environ.get("SECURE_FVI_DATA")
+    if not data or not (Path(data) / "20newsgroups").is_dir():
+        pytest.skip("SECURE_FVI_DATA holds no 20newsgroups")
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", "prodlda-20news", "--out", str(tmp_path), "--data", data, "--quick"])
+    assert stop.value.code == 0
+    assert not (tmp_path / "prodlda-20news.partial").exists()
+    content: dict[str, Any] = json.loads((tmp_path / "prodlda-20news.json").read_text())
+    assert content["quick"] is True
+    sfvi = next(row for row in content["rows"] if row["method"] == "SFVI")
+    assert sfvi["diversity"] > 0.2  # 1/21 where all topics are alike
+    assert sfvi["curve"][-1][1] > sfvi["curve"][0][1]
