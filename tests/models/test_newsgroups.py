@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from secure_fvi.errors import InputError
 from secure_fvi.models.newsgroups import ARCHIVES, FOLDER, SPLITS, body, corpus, load, read_posts, tokens
@@ -115,6 +116,8 @@ def test_counts(folder: Path) -> None:
     assert train.groups[:4].tolist() == [0, 0, 1, 1]
     test = load(folder, "test", words=3, remove=bare)
     assert test.records["counts"].tolist() == [[0, 0, 1]] * 19
+    given = corpus(folder, "test", train.words, bare)
+    assert torch.equal(given.counts, test.records["counts"])
     assert test.record_ids.tolist() == list(range(1, 20))  # the first post has no word of the vocabulary
     with pytest.raises(InputError, match="words = 5000, but the training posts have"):
         corpus(folder, words=5000)
