@@ -12,7 +12,7 @@ import logging
 import operator
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch._inductor.config
@@ -24,6 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from secure_fvi.batching import waiting
+
+if TYPE_CHECKING:
+    from secure_fvi.mapped import Mapped
 
 Mode = Literal["compiled", "traced", "eager"]
 
@@ -58,13 +63,34 @@ class Traced:
     ) -> None:
         self.fn, self.record_axis, self.mode, self.by_shape = fn, tuple(record_axis), mode, by_shape
         self._traces: dict[tuple[torch.Size, ...], tuple[_Run, _Build]] = {}
+        self._mapped: Mapped | None = None
 
     def __call__(self, *args: Any) -> Any:
+        wait = waiting(self)
+        return self.alone(*args) if wait is None else wait(*args)
+
+    @property
+    def name(self) -> str:
+        """Of the function, for messages."""
+        return getattr(self.fn, "__qualname__", "model")
+
+    def shapes(self, args: tuple[Any, ...]) -> tuple[torch.Size, ...]:
+        """Of all tensors: calls of equal shapes can run together."""
+        return tuple(t.shape for t in flatten(args))
+
+    def together(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """Several silos' calls of equal shapes, as one."""
+        from secure_fvi.mapped import Mapped
+
+        if self._mapped is None:
+            self._mapped = Mapped(self)
+        return self._mapped(calls)
+
+    def alone(self, *args: Any) -> Any:
+        """One call, at once."""
         if self.mode == "eager":
             return self.fn(*args)
-        flat: list[Tensor] = []
-        for arg in args:
-            _flatten(arg, flat)
+        flat = flatten(args)
         key = tuple(t.shape for t in flat) if self.by_shape else ()
         known = self._traces.get(key)
         if known is None:
@@ -74,31 +100,28 @@ class Traced:
 
     def _trace(self, key: tuple[torch.Size, ...], args: Sequence[Any], flat: list[Tensor]) -> Any:
         """The first call: trace, compare with the function itself, keep the graph only if they agree."""
-        expected: list[Tensor] = []
         result = self.fn(*args)
-        _flatten(result, expected)
-        rebuild = [_structure(a) for a in args]
+        expected = flatten(result)
+        rebuild = [structure(a) for a in args]
 
         def on_flat(*tensors: Tensor) -> list[Tensor]:
             supply = iter(tensors)
-            out: list[Tensor] = []
-            _flatten(self.fn(*(build(supply) for build in rebuild)), out)
-            return out
+            return flatten(self.fn(*(build(supply) for build in rebuild)))
 
-        named = [axis for arg, axis in zip(args, self.record_axis, strict=True) for _ in range(_count(arg))]
+        named = [axis for arg, axis in zip(args, self.record_axis, strict=True) for _ in flatten(arg)]
         # A number among arrays, such as an optimiser's step count, has no axis of records.
         axes = [axis if axis is not None and axis < t.dim() else None for axis, t in zip(named, flat, strict=True)]
         fixed: list[int | None] = [None] * len(axes)
         attempts: list[list[int | None]] = [axes] if self.by_shape else [axes, fixed]
         for attempt in attempts:
             run, got = self._attempt(on_flat, flat, attempt)
-            if got is not None and _close(got, expected):
+            if got is not None and agree(got, expected):
                 if attempt is not axes:  # the graph holds for this number of records only
                     self.by_shape, key = True, tuple(t.shape for t in flat)
-                build = _structure(result)
+                build = structure(result)
                 self._traces[key] = (run, build)
                 return build(iter(got))
-        _log.warning("%s cannot be traced and runs as it is, slowly", getattr(self.fn, "__qualname__", "model"))
+        _log.warning("%s cannot be traced and runs as it is, slowly", self.name)
         self.mode = "eager"
         return result
 
@@ -204,12 +227,21 @@ def _free_record_count(graph: Graph, records: int, position: int, axis: int) -> 
             node.kwargs = {k: free(v) for k, v in node.kwargs.items()}
 
 
-def _close(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def agree(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether two ways of computing the same differ by rounding at most."""
+
     def same(g: Tensor, e: Tensor) -> bool:
         scale = float(e.abs().max()) if e.numel() else 0.0
         return g.shape == e.shape and torch.allclose(g, e, rtol=1e-3, atol=1e-5 * scale, equal_nan=True)
 
     return len(got) == len(expected) and all(map(same, got, expected))
+
+
+def flatten(value: Any) -> list[Tensor]:
+    """The tensors of nested dicts, tuples and lists, in one order."""
+    out: list[Tensor] = []
+    _flatten(value, out)
+    return out
 
 
 def _flatten(value: Any, out: list[Tensor]) -> None:
@@ -223,20 +255,14 @@ def _flatten(value: Any, out: list[Tensor]) -> None:
             _flatten(item, out)
 
 
-def _count(value: Any) -> int:
-    out: list[Tensor] = []
-    _flatten(value, out)
-    return len(out)
-
-
-def _structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
-    """A function that builds the same nesting from the tensors of `_flatten`."""
+def structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
+    """A function that builds the same nesting from the tensors of `flatten`."""
     if isinstance(value, Tensor):
         return next
     if isinstance(value, dict):
-        parts = [(key, _structure(value[key])) for key in sorted(value)]
+        parts = [(key, structure(value[key])) for key in sorted(value)]
         return lambda supply: {key: build(supply) for key, build in parts}
-    builders = [_structure(item) for item in value]
+    builders = [structure(item) for item in value]
     if hasattr(value, "_fields"):
         make = type(value)
         return lambda supply: make(*(build(supply) for build in builders))

@@ -69,6 +69,8 @@ def check_supported(config: Config, aggregation: SecureSum) -> None:
         raise InputError(f"algorithm.name = '{config.algorithm.name}': silos with different columns run in one process")
     if not isinstance(aggregation, Homomorphic | Masked | Plain):
         raise InputError(f"aggregation.kind = '{aggregation.kind}' is not there between sites")
+    if config.run.batch_silos:
+        raise InputError("run.batch_silos: silos compute together in one process alone")
 
 
 def job_folder(home: Home, job: str) -> Path:

@@ -139,6 +139,7 @@ class Run(Table):
     dtype: Literal["float64", "float32"] = "float64"
     compile: bool | Literal["auto"] = "auto"
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    batch_silos: bool = False
     checkpoint_seconds: Positive = 5.0
 
 

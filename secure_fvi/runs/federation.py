@@ -49,6 +49,7 @@ class Federation(FederationBase):
             self.privacy,
             silo_ids=self.silo_ids,
             record_ids=self.record_ids,
+            batch_silos=self.config.run.batch_silos,
             **common,
         )
 

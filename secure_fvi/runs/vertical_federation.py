@@ -69,6 +69,8 @@ def federate_vertical(
     config: Config, data_dir: Path | None, algorithm: Any, aggregation: Any, privacy: DP | None
 ) -> VerticalFederation:
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
+    if config.run.batch_silos:
+        raise InputError("run.batch_silos: silos with different columns compute one after the other")
     alignment = None
     if config.model.program is not None:
         name = config.model.program
