@@ -1,12 +1,15 @@
 """Networks of which each silo has its own version (Hassan et al. 2023, section 4.1).
 
-In `hierarchical_network` the first layer of a silo scatters around a common mean and its last layer is its own; in
-`fedpop`, a fully Bayesian version of FedPop (Kotelevskii et al. 2022), the first layer is common and the last scatters.
-Scatter is written in offsets that are N(0, 1) a priori, as in the paper, and there are no biases.
+A network has one hidden layer of relu units and no biases, as in the paper. In
 
-The paper's half normal prior of the scatter's sd is not Gaussian in unconstrained space, which PVI asks for where
-weights are thousands; `log_normal=True` takes the log-normal one whose logarithm, the site `log_spread`, has the same
-mean and sd.
+- `hierarchical_network` the first layer of a silo scatters around a common mean, and its last layer is its own;
+- `fedpop`, a fully Bayesian version of FedPop (Kotelevskii et al. 2022), the first layer is common, and the last one
+  the silo's own, independent of the others';
+- `mixed_network` the first layer is common, and the last one scatters around a common mean.
+
+Scatter is written in offsets that are N(0, 1) a priori, as in the paper. Its half normal prior of their sd is not
+Gaussian in unconstrained space, which PVI asks for where weights are thousands; `log_normal=True` takes the log-normal
+one whose logarithm, the site `log_spread`, has the same mean and sd.
 """
 
 from __future__ import annotations
@@ -44,17 +47,28 @@ def hierarchical_network(hidden: int = 64, classes: int = 10, log_normal: bool =
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return values["mean"] + scatter(values) * values["offsets"], values["output_weights"]
 
-    return _personal(hidden, classes, log_normal, layers, ("mean",), ("offsets", "output_weights"))
+    sites = (_scatter_site(log_normal), "mean"), ("offsets", "output_weights")
+    return _personal(hidden, classes, layers, *sites)
 
 
-def fedpop(hidden: int = 64, classes: int = 10, log_normal: bool = False) -> PersonalNetwork:
+def fedpop(hidden: int = 64, classes: int = 10) -> PersonalNetwork:
+    """Global site: `hidden_weights` (D, hidden). Silo site: `output_weights` (hidden, classes). N(0, 1) all."""
+
+    def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return values["hidden_weights"], values["output_weights"]
+
+    return _personal(hidden, classes, layers, ("hidden_weights",), ("output_weights",))
+
+
+def mixed_network(hidden: int = 64, classes: int = 10, log_normal: bool = False) -> PersonalNetwork:
     """W2 = output_mean + spread x output_offsets. Global sites: `hidden_weights` (D, hidden) and `output_mean`
     (hidden, classes), N(0, 1), and `spread` (), half normal. Silo site: `output_offsets` (hidden, classes), N(0, 1)."""
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return values["hidden_weights"], values["output_mean"] + scatter(values) * values["output_offsets"]
 
-    return _personal(hidden, classes, log_normal, layers, ("hidden_weights", "output_mean"), ("output_offsets",))
+    sites = (_scatter_site(log_normal), "hidden_weights", "output_mean"), ("output_offsets",)
+    return _personal(hidden, classes, layers, *sites)
 
 
 def scatter(values: Mapping[str, Tensor]) -> Tensor:
@@ -62,23 +76,29 @@ def scatter(values: Mapping[str, Tensor]) -> Tensor:
     return values["log_spread"].exp() if "log_spread" in values else values["spread"]
 
 
+def _scatter_site(log_normal: bool) -> str:
+    return "log_spread" if log_normal else "spread"
+
+
 def _personal(
-    hidden: int, classes: int, log_normal: bool, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...]
+    hidden: int, classes: int, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...]
 ) -> PersonalNetwork:
-    """The program: weights N(0, 1), those of an `output` layer (hidden, classes), and how they make the layers."""
+    """The program: weights N(0, 1), those of an `output` layer (hidden, classes), and the scatter where there is any."""
     for name, value in (("hidden", hidden), ("classes", classes)):
         if type(value) is not int or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
 
     def network(x: Tensor, y: Tensor) -> None:
         one = x.new_ones(())
-        if log_normal:
-            values = {"log_spread": pyro.sample("log_spread", Normal(_LOG_MEAN * one, _LOG_SD))}
-        else:
-            values = {"spread": pyro.sample("spread", HalfNormal(one))}
+        values = {}
         for name in (*shared, *own):
             shape = (hidden, classes) if name.startswith("output") else (x.shape[-1], hidden)
-            values[name] = pyro.sample(name, Normal(x.new_zeros(shape), 1.0).to_event(2))
+            prior = Normal(x.new_zeros(shape), 1.0).to_event(2)
+            if name == "spread":
+                prior = HalfNormal(one)
+            elif name == "log_spread":
+                prior = Normal(_LOG_MEAN * one, _LOG_SD)
+            values[name] = pyro.sample(name, prior)
         first, last = layers(values)
         with pyro.plate("image", len(y)):
             pyro.sample("y", Categorical(logits=torch.relu(x @ first) @ last), obs=y)

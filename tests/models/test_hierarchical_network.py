@@ -12,7 +12,13 @@ from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
-from secure_fvi.models.hierarchical_network import PersonalNetwork, class_log_probs, fedpop, hierarchical_network
+from secure_fvi.models.hierarchical_network import (
+    PersonalNetwork,
+    class_log_probs,
+    fedpop,
+    hierarchical_network,
+    mixed_network,
+)
 
 D, HIDDEN, CLASSES = 3, 2, 4
 _rng = torch.Generator().manual_seed(0)
@@ -21,12 +27,12 @@ Z = torch.randn(40, generator=_rng)
 
 
 def _evaluate(network: PersonalNetwork, shared: int, own: int) -> LogTerms:
-    """At the first numbers of Z, in the order of the program's sites: the scatter first."""
+    """At the first numbers of Z, in the order of the program's sites."""
     schema, _ = read_data(DATA, "a", torch.float64)
     layout, _ = read_layout(network.model, schema, torch.float64)
-    assert (layout.size("global"), layout.size("silo"), layout.size("record")) == (1 + shared, own, 0)
+    assert (layout.size("global"), layout.size("silo"), layout.size("record")) == (shared, own, 0)
     density = LogDensity(network.model, layout, schema)
-    return density.evaluate(Z[: 1 + shared], Z[1 + shared : 1 + shared + own], torch.zeros(5, 0), {}, DATA)
+    return density.evaluate(Z[:shared], Z[shared : shared + own], torch.zeros(5, 0), {}, DATA)
 
 
 def _log_likelihood(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -36,7 +42,7 @@ def _log_likelihood(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 def test_the_hierarchical_network_by_hand() -> None:
     sd, mean = Z[0].exp(), Z[1:7].reshape(D, HIDDEN)
     offsets, last = Z[7:13].reshape(D, HIDDEN), Z[13:21].reshape(HIDDEN, CLASSES)
-    found = _evaluate(hierarchical_network(HIDDEN, CLASSES), D * HIDDEN, D * HIDDEN + HIDDEN * CLASSES)
+    found = _evaluate(hierarchical_network(HIDDEN, CLASSES), 1 + D * HIDDEN, D * HIDDEN + HIDDEN * CLASSES)
     prior = HalfNormal(1.0).log_prob(sd) + Z[0]  # the logarithm's Jacobian
     torch.testing.assert_close(found.shared, prior + Normal(0, 1).log_prob(mean).sum())
     torch.testing.assert_close(found.silo, Normal(0, 1).log_prob(Z[7:21]).sum())
@@ -44,10 +50,18 @@ def test_the_hierarchical_network_by_hand() -> None:
 
 
 def test_fedpop_by_hand() -> None:
+    first, last = Z[:6].reshape(D, HIDDEN), Z[6:14].reshape(HIDDEN, CLASSES)
+    found = _evaluate(fedpop(HIDDEN, CLASSES), D * HIDDEN, HIDDEN * CLASSES)
+    torch.testing.assert_close(found.shared, Normal(0, 1).log_prob(first).sum())
+    torch.testing.assert_close(found.silo, Normal(0, 1).log_prob(last).sum())
+    torch.testing.assert_close(found.records, _log_likelihood(first, last))
+
+
+def test_the_mixed_network_by_hand() -> None:
     """With the log-normal prior: normal in unconstrained space, moments of a half normal variable's logarithm."""
     first, mean = Z[1:7].reshape(D, HIDDEN), Z[7:15].reshape(HIDDEN, CLASSES)
     offsets = Z[15:23].reshape(HIDDEN, CLASSES)
-    found = _evaluate(fedpop(HIDDEN, CLASSES, log_normal=True), (D + CLASSES) * HIDDEN, HIDDEN * CLASSES)
+    found = _evaluate(mixed_network(HIDDEN, CLASSES, log_normal=True), 1 + (D + CLASSES) * HIDDEN, HIDDEN * CLASSES)
     logs = torch.randn(200_000, generator=_rng).abs().log()
     prior = Normal(logs.mean(), logs.std()).log_prob(Z[0])
     torch.testing.assert_close(found.shared, prior + Normal(0, 1).log_prob(Z[1:15]).sum(), rtol=0.0, atol=0.02)
@@ -56,7 +70,7 @@ def test_fedpop_by_hand() -> None:
 
 
 def test_predictions_average_probabilities_over_joint_draws() -> None:
-    network = fedpop(HIDDEN, CLASSES)
+    network = mixed_network(HIDDEN, CLASSES)
     draws = {
         "hidden_weights": torch.randn(2, D, HIDDEN, generator=_rng), "spread": torch.tensor([0.5, 2.0]),
         "output_mean": torch.randn(2, HIDDEN, CLASSES, generator=_rng),
@@ -78,4 +92,4 @@ def test_refusals_of_networks() -> None:
     with pytest.raises(InputError, match="classes must be a whole number of at least 1"):
         fedpop(classes=2.5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="at least one is needed"):
-        class_log_probs(fedpop(), {"spread": torch.zeros(0)}, DATA["x"])
+        class_log_probs(fedpop(), {"hidden_weights": torch.zeros(0)}, DATA["x"])

@@ -28,7 +28,7 @@ def _look(problem: Problem, posterior: Posterior, local: Mapping[str, object]) -
 def _job(**options: Any) -> Job:
     algorithm = sf.SFVI(**{"iterations": 6, **options})
     what = {"setting": "2 x 3", "method": "SFVI", "seed": 0}
-    return Job(what, multinomial_regression(classes=3), algorithm, SILOS, 0, False, looks=3)
+    return Job(what, multinomial_regression(classes=3), algorithm, SILOS, 0, looks=3)
 
 
 @pytest.mark.slow
