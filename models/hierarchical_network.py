@@ -83,7 +83,7 @@ def _scatter_site(log_normal: bool) -> str:
 def _personal(
     hidden: int, classes: int, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...]
 ) -> PersonalNetwork:
-    """The program: weights N(0, 1), those of an `output` layer (hidden, classes), and the scatter where there is any."""
+    """The program: weights N(0, 1), of an `output` layer (hidden, classes), and the scatter where there is any."""
     for name, value in (("hidden", hidden), ("classes", classes)):
         if type(value) is not int or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
