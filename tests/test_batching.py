@@ -81,6 +81,7 @@ def test_the_same_numbers_to_rounding(algorithm: Any, rounds: int, mapped_calls:
     assert set(mapped_calls) == {2, 3}
 
 
+@pytest.mark.slow
 def test_one_seed_of_minibatches(mapped_calls: list[int]) -> None:
     """Batches of a round differ in size over silos: who has the same runs together, the others alone."""
     algorithm = sf.SFVI(iterations=5, sampling_rate=0.5)

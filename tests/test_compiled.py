@@ -70,6 +70,7 @@ def test_every_program_runs_and_gives_the_same_numbers(fn: object, mode: str) ->
     assert got == mode
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_compiled_equals_traced_up_to_rounding() -> None:
     traced, _ = _eta(_by_len, False)

@@ -42,6 +42,7 @@ def _skewed(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + b, 1.0), obs=y)
 
 
+@pytest.mark.slow
 def test_importance_samples_correct_the_shape() -> None:
     """b | y is a normal cut at zero: with K = 50 its mean comes out right, with K = 1 it does not.
 

@@ -56,6 +56,7 @@ def test_predictions_cover_new_records(result: sf.Result) -> None:
     assert logs.var().item() == pytest.approx(0.41, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_log_predictive_density_is_that_of_the_draws() -> None:
     """A conjugate model without local sites: the exact predictive density is known."""
     prior = sf.FederatedModel(_known_noise)
@@ -98,7 +99,9 @@ class _Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("options", [{"iterations": 60}, {"iterations": 60, "sampling_rate": 0.5}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"iterations": 60}, marks=pytest.mark.slow), {"iterations": 60, "sampling_rate": 0.5}]
+)
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_a_resumed_run_ends_in_the_same_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
     problem = make_intercepts()

@@ -19,7 +19,8 @@ from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
 
 
 @pytest.mark.parametrize(
-    "make", [make_intercepts, pytest.param(make_slopes, marks=pytest.mark.slow), make_rate, make_clinics]
+    "make",
+    [make_intercepts, *(pytest.param(m, marks=pytest.mark.slow) for m in (make_slopes, make_rate, make_clinics))],
 )
 def test_defaults_recover_conjugate_posteriors(make: Callable[[], Conjugate]) -> None:
     """Uneven silos, masked sums, no option set: 0.1 posterior sd in the mean, 10% in the sd, stops by itself."""
@@ -52,7 +53,9 @@ def _trajectory(sizes: list[int], aggregation: object, **options: object) -> Ten
 PARTITIONS = [[20, 40], [5, 30, 25], [10, 4, 16, 18, 12]]
 
 
-@pytest.mark.parametrize("options", [{}, {"importance_samples": 3}, {"sampling_rate": 0.3}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"importance_samples": 3}, marks=pytest.mark.slow), {"sampling_rate": 0.3}]
+)
 def test_partition_does_not_matter(options: dict[str, object]) -> None:
     """1, 2, 3 and 5 silos of the same records: the same trajectory to 1e-8 relative, minibatches included."""
     whole = _trajectory([60], sf.Plain(), **options)
@@ -114,6 +117,7 @@ def test_minibatch_gradients_are_unbiased() -> None:
     assert (np.abs(full.mean(0) - part.mean(0))[:-1] < 4.5 * error[:-1]).all()
 
 
+@pytest.mark.slow
 def test_sampled_silos_reach_the_same_posterior() -> None:
     """Half of six silos a round, scaled up by 2: the conjugate posterior of all of them."""
     problem = make_intercepts()
@@ -146,6 +150,7 @@ def test_theta_is_learned_by_empirical_bayes() -> None:
     assert result.theta["tau"].item() == pytest.approx(best[1], rel=0.03)
 
 
+@pytest.mark.slow
 def test_amortised_family_learns_its_network() -> None:
     """One linear layer holds the exact conditional of the intercepts given the record and Z_G."""
     torch.manual_seed(0)
@@ -158,7 +163,9 @@ def test_amortised_family_learns_its_network() -> None:
     assert any(name.startswith("encoder.") for name in result.variational.theta)
 
 
-@pytest.mark.parametrize("family", ["diagonal", "full", "low_rank"])
+@pytest.mark.parametrize(
+    "family", ["low_rank", *(pytest.param(f, marks=pytest.mark.slow) for f in ("diagonal", "full"))]
+)
 def test_every_global_family_fits(family: str) -> None:
     problem = make_slopes()
     algorithm = sf.SFVI(family=family, rank=1, iterations=1200, schedule="cosine")  # type: ignore[arg-type]
@@ -168,7 +175,9 @@ def test_every_global_family_fits(family: str) -> None:
         assert ((result.posterior["beta"].sd / problem.sd["beta"] - 1).abs() < 0.15).all()
 
 
-@pytest.mark.parametrize("scale", ["diagonal", pytest.param("block", marks=pytest.mark.slow), "dense"])
+@pytest.mark.parametrize(
+    "scale", ["diagonal", pytest.param("block", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)]
+)
 def test_every_local_scale_fits(scale: str) -> None:
     """Small silos: a dense factor has the square of the records' parameters, and their noise."""
     problem = make_slopes(sizes=(5, 6, 7))
@@ -179,7 +188,9 @@ def test_every_local_scale_fits(scale: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
-@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "adagrad", "nadam"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", *(pytest.param(o, marks=pytest.mark.slow) for o in ("rmsprop", "adagrad", "nadam"))]
+)
 def test_other_optimisers_run(optimizer: str) -> None:
     problem = make_intercepts()
     rate = {"sgd": 0.0003, "adagrad": 0.5}.get(optimizer, 0.02)

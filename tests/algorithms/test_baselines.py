@@ -88,6 +88,7 @@ def test_a_diagonal_committee_machine_has_the_wrong_mean(split: bool) -> None:
     assert ((result.posterior["beta"].mean - exact.mean()).abs() > 0.4 * exact.stddev()).any()
 
 
+@pytest.mark.slow
 def test_latents_of_records_stay_and_are_integrated_out() -> None:
     """One global Gaussian site: each silo's marginal likelihood is a Gaussian factor, so one round is exact up to the
     noise of stochastic local fits, 0.15 sd as in the tests of PVI."""

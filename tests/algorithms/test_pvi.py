@@ -49,6 +49,7 @@ def test_regression_with_known_noise_is_exact(options: dict[str, Any], rounds: i
     assert _close(world.state.q, exact, 1e-8 if options.get("damping") != "auto" else 1e-3)
 
 
+@pytest.mark.slow
 def test_diagonal_family_reaches_the_mean_field_posterior() -> None:
     """A product of Gaussians approximated coordinate by coordinate: exact mean, the conditional variances."""
     silos, exact = make_regression((7, 30, 12))
@@ -58,7 +59,10 @@ def test_diagonal_family_reaches_the_mean_field_posterior() -> None:
     torch.testing.assert_close(result.posterior["beta"].sd, exact.precision.diagonal().rsqrt(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("make", [make_intercepts, make_slopes, make_rate, make_clinics])
+@pytest.mark.parametrize(
+    "make",
+    [make_intercepts, *(pytest.param(m, marks=pytest.mark.slow) for m in (make_slopes, make_rate, make_clinics))],
+)
 def test_structured_models_reach_the_exact_posterior(make: Callable[[], Conjugate]) -> None:
     """Local latents, uneven silos, masked sums: 0.15 posterior sd in the mean, 10% in the sd, in six sums."""
     problem = make()
@@ -70,6 +74,7 @@ def test_structured_models_reach_the_exact_posterior(make: Callable[[], Conjugat
     assert result.aggregation["kind"] == "masked"
 
 
+@pytest.mark.slow
 def test_torch_optimisers_and_sequential_visits() -> None:
     problem = make_slopes()
     algorithm = sf.PVI(rounds=6, local_optimizer="adam", local_steps=200, **VISITS)  # type: ignore[arg-type]
@@ -78,6 +83,7 @@ def test_torch_optimisers_and_sequential_visits() -> None:
     assert ((result.posterior["beta"].sd / problem.sd["beta"] - 1).abs() < 0.1).all()
 
 
+@pytest.mark.slow
 def test_a_run_without_rounds_stops_by_itself() -> None:
     problem = make_intercepts()
     result = sf.fit(problem.model, problem.silos, sf.PVI(local_steps=150), sf.Plain())
@@ -108,7 +114,9 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, VISITS, {"schedule": "asynchronous", "buffer": 3}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), VISITS, {"schedule": "asynchronous", "buffer": 3}]
+)
 def test_q_is_the_prior_times_the_sites_whatever_gets_lost(options: dict[str, Any]) -> None:
     """Broadcasts that do not arrive, answers that do not arrive, silos that are away for a while."""
     silos, exact = make_regression((7, 30, 12, 20))
@@ -230,6 +238,7 @@ def test_priors_that_are_not_gaussian_have_their_own_site() -> None:
         assert (result.posterior[site].sd / sd - 1).abs() < 0.1
 
 
+@pytest.mark.slow
 def test_local_posterior_is_relative_to_the_mean_it_was_fitted_at() -> None:
     """Intercepts given mu: (0.49 * 3 (ybar - mu)) / (0.25 + 3 * 0.49); draws, 4 standard errors."""
     problem = make_intercepts()
@@ -249,6 +258,7 @@ def _empirical_bayes(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_theta_is_learned_by_empirical_bayes() -> None:
     """tau near the maximum of the marginal likelihood, which a grid on the closed form finds."""
     silos = make_intercepts().silos
@@ -262,6 +272,7 @@ def test_theta_is_learned_by_empirical_bayes() -> None:
     assert result.theta["tau"].item() == pytest.approx(best[1], rel=0.15)
 
 
+@pytest.mark.slow
 def test_each_silo_keeps_its_own_encoder() -> None:
     torch.manual_seed(0)
     problem = make_intercepts()

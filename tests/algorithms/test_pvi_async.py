@@ -138,6 +138,7 @@ def _logistic(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
 
 
+@pytest.mark.slow
 def test_late_changes_of_heterogeneous_silos_end_where_prompt_ones_do() -> None:
     """6 silos of one label each: q stays proper, and ends within .25 posterior sd of a synchronous run. Local fits are
     of 40 steps, whose noise is a tenth of a sd."""
@@ -158,6 +159,7 @@ def test_late_changes_of_heterogeneous_silos_end_where_prompt_ones_do() -> None:
     assert _off(late.product(), late.state.q) < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_a_resumed_run_keeps_its_late_answers(tmp_path: Path) -> None:
     silos, _ = make_regression(SIZES)

@@ -28,6 +28,7 @@ def _one_fit(**options: Any) -> tuple[torch.Tensor, int]:
     return world.state.q.stddev(), len(taken)
 
 
+@pytest.mark.slow
 def test_a_fit_that_has_arrived_stops() -> None:
     """The control is the same fit to the end."""
     whole, all_steps = _one_fit()

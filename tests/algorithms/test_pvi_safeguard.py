@@ -38,6 +38,7 @@ def _scored(world: World, silos: list[dict[str, Tensor]]) -> tuple[float, float]
     return score(class_log_probs(draw_global(world.server.problem, posterior, 100, 0), x), y)
 
 
+@pytest.mark.slow
 def test_damping_is_found_where_a_fixed_one_leaves_q_improper(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 silos of one class each. The control takes steps of 1 whatever comes of them, as the paper's update does."""
     silos = corners(8, 8)

@@ -42,7 +42,7 @@ def _run_rounds(server: Server, engine: LocalEngine, rounds: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("make", [make_intercepts, make_slopes])
+@pytest.mark.parametrize("make", [make_intercepts, pytest.param(make_slopes, marks=pytest.mark.slow)])
 def test_one_silo_recovers_the_conjugate_posterior(make: Callable[[], Conjugate]) -> None:
     """Nothing is averaged: 0.1 posterior sd in the mean, 10% in the sd; it stops by itself."""
     problem = make()

@@ -83,6 +83,7 @@ def test_draws_of_the_two_algorithms_are_numbered_apart() -> None:
     assert [r for phase, r in rounds if phase == ROUND_PHASE] == [last_local_draw, last_local_draw + 1]
 
 
+@pytest.mark.slow
 def test_a_warm_start_reaches_the_posterior() -> None:
     """The stopping rule of SFVI, which promises means within 0.12 posterior sds and a Monte-Carlo error of 0.03."""
     problem = make_intercepts()

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 CONFIG = Path(__file__).parents[2] / "examples" / "six_cities.toml"
 SETTINGS = ["algorithm.iterations=400", "algorithm.importance_samples=2", "run.checkpoint_seconds=0.05"]
 
@@ -20,6 +22,7 @@ def _run(out: Path, *more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path: Path) -> None:
     """Three kills: two at moments drawn with a fixed seed after a checkpoint appears, one during the resumption."""
     assert _run(tmp_path / "whole").wait() == 0

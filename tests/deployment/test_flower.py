@@ -18,7 +18,6 @@ from deployment_world import World
 from flower_world import reachable_world
 
 pytest.importorskip("flwr")
-httpx = pytest.importorskip("httpx")
 
 from secure_fvi.cli.flower_processes import FlowerProcesses, plain_user
 from secure_fvi.deployment.site import run_site
@@ -26,6 +25,7 @@ from secure_fvi.engines.flower_setup import environment, free_port, node_key, pr
 from secure_fvi.errors import ProtocolError
 from secure_fvi.runs.checkpoint import latest_round
 
+httpx = pytest.importorskip("httpx")
 pytestmark = pytest.mark.slow
 
 SFVI = {"name": "sfvi", "iterations": 300}

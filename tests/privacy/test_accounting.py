@@ -159,7 +159,9 @@ def test_prv_refuses_where_it_would_hang() -> None:
         accounting.epsilon(Repeated(PoissonSampled(1e-4, Gaussian(4.0)), 10**9), 1e-5, "prv")
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(job, marks=pytest.mark.slow if job == "very high epsilon" else ()) for job in JOBS]
+)
 def test_the_accountants_agree_on_ten_jobs(name: str) -> None:
     event, delta = JOBS[name]
     pld, prv, rdp = (accounting.epsilon(event, delta, by) for by in ("pld", "prv", "rdp"))

@@ -22,6 +22,8 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, RecordRelease
 from secure_fvi.privacy.noise import NoiseSource
 
+pytestmark = pytest.mark.slow  # both tests need hundreds of runs
+
 ROUNDS, FIRST, TRIALS, DELTA = 12, 2, 100, 1e-5
 OTHERS, TARGET = 100, 50.0
 

@@ -27,7 +27,7 @@ def test_noise(accountant: str, epsilon: float) -> None:
     assert found.release_epsilon < found.epsilon
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_rate_and_rounds(accountant: str) -> None:
     rate = plan(epsilon=1.0, delta=1e-6, noise_multiplier=2.5, rounds=50, accountant=accountant)
     assert 0.995 < rate.epsilon <= 1.0

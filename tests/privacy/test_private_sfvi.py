@@ -68,6 +68,7 @@ def test_with_little_noise_the_posterior_is_the_exact_one(noise: str) -> None:
     assert result.elbo is not None
 
 
+@pytest.mark.slow
 def test_silo_privacy_with_little_noise_too() -> None:
     problem = make_clinics()
     privacy = sf.SiloDP(noise_multiplier=1e-4, clipping_norm=1e4)
