@@ -33,6 +33,24 @@ def step(as_json: bool, repeats: int, iterations: int, debug: bool) -> None:
         click.echo(f"{name:12} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else ""))
 
 
+@bench.command()
+@click.option("--silos", type=click.IntRange(2), default=50, show_default=True, help="Silos.")
+@click.option("--records", type=click.IntRange(2), default=1200, show_default=True, help="Images of a silo.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--dtype", type=click.Choice(["float64", "float32"]), default="float32", show_default=True)
+@click.option("--rounds", type=click.IntRange(3), default=20, show_default=True, help="Timed iterations.")
+@click.option("--compile", "compiled", is_flag=True, help="Time batched steps that are compiled as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def batch(
+    silos: int, records: int, device: str, dtype: str, rounds: int, compiled: bool, as_json: bool, debug: bool
+) -> None:
+    """Time an iteration over many silos with small networks: batched by vmap, in a loop, and the roofline."""
+    from secure_fvi.cli.bench_batch import command
+
+    command(as_json, silos, records, device, dtype, rounds, compiled)
+
+
 @bench.command("local-step")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
