@@ -69,3 +69,8 @@ def test_conditional_mean_moves_with_the_global_draw() -> None:
 def test_varying_scale_is_the_default_with_importance_samples() -> None:
     assert "scale_coupling" in Conditional().build(1, 2, 20).init(torch.zeros(3, 1))
     assert "scale_coupling" not in Conditional().build(1, 2, 1).init(torch.zeros(3, 1))
+
+
+def test_many_latents_are_uncorrelated_by_default() -> None:
+    assert "lower" in Conditional().build(256, 2, 1).init(torch.zeros(1, 256))
+    assert "lower" not in Conditional().build(257, 2, 1).init(torch.zeros(1, 257))  # a silo's network, say

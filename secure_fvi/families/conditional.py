@@ -22,6 +22,8 @@ from secure_fvi.families.gaussian import INITIAL_SCALE, Params, unit_lower
 
 #: With a longer d than this, `coupling="auto"` leaves C_i out, which has n_local times as many numbers a record.
 COUPLED_UP_TO = 256
+#: With more latents than this in a record or silo, `scale="auto"` leaves out their covariance.
+CORRELATED_UP_TO = 256
 
 
 class LocalFamily(Protocol):
@@ -51,20 +53,21 @@ class LocalFamily(Protocol):
 class Conditional:
     """Choices for q(Z_L | Z_G).
 
-    `scale`: "diagonal"; "block" for a full covariance within a record; "dense" for one over all records of a
-    silo, which couples records (full-batch only, no record-level privacy) and suits small silos only.
+    `scale`: "diagonal"; "block" for a full covariance within a record; "auto" is block up to 256 latents and diagonal
+    above; "dense" for one covariance over all records of a silo, which couples records (full-batch only, no
+    record-level privacy) and suits small silos only.
     `coupling`: the mean depends on Z_G.
     `varying_scale`: the scale does as well; "auto" turns it on for the importance-weighted bound, and where the bound
     has to follow the marginal likelihood as Z_G moves (partitioned VI).
     """
 
-    scale: Literal["diagonal", "block", "dense"] = "block"
+    scale: Literal["auto", "diagonal", "block", "dense"] = "auto"
     coupling: bool | Literal["auto"] = "auto"
     varying_scale: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.scale not in ("diagonal", "block", "dense"):
-            raise InputError(f"local scale '{self.scale}' is unknown; choose diagonal, block or dense")
+        if self.scale not in ("auto", "diagonal", "block", "dense"):
+            raise InputError(f"local scale '{self.scale}' is unknown; choose auto, diagonal, block or dense")
 
     def build(self, n_local: int, n_shift: int, importance_samples: int, marginal: bool = False) -> ConditionalGaussian:
         """The family for a model's sizes; raises InputError for a combination that has no meaning."""
@@ -74,7 +77,10 @@ class Conditional:
         )
         if self.scale == "dense" and importance_samples > 1:
             raise InputError("a dense local scale couples records, so they cannot be importance-weighted one by one")
-        return ConditionalGaussian(n_local, n_shift, self.scale, coupling, varying)
+        automatic = "block" if n_local <= CORRELATED_UP_TO else "diagonal"
+        return ConditionalGaussian(
+            n_local, n_shift, automatic if self.scale == "auto" else self.scale, coupling, varying
+        )
 
 
 class ConditionalGaussian:
