@@ -15,6 +15,7 @@ REPRODUCTIONS = {
     "fedvi-cifar100": "secure_fvi.reproductions.fedvi_cifar100",
     "fedvi-femnist": "secure_fvi.reproductions.fedvi_femnist",
     "fedvi-writers": "secure_fvi.reproductions.fedvi_writers",
+    "hbnn-mnist": "secure_fvi.reproductions.hbnn_mnist",
     "heart": "secure_fvi.reproductions.heart",
     "multinomial-mnist": "secure_fvi.reproductions.multinomial_mnist",
     "prodlda-20news": "secure_fvi.reproductions.prodlda_20news",

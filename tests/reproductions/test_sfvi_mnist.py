@@ -114,7 +114,17 @@ def test_the_quick_multinomial_regression(tmp_path: Path) -> None:
     assert found["independent"] < found["SFVI"]
 
 
-@pytest.mark.parametrize("name", ["multinomial-mnist"])
+@pytest.mark.slow
+def test_the_quick_networks(tmp_path: Path) -> None:
+    """Always the silo's own digit is 0.9."""
+    content = _quick("hbnn-mnist", tmp_path)
+    found = {line["method"]: line["test"]["mean"] for line in content["lines"]}
+    assert found["mixed, SFVI"] > 0.92
+    assert found["FedPop, SFVI-Avg"] > 0.85
+    assert content["rows"][0]["images"] == 1000
+
+
+@pytest.mark.parametrize("name", ["multinomial-mnist", "hbnn-mnist"])
 def test_they_are_refused_without_images(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["reproduce", name, "--out", str(tmp_path / "out"), "--data", str(tmp_path)])
