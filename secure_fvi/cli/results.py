@@ -95,7 +95,7 @@ def _section(content: Row) -> str:
     table: str = importlib.import_module(REPRODUCTIONS[content["name"]]).table(content)
     # What the list above says already is left out of the table.
     said = (content["setting"], f"paper: {paper}")
-    kept = [line for line in table.splitlines() if line not in said]
+    kept = [line.rstrip() for line in table.splitlines() if line not in said]
     return "\n".join([*lines, "", "```text", *kept, "```", ""])
 
 
