@@ -2,7 +2,7 @@
 
 10 and 50 silos of equal size, nine tenths of whose images, to train on and to test, are of one digit. The hierarchical
 Bayesian network and the fully Bayesian FedPop with 64 hidden units, and a network whose last layers scatter around a
-common one, by SFVI and, in 20 rounds, SFVI-Avg and PVI. Images have 14 x 14 pixels here, not 28 x 28.
+common one, by SFVI and, in 20 rounds, SFVI-Avg. Images have 14 x 14 pixels here, not 28 x 28.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
-from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 from secure_fvi.cli.bench_step import machine
-from secure_fvi.families import Conditional
 from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.models.bnn import score
 from secure_fvi.models.hierarchical_network import (
@@ -50,8 +48,7 @@ PAPER: dict[str, dict[str, float]] = {
 }  # fmt: skip
 #: Draws for a prediction; training images of a silo that are predicted.
 _DRAWS, _TRAINED_ON = 20, 200
-#: Weights of a silo's own network are thousands: independent a posteriori, of each other and of the shared ones.
-_OWN = Conditional(scale="diagonal", coupling=False, varying_scale=False)
+MODELS = {"hierarchical": hierarchical_network, "FedPop": fedpop, "mixed": mixed_network}
 #: Images of a silo in a step, about.
 _BATCH = 108
 
@@ -73,12 +70,8 @@ class Size(NamedTuple):
 
 
 FULL = (
-    Size(
-        50, None, 200, 20, 25, ("FedPop, SFVI-Avg", "FedPop, SFVI", "mixed, SFVI", "FedPop, PVI", "hierarchical, SFVI")
-    ),
-    Size(
-        10, None, 300, 20, 25, ("FedPop, SFVI-Avg", "FedPop, SFVI", "mixed, SFVI", "FedPop, PVI", "hierarchical, SFVI")
-    ),
+    Size(10, None, 300, 20, 25, ("hierarchical, SFVI", "FedPop, SFVI-Avg", "FedPop, SFVI", "mixed, SFVI")),
+    Size(50, None, 200, 20, 25, ("FedPop, SFVI-Avg", "FedPop, SFVI", "mixed, SFVI")),
 )
 QUICK = (Size(10, 1000, 80, 3, 10, ("mixed, SFVI", "FedPop, SFVI-Avg")),)
 
@@ -132,33 +125,16 @@ def _said(size: Size, rows: list[Row]) -> str:
     )
 
 
-def network_of(fit: str) -> PersonalNetwork:
-    """The model of a line of the table."""
-    model, algorithm = fit.split(", ")
-    if model == "FedPop":
-        return fedpop(hidden=64)
-    return {"hierarchical": hierarchical_network, "mixed": mixed_network}[model](
-        hidden=64, log_normal=algorithm == "PVI"
-    )
-
-
 def algorithm_of(fit: str, size: Size, images: int) -> Algorithm:
     """The algorithm of a line of the table, for silos of so many images."""
     rate = min(1.0, _BATCH / images)
     if fit.endswith(" SFVI"):
         return SFVI(
-            iterations=size.iterations, learning_rate=0.02, schedule="cosine", sampling_rate=rate, start_spread=0.1,
-            silo_family=_OWN,
-        )  # fmt: skip
-    if fit.endswith(" SFVI-Avg"):
-        return SFVIAvg(
-            rounds=size.rounds, local_steps=size.local_steps, tolerance=0.0, decay=0.9, learning_rate=0.02,
-            local_learning_rate=0.05, sampling_rate=rate, start_spread=0.1, silo_family=_OWN,
-            total_records=size.silos * images,
-        )  # fmt: skip
-    return PVI(
-        rounds=size.rounds, local_steps=size.local_steps, local_optimizer="adam", sampling_rate=rate, start_spread=0.1,
-        silo_family=_OWN,
+            iterations=size.iterations, learning_rate=0.02, schedule="cosine", sampling_rate=rate, start_spread=0.1
+        )
+    return SFVIAvg(
+        rounds=size.rounds, local_steps=size.local_steps, tolerance=0.0, decay=0.9, learning_rate=0.02,
+        local_learning_rate=0.05, sampling_rate=rate, start_spread=0.1, total_records=size.silos * images,
     )  # fmt: skip
 
 
@@ -201,12 +177,9 @@ def _rows(size: Size, seed: int, request: Request) -> list[Row]:
     found, data = [], split(request.data, size, seed)
     images = len(data.train[0]["y"])
     for fit in size.fits:
-        network, algorithm = network_of(fit), algorithm_of(fit, size, images)
+        network, algorithm = MODELS[fit.split(", ")[0]](), algorithm_of(fit, size, images)
         what = {"setting": size.name, "method": fit, "seed": seed, "images": images}
-        # Minibatches of SFVI and SFVI-Avg differ in size from silo to silo; those of PVI do not.
-        job = Job(
-            what, network.model, algorithm, data.train, seed, looks=5, batch_silos=isinstance(algorithm, PVI),
-            compile=isinstance(algorithm, SFVIAvg) and not request.quick,
-        )  # fmt: skip
+        compiled = isinstance(algorithm, SFVIAvg) and not request.quick
+        job = Job(what, network.model, algorithm, data.train, seed, compiled, looks=5)
         found.append(run(job, looking(network, data), request.keep, request.tell))
     return found

@@ -37,7 +37,6 @@ class Job(NamedTuple):
     silos: Sequence[dict[str, Tensor]]
     seed: int
     compile: bool = False
-    batch_silos: bool = False
     looks: int = 10  # so often predictions are looked at
 
 
@@ -66,9 +65,8 @@ def run(job: Job, look: Look, keep: Path | None, tell: Callable[[str], None]) ->
 
 def _fitted(job: Job, look: Look, folder: Path | None, tell: Callable[[str], None], began: float) -> Row:
     server, engine, guards = build_parties(
-        job.model, job.silos, job.algorithm, Plain(), job.seed, dtype=torch.float32, compile=job.compile,
-        batch_silos=job.batch_silos,
-    )  # fmt: skip
+        job.model, job.silos, job.algorithm, Plain(), job.seed, dtype=torch.float32, compile=job.compile
+    )
     written = None if folder is None else folder / "curve.json"
     curve: list[Row] = json.loads(written.read_text()) if written is not None and written.is_file() else []
     most, looking = job.algorithm.most_rounds, 0.0
