@@ -14,6 +14,7 @@ from torch.func import grad, hessian, vmap
 
 from secure_fvi.algorithms.natural import Natural, kl, quadratic
 from secure_fvi.algorithms.pvi_frame import PVIFrame
+from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.randomness import server_draws
 
@@ -22,6 +23,8 @@ _START_STEPS = 40
 _DAMPING = 0.5
 #: Smallest precision of the first q, as a share of the largest, where the prior is not log-concave.
 _FLOOR = 1e-6
+#: Dimensions up to which the curvature of such a prior, n x n for every draw, fits into memory.
+_CURVED_UP_TO = 2000
 
 
 class Prior:
@@ -61,10 +64,19 @@ class Prior:
         return quadratic(lambda z: self.log_prob(z, theta), self._centre, self.frame.full)
 
     def start(self, theta: Params) -> Natural:
-        """The site before the first round, when q is the prior's approximation alone."""
+        """The site before the first round, when q is the prior's approximation alone.
+
+        Raises InputError for a prior that is not Gaussian and has too many dimensions.
+        """
         exact = self.exact(theta)
         if exact is not None:
             return exact
+        if self.frame.n > _CURVED_UP_TO:
+            raise InputError(
+                f"the prior of the {self.frame.n} global dimensions is not Gaussian in unconstrained space; PVI takes "
+                f"such a prior up to {_CURVED_UP_TO} dimensions. Take normal or log-normal priors (log-normal in place "
+                "of half normal, say), or SFVI"
+            )
         one = torch.ones(self.frame.n, dtype=torch.float64)
         q = Natural(self._centre, torch.diag(one) if self.frame.full else one)
         for _ in range(_START_STEPS):

@@ -18,14 +18,16 @@ def table(content: Row) -> str:
     ]
     for line in content["lines"]:
         test, train, paper = line["test"], line["train"], line["paper"]
-        found = f"{100 * test['mean']:.1f} ({100 * test['sd']:.1f})"
+        spread = f" ({100 * test['sd']:.1f})" if test["seeds"] > 1 else ""
+        found = f"{100 * test['mean']:.1f}{spread}"
         theirs = [f"{paper[key]:.1f}" if key in paper else "" for key in ("test", "train")]
         lines.append(
             f"{line['setting']:<{width}}{line['method']:<18}{found:>15}{theirs[0]:>8}{100 * train['mean']:>10.1f}"
             f"{theirs[1]:>8}{line['rounds']:>8}{line['bytes'] / 1e6:>11.1f}{line['seconds']:>9.0f}"
         )
     seeds = sorted({line["test"]["seeds"] for line in content["lines"]})
-    lines.append(f"mean (sd) over {' or '.join(map(str, seeds))} fits; {content['seconds']} s on {content['machine']}")
+    over = f"mean (sd) over {' or '.join(map(str, seeds))} fits" if seeds != [1] else "one fit each"
+    lines.append(f"{over}; {content['seconds']} s on {content['machine']}")
     lines.append(content["setting"])
     return "\n".join(lines)
 

@@ -225,6 +225,20 @@ def _scaled(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu, scale), obs=y)
 
 
+def _wide(y: Tensor) -> None:
+    """Thousands of weights and a half normal scale."""
+    pyro.sample("scale", dist.HalfNormal(1.0))
+    pyro.sample("weights", dist.Normal(torch.zeros(2000), 1.0).to_event(1))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+
+def test_a_prior_whose_curvature_does_not_fit_is_refused() -> None:
+    model = sf.FederatedModel(_wide, "records")
+    with pytest.raises(InputError, match=r"prior of the 2001 global dimensions is not Gaussian.*log-normal"):
+        sf.fit(model, [{"y": torch.zeros(3)}] * 3, sf.PVI(rounds=1), compile=False)
+
+
 @pytest.mark.slow
 def test_priors_that_are_not_gaussian_have_their_own_site() -> None:
     """Against global VI of the same family (SFVI), 0.1 posterior sd."""
