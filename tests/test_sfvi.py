@@ -53,9 +53,8 @@ def _trajectory(sizes: list[int], aggregation: object, **options: object) -> Ten
 PARTITIONS = [[20, 40], [5, 30, 25], [10, 4, 16, 18, 12]]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"importance_samples": 3}, marks=pytest.mark.slow), {"sampling_rate": 0.3}]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"importance_samples": 3}, {"sampling_rate": 0.3}])
 def test_partition_does_not_matter(options: dict[str, object]) -> None:
     """1, 2, 3 and 5 silos of the same records: the same trajectory to 1e-8 relative, minibatches included."""
     whole = _trajectory([60], sf.Plain(), **options)
@@ -137,6 +136,7 @@ def _empirical_bayes(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_theta_is_learned_by_empirical_bayes() -> None:
     """tau at the maximum of the marginal likelihood, found by a grid on the closed form."""
     silos = make_intercepts().silos
@@ -175,6 +175,7 @@ def test_every_global_family_fits(family: str) -> None:
         assert ((result.posterior["beta"].sd / problem.sd["beta"] - 1).abs() < 0.15).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scale", ["diagonal", pytest.param("block", marks=pytest.mark.slow), pytest.param("dense", marks=pytest.mark.slow)]
 )

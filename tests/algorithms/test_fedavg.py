@@ -141,6 +141,7 @@ def test_several_local_steps_settle_near_the_map() -> None:
     assert 1e-3 < error < 0.05  # it is not the maximum: docs/fedavg.md
 
 
+@pytest.mark.slow
 def test_minibatches_come_near_the_map() -> None:
     """A constant rate wanders: 0.1 allowed.
 

@@ -75,6 +75,7 @@ LOSSES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_q_is_the_prior_times_the_sites_and_reaches_the_exact_posterior() -> None:
     """Late changes and lost messages. What a silo asks for does not depend on q here, so that a turn of age 3 takes a
     quarter of what its site lacks; it comes every other round, and 80 rounds leave .75^40 of it."""

@@ -74,6 +74,7 @@ def test_one_local_step_is_global_vi_whatever_the_partition(family: str, optimiz
     assert not _near(_run(data, SIZES, 5, **ten).state.q, _run(data, (sum(SIZES),), 5, **ten).state.q, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["full", "diagonal"])
 def test_at_a_fixed_point_sites_are_gradients_and_q_is_an_optimum_of_global_vi(family: str) -> None:
     """Properties 3.2 and 2.2 (b); the control is q after the first round, where neither holds."""

@@ -22,6 +22,7 @@ def _near(a: Natural, b: Natural, tolerance: float) -> bool:
     return all(float((x - y).abs().max()) < tolerance * scale for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 def test_virtual_clients_have_sites_of_their_own_and_reach_the_exact_posterior() -> None:
     silos, exact = make_regression((17, 30, 12))
     world = build(REGRESSION, silos, sf.PVI(rounds=60, virtual_clients=3, **EXACT))  # type: ignore[arg-type]

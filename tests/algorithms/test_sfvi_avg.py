@@ -195,6 +195,7 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
     assert server.state.algorithm.records == 60
 
 
+@pytest.mark.slow
 def test_a_merge_of_a_drawn_cohort_is_that_cohorts() -> None:
     """Three of six silos a round, at a constant rate: the mean of their own optima, within 0.02.
 

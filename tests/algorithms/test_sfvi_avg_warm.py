@@ -97,6 +97,7 @@ class _KilledError(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_after", [2, 5])
 def test_a_killed_run_ends_where_an_unbroken_one_does(killed_after: int, tmp_path: Path) -> None:
     """In the warm start and after it; silo-level latents as well. The same bits."""

@@ -51,6 +51,7 @@ def test_nuts_on_pooled_silos_with_a_site_of_their_own() -> None:
     assert found.r_hat < 1.1
 
 
+@pytest.mark.slow
 def test_svi_on_the_same_model() -> None:
     silos = silo_data()
     model = FederatedModel(hierarchy, record_plate="person", silo_sites=("shift",))

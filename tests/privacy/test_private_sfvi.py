@@ -52,6 +52,7 @@ def test_record_gradients_add_up_to_the_silos_gradient(problem: Conjugate, sampl
         assert torch.allclose(each.local[name], gradient, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "noise",
     ["distributed", pytest.param("silo", marks=pytest.mark.slow), pytest.param("server", marks=pytest.mark.slow)],

@@ -48,6 +48,7 @@ def test_secure_sums_change_nothing(model: Any) -> None:
     torch.testing.assert_close(_means(masked), _means(homomorphic), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["augmented", "power"])
 def test_soul_in_secure_sums(tmp_path: Path, model: Any) -> None:
     """Draws stay at the silos; a run that was stopped goes on with the same ones."""
