@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import pyro
@@ -56,13 +56,21 @@ def class_log_probs(draws: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Log predictive probabilities (N, classes) of `x` (N, D): the log of the mean over draws of the global sites, as
     `result.sample(n)` gives them, (n, *shape) each."""
     x = x.to(draws["hidden_bias"])
+    weights = zip(*(draws[name] for name in SITES), strict=True)
+    return mean_over_draws(torch.relu(x @ w1 + b1) @ w2 + b2 for w1, b1, w2, b2 in weights)
+
+
+def mean_over_draws(logits: Iterable[Tensor]) -> Tensor:
+    """Log of the mean of the probabilities that `logits` (N, classes) of each draw of the weights stand for."""
     total: Tensor | None = None
-    for w1, b1, w2, b2 in zip(*(draws[name] for name in SITES), strict=True):
-        log_probs = torch.log_softmax(torch.relu(x @ w1 + b1) @ w2 + b2, -1)
+    count = 0
+    for each in logits:  # one at a time: all together would take n times the memory
+        count += 1
+        log_probs = torch.log_softmax(each, -1)
         total = log_probs if total is None else torch.logaddexp(total, log_probs)
     if total is None:
         raise InputError("no draws of the weights; at least one is needed")
-    return total - math.log(len(draws["hidden_bias"]))
+    return total - math.log(count)
 
 
 def score(log_probs: Tensor, y: Tensor) -> Score:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
+from secure_fvi.models.bnn import mean_over_draws
 
 #: First layer (D, hidden) and last (hidden, classes) of a silo's network, from the values of its sites and the global
 #: ones by name.
@@ -109,11 +110,9 @@ def _personal(
 def class_log_probs(network: PersonalNetwork, draws: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Log predictive probabilities (N, classes) of a silo's images `x` (N, D): the log of the mean over joint draws of
     the global sites and the silo's own, (n, *shape) each."""
-    count = min(len(values) for values in draws.values())
-    if not count:
-        raise InputError("no draws of the weights; at least one is needed")
-    each = []
-    for k in range(count):
+
+    def logits(k: int) -> Tensor:
         first, last = network.layers({name: values[k] for name, values in draws.items()})
-        each.append(torch.log_softmax(torch.relu(x.to(first) @ first) @ last, -1))
-    return torch.logsumexp(torch.stack(each), 0) - math.log(count)
+        return torch.relu(x.to(first) @ first) @ last
+
+    return mean_over_draws(logits(k) for k in range(min(len(values) for values in draws.values())))

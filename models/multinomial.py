@@ -13,6 +13,7 @@ from torch.distributions import constraints
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
+from secure_fvi.models.bnn import mean_over_draws
 
 
 def multinomial_regression(classes: int = 10, scale: float = 0.1) -> FederatedModel:
@@ -44,7 +45,4 @@ def class_log_probs(draws: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Log predictive probabilities (N, classes) of `x` (N, D): the log of the mean over draws of the global sites, as
     `result.sample(n)` gives them, (n, *shape) each."""
     x = x.to(draws["bias"])
-    each = [torch.log_softmax(x @ w + b, -1) for w, b in zip(draws["weights"], draws["bias"], strict=True)]
-    if not each:
-        raise InputError("no draws of the weights; at least one is needed")
-    return torch.logsumexp(torch.stack(each), 0) - math.log(len(each))
+    return mean_over_draws(x @ w + b for w, b in zip(draws["weights"], draws["bias"], strict=True))

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
-_NUMBERS_AT_ONCE = 20_000_000
+#: Numbers of all draws together that fit well into memory.
+NUMBERS_AT_ONCE = 20_000_000
 
 
 class SitePosterior(NamedTuple):
@@ -143,18 +144,13 @@ def draw_global(
     if n < 1:
         raise InputError(f"the number of draws must be at least 1, not {n}")
     rng = torch.Generator().manual_seed(seed)
-    most = draws_at_once(posterior)
+    most = max(1, NUMBERS_AT_ONCE // max(1, posterior.family.noise_size))
     parts = []
     for start in range(0, n, most):
         z = _draw(posterior, min(most, n - start), rng)
         found = torch.func.vmap(lambda z: problem.density.constrain(z, posterior.theta)[0])(z)
         parts.append({name: v for name, v in found.items() if sites is None or name in sites})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def draws_at_once(posterior: Posterior) -> int:
-    """How many draws of all of Z_G fit well into memory."""
-    return max(1, _NUMBERS_AT_ONCE // max(1, posterior.family.noise_size))
 
 
 def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:

@@ -37,7 +37,7 @@ def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
 def test_draws_too_many_for_memory_are_made_in_parts(result: sf.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same distribution in parts of 300: mean and sd within 5 standard errors of those at once."""
     whole = result.sample(20_000)["rate"]
-    monkeypatch.setattr(results, "_NUMBERS_AT_ONCE", 300)
+    monkeypatch.setattr(results, "NUMBERS_AT_ONCE", 300)
     parts = result.sample(20_000)["rate"]
     assert parts.shape == whole.shape
     assert parts.unique().numel() == 20_000  # no part repeats another

@@ -29,6 +29,7 @@ from secure_fvi.models.fedvi import Network, common_classifier, embed, infer, pe
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.fedvi_methods import Predict, Tuning, fedrep, fedvi, from_fedavg, scores
+from secure_fvi.reproductions.spread import spread
 from secure_fvi.runs.checkpoint import FolderCheckpoints, write_atomically
 
 Row = dict[str, Any]
@@ -92,7 +93,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     return {
         "name": plan.name,
         "paper": plan.paper,
-        "ours": {**_spread(accuracy), "what": "FedVI's accuracy on clients that took no part", **summary},
+        "ours": {**spread(accuracy), "what": "FedVI's accuracy on clients that took no part", **summary},
         "seconds": round(sum(r["seconds"] for r in rows if "seconds" in r), 1),
         "seconds_since_start": round(time.monotonic() - began, 1),
         "bytes": best[0]["bytes_up"] + best[0]["bytes_down"],
@@ -105,14 +106,9 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
 def _over_seeds(rows: Sequence[Row], key: str) -> Row:
     methods = dict.fromkeys(r["method"] for r in rows)
     return {
-        m: {who: _spread([r[who][key] for r in rows if r["method"] == m]) for who in ("taking_part", "new")}
+        m: {who: spread([r[who][key] for r in rows if r["method"] == m]) for who in ("taking_part", "new")}
         for m in methods
     }
-
-
-def _spread(values: Sequence[float]) -> Row:
-    sd = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {"mean": statistics.mean(values), "sd": sd, "seeds": len(values)}
 
 
 def _fedvi(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from secure_fvi.driving import Progress, drive
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi.reproductions.spread import spread
 from secure_fvi.runs.checkpoint import FolderCheckpoints, write_atomically
 
 Row = dict[str, Any]
@@ -105,12 +105,6 @@ def _fitted(job: Job, look: Look, folder: Path | None, tell: Callable[[str], Non
         "seconds": round(rounds.seconds - looking, 1),  # without the looks on the way
         "curve": curve,
     }
-
-
-def spread(values: Sequence[float]) -> Row:
-    """Mean and sd over seeds."""
-    sd = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {"mean": statistics.mean(values), "sd": sd, "seeds": len(values)}
 
 
 def summary(rows: Sequence[Row], by: Sequence[str]) -> list[Row]:

@@ -25,7 +25,8 @@ from secure_fvi.models.partitions import evenly, take
 from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.mnist_report import plot
 from secure_fvi.reproductions.mnist_report import table as table
-from secure_fvi.reproductions.mnist_runs import Job, Look, run, spread, summary
+from secure_fvi.reproductions.mnist_runs import Job, Look, run, summary
+from secure_fvi.reproductions.spread import spread
 from secure_fvi.results import draw_global
 
 Row = dict[str, Any]

@@ -29,6 +29,7 @@ from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.prodlda_pyro import Tell, Topics, Training, same_model, tutorial
 from secure_fvi.reproductions.prodlda_report import plot
 from secure_fvi.reproductions.prodlda_report import table as table
+from secure_fvi.reproductions.spread import spread
 from secure_fvi.runs.checkpoint import write_atomically
 
 Row = dict[str, Any]
@@ -151,14 +152,7 @@ def _over_seeds(rows: Sequence[Row], key: str) -> Row:
     for row in rows:
         value = row[key]
         found.setdefault(row["method"], []).append(statistics.mean(value) if isinstance(value, list) else value)
-    return {
-        method: {
-            "mean": statistics.mean(values),
-            "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
-            "seeds": len(values),
-        }
-        for method, values in found.items()
-    }
+    return {method: spread(values) for method, values in found.items()}
 
 
 # ---- methods ----

@@ -26,6 +26,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.six_cities import SIZES, Reference, pooled_reference, split
+from secure_fvi.reproductions.spread import spread
 from secure_fvi.server import Server
 
 #: Near: the mean of the last WINDOW iterates lies within NEAR posterior sds of global VI in every coordinate.
@@ -55,11 +56,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     content = {
         "name": "sfvi-warm-start",
         "paper": "5 rounds of 10^3 local steps halve the steps to convergence (MNIST, S3.2)",
-        "ours": {
-            "mean": statistics.mean(shares),
-            "sd": statistics.stdev(shares) if len(shares) > 1 else 0.0,
-            "seeds": len(shares),
-        },
+        "ours": spread(shares),
         "seconds": round(time.monotonic() - began, 1),
         "bytes": rows[-1]["bytes_up_per_silo"] + rows[-1]["bytes_down_per_silo"],
         "machine": machine(),

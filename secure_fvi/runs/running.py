@@ -7,11 +7,11 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from secure_fvi.driving import Progress
 from secure_fvi.errors import BudgetError, InputError
 from secure_fvi.guarding import Books
+from secure_fvi.results import NUMBERS_AT_ONCE, RunSummary
 from secure_fvi.runs.checkpoint import latest_round, write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
@@ -21,11 +21,8 @@ from secure_fvi.runs.marginals import marginals
 from secure_fvi.runs.metrics import MetricsLog
 from secure_fvi.runs.report import write_report
 
-if TYPE_CHECKING:
-    from secure_fvi.results import RunSummary
-
 #: Of a posterior for its marginals: so many, fewer of one so large that they would not fit into memory.
-_MARGINAL_DRAWS, _LEAST_DRAWS, _MARGINAL_NUMBERS = 20_000, 1000, 20_000_000
+_MARGINAL_DRAWS, _LEAST_DRAWS = 20_000, 1000
 
 
 def execute(
@@ -110,7 +107,7 @@ def _fit(
 
 def _marginal_draws(result: RunSummary) -> int:
     size = sum(site.mean.numel() for site in result.posterior.values())
-    return min(_MARGINAL_DRAWS, max(_LEAST_DRAWS, _MARGINAL_NUMBERS // max(size, 1)))
+    return min(_MARGINAL_DRAWS, max(_LEAST_DRAWS, NUMBERS_AT_ONCE // max(size, 1)))
 
 
 def _books(config: Config, folder: RunDirectory) -> Books:

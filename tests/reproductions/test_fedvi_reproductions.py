@@ -7,11 +7,11 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from quick_run import quick_run
 
 from secure_fvi.algorithms.fedvi_bound import largest_loss, pac_bayes_bound, smoothed_loss
 from secure_fvi.cli import main
@@ -146,29 +146,16 @@ def test_an_experiment_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert plot(first)[:4] == b"\x89PNG"
 
 
-def _quick(name: str, needs: str, tmp_path: Path) -> dict[str, Any]:
-    data = os.environ.get("SECURE_FVI_DATA")
-    if not data or not (Path(data) / needs).is_dir():
-        pytest.skip(f"SECURE_FVI_DATA holds no {needs}")
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", name, "--out", str(tmp_path), "--data", data, "--quick"])
-    assert stop.value.code == 0
-    assert not (tmp_path / f"{name}.partial").exists()
-    assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    content: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
-    return content
-
-
 @pytest.mark.slow
 def test_the_quick_run_on_writers(tmp_path: Path) -> None:
-    content = _quick("fedvi-writers", "mnist", tmp_path)
+    content = quick_run("fedvi-writers", "mnist", tmp_path)
     assert content["ours"]["accuracy"]["FedVI"]["new"]["mean"] > 0.5  # guessing is 0.1
     assert content["rows"][0]["bound"]["value"] > content["rows"][0]["bound"]["test"]
 
 
 @pytest.mark.slow
 def test_the_quick_run_on_cifar(tmp_path: Path) -> None:
-    content = _quick("fedvi-cifar100", "cifar100_subset", tmp_path)
+    content = quick_run("fedvi-cifar100", "cifar100_subset", tmp_path)
     assert content["ours"]["accuracy"]["FedVI"]["new"]["mean"] > 0.02  # guessing is 0.01
     assert margin(content["ours"]["accuracy"], "new") > -0.05
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from quick_run import quick_run
 
 from secure_fvi.cli import main
 from secure_fvi.models.newsgroups import Corpus
@@ -70,14 +69,7 @@ def test_an_experiment_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pyt
 def test_the_quick_run(tmp_path: Path) -> None:
     """Topics of 100 steps are not all alike, and explain more than the words' frequencies do."""
     pytest.importorskip("simplemma")
-    data = os.environ.get("SECURE_FVI_DATA")
-    if not data or not (Path(data) / "20newsgroups").is_dir():
-        pytest.skip("SECURE_FVI_DATA holds no 20newsgroups")
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", "prodlda-20news", "--out", str(tmp_path), "--data", data, "--quick"])
-    assert stop.value.code == 0
-    assert not (tmp_path / "prodlda-20news.partial").exists()
-    content: dict[str, Any] = json.loads((tmp_path / "prodlda-20news.json").read_text())
+    content = quick_run("prodlda-20news", "20newsgroups", tmp_path)
     assert content["quick"] is True
     sfvi = next(row for row in content["rows"] if row["method"] == "SFVI")
     assert sfvi["diversity"] > 0.2  # 1/21 where all topics are alike

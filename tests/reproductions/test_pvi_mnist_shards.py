@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quick_run import quick_run
 
-from secure_fvi.cli import main
 from secure_fvi.models.base import Dataset
 from secure_fvi.reproductions.pvi_mnist_report import plot
 from secure_fvi.reproductions.pvi_mnist_shards import alike, diverged, shards, table
@@ -61,13 +59,7 @@ def test_table_and_plot() -> None:
 @pytest.mark.slow
 def test_the_quick_run_converges_and_its_control_does_not(tmp_path: Path) -> None:
     """30 silos: one to two minutes on 2 shared CPU cores. An error of .9 is guessing."""
-    data = os.environ.get("SECURE_FVI_DATA")
-    if not data or not (Path(data) / "mnist").is_dir():
-        pytest.skip("SECURE_FVI_DATA holds no mnist")
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", "pvi-mnist-shards", "--out", str(tmp_path), "--data", data, "--quick"])
-    assert stop.value.code == 0
-    content = json.loads((tmp_path / "pvi-mnist-shards.json").read_text())
+    content = quick_run("pvi-mnist-shards", "mnist", tmp_path)
     by_damping = {row["asked_damping"]: row for row in content["rows"] if row["split"] == "label shards"}
     assert content["ours"]["diverged"] == 0
     assert content["ours"]["mean"] < 0.35

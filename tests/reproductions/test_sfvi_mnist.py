@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quick_run import quick_run
 
 import secure_fvi as sf
 from secure_fvi.algorithms.base import Posterior, Problem
@@ -90,23 +89,10 @@ def test_the_table_and_the_plot_of_both() -> None:
     assert plot(content)[:4] == b"\x89PNG"
 
 
-def _quick(name: str, tmp_path: Path) -> dict[str, Any]:
-    data = os.environ.get("SECURE_FVI_DATA")
-    if not data or not (Path(data) / "mnist").is_dir():
-        pytest.skip("SECURE_FVI_DATA holds no mnist")
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", name, "--out", str(tmp_path), "--data", data, "--quick"])
-    assert stop.value.code == 0
-    assert not (tmp_path / f"{name}.partial").exists()
-    assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    content: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
-    return content
-
-
 @pytest.mark.slow
 def test_the_quick_multinomial_regression(tmp_path: Path) -> None:
     """Guessing is 0.1."""
-    content = _quick("multinomial-mnist", tmp_path)
+    content = quick_run("multinomial-mnist", "mnist", tmp_path)
     found = {line["method"]: line["test"]["mean"] for line in content["lines"]}
     assert found["SFVI"] > 0.85
     assert found["SFVI-Avg"] > 0.80
@@ -117,7 +103,7 @@ def test_the_quick_multinomial_regression(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_quick_networks(tmp_path: Path) -> None:
     """Always the silo's own digit is 0.9."""
-    content = _quick("hbnn-mnist", tmp_path)
+    content = quick_run("hbnn-mnist", "mnist", tmp_path)
     found = {line["method"]: line["test"]["mean"] for line in content["lines"]}
     assert found["mixed, SFVI"] > 0.92
     assert found["FedPop, SFVI-Avg"] > 0.85

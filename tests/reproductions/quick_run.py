@@ -1,0 +1,26 @@
+"""`secure-fvi reproduce NAME --quick`, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from secure_fvi.cli import main
+
+
+def quick_run(name: str, needs: str, out: Path) -> dict[str, Any]:
+    """The content of NAME.json; skips where SECURE_FVI_DATA holds no data set `needs`."""
+    data = os.environ.get("SECURE_FVI_DATA")
+    if not data or not (Path(data) / needs).is_dir():
+        pytest.skip(f"SECURE_FVI_DATA holds no {needs}")
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", name, "--out", str(out), "--data", data, "--quick"])
+    assert stop.value.code == 0
+    assert not (out / f"{name}.partial").exists()
+    assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    content: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return content
