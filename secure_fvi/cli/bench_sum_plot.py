@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from secure_fvi.reproductions.figures import as_png
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _OURS, _OURS_64, _FLOWER, _BFV, _PLAIN = "#2563eb", "#7aa5f7", "#d97706", "#0f766e", "#9ca3af"
@@ -46,9 +47,7 @@ def png(rows: Sequence[Row]) -> bytes:
             axes.set_axisbelow(True)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+        return as_png(figure)
 
 
 def _against_length(axes: Axes, rows: Sequence[Row]) -> None:

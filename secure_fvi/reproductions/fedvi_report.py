@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = {"FedVI": "#2563eb", "FedAvg": "#d97706"}
@@ -70,6 +71,4 @@ def plot(content: Row) -> bytes:
     right.set_xticks([i + 0.2 for i in range(len(accuracy))], list(accuracy), fontsize=8)
     right.set(ylabel="test accuracy, %", ylim=(0, None))
     right.legend(frameon=False, fontsize=8)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)

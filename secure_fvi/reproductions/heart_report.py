@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
 #: Methods whose test log-likelihood is drawn over the exchanges.
@@ -54,9 +55,7 @@ def png(rows: Sequence[Row], paper: Mapping[str, tuple[float, float, float, floa
     right.plot([], [], "s", color="#9ca3af", label="paper, table 3 (its model)")
     right.legend(frameon=False, fontsize=8, loc="lower left")
     _curves(lower.subplots(1, 1), rows)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=120)
-    return out.getvalue()
+    return as_png(figure, 120)
 
 
 def _curves(axis: Any, rows: Sequence[Row]) -> None:

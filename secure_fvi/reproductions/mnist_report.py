@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = ("#2563eb", "#059669", "#d97706", "#dc2626", "#7c3aed", "#6b7280")
@@ -54,6 +55,4 @@ def plot(content: Row) -> bytes:
                 at = [point["round"] for point in row["curve"]]
                 right.plot(at, [100 * point["test"] for point in row["curve"]], color=colours[row["method"]], lw=1.2)
         right.set(xlabel="round", ylabel="test accuracy, %", xscale="log", title=setting)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)

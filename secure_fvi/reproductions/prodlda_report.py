@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
 #: Figures of a method, and their names in the table.
@@ -55,6 +56,4 @@ def plot(content: Row) -> bytes:
                 right.plot(*zip(*row["curve"], strict=True), color=colour, lw=1.2, label=label)
     right.set(xlabel="steps", ylabel="bound, nats a word")
     right.legend(frameon=False, fontsize=8)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Sequence
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 #: Nats a record within which a method counts as having reached global VI.
 WITHIN = 0.003
@@ -104,9 +105,7 @@ def plot(rows: Sequence[Row]) -> bytes:
     figure.supylabel("test log-likelihood less that of global VI, nats")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=2 * columns, fontsize=8)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)
 
 
 def _line(axes: Any, chosen: Sequence[Row], method: str, colour: str) -> None:

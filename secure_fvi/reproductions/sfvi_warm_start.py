@@ -6,7 +6,6 @@ SFVI "can reduce the number of steps required to reach convergence by a factor o
 
 from __future__ import annotations
 
-import io
 import statistics
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from secure_fvi.compiled import threads
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.reproductions import Request
+from secure_fvi.reproductions.figures import as_png
 from secure_fvi.reproductions.six_cities import SIZES, Reference, pooled_reference, split
 from secure_fvi.reproductions.spread import spread
 from secure_fvi.server import Server
@@ -135,6 +135,4 @@ def _png(rows: Sequence[Row]) -> bytes:
     axes.plot([r["warm_rounds"] for r in rows], [r["exchanges"] for r in rows], "o", color="#2563eb", alpha=0.7)
     axes.set(xlabel="rounds of SFVI-Avg beforehand", ylabel=f"exchanges until within {NEAR} sds", ylim=(0, None))
     axes.set_title("SFVI on six cities, two silos")
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)

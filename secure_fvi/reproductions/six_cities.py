@@ -6,7 +6,6 @@ SFVI on one silo that holds all children; errors are in its posterior standard d
 
 from __future__ import annotations
 
-import io
 import statistics
 import time
 import warnings
@@ -24,6 +23,7 @@ from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.fitting import fit
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.reproductions import Request
+from secure_fvi.reproductions.figures import as_png
 from secure_fvi.results import Result
 
 SIZES = (300, 237)
@@ -174,6 +174,4 @@ def dots(rows: Sequence[Row], colours: Mapping[str, str], title: str) -> bytes:
     axes.set(ylabel="error, posterior sds", ylim=(-0.6, 0.6))
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, loc="upper left", ncols=len(colours))
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)

@@ -7,7 +7,6 @@ silo's upload does not depend on how many there are.
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 import time
@@ -26,6 +25,7 @@ from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.models.vertical_base import VerticalDataset
 from secure_fvi.models.vertical_programs import load_adult
 from secure_fvi.reproductions import Request
+from secure_fvi.reproductions.figures import as_png
 from secure_fvi.reproductions.vertical_targets import logistic_mode
 from secure_fvi.runs.draws import default_dtype
 from secure_fvi.vertical_results import VerticalResult
@@ -72,9 +72,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         "pooled": pooled,
         "rows": rows,
     }
-    buffer = io.BytesIO()
-    _figure(content).savefig(buffer, format="png", dpi=150)
-    return content, buffer.getvalue()
+    return content, as_png(_figure(content))
 
 
 def table(content: Row) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from secure_fvi.reproductions.figures import as_png
 from secure_fvi.runs.marginals import density
 
 #: Model, method, silos, rho and the curve or the draws.
@@ -32,9 +32,7 @@ def png(
         upper, lower = block.subfigures(2, 1, height_ratios=(1, 2))
         _bounds(upper, [b for b in bounds if b[2] == count], rhos)
         _densities(lower, [s for s in shown if s[2] in (0, count)], truth, rhos)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    return out.getvalue()
+    return as_png(figure, 110)
 
 
 def _bounds(figure: Any, entries: Sequence[Entry], rhos: Sequence[float]) -> None:

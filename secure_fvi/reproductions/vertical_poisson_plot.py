@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from secure_fvi.reproductions.figures import as_png
 from secure_fvi.runs.marginals import density
 
 #: Method, rho (0 for the true model) and draws of one mu and one beta.
@@ -47,9 +47,7 @@ def png(
         axes[0, column].set_title(f"data from the true model, rho = {rho:g}", fontsize=10)
     axes[0, 0].legend(frameon=False, fontsize=7)
     _coverage(right.subplots(), [s for s in summary if s["data"] == "augmented"])
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    return out.getvalue()
+    return as_png(figure, 110)
 
 
 def _coverage(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
