@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -73,19 +72,16 @@ def supernode(
     home: Path, address: str, data: Path | None, data_dir: Path | None, repeatable: bool, any_app: bool, debug: bool
 ) -> None:
     """Run this site's SuperNode: it waits for runs, and starts this site's party in them."""
-    from secure_fvi.engines.flower_setup import check_flower, environment, free_port, prepare, program
+    from secure_fvi.engines.flower_setup import check_flower
+    from secure_fvi.engines.flower_supernode import run_supernode
 
     check_flower()
     site = open_home(home)
-    prepare(site.path, any_app)
     words = {"home": str(site.path.resolve()), "data": data and str(data.resolve())}
     words["data-dir"] = data_dir and str(data_dir.resolve())
     named = [f'secure-fvi-{name}="{value}"' for name, value in words.items() if value]
     named += ["secure-fvi-repeatable=true"] if repeatable else []
-    command = [program("flower-supernode"), "--superlink", address, "--root-certificates", str(site.path / "ca.crt")]
-    command += ["--auth-supernode-private-key", str(site.path / "flower" / "node.key")]
-    command += ["--node-config", " ".join(named), "--port", str(free_port())]
-    os.execve(command[0], command, environment(site.path, site.passphrase))
+    sys.exit(run_supernode(site, address, named, any_app, click.echo))
 
 
 @flower.command()

@@ -4,6 +4,7 @@ HOME/flower/            FLWR_HOME of this site's Flower programs
      node.key, node.pub   the SuperNode's key (P-384), made here; Flower's registry knows its public half
      apps/                the one app that may run here; not writable, so that no other can be installed
      config.toml          where `flwr` finds the SuperLink, at the server
+     alive        touched while the SuperNode is online; supernode.lock, superlink.lock: held by who runs
      inner.key, inner.crt, superlink.sqlite   the SuperLink's own, at the server
      jobs/NAME.toml       jobs that may be started, at the server
 
@@ -12,6 +13,7 @@ The app holds no code: a pyproject.toml that names two modules of the installed 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -119,6 +121,17 @@ def prepare(home: Path, any_app: bool) -> None:
         return
     install_app(home)
     check_guarded(home)
+
+
+def locked(path: Path, what: str) -> int:
+    """A lock that Flower's program inherits, since it may outlive this process, and no two may share what is its.
+    Raises InputError where it is taken."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise InputError(f"a {what} of '{path.parent}' is running; end it first") from None
+    return handle
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import ipaddress
 import os
 import signal
@@ -22,6 +21,7 @@ from secure_fvi.engines.flower_setup import (
     environment,
     flower_folder,
     free_port,
+    locked,
     prepare,
     program,
     write_key,
@@ -44,7 +44,7 @@ def run_superlink(home: Home, listen: tuple[str, int], any_app: bool) -> None:
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
     folder = flower_folder(home.path)
     prepare(home.path, any_app)
-    lock = _locked(folder / "superlink.lock")
+    lock = locked(folder / "superlink.lock", "SuperLink")
     key, certificate = _inner_certificate(folder)
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -87,16 +87,6 @@ def launch(home: Home, config: Path, out: Path, listen: str, address: str, overr
     done = subprocess.run(command, env=environment(home.path), check=False)
     if done.returncode:
         raise InputError("flwr could not start the run; is `secure-fvi flower superlink` running?")
-
-
-def _locked(path: Path) -> int:
-    """A lock that the SuperLink inherits, since it may outlive this process: two must not share a database."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise InputError(f"a SuperLink of '{path.parent}' is running; end it first") from None
-    return handle
 
 
 def _leave_with(process: subprocess.Popen[bytes]) -> None:

@@ -110,7 +110,7 @@ def test_a_state_from_a_backup_is_noticed(world: World, tmp_path: Path) -> None:
 def test_without_a_silo_that_has_gone_the_others_go_on(world: World, tmp_path: Path) -> None:
     """Under `drop`. The records that remain stand for all, so the posterior stays near that of all three silos."""
     algorithm = {"name": "sfvi", "iterations": 600, "family": "diagonal"}
-    engine = {"on_loss": "drop", "deadline": 0.5}
+    engine = {"on_loss": "drop", "deadline": 15.0}  # waited out once, and a busy machine is given time
     job = Job(world, tmp_path, algorithm=algorithm, aggregation={"kind": "plain"}, engine=engine)
     taken: dict[int, int] = {}
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,10 @@ from flower_world import reachable_world
 pytest.importorskip("flwr")
 
 from secure_fvi.cli.flower_processes import FlowerProcesses, plain_user
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site import run_site
-from secure_fvi.engines.flower_setup import environment, free_port, node_key, program
-from secure_fvi.errors import ProtocolError
+from secure_fvi.engines.flower_setup import environment, free_port, program
+from secure_fvi.errors import ProtocolError, SecureFVIError
 from secure_fvi.runs.checkpoint import latest_round
 
 httpx = pytest.importorskip("httpx")
@@ -86,7 +86,7 @@ def test_stream_gives_the_posterior_of_one_process(flower: FlowerProcesses, cons
 
 
 def test_messages_give_the_posterior_of_one_process(flower: FlowerProcesses, consortium: World, tmp_path: Path) -> None:
-    algorithm = {"name": "sfvi-avg", "rounds": 2, "local_steps": 50}
+    algorithm = {"name": "sfvi-avg", "rounds": 1, "local_steps": 50}
     job = Job(consortium, tmp_path, algorithm=algorithm, engine={"kind": "flower", "carrier": "messages"})
     assert _posterior(flower, job, "messages") == job.local()
     assert "Flower takes some seconds for each exchange" in flower.log("messages")
@@ -128,33 +128,52 @@ def test_a_silo_that_this_run_did_not_start_is_turned_away(
 
 
 def test_an_unknown_node_and_plaintext_are_refused(flower: FlowerProcesses, tmp_path: Path) -> None:
-    """Flower leaves with an error; a node with a registered key is let in by the same command."""
-    node_key(tmp_path)
-    home = flower.homes["east"].path
+    """Each ends with an error; a node with a registered key is let in by the same command, as in the fixture."""
+    authority = flower.homes["east"].path / "ca.crt"
+    stranger = Home.create(tmp_path / "stranger", "stranger", "silo")
+    shutil.copy(authority, stranger.path)
+    flower.start("stranger", "flower", "supernode", "--home", str(stranger.path), "--superlink", flower.nodes)
+    with pytest.raises(SecureFVIError, match="refuses this site's key: it is not registered there"):
+        flower.end("stranger", 120)
+    assert "trying again" not in flower.log("stranger")
 
     def supernode(*extra: str) -> str:
         command = [program("flower-supernode"), "--superlink", flower.nodes, "--port", str(free_port())]
         command += ["--max-retries", "1", *extra]
-        log = tmp_path / "node.log"
-        with log.open("wb") as out:
-            node = subprocess.Popen(
-                command, env=environment(tmp_path), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            node.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(node.pid, signal.SIGKILL)
-        node.wait(10)
-        return log.read_text()
+        # A file, since what it has started holds a pipe open until it is waited for.
+        with (tmp_path / "node.log").open("w+") as log:
+            subprocess.run(command, env=environment(stranger.path), check=False, timeout=120, stdout=log, stderr=log)
+            log.seek(0)
+            return log.read()
 
-    trusted = ["--root-certificates", str(home / "ca.crt")]
-    unknown = supernode(*trusted, "--auth-supernode-private-key", str(tmp_path / "flower" / "node.key"))
-    assert "Starting Flower SuperNode" in unknown
-    assert "SuperNode ID" not in unknown
-    assert "SuperNode ID" not in supernode("--insecure")
-    assert "SuperNode ID" not in supernode(*trusted)
-    flower.kill("south")
-    flower.supernode("south")
+    for extra in (["--insecure"], ["--root-certificates", str(authority)]):
+        log = supernode(*extra)
+        assert "Starting Flower SuperNode" in log
+        assert "Exit Code: 305" in log
+        assert "SuperNode ID" not in log
+
+
+def test_a_supernode_comes_back(flower: FlowerProcesses) -> None:
+    """At once after SIGTERM, to it alone or to all its processes; killed, when its last heartbeat counts no more."""
+    home = str(flower.homes["south"].path)
+    flower.start("second", "flower", "supernode", "--home", home, "--superlink", flower.nodes)
+    with pytest.raises(SecureFVIError, match=r"a SuperNode of '.*' is running; end it first"):
+        flower.end("second", 120)
+
+    def waits(kill: Callable[[], None]) -> bool:
+        before = len(flower.log("south"))
+        kill()
+        flower.supernode("south")
+        return "has not signed off" in flower.log("south")[before:]
+
+    def terminate_alone() -> None:
+        process = flower.running.pop("south")
+        process.terminate()
+        assert process.wait(30) == 0
+
+    assert not waits(terminate_alone)
+    assert not waits(lambda: flower.kill("south", signal.SIGTERM))
+    assert waits(lambda: flower.kill("south"))
 
 
 def test_control_is_not_reached_from_outside(flower: FlowerProcesses, tmp_path: Path) -> None:
@@ -190,14 +209,13 @@ def test_another_app_does_not_run_at_a_site(flower: FlowerProcesses, tmp_path: P
     flower.kill("superlink")
     flower.superlink("--any-app")
     for silo in ("north", "south"):
-        flower.kill(silo)
-    time.sleep(60)  # until the SuperLink takes them for gone
+        flower.kill(silo, signal.SIGTERM)  # they sign off, and the run has one node
     done = flower.flwr("run", str(folder), "local", "--stream")
     assert at_server.exists()
     assert "Permission denied" in done.stdout + done.stderr
     assert not at_site.exists()
 
-    flower.kill("east")
+    flower.kill("east", signal.SIGTERM)
     flower.supernode("east", "--any-app")
     flower.flwr("run", str(folder), "local", "--stream")
     assert at_site.exists()
