@@ -9,7 +9,8 @@ A network has one hidden layer of relu units and no biases, as in the paper. In
 
 Scatter is written in offsets that are N(0, 1) a priori, as in the paper. Its half normal prior of their sd is not
 Gaussian in unconstrained space, which PVI asks for where weights are thousands; `log_normal=True` takes the log-normal
-one whose logarithm, the site `log_spread`, has the same mean and sd.
+one whose logarithm, the site `log_spread`, has the same mean and sd. `mixed_network(scatter=s)` fixes the sd: a silo by
+itself sees no variation between silos, so that SFVI-Avg's local runs would let it shrink.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def hierarchical_network(hidden: int = 64, classes: int = 10, log_normal: bool =
     sites: `offsets` (D, hidden) and `output_weights` (hidden, classes), N(0, 1)."""
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return values["mean"] + scatter(values) * values["offsets"], values["output_weights"]
+        return values["mean"] + spread_of(values) * values["offsets"], values["output_weights"]
 
-    sites = (_scatter_site(log_normal), "mean"), ("offsets", "output_weights")
+    sites = (_spread_site(log_normal), "mean"), ("offsets", "output_weights")
     return _personal(hidden, classes, layers, *sites)
 
 
@@ -61,23 +62,29 @@ def fedpop(hidden: int = 64, classes: int = 10) -> PersonalNetwork:
     return _personal(hidden, classes, layers, ("hidden_weights",), ("output_weights",))
 
 
-def mixed_network(hidden: int = 64, classes: int = 10, log_normal: bool = False) -> PersonalNetwork:
+def mixed_network(
+    hidden: int = 64, classes: int = 10, log_normal: bool = False, scatter: float | None = None
+) -> PersonalNetwork:
     """W2 = output_mean + spread x output_offsets. Global sites: `hidden_weights` (D, hidden) and `output_mean`
-    (hidden, classes), N(0, 1), and `spread` (), half normal. Silo site: `output_offsets` (hidden, classes), N(0, 1)."""
+    (hidden, classes), N(0, 1), and `spread` (), half normal, unless it is fixed at `scatter`. Silo site:
+    `output_offsets` (hidden, classes), N(0, 1)."""
+    if scatter is not None and not 0 < scatter < math.inf:
+        raise InputError(f"scatter must be positive and finite, not {scatter}")
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return values["hidden_weights"], values["output_mean"] + scatter(values) * values["output_offsets"]
+        spread = spread_of(values) if scatter is None else scatter
+        return values["hidden_weights"], values["output_mean"] + spread * values["output_offsets"]
 
-    sites = (_scatter_site(log_normal), "hidden_weights", "output_mean"), ("output_offsets",)
-    return _personal(hidden, classes, layers, *sites)
+    spread = (_spread_site(log_normal),) if scatter is None else ()
+    return _personal(hidden, classes, layers, (*spread, "hidden_weights", "output_mean"), ("output_offsets",))
 
 
-def scatter(values: Mapping[str, Tensor]) -> Tensor:
+def spread_of(values: Mapping[str, Tensor]) -> Tensor:
     """The sd of silos' weights around the common ones, from the value of its site."""
     return values["log_spread"].exp() if "log_spread" in values else values["spread"]
 
 
-def _scatter_site(log_normal: bool) -> str:
+def _spread_site(log_normal: bool) -> str:
     return "log_spread" if log_normal else "spread"
 
 

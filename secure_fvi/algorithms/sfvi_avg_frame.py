@@ -70,6 +70,8 @@ class SFVIAvgFrame:
             raise InputError("under silo privacy sfvi-avg needs family = 'diagonal': noise breaks a Bures iteration")
         if self.by_records:
             raise InputError("under silo privacy sfvi-avg needs weights = 'equal': numbers of records are not released")
+        if self.config.final_local_steps:
+            raise InputError("under silo privacy no broadcast follows the last merge; leave final_local_steps at 0")
         if self.counts_first:
             raise InputError(
                 "under silo privacy sfvi-avg needs total_records, a public figure for all silos' records together, "

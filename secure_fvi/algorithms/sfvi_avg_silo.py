@@ -74,7 +74,7 @@ class SFVIAvgSilo:
             return self._iterate(message, local, view, gate)
         shared = self._shared(message)
         if message.phase != COUNT:  # the last q has come: the latents' distributions refer to it from here on
-            local = self.anchored(local, shared["eta/loc"])
+            local = self._finish(message, self.anchored(local, shared["eta/loc"]), shared, view)
         values = {RECORDS: np.float64(view.size), OBJECTIVE: self._bound(message, local, shared, view)}
         return gate.release(self._flat(message, values)), local
 
@@ -154,6 +154,15 @@ class SFVIAvgSilo:
             moments=end.moments, anchor=average.shared["eta/loc"],
         )  # fmt: skip
         return average.shared, after
+
+    def _finish(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> SFVIAvgLocal:
+        """Steps on the silo's own latents alone, with an optimiser that starts anew: q(Z_G) has moved under them."""
+        if not self.config.final_local_steps:
+            return local
+        moments, record_moments, silo_moments = self.run.init_moments(shared, local.record, local.silo)
+        start = Point(shared, moments, local.record, record_moments, local.silo, silo_moments)
+        end = self.run.finish(start, message.round, view)
+        return local._replace(record=end.record, silo=end.silo)
 
     def _bound(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> FloatArray:
         """The silo's part of the bound at the q(Z_G) that was sent, nats."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Problem, SiloView
-from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, SFVIAvg
+from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, LEAST_RATE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_frame import SFVIAvgFrame
 from secure_fvi.algorithms.sfvi_frame import local_units, mean_units
 from secure_fvi.compiled import Traced
@@ -63,12 +63,23 @@ class LocalRun:
 
         `records`: N over all silos. `rate`: factor on the learning rate.
         """
-        config, copies = self.config, records / view.size
+        return self._walk(start, self.config.local_steps, records / view.size, rate, 1.0, round_, view)
+
+    def finish(self, start: Point, round_: int, view: SiloView) -> Point:
+        """The silo's own latents after their last steps, which leave its copy of q(Z_G) and theta as they are."""
+        average = self._walk(start, self.config.final_local_steps, 1.0, 1.0, 0.0, round_, view)[1]
+        return average._replace(shared=start.shared, moments=start.moments)
+
+    def _walk(
+        self, start: Point, steps: int, copies: float, rate: float, moving: float, round_: int, view: SiloView
+    ) -> tuple[Point, Point]:
+        """`moving`: 1, or 0 where q(Z_G) and theta stay. Keys begin where those of the round before end."""
         here, average = start, start
-        for step in range(config.local_steps):
-            key = round_ * (config.local_steps + BOUND_DRAWS) + BOUND_DRAWS + step
-            here, _ = self._call(here, view, key, None, self._batch(key, view), copies, rate * config.multiplier(step))
-            average = _averaged(average, here, config.averaged(step))
+        for step in range(steps):
+            key = round_ * (self.config.local_steps + BOUND_DRAWS) + BOUND_DRAWS + step
+            now = rate * (1 - (1 - LEAST_RATE) * step / steps)
+            here, _ = self._call(here, view, key, None, self._batch(key, view), (copies, now, moving))
+            average = _averaged(average, here, self.config.averaged(step, steps))
         return here, average
 
     def bound(self, at: Point, round_: int, view: SiloView) -> Tensor:
@@ -80,7 +91,7 @@ class LocalRun:
         for draw in range(BOUND_DRAWS):
             key = round_ * (self.config.local_steps + BOUND_DRAWS) + draw
             eps = self._public_draws.normals(round_ * BOUND_DRAWS + draw, self.frame.family.noise_size)[0]
-            found.append(self._call(at, view, key, self.base.move(eps), None, 1.0, 0.0)[1])
+            found.append(self._call(at, view, key, self.base.move(eps), None, (1.0, 0.0, 0.0))[1])
         return torch.stack(found).mean()
 
     def _call(
@@ -90,12 +101,11 @@ class LocalRun:
         key: int,
         eps: Tensor | None,
         batch: Rows | None,
-        copies: float,
-        rate: float,
+        factors: tuple[float, float, float],
     ) -> tuple[Point, Tensor]:
         """One step, at the given eps_G or at one of the silo's own, and the silo's part of the bound before it.
 
-        `key` names the draws, which are used once.
+        `key` names the draws, which are used once. `factors`: of `step_function`.
         """
         base, size = self.base, self.frame.family.noise_size
         rows = None if batch is None else torch.from_numpy(batch).to(self.problem.device)
@@ -104,11 +114,10 @@ class LocalRun:
         eps_record = eps_record.reshape(len(eps_record), base.samples, base.n_record).transpose(0, 1).contiguous()
         # One draw cut in two: two draws under one key would share their numbers.
         own = base.move(view.silo_draws.normals(key, size + base.n_silo))
-        factors = torch.tensor([copies, rate], dtype=self.problem.dtype, device=self.problem.device)
         new, value = self._step(
             at.shared, at.moments, take(at.record, rows), take(at.record_moments, rows), at.silo, at.silo_moments,
             take(view.rows, rows), weights, own[0, :size].clone() if eps is None else eps, eps_record,
-            own[:, size:].clone(), factors,
+            own[:, size:].clone(), torch.tensor(factors, dtype=self.problem.dtype, device=self.problem.device),
         )  # fmt: skip
         record, record_moments = put(at.record, rows, new.record), put(at.record_moments, rows, new.record_moments)
         return new._replace(record=record, record_moments=record_moments), value
@@ -118,8 +127,8 @@ class LocalRun:
         shared: Params, moments: Params, record: Params, record_moments: Params, silo: Params, silo_moments: Params,
         rows: Params, weights: Tensor, eps: Tensor, eps_record: Tensor, eps_silo: Tensor, factors: Tensor,
     ) -> tuple[Point, Tensor]:  # fmt: skip
-        """`factors`: N / N_j, and on the learning rate."""
-        copies, rate = factors.unbind()
+        """`factors`: N / N_j, of the learning rate, and of it once more for what is shared."""
+        copies, rate, moving = factors.unbind()
         eta, theta = part(shared, "eta"), part(shared, "theta")
         z_global = self.frame.family.transform(eta, eps)
         g = self._gradient(copies)(
@@ -130,7 +139,8 @@ class LocalRun:
             eta, theta, eps, times * g.direct, times * g.path, {name: times * v for name, v in g.theta.items()}
         )
         units = {"eta/loc": mean_units(self.frame.family.stddev(eta))}
-        shared, moments = self.optimizer.step(shared, merge(eta=total.eta, theta=total.theta), moments, rate, units)
+        gradient = merge(eta=total.eta, theta=total.theta)
+        shared, moments = self.optimizer.step(shared, gradient, moments, rate * moving, units)
         record, record_moments = self.local_optimizer.step(record, g.local, record_moments, rate, local_units(record))
         silo, silo_moments = self.local_optimizer.step(silo, g.silo, silo_moments, rate, local_units(silo))
         return Point(shared, moments, record, record_moments, silo, silo_moments), g.value

@@ -67,6 +67,26 @@ def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> No
         assert ((drawn - exact).abs() < 0.08).all()  # sd of a posterior 0.29, of a mean of draws 0.005
 
 
+def test_final_local_steps_fit_latents_to_the_last_merge_and_move_nothing_else() -> None:
+    """After one round of five local steps they are far from their exact conditionals; 150 final steps take them there.
+    Posterior sds: 0.29."""
+    problem = make_intercepts()
+
+    def fit(steps: int) -> tuple[Tensor, float]:
+        algorithm = sf.SFVIAvg(rounds=1, local_steps=5, final_local_steps=steps, tolerance=0.0)
+        with pytest.warns(sf.SecureFVIWarning, match="without converging"):
+            result = sf.fit(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+        kept, mean = 0.49 / (0.49 + 0.25 / 3), result.posterior["mu"].mean
+        drawn = [result.local[f"silo-{j + 1}"].sample(2000)["b"].mean(0) for j in range(len(problem.silos))]
+        exact = [kept * (silo["y"].mean(1) - mean) for silo in problem.silos]
+        return result.variational.eta["loc"], float((torch.cat(drawn) - torch.cat(exact)).abs().max())
+
+    (before, far), (after, near) = fit(0), fit(150)
+    assert torch.equal(before, after)
+    assert far > 0.5
+    assert near < 0.15
+
+
 @pytest.mark.parametrize("weights", ["records", "equal"])
 @pytest.mark.slow
 def test_weights_are_those_asked_for(weights: str) -> None:
@@ -242,7 +262,7 @@ def test_scaling_stands_for_copies_of_the_records() -> None:
         moments, record_moments, _ = program.run.init_moments(shared, latents, {})
         after, _ = program.run.step_function(
             shared, moments, latents, record_moments, {}, {}, rows, torch.ones(5 * times), eps,
-            eps_record.repeat(1, times, 1), torch.zeros(1, 0), torch.tensor([copies, 1.0]),
+            eps_record.repeat(1, times, 1), torch.zeros(1, 0), torch.tensor([copies, 1.0, 1.0]),
         )  # fmt: skip
         return after.shared
 
@@ -362,6 +382,7 @@ def test_a_run_that_has_not_settled_says_so() -> None:
         ({"weights": "size"}, "choose records or equal"),
         ({"rounds": 0}, "rounds must be a whole number of at least 1"),
         ({"local_steps": 1.5}, "local_steps must be a whole number"),
+        ({"final_local_steps": -1}, "final_local_steps must be a whole number"),
         ({"total_records": 0}, "total_records must be"),
         ({"decay": 0.0}, "decay must lie in"),
         ({"tolerance": -1.0}, "tolerance must be at least 0"),
@@ -403,6 +424,11 @@ def test_silo_privacy_noises_the_change() -> None:
         ({}, sf.SiloDP(epsilon=8.0), "family = 'diagonal'"),
         ({"family": "diagonal"}, sf.SiloDP(epsilon=8.0), "weights = 'equal'"),
         ({"family": "diagonal", "weights": "equal"}, sf.SiloDP(epsilon=8.0), "needs total_records"),
+        (
+            {"family": "diagonal", "weights": "equal", "final_local_steps": 10},
+            sf.SiloDP(epsilon=8.0),
+            "no broadcast follows the last merge",
+        ),
     ],
 )
 def test_privacy_that_cannot_be_had_is_refused(options: dict[str, Any], privacy: Any, message: str) -> None:

@@ -69,6 +69,15 @@ def test_the_mixed_network_by_hand() -> None:
     torch.testing.assert_close(found.records, _log_likelihood(first, mean + Z[0].exp() * offsets))
 
 
+def test_a_fixed_scatter_takes_the_place_of_the_site() -> None:
+    network = mixed_network(HIDDEN, CLASSES, scatter=0.3)
+    found = _evaluate(network, (D + CLASSES) * HIDDEN, HIDDEN * CLASSES)
+    first, mean = Z[:6].reshape(D, HIDDEN), Z[6:14].reshape(HIDDEN, CLASSES)
+    offsets = Z[14:22].reshape(HIDDEN, CLASSES)
+    torch.testing.assert_close(found.shared, Normal(0, 1).log_prob(Z[:14]).sum())
+    torch.testing.assert_close(found.records, _log_likelihood(first, mean + 0.3 * offsets))
+
+
 def test_predictions_average_probabilities_over_joint_draws() -> None:
     network = mixed_network(HIDDEN, CLASSES)
     draws = {
@@ -91,5 +100,7 @@ def test_refusals_of_networks() -> None:
         hierarchical_network(hidden=0)
     with pytest.raises(InputError, match="classes must be a whole number of at least 1"):
         fedpop(classes=2.5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="scatter must be positive"):
+        mixed_network(scatter=0.0)
     with pytest.raises(InputError, match="at least one is needed"):
         class_log_probs(fedpop(), {"hidden_weights": torch.zeros(0)}, DATA["x"])
