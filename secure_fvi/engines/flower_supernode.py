@@ -58,7 +58,7 @@ def run_supernode(
                 "the SuperLink refuses this site's key: it is not registered there (`flower register`), or another "
                 "SuperNode uses it"
             )
-        say(f"this site's last SuperNode has not signed off: its key may be refused for {left:.0f} s more; trying again")
+        say(f"the site's last SuperNode has not signed off: its key may be refused for {left:.0f} s more; trying again")
         time.sleep(min(_PAUSE, left))
 
 
