@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from secure_fvi.aggregation.roster import Identity
@@ -26,6 +28,35 @@ class Writer(Generic[C]):
         self._identity, self._clock = identity, clock
         self._rolled_back = False
         self._rows: list[Row] = []  # of the transaction that is open
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        chain: C,
+        signer: Callable[[bytes], Identity],
+        missing: str,
+        *,
+        create: bool,
+        clock: Callable[[], float],
+    ) -> Writer[C]:
+        """The records in the file `path` of the party whose `chain`, still empty, is given.
+
+        signer: the key for the public key with which the records began (b"" for new ones). Raises InputError saying
+        what is `missing` where there are none and `create` is False, and for another key's, ProtocolError for records
+        that were tampered with.
+        """
+        file = ChainFile(Path(path), chain.kind, create)
+        try:
+            follow_rows(file, chain)
+            if not (chain.length or create):
+                raise InputError(missing)
+            writer = cls(file, chain, signer(chain.public_key), clock)
+            writer.begin()
+        except BaseException:
+            file.close()
+            raise
+        return writer
 
     def __repr__(self) -> str:
         return f"Writer({self.chain!r})"

@@ -16,17 +16,15 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError
-from secure_fvi.privacy.chain_file import ChainFile
 from secure_fvi.privacy.chain_writer import Writer
-from secure_fvi.privacy.ledger_chain import BUDGET, JOB, LEDGER
+from secure_fvi.privacy.ledger_chain import BUDGET, JOB
 from secure_fvi.privacy.ledger_filter import admitted, job_curve, refusal
 from secure_fvi.privacy.ledger_job import OpenJob, check_block
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
-from secure_fvi.privacy.ledger_state import Chain, read_chain
+from secure_fvi.privacy.ledger_state import Chain
 from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name, warn_of_large_delta
 
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
@@ -57,20 +55,12 @@ class Ledger:
         ProtocolError for a chain that was tampered with.
         """
         check_name("silo", silo)
-        file = ChainFile(Path(path), LEDGER, create)
-        try:
-            chain = read_chain(file, silo)
-            if not (chain.length or create):
-                raise InputError(f"'{path}' holds no ledger of silo '{silo}'; `secure-fvi budget set` makes one")
-            if identity is None:
-                make = load_key if chain.length else create_key
-                identity = make(key_path(path, silo), passphrase)
-            writer = Writer(file, chain, identity, clock)
-            writer.begin()
-        except BaseException:
-            file.close()
-            raise
-        return cls(writer)
+
+        def signer(begun: bytes) -> Identity:
+            return identity or (load_key if begun else create_key)(key_path(path, silo), passphrase)
+
+        missing = f"'{path}' holds no ledger of silo '{silo}'; `secure-fvi budget set` makes one"
+        return cls(Writer.open(path, Chain(silo), signer, missing, create=create, clock=clock))
 
     def __repr__(self) -> str:
         return f"Ledger({str(self._writer.file.path)!r}, {self._writer.chain!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -10,10 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import click
-
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli.machine import processor
+from secure_fvi.cli.tables import print_milliseconds
 from secure_fvi.deployment import trail
 from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import compare, verify
@@ -24,13 +22,7 @@ _BYTES = 100_000
 
 def command(as_json: bool, exchanges: int, folder: Path | None) -> None:
     """Measure and print."""
-    found = measure(exchanges, folder)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(found["machine"])
-    for name, ms in found["ms"].items():
-        click.echo(f"{name:44} {ms:9.4f} ms")
+    print_milliseconds(measure(exchanges, folder), as_json)
 
 
 def measure(exchanges: int, folder: Path | None) -> dict[str, Any]:

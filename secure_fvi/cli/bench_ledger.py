@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -10,9 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import click
-
 from secure_fvi.cli.machine import processor
+from secure_fvi.cli.tables import print_milliseconds
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term
@@ -23,13 +21,7 @@ _BLOCKS = (1, 16, 256)
 
 def command(as_json: bool, releases: int, folder: Path | None) -> None:
     """Measure and print."""
-    found = measure(releases, folder)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(found["machine"])
-    for name, ms in found["ms"].items():
-        click.echo(f"{name:44} {ms:9.4f} ms")
+    print_milliseconds(measure(releases, folder), as_json)
 
 
 def measure(releases: int, folder: Path | None) -> dict[str, Any]:

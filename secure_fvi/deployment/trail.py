@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from secure_fvi.aggregation.roster import Identity
@@ -27,11 +26,8 @@ from secure_fvi.deployment.trail_rows import (
     NOTE,
     POLICY,
     ROSTER,
-    TRAIL,
     TrailChain,
 )
-from secure_fvi.errors import InputError
-from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.chain_writer import Writer
 
 SYNC_ROWS, SYNC_SECONDS = 100, 1.0
@@ -90,19 +86,12 @@ class Trail:
         one), since a log stays with its first key. Raises InputError for a missing log or another key's, ProtocolError
         for one that was tampered with.
         """
-        file = ChainFile(Path(path), TRAIL, create)
-        try:
-            chain = TrailChain(party)
-            follow_rows(file, chain)
-            if not (chain.length or create):
-                raise InputError(f"'{path}' holds no audit log of '{party}'")
-            signer = identity if isinstance(identity, Identity) else identity(chain.public_key)
-            writer = Writer(file, chain, signer, clock)
-            writer.begin()
-        except BaseException:
-            file.close()
-            raise
-        return cls(writer)
+
+        def signer(begun: bytes) -> Identity:
+            return identity if isinstance(identity, Identity) else identity(begun)
+
+        missing = f"'{path}' holds no audit log of '{party}'"
+        return cls(Writer.open(path, TrailChain(party), signer, missing, create=create, clock=clock))
 
     def __repr__(self) -> str:
         return f"Trail({str(self._writer.file.path)!r}, {self._writer.chain!r})"

@@ -106,9 +106,10 @@ def test_messages_are_not_in_the_log(pair: Pair) -> None:
 def test_an_altered_row_is_found(pair: Pair, column: str) -> None:
     pair.close()
     verify(pair.site_file)
+    other = f"CASE substr({column}, -1) WHEN x'00' THEN x'01' ELSE x'00' END"
     tamper(
         pair.site_file,
-        f"UPDATE rows SET {column} = CAST(substr({column}, 1, length({column}) - 1) || x'00' AS BLOB) WHERE seq = 9",
+        f"UPDATE rows SET {column} = CAST(substr({column}, 1, length({column}) - 1) || {other} AS BLOB) WHERE seq = 9",
     )
     with pytest.raises(ProtocolError, match=r"audit-log of silo 'north', row 9: "):
         verify(pair.site_file)
