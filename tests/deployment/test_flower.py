@@ -86,7 +86,7 @@ def test_stream_gives_the_posterior_of_one_process(flower: FlowerProcesses, cons
 
 
 def test_messages_give_the_posterior_of_one_process(flower: FlowerProcesses, consortium: World, tmp_path: Path) -> None:
-    algorithm = {"name": "sfvi-avg", "rounds": 1, "local_steps": 50}
+    algorithm = {"name": "sfvi-avg", "rounds": 2, "local_steps": 50}
     job = Job(consortium, tmp_path, algorithm=algorithm, engine={"kind": "flower", "carrier": "messages"})
     assert _posterior(flower, job, "messages") == job.local()
     assert "Flower takes some seconds for each exchange" in flower.log("messages")
