@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
 COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
-#: Draws of Z_G at which silos estimate their part of the bound at the q(Z_G) that they were sent.
-BOUND_DRAWS = 16
+#: Draws of Z_G at which silos estimate their part of the bound at the q(Z_G) that they were sent: before and after all
+#: rounds, and in each round, where it shows how a run goes and costs as much as so many steps.
+BOUND_DRAWS, ROUND_DRAWS = 16, 4
 #: The learning rate falls to this share of itself within a round.
 LEAST_RATE = 0.1
 #: The learning rate falls from round to round once a merge has moved q by less than SETTLED, in posterior sds, and
@@ -37,6 +38,11 @@ LEAST_RATE = 0.1
 SETTLED, SHRINKING, WATCHED = 1.0, 0.1, 3
 #: Rounds at falling rates that a run does at least.
 REFINED = 4
+
+
+def bound_draws(phase: str) -> int:
+    """At how many draws of Z_G the bound is estimated in a phase."""
+    return ROUND_DRAWS if phase == MERGE else BOUND_DRAWS
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,12 @@ class SFVIAvg:
 
     @property
     def expected_calls(self) -> int:
-        return self.rounds * (self.local_steps + BOUND_DRAWS) + self.final_local_steps
+        return self.rounds * (self.local_steps + ROUND_DRAWS) + self.final_local_steps
+
+    @property
+    def keys_a_round(self) -> int:
+        """How many numbers are set aside to name a silo's draws of one round."""
+        return self.local_steps + BOUND_DRAWS
 
     def averaged(self, step: int, steps: int) -> int:
         """Iterates in the average of the last ones after one of `steps` local steps; at most 1 before that begins."""

@@ -24,6 +24,7 @@ from secure_fvi.algorithms.sfvi_avg import (
     SHRINKING,
     WATCHED,
     SFVIAvg,
+    bound_draws,
 )
 from secure_fvi.algorithms.sfvi_avg_frame import (
     LEAST_SD,
@@ -104,7 +105,7 @@ class SFVIAvgServer:
     ) -> tuple[SFVIAvgState, Step]:
         blocks = self.tables[message.phase].split(total)
         if OBJECTIVE in blocks:
-            own = self._global_bound(dict(message.tensors), message.round)
+            own = self._global_bound(dict(message.tensors), message.round, bound_draws(message.phase))
             state = state._replace(objective=own + scale * float(blocks[OBJECTIVE]))
             if not math.isfinite(state.objective):
                 raise InputError(
@@ -191,10 +192,10 @@ class SFVIAvgServer:
         moves += [((new[n] - v).abs() / (1 + v.abs())).flatten() for n, v in old.items() if n.startswith(THETA)]
         return float(torch.cat(moves).max())
 
-    def _global_bound(self, sent: Params, round_: int) -> float:
+    def _global_bound(self, sent: Params, round_: int, draws: int) -> float:
         """E[L0] = E[log p(Z_G) - log q(Z_G)] at the q that silos were sent, nats, at the draws that they use too."""
         eta, theta, values = part(sent, "eta"), part(sent, "theta"), []
-        for draw in range(BOUND_DRAWS):
+        for draw in range(draws):
             eps = self.frame.base.move(self._draws.normals(round_ * BOUND_DRAWS + draw, self.family.noise_size)[0])
             z = self.family.transform(eta, eps)
             values.append(self.problem.density.log_prior(z, theta) - self.family.log_prob(eta, z))

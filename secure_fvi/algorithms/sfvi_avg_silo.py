@@ -11,7 +11,7 @@ from torch import Tensor
 from secure_fvi.aggregation.barycenter import ROOT
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
-from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, MERGE, SFVIAvg
+from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, MERGE, SFVIAvg, bound_draws
 from secure_fvi.algorithms.sfvi_avg_frame import (
     LOC,
     OBJECTIVE,
@@ -166,7 +166,7 @@ class SFVIAvgSilo:
 
     def _bound(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> FloatArray:
         """The silo's part of the bound at the q(Z_G) that was sent, nats."""
-        return to_numpy(self.run.bound(self._point(local, shared), message.round, view))
+        return to_numpy(self.run.bound(self._point(local, shared), message.round, bound_draws(message.phase), view))
 
     def _point(self, local: SFVIAvgLocal, shared: Params) -> Point:
         return Point(shared, local.moments, local.record, local.record_moments, local.silo, local.silo_moments)

@@ -76,20 +76,20 @@ class LocalRun:
         """`moving`: 1, or 0 where q(Z_G) and theta stay. Keys begin where those of the round before end."""
         here, average = start, start
         for step in range(steps):
-            key = round_ * (self.config.local_steps + BOUND_DRAWS) + BOUND_DRAWS + step
+            key = round_ * self.config.keys_a_round + BOUND_DRAWS + step
             now = rate * (1 - (1 - LEAST_RATE) * step / steps)
             here, _ = self._call(here, view, key, None, self._batch(key, view), (copies, now, moving))
             average = _averaged(average, here, self.config.averaged(step, steps))
         return here, average
 
-    def bound(self, at: Point, round_: int, view: SiloView) -> Tensor:
-        """The silo's part of the bound, nats (): the mean over draws of Z_G that all parties have in common.
+    def bound(self, at: Point, round_: int, draws: int, view: SiloView) -> Tensor:
+        """The silo's part of the bound, nats (): the mean over `draws` of Z_G that all parties have in common.
 
         The server adds L0 at the same draws: at an exact q the sum is the same at every Z_G (Roeder et al. 2017).
         """
         found = []
-        for draw in range(BOUND_DRAWS):
-            key = round_ * (self.config.local_steps + BOUND_DRAWS) + draw
+        for draw in range(draws):
+            key = round_ * self.config.keys_a_round + draw
             eps = self._public_draws.normals(round_ * BOUND_DRAWS + draw, self.frame.family.noise_size)[0]
             found.append(self._call(at, view, key, self.base.move(eps), None, (1.0, 0.0, 0.0))[1])
         return torch.stack(found).mean()

@@ -81,7 +81,7 @@ class WarmServer:
         averaging = config.averaging()
         self._rounds = config.warm_start.rounds
         # SFVI's rounds are numbered on from there, since a silo's draws of SFVI-Avg are numbered by its local steps.
-        self._first = averaging.expected_calls
+        self._first = averaging.rounds * averaging.keys_a_round
         self._warm = SFVIAvgServer(averaging, problem)
         self._own = SFVIServer(replace(config, warm_start=WarmStart()), problem)
         self.tables, self.terms = _phases(self._warm.frame, self._own.frame)

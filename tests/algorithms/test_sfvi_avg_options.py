@@ -138,7 +138,7 @@ def test_a_batch_stands_for_all_records() -> None:
     at = Point(shared, local.moments, local.record, local.record_moments, local.silo, local.silo_moments)
 
     def step(batch: Any) -> Tensor:
-        return run._call(at, silo.view, 0, None, batch, 1.5, 1.0)[0].shared["eta/loc"] - eta["loc"]
+        return run._call(at, silo.view, 0, None, batch, (1.5, 1.0, 1.0))[0].shared["eta/loc"] - eta["loc"]
 
     whole = step(None)
     batches = torch.stack([step(run._batch(key, silo.view)) for key in range(1, 301)])
