@@ -7,14 +7,17 @@ from typing import Any
 from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
-_COLOURS = ("#2563eb", "#059669", "#d97706", "#dc2626", "#7c3aed", "#6b7280")
+_COLOURS = (
+    "#2563eb", "#059669", "#d97706", "#dc2626", "#7c3aed", "#6b7280", "#0891b2", "#be185d", "#65a30d",
+)  # fmt: skip
 
 
 def table(content: Row) -> str:
     """A line a setting and method: test accuracy over seeds, the paper's beside it, rounds and bytes."""
     width = max(len(line["setting"]) for line in content["lines"]) + 2
+    room = max(len(line["method"]) for line in content["lines"])
     lines = [
-        f"{'setting':<{width}}{'method':<18}{'test, %':>15}{'paper':>8}{'train, %':>10}{'paper':>8}{'rounds':>8}"
+        f"{'setting':<{width}}{'method':<{room}}{'test, %':>15}{'paper':>8}{'train, %':>10}{'paper':>8}{'rounds':>8}"
         f"{'MB a silo':>11}{'seconds':>9}"
     ]
     for line in content["lines"]:
@@ -23,7 +26,7 @@ def table(content: Row) -> str:
         found = f"{100 * test['mean']:.1f}{spread}"
         theirs = [f"{paper[key]:.1f}" if key in paper else "" for key in ("test", "train")]
         lines.append(
-            f"{line['setting']:<{width}}{line['method']:<18}{found:>15}{theirs[0]:>8}{100 * train['mean']:>10.1f}"
+            f"{line['setting']:<{width}}{line['method']:<{room}}{found:>15}{theirs[0]:>8}{100 * train['mean']:>10.1f}"
             f"{theirs[1]:>8}{line['rounds']:>8}{line['bytes'] / 1e6:>11.1f}{line['seconds']:>9.0f}"
         )
     seeds = sorted({line["test"]["seeds"] for line in content["lines"]})
@@ -38,7 +41,8 @@ def plot(content: Row) -> bytes:
     from matplotlib.figure import Figure
 
     settings = list(dict.fromkeys(line["setting"] for line in content["lines"]))
-    figure = Figure(figsize=(10, 3.4 * len(settings)), layout="constrained")
+    most = max(sum(line["setting"] == setting for line in content["lines"]) for setting in settings)
+    figure = Figure(figsize=(max(10, 1.6 * most), 3.4 * len(settings)), layout="constrained")
     for (left, right), setting in zip(figure.subplots(len(settings), 2, squeeze=False), settings, strict=True):
         lines = [line for line in content["lines"] if line["setting"] == setting]
         colours = {line["method"]: _COLOURS[k % len(_COLOURS)] for k, line in enumerate(lines)}
