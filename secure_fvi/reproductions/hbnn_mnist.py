@@ -193,11 +193,10 @@ def _rows(size: Size, seed: int, request: Request) -> list[Row]:
         compiled = isinstance(algorithm, SFVIAvg) and not request.quick
         job = Job(what, network.model, algorithm, data.train, seed, compiled, looks=5)
         row = run(job, looking(network, data), request.keep, request.tell)
-        found += [_before(row, size), row] if fit.endswith(_OWN) else [row]
+        if fit.endswith(
+            _OWN
+        ):  # after the last round silos had not yet taken their own steps; a stop may cost that look
+            before = [point for point in row["curve"] if point["round"] == size.rounds]
+            found += [{**row, **point, "method": fit.removesuffix(_OWN)} for point in before]
+        found.append(row)
     return found
-
-
-def _before(row: Row, size: Size) -> Row:
-    """The look after the last round, at which silos had not yet taken their own steps."""
-    (last,) = (point for point in row["curve"] if point["round"] == size.rounds)
-    return {**row, **last, "method": row["method"].removesuffix(_OWN)}

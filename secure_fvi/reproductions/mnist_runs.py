@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
+from secure_fvi.algorithms.sfvi_avg import FINISH
 from secure_fvi.compiled import threads
 from secure_fvi.driving import Progress, drive
 from secure_fvi.federated_model import FederatedModel
@@ -81,7 +82,7 @@ def _fitted(job: Job, look: Look, folder: Path | None, tell: Callable[[str], Non
     def see(progress: Progress) -> None:
         nonlocal looking
         known = curve[-1]["round"] if curve else 0
-        if progress.round == known or progress.round % max(1, most // job.looks):
+        if progress.phase == FINISH or progress.round == known or progress.round % max(1, most // job.looks):
             return
         start = time.monotonic()
         curve[:] = [point for point in curve if point["round"] < progress.round]

@@ -106,7 +106,7 @@ def test_the_quick_networks(tmp_path: Path) -> None:
     content = quick_run("hbnn-mnist", "mnist", tmp_path)
     found = {line["method"]: line["test"]["mean"] for line in content["lines"]}
     assert found["mixed, SFVI"] > 0.92
-    assert found["FedPop, SFVI-Avg"] > 0.85
+    assert found["mixed at 0.3, SFVI-Avg, own steps"] > max(0.9, found["mixed at 0.3, SFVI-Avg"])
     assert content["rows"][0]["images"] == 1000
 
 
