@@ -70,8 +70,8 @@ class Fitted(NamedTuple):
 def run(plan: Plan, make: Make, request: Request) -> Row:
     """The content of NAME.json. What has been fitted is kept in `request.keep`, so that a run that was stopped goes on.
     `make(folder, seed)`: all clients, those that take no part last."""
-    began, rows = time.monotonic(), []
-    keep = None if request.keep is None else request.keep / hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+    began, rows, options = time.monotonic(), [], repr(plan._replace(seeds=()))  # more seeds make no other fit anew
+    keep = None if request.keep is None else request.keep / hashlib.sha256(options.encode()).hexdigest()[:16]
     for seed in plan.seeds:
         seeded = plan._replace(network=replace(plan.network, seed=seed))
         clients: list[Client] = []
