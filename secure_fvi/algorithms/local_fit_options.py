@@ -35,6 +35,10 @@ class LocalFitOptions:
     learning_rate: first step of the local fit: share of the natural gradient, or torch's rate in posterior standard
     deviations, which fall to a twentieth over the round; constant for "fixed_point", whose damping it is, and
     "gradient". None: 0.3, 0.05, 0.5 and 0.1. local_learning_rate: of the silo's latents.
+    scale_rate: of "natural", share of the learning rate by which q's scales move. For networks, where a draw of
+    thousands of weights says little about the curvature of one: 0.1 or so. Scales that follow its noise come out too
+    small, since the noise of a logarithm raises the mean of what it is the logarithm of.
+    decay: factor of the learning rate of q from fit to fit, so that rounds end with less noise than they began with.
     theta_learning_rate: of `pyro.param`s, by Adam, a step a round.
     alpha: of power EP (Algorithm 2), whose limit 0 is the variational fit; above 0 with "closed_form" only, since the
     moments of other tilted distributions have no closed form. It matters to a diagonal family.
@@ -51,6 +55,8 @@ class LocalFitOptions:
     local_optimizer: str = NATURAL
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
+    scale_rate: float = 1.0
+    decay: float = 1.0
     local_learning_rate: float = 0.05
     theta_learning_rate: float = 0.1
     alpha: float = 0.0
@@ -71,6 +77,13 @@ class LocalFitOptions:
             raise InputError(f"sampling_rate must lie in (0, 1], not {self.sampling_rate}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning_rate must be positive and finite, not {self.learning_rate}")
+        for name in ("scale_rate", "decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(f"{name} must lie in (0, 1], not {getattr(self, name)}")
+        if self.scale_rate < 1 and self.local_optimizer != NATURAL:
+            raise InputError(f"scale_rate is for local_optimizer = '{NATURAL}', not '{self.local_optimizer}'")
+        if self.decay < 1 and self.local_optimizer in EXACT:
+            raise InputError(f"local_optimizer '{self.local_optimizer}' has no noise that a decay would lower")
         if self.local_optimizer not in (*EXACT, NATURAL):
             if not Optimizer(self.local_optimizer, self.first_rate, self.optimizer_options).traceable:
                 raise InputError(f"local_optimizer '{self.local_optimizer}' cannot be traced; choose adam or sgd")

@@ -225,7 +225,8 @@ class SiloFit:
             done = step / steps
             own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) / (1 + visits)
             averaged = step % self._window if self.config.early_stopping else max(0, step - first)
-            rows.append((max(_LEAST, cosine(done)), own, 1.0 / (averaged + 1)))
+            rate = max(_LEAST, cosine(done)) * self.config.decay**visits
+            rows.append((rate, own, 1.0 / (averaged + 1)))
         return self.frame.move(torch.tensor(rows, dtype=torch.float64))
 
     @property

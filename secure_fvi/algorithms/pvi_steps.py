@@ -75,7 +75,7 @@ class NaturalSteps:
     """
 
     def __init__(self, frame: PVIFrame) -> None:
-        self.frame, self.rate = frame, frame.config.first_rate
+        self.frame, self.rate, self.scale_rate = frame, frame.config.first_rate, frame.config.scale_rate
 
     def init(self, q: Natural, tight: bool) -> Params:
         loc, factor = _tight(q) if tight else (q.mean(), q.factor())
@@ -93,13 +93,13 @@ class NaturalSteps:
         mean_step = rate * score
         if factor.dim() == 1:
             mean_step = mean_step.clamp(-_MEAN_STEP, _MEAN_STEP)
-            grow = (0.5 * rate * eps * score).clamp(-_SCALE_STEP, _SCALE_STEP)
+            grow = self.scale_rate * (0.5 * rate * eps * score).clamp(-_SCALE_STEP, _SCALE_STEP)
             return {"loc": state["loc"] + factor * mean_step, "factor": factor * grow.exp()}
         longest = _MEAN_STEP * eps.shape[0] ** 0.5
         mean_step = mean_step * (longest / mean_step.norm().clamp(min=longest))
         outer = torch.outer(eps, score)
         grow = 0.25 * rate * (outer + outer.mT)
-        grow = grow * (_SCALE_STEP / grow.norm().clamp(min=_SCALE_STEP))
+        grow = self.scale_rate * grow * (_SCALE_STEP / grow.norm().clamp(min=_SCALE_STEP))
         return {
             "loc": state["loc"] + factor @ mean_step,
             "factor": factor + factor @ (grow + 0.5 * grow @ grow),
