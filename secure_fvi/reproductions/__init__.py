@@ -19,6 +19,7 @@ REPRODUCTIONS = {
     "heart": "secure_fvi.reproductions.heart",
     "multinomial-mnist": "secure_fvi.reproductions.multinomial_mnist",
     "prodlda-20news": "secure_fvi.reproductions.prodlda_20news",
+    "pvi-mnist": "secure_fvi.reproductions.pvi_mnist",
     "pvi-mnist-shards": "secure_fvi.reproductions.pvi_mnist_shards",
     "pvi-six-cities": "secure_fvi.reproductions.pvi_six_cities",
     "pvi-uci": "secure_fvi.reproductions.pvi_uci",
