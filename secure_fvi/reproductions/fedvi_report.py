@@ -70,5 +70,5 @@ def plot(content: Row) -> bytes:
         right.bar(at, heights, 0.4, yerr=errors, color=colour, label=who.replace("_", " "))
     right.set_xticks([i + 0.2 for i in range(len(accuracy))], list(accuracy), fontsize=8)
     right.set(ylabel="test accuracy, %", ylim=(0, None))
-    right.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return as_png(figure)
