@@ -52,7 +52,7 @@ def plot(content: Row) -> bytes:
             if "test" in line["paper"]:
                 left.hlines(line["paper"]["test"], k - 0.45, k + 0.45, color="#111827", lw=1.5)
         lows = [min(100 * line["test"]["mean"], line["paper"].get("test", 100.0)) for line in lines]
-        left.set_xticks(range(len(lines)), [line["method"].replace(", ", "\n") for line in lines], fontsize=8)
+        left.set_xticks(range(len(lines)), [line["method"].replace(", ", "\n") for line in lines], fontsize=6.5)
         left.set(ylabel="test accuracy, %", ylim=(max(0.0, min(lows) - 4), 100), title=f"{setting}; black: the paper's")
         for row in content["rows"]:
             if row["setting"] == setting and len(row["curve"]) > 1 and "silo" not in row:
