@@ -12,6 +12,7 @@ from torch import Tensor
 import secure_fvi as sf
 
 
+@pytest.mark.slow
 def test_draws_of_local_latents_are_the_conjugate_posterior() -> None:
     """Means of b_i against the closed form; 4,000 draws, 4.5 standard errors for 40 records: false alarm 3e-4."""
     problem = make_intercepts()

@@ -37,7 +37,7 @@ def sqlite_in(folder):
     return lambda name: SqliteStore(folder / f"{name}.sqlite")
 
 
-@pytest.mark.parametrize("count", [4, 35])
+@pytest.mark.parametrize("count", [4, pytest.param(35, marks=pytest.mark.slow)])
 def test_all_parties_restart_between_and_within_sums(count):
     # 35 silos without assumed losses are on a 2-regular graph, so that nonces and order are restored too.
     d = Deployment(count, batch=2, corrupt=0.0, lost=0.0)

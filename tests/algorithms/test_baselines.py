@@ -128,6 +128,7 @@ def test_silos_alone_know_their_own_data_only() -> None:
         sf.fit_alone(REGRESSION, silos, privacy=sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0))
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     problem = make_intercepts()
     algorithm = sf.StreamingVB(passes=2, reveal_changes=True, local_steps=20)

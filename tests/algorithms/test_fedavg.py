@@ -155,6 +155,7 @@ def test_minibatches_come_near_the_map() -> None:
     assert whole.abs().max() > 1.0
 
 
+@pytest.mark.slow
 def test_theta_and_a_positive_site() -> None:
     """The joint maximum over shift and log noise, by many steps of torch's Adam: 1e-3."""
     silos = _data()

@@ -115,7 +115,12 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), VISITS, {"schedule": "asynchronous", "buffer": 3}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        VISITS,
+        pytest.param({"schedule": "asynchronous", "buffer": 3}, marks=pytest.mark.slow),
+    ],
 )
 def test_q_is_the_prior_times_the_sites_whatever_gets_lost(options: dict[str, Any]) -> None:
     """Broadcasts that do not arrive, answers that do not arrive, silos that are away for a while."""
@@ -197,6 +202,7 @@ def test_a_silo_with_an_improper_cavity_leaves_its_site_alone() -> None:
     assert _close(world.state.q, before)
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     problem = make_clinics()
     algorithm = sf.PVI(rounds=4, local_steps=20)

@@ -94,6 +94,7 @@ def test_q_is_the_prior_times_the_sites_and_reaches_the_exact_posterior() -> Non
     assert _off(world.state.q, exact) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_late_change_is_fitted_against_the_older_q_and_counts_by_its_age() -> None:
     """The control: against the q of the same round, or at full weight, the change would be another one.
 

@@ -50,6 +50,7 @@ def _with_scale(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu, scale), obs=y)
 
 
+@pytest.mark.slow
 def test_theta_waits_for_sites_to_settle() -> None:
     """The control takes a step after every round."""
     silos = [{"y": 2.0 * torch.randn(20, generator=torch.Generator().manual_seed(j))} for j in range(3)]

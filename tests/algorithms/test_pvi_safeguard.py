@@ -66,6 +66,7 @@ def test_damping_is_found_where_a_fixed_one_leaves_q_improper(monkeypatch: pytes
     assert not proper
 
 
+@pytest.mark.slow
 def test_a_network_needs_a_start_that_silos_share() -> None:
     """4 silos that are alike, with all classes each. Without it every silo numbers its hidden units as its noise has
     it, and the average of their networks knows nothing. Guessing has -log 4 = -1.39 nats; seeds differ by .1."""

@@ -33,7 +33,7 @@ def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVI
 
 
 @pytest.mark.parametrize("family", ["full", "diagonal"])
-@pytest.mark.parametrize("weights", ["records", "equal"])
+@pytest.mark.parametrize("weights", ["records", pytest.param("equal", marks=pytest.mark.slow)])
 def test_trusted_equals_secure(family: str, weights: str) -> None:
     """One merge of the same local runs; the secure path iterates 25 times. 1e-6: POT stops at moves below 1e-11."""
     options: dict[str, Any] = {"local_steps": 60, "family": family, "weights": weights}
@@ -107,6 +107,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 # ---- minibatches ----
 
 
+@pytest.mark.slow
 def test_minibatches_come_where_the_full_batch_does() -> None:
     """One silo, so that nothing is averaged: within 0.25 posterior sds of the exact mean at half the records a step.
 

@@ -59,6 +59,7 @@ def test_features_are_what_the_server_sees() -> None:
         from_messages(seen.view(NETWORK))
 
 
+@pytest.mark.slow
 def test_latents_are_the_exact_posterior_means_late_in_a_run() -> None:
     """Conjugate model: the mean of b_i given mu is w (mean of y_i - mu), w = .49 / (.49 + .25 / 3), mu at its mean."""
     problem = make_intercepts()

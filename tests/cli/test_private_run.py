@@ -89,6 +89,7 @@ def _start(cli: CommandLine) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=cli.folder, env=os.environ, stderr=errors)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_never_releases_more_than_was_charged(cli: CommandLine) -> None:
     """Two kills after a checkpoint; the ledger verifies each time, and the resumed run ends within its charge."""
     private(cli)

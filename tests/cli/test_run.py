@@ -131,6 +131,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert rows[2]["seconds"] >= rows[1]["seconds"]
 
 
+@pytest.mark.slow
 def test_compare_pools_the_data_and_says_so(cli: CommandLine) -> None:
     assert cli.run("--quiet").code == 0
     out = cli.folder / "out"

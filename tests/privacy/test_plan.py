@@ -15,7 +15,14 @@ from secure_fvi.privacy.plan import gaussian_job, plan, solve_noise, solve_rate,
 
 @pytest.mark.parametrize(
     ("accountant", "epsilon"),
-    [("rdp", 0.2), ("rdp", 8.0), ("opacus-rdp", 1.0), ("prv", 1.0), ("pld", 0.2), ("pld", 1.0)],
+    [
+        ("rdp", 0.2),
+        ("rdp", 8.0),
+        ("opacus-rdp", 1.0),
+        ("prv", 1.0),
+        ("pld", 0.2),
+        pytest.param("pld", 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_noise(accountant: str, epsilon: float) -> None:
     found = plan(epsilon=epsilon, delta=1e-5, sampling_rate=0.02, rounds=200, accountant=accountant)

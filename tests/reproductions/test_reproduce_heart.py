@@ -151,6 +151,7 @@ def test_a_batched_round_is_a_round_of_the_silos_themselves(steps: int) -> None:
             torch.testing.assert_close(end.server.eta[name][r], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_hierarchical_network_learns_what_columns_of_both_silos_say() -> None:
     """Bayes accuracy of this problem is about .87; .8 on 200 held-out records is three standard errors below it.
 
