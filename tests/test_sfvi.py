@@ -163,9 +163,8 @@ def test_amortised_family_learns_its_network() -> None:
     assert any(name.startswith("encoder.") for name in result.variational.theta)
 
 
-@pytest.mark.parametrize(
-    "family", ["low_rank", *(pytest.param(f, marks=pytest.mark.slow) for f in ("diagonal", "full"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["low_rank", "diagonal", "full"])
 def test_every_global_family_fits(family: str) -> None:
     problem = make_slopes()
     algorithm = sf.SFVI(family=family, rank=1, iterations=1200, schedule="cosine")  # type: ignore[arg-type]
@@ -189,9 +188,8 @@ def test_every_local_scale_fits(scale: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
-@pytest.mark.parametrize(
-    "optimizer", ["sgd", *(pytest.param(o, marks=pytest.mark.slow) for o in ("rmsprop", "adagrad", "nadam"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "adagrad", "nadam"])
 def test_other_optimisers_run(optimizer: str) -> None:
     problem = make_intercepts()
     rate = {"sgd": 0.0003, "adagrad": 0.5}.get(optimizer, 0.02)

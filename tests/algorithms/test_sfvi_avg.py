@@ -42,7 +42,8 @@ def _run_rounds(server: Server, engine: LocalEngine, rounds: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("make", [make_intercepts, pytest.param(make_slopes, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_intercepts, make_slopes])
 def test_one_silo_recovers_the_conjugate_posterior(make: Callable[[], Conjugate]) -> None:
     """Nothing is averaged: 0.1 posterior sd in the mean, 10% in the sd; it stops by itself."""
     problem = make()
@@ -335,7 +336,9 @@ def test_theta_is_averaged_near_what_sfvi_finds() -> None:
 # ---- the run ----
 
 
-@pytest.mark.parametrize("options", [{}, {"bures_iterations": 3, "persistent": False}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"bures_iterations": 3, "persistent": False}]
+)
 def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], tmp_path: Path) -> None:
     """Stopped between phases after the second round and resumed from the checkpoint: the same bits."""
     problem = make_clinics()

@@ -108,6 +108,7 @@ kind = "masked"
 """
 
 
+@pytest.mark.slow
 def test_a_vertical_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "vertical.toml"
     path.write_text(VERTICAL)

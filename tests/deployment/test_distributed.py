@@ -65,6 +65,7 @@ def test_a_silos_draws_are_its_own_unless_it_says_otherwise(world: World, tmp_pa
     assert job.run(local=Local()) != job.local()
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_goes_on(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same session; in a new one, where its machine was restarted; and with silos whose machines were."""
     job = Job(world, tmp_path, algorithm=SHORT)

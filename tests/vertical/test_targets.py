@@ -116,6 +116,7 @@ def _nth(stacked: Any, j: int) -> Any:
     return type(stacked)(*(_nth(part, j) for part in stacked))
 
 
+@pytest.mark.slow
 def test_pooled_rounds_are_vi_of_the_pooled_model() -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(2, 80, 2, generator=rng)
@@ -128,6 +129,7 @@ def test_pooled_rounds_are_vi_of_the_pooled_model() -> None:
     assert float(fit.bounds[-20:].mean()) >= float(near.bounds[-20:].mean()) - 0.5
 
 
+@pytest.mark.slow
 def test_soul_ends_at_its_mode() -> None:
     """Logistic regression: the mean of SOUL's draws and Newton's method, to .3 posterior sds of some .3."""
     data = vertical_logistic.make_data(2, 60, 4)
