@@ -25,9 +25,7 @@ def bayesian_network(hidden: int = 32, classes: int = 10, scale: float = 1.0) ->
     `output_weights` (hidden, classes), `output_bias` (classes,), all N(0, `scale`^2) a priori; 1 is the paper's.
     The prior's mean is a saddle, where all hidden units are alike: start elsewhere (`sf.PVI(start_spread=0.1)`).
     """
-    for name, value in (("hidden", hidden), ("classes", classes)):
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    check_counts(hidden=hidden, classes=classes)
     if not (math.isfinite(scale) and scale > 0):
         raise InputError(f"scale must be positive and finite, not {scale}")
 
@@ -58,6 +56,13 @@ def class_log_probs(draws: Mapping[str, Tensor], x: Tensor) -> Tensor:
     x = x.to(draws["hidden_bias"])
     weights = zip(*(draws[name] for name in SITES), strict=True)
     return mean_over_draws(torch.relu(x @ w1 + b1) @ w2 + b2 for w1, b1, w2, b2 in weights)
+
+
+def check_counts(**counts: object) -> None:
+    """Raises InputError for what is no count of units or classes."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def mean_over_draws(logits: Iterable[Tensor]) -> Tensor:

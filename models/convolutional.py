@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.models.bnn import mean_over_draws
+from secure_fvi.models.bnn import check_counts, mean_over_draws
 
 #: The global sites, in the order in which the network uses them.
 SITES = ("first_filters", "first_bias", "second_filters", "second_bias", "output_weights", "output_bias")
@@ -30,10 +30,7 @@ def convolutional_network(
     Data: `x` (N, side^2), grey images row by row, `y` (N,) int64. Global sites: `SITES`, all N(0, `scale`^2) a priori.
     As for `bnn.bayesian_network`, the prior's mean is a saddle: start elsewhere (`sf.PVI(start_spread=0.1)`).
     """
-    counts = {"side": side, "filters": min(filters), "classes": classes}
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    check_counts(side=side, filters=min(filters), classes=classes)
     if not (math.isfinite(scale) and scale > 0):
         raise InputError(f"scale must be positive and finite, not {scale}")
     left = _after(_after(side))

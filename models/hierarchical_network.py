@@ -26,7 +26,7 @@ from torch import Tensor
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.models.bnn import mean_over_draws
+from secure_fvi.models.bnn import check_counts, mean_over_draws
 
 #: First layer (D, hidden) and last (hidden, classes) of a silo's network, from the values of its sites and the global
 #: ones by name.
@@ -92,9 +92,7 @@ def _personal(
     hidden: int, classes: int, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...]
 ) -> PersonalNetwork:
     """The program: weights N(0, 1), of an `output` layer (hidden, classes), and the scatter where there is any."""
-    for name, value in (("hidden", hidden), ("classes", classes)):
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    check_counts(hidden=hidden, classes=classes)
 
     def network(x: Tensor, y: Tensor) -> None:
         one = x.new_ones(())

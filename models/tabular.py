@@ -23,13 +23,14 @@ from secure_fvi.models.base import Dataset
 class Design:
     """The columns of a file, its label last, and what becomes of them.
 
-    columns: names in the order of the file. categories: of a column, its levels. numbers: (centre, unit) of a column.
-    logarithms: numbers taken as sign(v) log(1 + |v|) first. missing: what stands for a missing number, by column; such
-    a number is put at its centre, and has a feature of its own. labels: the label's texts and their values.
+    columns: names in the order of the file. categories: of a column, its levels, separated by spaces. numbers: (centre,
+    unit) of a column. logarithms: numbers taken as sign(v) log(1 + |v|) first. missing: what a missing value is,
+    by column, which has a feature of its own; a missing number is put at its centre besides. labels: the label's texts
+    and their values.
     """
 
     columns: Sequence[str]
-    categories: Mapping[str, Sequence[str]]
+    categories: Mapping[str, str]
     numbers: Mapping[str, tuple[float, float]]
     labels: Mapping[str, float]
     logarithms: Sequence[str] = ()
@@ -46,7 +47,7 @@ class Design:
             if column in self.numbers:
                 names.append(column)
             else:
-                levels = [*self.categories[column], *levels]
+                levels = [*self.categories[column].split(), *levels]
             names += [f"{column}={level}" for level in levels]
         return names
 

@@ -46,10 +46,11 @@ _FILES = {"train": ("adult.data",), "test": ("adult.test",), "all": ("adult.data
 _LABELS = {"<=50K": 0.0, ">50K": 1.0}
 _DESIGN = Design(
     COLUMNS,
-    {column: [*levels.split(), "?"] for column, levels in _CATEGORIES.items()},
+    _CATEGORIES,
     _NUMBERS,
     _LABELS | {f"{text}.": value for text, value in _LABELS.items()},  # adult.test ends them with a stop
     logarithms=("fnlwgt", "capital-gain", "capital-loss"),
+    missing=dict.fromkeys(_CATEGORIES, "?"),
 )
 
 

@@ -41,7 +41,7 @@ COLUMNS = (
 )  # fmt: skip
 _DESIGN = Design(
     COLUMNS,
-    {column: levels.split() for column, levels in _CATEGORIES.items()},
+    _CATEGORIES,
     _NUMBERS,
     {"yes": 1.0, "no": 0.0},
     logarithms=("balance", "duration", "campaign", "pdays", "previous"),

@@ -34,7 +34,7 @@ _NUMBERS = {
 COLUMNS = tuple(f"A{i}" for i in range(1, 16))
 _DESIGN = Design(
     COLUMNS,
-    {column: levels.split() for column, levels in _CATEGORIES.items()},
+    _CATEGORIES,
     _NUMBERS,
     {"+": 1.0, "-": 0.0},
     logarithms=("A8", "A11", "A14", "A15"),

@@ -35,7 +35,7 @@ from secure_fvi.models.partitions import mostly_one_label, take
 from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.mnist_report import plot
 from secure_fvi.reproductions.mnist_report import table as table
-from secure_fvi.reproductions.mnist_runs import Job, Look, run, summary
+from secure_fvi.reproductions.mnist_runs import Job, Look, each_seed, run, summary
 from secure_fvi.results import draw_global
 
 Row = dict[str, Any]
@@ -97,9 +97,8 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of hbnn-mnist.json, and the plot as PNG. Raises InputError where --data holds no `mnist`."""
     began, sizes = time.monotonic(), QUICK if request.quick else FULL
     rows: list[Row] = []
-    for seed in range(max(size.seeds for size in sizes)):
-        for size in (size for size in sizes if seed < size.seeds):
-            rows += _rows(size, seed, request)
+    for size, seed in each_seed(sizes):
+        rows += _rows(size, seed, request)
     lines = sorted(summary(rows, ("setting", "method")), key=lambda line: list(PAPER).index(line["setting"]))
     for line in lines:
         known = PAPER[line["setting"]].get(line["method"])
@@ -193,9 +192,7 @@ def _rows(size: Size, seed: int, request: Request) -> list[Row]:
         compiled = isinstance(algorithm, SFVIAvg) and not request.quick
         job = Job(what, network.model, algorithm, data.train, seed, compiled, looks=5)
         row = run(job, looking(network, data), request.keep, request.tell)
-        if fit.endswith(
-            _OWN
-        ):  # after the last round silos had not yet taken their own steps; a stop may cost that look
+        if fit.endswith(_OWN):  # they had not been taken when the last round was looked at; a stop may cost that look
             before = [point for point in row["curve"] if point["round"] == size.rounds]
             found += [{**row, **point, "method": fit.removesuffix(_OWN)} for point in before]
         found.append(row)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,13 @@ class Job(NamedTuple):
     looks: int = 10  # so often predictions are looked at
 
 
+class _Seeded(Protocol):
+    @property
+    def seeds(self) -> int: ...
+
+
+#: A part of an experiment, which says over how many seeds it is fitted.
+Sized = TypeVar("Sized", bound=_Seeded)
 #: Scores of a posterior, from the problem, q(Z_G) and theta, and each silo's own latents.
 Look = Callable[[Problem, Posterior, Mapping[str, LocalPosterior]], Row]
 
@@ -106,6 +113,12 @@ def _fitted(job: Job, look: Look, folder: Path | None, tell: Callable[[str], Non
         "seconds": round(rounds.seconds - looking, 1),  # without the looks on the way
         "curve": curve,
     }
+
+
+def each_seed(sizes: Sequence[Sized]) -> Iterator[tuple[Sized, int]]:
+    """Size and seed, all sizes of one seed before the next: a run that is stopped has whole tables."""
+    for seed in range(max(size.seeds for size in sizes)):
+        yield from ((size, seed) for size in sizes if seed < size.seeds)
 
 
 def summary(rows: Sequence[Row], by: Sequence[str]) -> list[Row]:

@@ -25,7 +25,7 @@ from secure_fvi.models.partitions import evenly, take
 from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.mnist_report import plot
 from secure_fvi.reproductions.mnist_report import table as table
-from secure_fvi.reproductions.mnist_runs import Job, Look, run, summary
+from secure_fvi.reproductions.mnist_runs import Job, Look, each_seed, run, summary
 from secure_fvi.reproductions.spread import spread
 from secure_fvi.results import draw_global
 
@@ -79,9 +79,8 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of multinomial-mnist.json, and the plot as PNG. Raises InputError where --data holds no `mnist`."""
     began, sizes = time.monotonic(), QUICK if request.quick else FULL
     rows: list[Row] = []
-    for seed in range(max(size.seeds for size in sizes)):
-        for size in (size for size in sizes if seed < size.seeds):
-            rows += _rows(size, seed, request)
+    for size, seed in each_seed(sizes):
+        rows += _rows(size, seed, request)
     lines = summary(rows, ("setting", "method"))
     lines.sort(key=lambda line: list(PAPER).index(line["setting"]))
     for line in lines:

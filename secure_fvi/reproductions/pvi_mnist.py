@@ -22,7 +22,7 @@ from secure_fvi.models.bnn import score
 from secure_fvi.models.convolutional import class_log_probs, convolutional_network
 from secure_fvi.models.mnist import load
 from secure_fvi.reproductions import Request
-from secure_fvi.reproductions.mnist_runs import Job, Look, run
+from secure_fvi.reproductions.mnist_runs import Job, Look, each_seed, run
 from secure_fvi.reproductions.pvi_mnist_curves import curves
 from secure_fvi.reproductions.pvi_mnist_curves import table as table
 from secure_fvi.reproductions.pvi_mnist_shards import alike, shards
@@ -74,9 +74,8 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     test = load(request.data, "test").records
     look = looking(test["x"].float(), test["y"])
     rows: list[Row] = []
-    for seed in range(max(size.seeds for size in sizes)):
-        for size in (size for size in sizes if seed < size.seeds):
-            rows.append(_row(size, seed, request.data, look, request))
+    for size, seed in each_seed(sizes):
+        rows.append(_row(size, seed, request.data, look, request))
     lines = [_line(size, [row for row in rows if row["setting"] == size.name]) for size in sizes]
     ours = lines[-1]
     content = {

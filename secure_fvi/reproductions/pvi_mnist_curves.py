@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = ("#2563eb", "#d97706", "#059669")
@@ -51,6 +52,4 @@ def curves(rows: Sequence[Row], aims: Mapping[str, float]) -> bytes:
     handles, labels = left.get_legend_handles_labels()
     one_each = dict(zip(labels, handles, strict=True))
     left.legend(one_each.values(), one_each.keys(), frameon=False, fontsize=8)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
+
+from secure_fvi.reproductions.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = ("#2563eb", "#059669", "#d97706", "#dc2626", "#7c3aed", "#6b7280")
@@ -61,9 +62,7 @@ def plot(rows: Sequence[Row]) -> bytes:
     handles, labels = panels[0].get_legend_handles_labels()
     one_each = dict(zip(labels, handles, strict=True))
     figure.legend(one_each.values(), one_each.keys(), frameon=False, loc="outside lower center", ncols=4, fontsize=8)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return as_png(figure)
 
 
 def _kind(row: Row) -> str:
