@@ -6,9 +6,13 @@ lines for a terminal.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from secure_fvi.files import write_atomically
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
@@ -38,3 +42,17 @@ class Request(NamedTuple):
     data: Path | None  # folder of downloaded data sets, for experiments whose data are not shipped
     tell: Callable[[str], None]  # is told what comes next
     keep: Path | None = None  # folder for what an experiment resumes from when it was stopped; None: it begins again
+
+    def once(self, what: str, options: object, make: Callable[[], Any]) -> Any:
+        """`make()`, a value that JSON holds, or what a run that was stopped has kept of it. `what`, which the user is
+        told, and `options`, by their repr, distinguish the value from all others of the experiment."""
+        key = repr((self.quick, what, options))
+        file = None if self.keep is None else self.keep / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if file is not None and file.is_file():
+            return json.loads(file.read_text())["value"]
+        self.tell(what)
+        made = json.dumps({"key": key, "value": make()})
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, made.encode())
+        return json.loads(made)["value"]  # of the same types, kept or not: JSON has no tuples

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
     began = time.monotonic()
     with default_dtype(torch.float32):
         data = {missing: load(request.data, missing) for missing in (False, True)}
-        rows = list(_rows(effort, data, request.tell))
+        rows = list(_rows(effort, data, request))
     ours = next(r for r in rows if r["method"] == "sampled, rho 1")
     records = len(data[False].y) - len(data[False].y) // FOLDS
     content = {
@@ -110,36 +111,36 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
     return content, png(rows, PAPER)
 
 
-def _rows(effort: Effort, data: dict[bool, Heart], tell: Callable[[str], None]) -> list[Row]:
+def _rows(effort: Effort, data: dict[bool, Heart], request: Request) -> Iterator[Row]:
     plain, y = data[False], data[False].y
     long, short = make_folds(y, effort.seeds), make_folds(y, effort.point_seeds)
-    rows = []
     for missing, name in ((False, "pooled logistic"), (True, "pooled logistic, marked")):
-        tell(name)
         found = logistic(data[missing], long)
-        rows.append(_row(name, Probabilities(found, found), plain.y, long))
-    tell("split NN")
-    rows.append(_split(effort, plain, short))
-    for rho in RHOS:
-        tell(f"network as points, rho {rho:g}")
-        net = _Hierarchical(Vertical(rho=rho, **_PRIVATE), _points, effort.point_rounds, _POINT_RATE, 0.0, False)
-        rows.append(_row(f"points, rho {rho:g}", *net.fit(effort, plain, short)))
-    for rho in RHOS:
-        tell(f"every weight sampled, rho {rho:g}")
-        rows.append(_row(f"sampled, rho {rho:g}", *_sampled(rho, effort.rounds).fit(effort, plain, long)))
-    for rounds, share in ((effort.rounds // LOCAL_STEPS, f", 1/{LOCAL_STEPS} of exchanges"), (effort.rounds, "")):
-        tell(f"every weight sampled, rho 1, {LOCAL_STEPS} local steps, {rounds} exchanges")
-        net = _sampled(1.0, rounds, local_steps=LOCAL_STEPS)
-        rows.append(_row(f"sampled, rho 1, {LOCAL_STEPS} steps{share}", *net.fit(effort, plain, short)))
-    rows.append(_marked_row(effort, data[True], long, tell))
-    return rows + _chosen(effort, data, long, tell)
+        yield _row(name, Probabilities(found, found), plain.y, long)
+    yield request.once("split NN", effort, lambda: _split(effort, plain, short))
+    every = effort.rounds // LOCAL_STEPS
+    fits: list[tuple[str, _Hierarchical, Heart, Folds]] = [
+        *((f"points, rho {rho:g}", _as_points(effort, rho), plain, short) for rho in RHOS),
+        *((f"sampled, rho {rho:g}", _sampled(rho, effort.rounds), plain, long) for rho in RHOS),
+        *(
+            (f"sampled, rho 1, {LOCAL_STEPS} steps{share}", _sampled(1.0, rounds, LOCAL_STEPS), plain, short)
+            for rounds, share in ((every, f", 1/{LOCAL_STEPS} of exchanges"), (effort.rounds, ""))
+        ),
+        # The fourth variant of `_chosen`, at the paper's rho.
+        ("linear + 8 units, marked, rho 1", _sampled(1.0, effort.inner_rounds, program=_linear_and_units), data[True],
+         long),
+    ]  # fmt: skip
+    for label, net, patients, folds in fits:
+        yield request.once(label, effort, partial(_fit_row, label, net, effort, patients, folds))
+    yield from _chosen(effort, data, long, request)
 
 
-def _marked_row(effort: Effort, data: Heart, folds: Folds, tell: Callable[[str], None]) -> Row:
-    """The fourth variant of `_chosen`, at the paper's rho."""
-    label = "linear + 8 units, marked, rho 1"
-    tell(label)
-    return _row(label, *_sampled(1.0, effort.inner_rounds, program=_linear_and_units).fit(effort, data, folds))
+def _as_points(effort: Effort, rho: float) -> _Hierarchical:
+    return _Hierarchical(Vertical(rho=rho, **_PRIVATE), _points, effort.point_rounds, _POINT_RATE, 0.0, False)
+
+
+def _fit_row(label: str, net: _Hierarchical, effort: Effort, data: Heart, folds: Folds) -> Row:
+    return _row(label, *net.fit(effort, data, folds))
 
 
 class Exchanges(NamedTuple):
@@ -221,23 +222,32 @@ def _looks(rounds: int) -> list[int]:
     return sorted({max(1, round(rounds ** (k / _POINTS))) for k in range(_POINTS // 3, _POINTS + 1)})
 
 
-def _chosen(effort: Effort, data: dict[bool, Heart], folds: Folds, tell: Callable[[str], None]) -> list[Row]:
+def _chosen(effort: Effort, data: dict[bool, Heart], folds: Folds, request: Request) -> list[Row]:
     """Each of four variants at a small rho, and for each training set the one that predicts its inner fold best."""
-    rows, fits, scores = [], [], []
+    y, kept = data[False].y, []
     for missing in (False, True):
         for name, program in (("paper's network", bayesian_network), ("linear + 8 units", _linear_and_units)):
             label = f"{name}{', marked' if missing else ''}, rho {SMALL_RHO:g}"
-            tell(label)
             net = _sampled(SMALL_RHO, effort.inner_rounds, program=program)
-            inner, y, _, _ = net.fit(effort, data[missing], folds, inner=True)
-            scores.append(by_fold(inner.still, y, folds.inner)[1])
-            fits.append(net.fit(effort, data[missing], folds))
-            rows.append(_row(label, *fits[-1]) | {"inner_log_likelihood": float(scores[-1].mean())})
-    best = torch.stack(scores).argmax(0)
+            kept.append(request.once(label, effort, partial(_variant, label, net, effort, data[missing], folds)))
+    best = torch.stack([torch.tensor(found["scores"]) for found in kept]).argmax(0)
     runs = torch.arange(len(best))
-    found = Probabilities(*(torch.stack([f[0][k] for f in fits])[best, runs] for k in range(2)))
-    chosen = _row(f"chosen by inner folds, rho {SMALL_RHO:g}", found, fits[0][1], folds)
-    return [*rows, chosen | {"chosen": torch.bincount(best, minlength=len(fits)).tolist()}]
+    each = (torch.stack([torch.tensor(found[key]) for found in kept])[best, runs] for key in Probabilities._fields)
+    chosen = _row(f"chosen by inner folds, rho {SMALL_RHO:g}", Probabilities(*each), y, folds)
+    rows: list[Row] = [found["row"] for found in kept]
+    return [*rows, chosen | {"chosen": torch.bincount(best, minlength=len(kept)).tolist()}]
+
+
+def _variant(label: str, net: _Hierarchical, effort: Effort, data: Heart, folds: Folds) -> Row:
+    """A `row` of the table, the `scores` of the inner folds, and the probabilities, `still` and `noisy`."""
+    inner, y, _, _ = net.fit(effort, data, folds, inner=True)
+    scores = by_fold(inner.still, y, folds.inner)[1]
+    found, y, _, cost = net.fit(effort, data, folds)
+    return {
+        "row": _row(label, found, y, folds, cost) | {"inner_log_likelihood": float(scores.mean())},
+        "scores": scores.tolist(),
+        **{key: value.tolist() for key, value in found._asdict().items()},
+    }
 
 
 def _linear_and_units() -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -70,19 +71,17 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     rows = []
     for seed in range(size.seeds):
         data = images(request.data, size.images, seed)
-        silos = shards(data.train, size.silos, seed)
-        request.tell(f"seed {seed}: {size.silos} silos of two digits, damping found during the run")
-        rows.append(run("label shards", silos, pvi(size, "auto"), data, seed))
-        if not seed:
-            for damping in size.controls:
-                request.tell(f"seed {seed}: the same with a fixed damping of {damping}, as a control")
-                rows.append(run("label shards", silos, pvi(size, damping), data, seed))
+        silos, alone = shards(data.train, size.silos, seed), [data.train.records]
+        jobs = [("label shards", silos, pvi(size, "auto"))]
+        if not seed:  # the controls
+            jobs += [("label shards", silos, pvi(size, damping)) for damping in size.controls]
         if size.alike:
-            request.tell(f"seed {seed}: {size.alike} silos that are alike")
-            rows.append(run("alike", alike(data.train, size.alike, seed), pvi(size, "auto", 0.1), data, seed))
+            jobs.append(("alike", alike(data.train, size.alike, seed), pvi(size, "auto", 0.1)))
         if not seed:
-            request.tell("global VI on the pooled images")
-            rows.append(run("pooled", [data.train.records], pooled(size), data, seed))
+            jobs.append(("pooled", alone, pooled(size)))
+        for split, parts, algorithm in jobs:
+            what = f"seed {seed}: {split}, {len(parts)} silos, damping {algorithm.damping}"
+            rows.append(request.once(what, algorithm, partial(run, split, parts, algorithm, data, seed)))
     ours = [row for row in rows if row["split"] == "label shards" and row["asked_damping"] == "auto"]
     errors = [row["error"][-1] for row in ours]
     content = {

@@ -8,9 +8,9 @@ for the methods it is compared with, and for global VI, which is computed withou
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from secure_fvi.reproductions.following import follow
 from secure_fvi.reproductions.mean_field_logistic import MeanField, Optimum, bound, global_vi, scores
 from secure_fvi.reproductions.pvi_uci_report import plot, summaries
 from secure_fvi.reproductions.pvi_uci_report import table as table
+from secure_fvi.reproductions.spread import spread
 
 SILOS = 10
 #: Passes of sequential methods, rounds of synchronous ones: each silo is communicated with so many times.
@@ -83,7 +84,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     content = {
         "name": "pvi-uci",
         "paper": "converges to global VI after one round (A) or a few (B); BCM, VCL and streaming VB do not (5.1)",
-        "ours": {"mean": statistics.mean(ends), "sd": statistics.stdev(ends), "seeds": max(seeds.values())},
+        "ours": {**spread(ends), "seeds": max(seeds.values())},
         "seconds": round(time.monotonic() - began, 1),
         "bytes": synchronous["bytes_up_per_silo"] + synchronous["bytes_down_per_silo"],
         "machine": machine(),
@@ -146,17 +147,16 @@ def methods(local: dict[str, Any]) -> dict[str, Method]:
 
 def _rows(name: str, data: Split, seed: int, request: Request) -> Iterator[Row]:
     """Of one seed: global VI, then every method on both splits."""
-    request.tell(f"{name}, seed {seed}: global VI")
     best = global_vi(data.train.records)
     yield _reference(name, data, seed, best)
     local: dict[str, Any] = {"family": "diagonal", "learning_rate": _RATE, "local_steps": _LOCAL_STEPS[name]}
     alone = Method(PVI(rounds=3, damping=1.0, **local), Plain(), 1)
-    yield _row(name, "one silo", "global VI by the local fit", [data.train.records], alone, data, best, seed)
-    for split in ("A", "B"):
-        silos = partition(name, split, data.train, seed)
-        for label, method in methods(local).items():
-            request.tell(f"{name}, seed {seed}, split {split}: {label}")
-            yield _row(name, split, label, silos, method, data, best, seed)
+    runs = [("one silo", [data.train.records], {"global VI by the local fit": alone})]
+    runs += [(split, partition(name, split, data.train, seed), methods(local)) for split in ("A", "B")]
+    for split, silos, chosen in runs:
+        for label, method in chosen.items():
+            make = partial(_row, name, split, label, silos, method, data, best, seed)
+            yield request.once(f"{name}, seed {seed}, split {split}: {label}", method.algorithm, make)
 
 
 def _reference(name: str, data: Split, seed: int, best: Optimum) -> Row:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,16 +42,15 @@ Row = dict[str, Any]
 
 def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of sfvi-warm-start.json, and the plot as PNG."""
-    quick, tell = request.quick, request.tell
+    quick = request.quick
     began = time.monotonic()
-    tell("global VI on the pooled children")
-    reference = pooled_reference(quick)
+    reference = pooled_reference(request)
     rows = []
     for warm_rounds in QUICK_WARM_ROUNDS if quick else WARM_ROUNDS:
         for seed in range(QUICK_SPLITS if quick else SPLITS):
-            tell(f"SFVI after {warm_rounds} rounds of SFVI-Avg, split {seed + 1}")
             to_the_end = not quick and seed == 0 and warm_rounds in TO_THE_END
-            rows.append(row(warm_rounds, seed, reference, to_the_end))
+            make = partial(row, warm_rounds, seed, reference, to_the_end)
+            rows.append(request.once(f"SFVI after {warm_rounds} rounds of SFVI-Avg, split {seed + 1}", NEAR, make))
     cold, warm = ([r["rounds"] for r in rows if (r["warm_rounds"] > 0) == after] for after in (False, True))
     shares = [rounds / statistics.mean(cold) for rounds in warm]
     content = {
@@ -65,7 +65,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
             f"{LOCAL_STEPS} local steps a warm round; rounds of SFVI, at default options, until the mean of the last "
             f"{WINDOW} iterates is within {NEAR} sds of global VI; ours: as a share of a cold start's"
         ),
-        "reference": {"mean": reference.loc.tolist(), "sd": reference.sd.tolist(), "seconds": reference.seconds},
+        "reference": reference.content(),
         "rows": rows,
     }
     return content, _png(rows)

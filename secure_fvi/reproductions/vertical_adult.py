@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
             train = load_adult(request.data, "train", RECORDS, silos)
             held_out = load_adult(request.data, "test", None, silos)
             for seed in range(seeds if silos == SILOS else 1):
-                request.tell(f"{silos} silos, seed {seed}")
-                rows.append(_row(train, held_out, rounds, seed))
+                make = partial(_row, train, held_out, rounds, seed)
+                rows.append(request.once(f"{silos} silos, seed {seed}", rounds, make))
     shortfalls = [pooled - row["log_likelihood"] for row in rows if row["silos"] == SILOS]
     content = {
         "name": "vertical-adult",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from secure_fvi.cli.bench_step import machine
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_poisson import AREAS, RATE, SCALE, SILOS, Areas, simulate
 from secure_fvi.reproductions import Request
+from secure_fvi.reproductions.spread import spread
 from secure_fvi.reproductions.vertical_poisson_fits import INTEGRATED, PRIVATE, TRUE_MODEL, VARIANTS, Fits, Found
 from secure_fvi.reproductions.vertical_poisson_plot import Curve, png
 from secure_fvi.reproductions.vertical_poisson_targets import Levels, sample
@@ -52,23 +54,26 @@ _QUICK = Effort(3, 1, AREAS, 1_000, 500, 50, 80, "compiled")
 
 def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of vertical-poisson.json, and the plot as PNG."""
-    return run(_QUICK if request.quick else _FULL, request.tell)
+    return run(_QUICK if request.quick else _FULL, request)
 
 
-def run(effort: Effort, tell: Callable[[str], None]) -> tuple[Row, bytes]:
+def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
     """`reproduce` at any effort."""
     began = time.monotonic()
     with default_dtype(torch.float64):
         fits = Fits(effort.mode, effort.rounds, effort.rounds_pooled)
-        rows = []
-        for k in range(effort.augmented):
-            tell(f"data set {k + 1} of {effort.augmented} from the augmented model")
-            rows += augmented(effort, fits, k)
-            tell(", ".join(f"{r['method']} {_share(r):.0%}" for r in rows if r["data_set"] == k))
+        rows: list[Row] = []
         curves: list[Curve] = []
-        for k in range(effort.paper):
-            tell(f"data set {k + 1} of {effort.paper} from the paper's model")
-            rows += paper(effort, fits, k, curves)
+        for source, sets in (("augmented", effort.augmented), ("paper", effort.paper)):
+            same = effort._replace(augmented=0, paper=0)  # more data sets make no other anew
+            for k in range(sets):
+                make = partial(augmented if source == "augmented" else paper, same, fits, k)
+                found = request.once(f"data set {k + 1} of {sets} from the {source} model", same, make)
+                request.tell("    " + ", ".join(f"{r['method']} {_share(r):.0%}" for r in found["rows"]))
+                rows += found["rows"]
+                curves += [
+                    (method, rho, torch.tensor(mu), torch.tensor(beta)) for method, rho, mu, beta in found["curves"]
+                ]
         truth = simulate(_FIRST_SEED["paper"], 0.0, effort.areas)
     summary = summaries(rows)
     per_set = [_share(r) for r in rows if r["data"] == "augmented" and r["method"] == INTEGRATED]
@@ -76,9 +81,7 @@ def run(effort: Effort, tell: Callable[[str], None]) -> tuple[Row, bytes]:
         "name": "vertical-poisson",
         "paper": "reasonable estimates of mu; beta's shape captured by amortised VI, wide under MCMC (no number)",
         "ours": {
-            "mean": statistics.mean(per_set),
-            "sd": statistics.stdev(per_set),
-            "seeds": len(per_set),
+            **spread(per_set),
             "median": statistics.median(per_set),
             "standard_error": statistics.stdev(per_set) / math.sqrt(len(per_set)),
         },
@@ -97,22 +100,20 @@ def run(effort: Effort, tell: Callable[[str], None]) -> tuple[Row, bytes]:
     return content, png(curves, (float(truth.mu[0, 0]), float(truth.beta[0, 0, 0])), RHOS, summary)
 
 
-def augmented(effort: Effort, fits: Fits, number: int) -> list[Row]:
-    """All variants on one data set from the augmented-variable model, beside NUTS."""
+def augmented(effort: Effort, fits: Fits, number: int) -> Row:
+    """All variants on one data set from the augmented-variable model, beside NUTS: `rows`, and no `curves`."""
     data = simulate(_FIRST_SEED["augmented"] + number, RHO, effort.areas)
     exact, seconds = nuts(effort, data, math.sqrt(SILOS) * RHO)
     rows = [row("augmented", number, NUTS_AUGMENTED, RHO, data, exact, exact, None, seconds)]
     for variant in VARIANTS:
         found = fits.run(variant, data, RHO)
         rows.append(_fit_row("augmented", number, variant, RHO, data, found, exact))
-    return rows
+    return {"rows": rows, "curves": []}
 
 
-def paper(effort: Effort, fits: Fits, number: int, curves: list[Curve]) -> list[Row]:
-    """Fits of the augmented-variable model to data without auxiliary variables, beside NUTS on the true model.
-
-    The first data set is drawn, and adds to `curves`; NUTS at the larger rho runs on that one alone.
-    """
+def paper(effort: Effort, fits: Fits, number: int) -> Row:
+    """Fits of the augmented-variable model to data without auxiliary variables, beside NUTS on the true model: `rows`,
+    and of the first data set, which is drawn, `curves`. NUTS at the larger rho runs on that one alone."""
     data = simulate(_FIRST_SEED["paper"] + number, 0.0, effort.areas)
     true, seconds = nuts(effort, data, 0.0)
     found = fits.run(TRUE_MODEL, data, RHO)
@@ -130,9 +131,8 @@ def paper(effort: Effort, fits: Fits, number: int, curves: list[Curve]) -> list[
             found = fits.run(variant, data, rho)
             rows.append(_fit_row("paper", number, variant, rho, data, found, true))
             shown.append((variant, rho, found.levels))
-    if number == 0:
-        curves += [(method, rho, x.mu[:, 0, 0], x.beta[:, 0, 0, 0]) for method, rho, x in shown]
-    return rows
+    drawn = [(method, rho, x.mu[:, 0, 0].tolist(), x.beta[:, 0, 0, 0].tolist()) for method, rho, x in shown]
+    return {"rows": rows, "curves": drawn if number == 0 else []}
 
 
 def nuts(effort: Effort, data: Areas, sd: float) -> tuple[Levels, float]:
