@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from secure_fvi.algorithms.sfvi import SCHEDULES, Schedule
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class FedAvg:
     rounds: at most; the run ends when an average change is below `tolerance`: its largest element, over
     learning_rate x local_steps where that is below 1, so that a small rate alone is no convergence.
     learning_rate: of local gradient steps on the mean log posterior of a record. server_learning_rate and
-    server_momentum: of the server's step along the average change. prior: False leaves log p(w) out (maximum
-    likelihood). weights: of a silo in the average, its number of records, or 1. sampling_rate: each record joins a
+    server_momentum: of the server's step along the average change; server_schedule: how its rate falls over `rounds`,
+    as SFVI's. prior: False leaves log p(w) out (maximum likelihood). weights: of a silo in the average, its number of records, or 1. sampling_rate: each record joins a
     local step with this probability. participation: share of silos asked a round. total_records: N, where it is
     public; otherwise it is counted by one more secure sum, if the prior needs it. bound: largest absolute value of any
     element of a contribution.
@@ -46,6 +47,7 @@ class FedAvg:
     learning_rate: float = 0.1
     server_learning_rate: float = 1.0
     server_momentum: float = 0.0
+    server_schedule: Schedule = "constant"
     tolerance: float = 1e-4
     prior: bool = True
     weights: Literal["records", "equal"] = "records"
@@ -109,10 +111,12 @@ def check_positive(config: Any, *options: str) -> None:
 
 
 def check_server(config: Any) -> None:
-    """Raise InputError for a bad weighting, momentum or tolerance."""
+    """Raise InputError for a bad weighting, momentum, schedule or tolerance."""
     if config.weights not in ("records", "equal"):
         raise InputError(f"weights '{config.weights}' is unknown; choose records or equal")
     if not 0 <= config.server_momentum < 1:
         raise InputError(f"server_momentum must lie in [0, 1), not {config.server_momentum}")
+    if config.server_schedule not in SCHEDULES:
+        raise InputError(f"server_schedule '{config.server_schedule}' is unknown; choose {', '.join(SCHEDULES)}")
     if not 0 <= config.tolerance < math.inf:
         raise InputError(f"tolerance must be at least 0 and finite, not {config.tolerance}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.base import Posterior, Problem, cohort_size
 from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
+from secure_fvi.algorithms.sfvi import Schedule
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import GlobalFamily
 from secure_fvi.families.point import Point
@@ -33,6 +34,8 @@ class Averaging(Protocol):
     def server_learning_rate(self) -> float: ...
     @property
     def server_momentum(self) -> float: ...
+    @property
+    def server_schedule(self) -> Schedule: ...
     @property
     def tolerance(self) -> float: ...
     @property

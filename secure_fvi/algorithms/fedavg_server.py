@@ -12,6 +12,7 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, Posterior, Step, choose_cohort
 from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
 from secure_fvi.algorithms.fedavg_frame import RECORDS, SILOS, FedAvgFrame
+from secure_fvi.algorithms.sfvi import SCHEDULES
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Params
 
@@ -64,7 +65,8 @@ class FedAvgServer:
             raise AggregationError("the weights of an average add up to nothing")
         change = {name: torch.as_tensor(blocks[name] / weight).to(value) for name, value in state.point.items()}
         velocity = {name: config.server_momentum * v + change[name] for name, v in state.velocity.items()}
-        point = {name: w + config.server_learning_rate * velocity[name] for name, w in state.point.items()}
+        rate = config.server_learning_rate * SCHEDULES[config.server_schedule](state.round / config.rounds)
+        point = {name: w + rate * velocity[name] for name, w in state.point.items()}
         largest = max(float(c.abs().max()) for c in change.values() if c.numel())
         movement = largest / config.reach
         if not all(bool(value.isfinite().all()) for value in point.values()):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from secure_fvi.algorithms.fedavg import check_counts, check_positive, check_server
+from secure_fvi.algorithms.sfvi import Schedule
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class FedVI:
 
     rounds: of which each asks a share `participation` of the clients. epochs and batch_size: of local training; a batch
     is half support, half query. learning_rate: of local gradient steps on the objective a record, nats.
-    server_learning_rate and server_momentum: of the server's step along the mean change.
+    server_learning_rate and server_momentum: of the server's step along the mean change; server_schedule: how its rate
+    falls over `rounds`, as SFVI's.
     tau, gamma: weights of the local and the global regulariser. theta: "point", or "gaussian" for a posterior with
     independent elements that starts with standard deviation `start_scale`.
     weights: of a client in the mean, n_k, or 1. total_records: N for gamma above 0, where it is public; otherwise it is
@@ -50,6 +52,7 @@ class FedVI:
     learning_rate: float = 0.05
     server_learning_rate: float = 1.0
     server_momentum: float = 0.9
+    server_schedule: Schedule = "constant"
     participation: float = 1.0
     tau: float = 1e-3
     gamma: float = 0.0

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.base import Problem, ServerProgram, SiloProgram
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 
+Schedule = Literal["constant", "linear", "cosine", "exponential"]
 #: Factor on the learning rate after a share `t` in [0, 1) of the rounds.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda t: 1.0,

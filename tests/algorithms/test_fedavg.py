@@ -101,15 +101,18 @@ def test_one_local_step_is_pooled_gradient_descent(logistic: bool) -> None:
     assert (equal - together).abs().max() > 1e-3  # the weights matter
 
 
-def test_momentum_and_the_servers_rate_are_sgds() -> None:
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_momentum_and_the_servers_rate_are_sgds(schedule: str) -> None:
     """Against torch's SGD on the pooled objective: 1e-10."""
     silos = _pooled(_data())
     beta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     sgd = torch.optim.SGD([beta], lr=0.5 * 0.05, momentum=0.8)
+    falling = torch.optim.lr_scheduler.LambdaLR(sgd, lambda k: 1.0 if schedule == "constant" else 1 - 0.99 * k / 20)
     for _ in range(20):
         beta.grad = -_gradient(beta.detach(), silos[0], False, 60)
         sgd.step()
-    options = {"rounds": 20, "local_steps": 1, "learning_rate": 0.05}
+        falling.step()
+    options = {"rounds": 20, "local_steps": 1, "learning_rate": 0.05, "server_schedule": schedule}
     found = _fit(_data(), server_learning_rate=0.5, server_momentum=0.8, **options).posterior["beta"].mean
     torch.testing.assert_close(found, beta.detach(), rtol=1e-10, atol=1e-10)
 
@@ -306,6 +309,7 @@ def test_local_latents_are_refused() -> None:
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
         ({"server_learning_rate": -1.0}, "server_learning_rate must be positive"),
         ({"server_momentum": 1.0}, r"server_momentum must lie in \[0, 1\)"),
+        ({"server_schedule": "steps"}, "server_schedule 'steps' is unknown"),
         ({"sampling_rate": 2.0}, "sampling_rate must lie in"),
         ({"participation": 0.0}, "participation must lie in"),
         ({"tolerance": -1.0}, "tolerance must be at least 0"),

@@ -256,6 +256,7 @@ def test_models_that_do_not_fit_are_refused(model: sf.FederatedModel, message: s
         ({"participation": 1.5}, "participation must lie in"),
         ({"start_scale": 0.0}, "start_scale must be positive"),
         ({"server_momentum": 1.0}, "server_momentum must lie in"),
+        ({"server_schedule": "steps"}, "server_schedule 'steps' is unknown"),
         ({"weights": "size"}, "choose records or equal"),
     ],
 )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.sfvi import SCHEDULES
+from secure_fvi.algorithms.sfvi import SCHEDULES, Schedule
 from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.marginal import marginal
@@ -83,7 +83,7 @@ class Vertical(RunShape):
     batch_size: int | None = None
     rounds: int = 4000
     learning_rate: float = 0.02
-    schedule: Literal["constant", "linear", "cosine", "exponential"] = "linear"
+    schedule: Schedule = "linear"
     average_last: float = 0.25
     optimizer: str = "adam"
     participation: float = 1.0
