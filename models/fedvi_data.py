@@ -29,6 +29,10 @@ class Client(NamedTuple):
         """What `fit` takes."""
         return {"x": self.x, "y": self.y}
 
+    def mirrored(self) -> Client:
+        """With the mirror image of each training image beside it."""
+        return self._replace(x=torch.cat([self.x, self.x.flip(-1)]), y=torch.cat([self.y, self.y]))
+
 
 def split_off(x: Tensor, y: Tensor, test_share: float) -> Client:
     """The first records to train on, the last round(test_share x N) to test."""
