@@ -36,10 +36,10 @@ class FedAvg:
     learning_rate x local_steps where that is below 1, so that a small rate alone is no convergence.
     learning_rate: of local gradient steps on the mean log posterior of a record. server_learning_rate and
     server_momentum: of the server's step along the average change; server_schedule: how its rate falls over `rounds`,
-    as SFVI's. prior: False leaves log p(w) out (maximum likelihood). weights: of a silo in the average, its number of records, or 1. sampling_rate: each record joins a
-    local step with this probability. participation: share of silos asked a round. total_records: N, where it is
-    public; otherwise it is counted by one more secure sum, if the prior needs it. bound: largest absolute value of any
-    element of a contribution.
+    as SFVI's. prior: False leaves log p(w) out (maximum likelihood). weights: of a silo in the average, its number of
+    records, or 1. sampling_rate: each record joins a local step with this probability. participation: share of silos
+    asked a round. total_records: N, where it is public; otherwise it is counted by one more secure sum, if the prior
+    needs it. bound: largest absolute value of any element of a contribution.
     """
 
     rounds: int = 500

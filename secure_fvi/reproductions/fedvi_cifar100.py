@@ -43,17 +43,16 @@ def plan(quick: bool, full: bool) -> Plan:
         taking_part=part,
         new=new,
         fedvi=FedVI(rounds=rounds, **common, tau=1e-3),
-        fedavg=FedAvg(
-            rounds=baseline_rounds, **common, local_steps=1, server_momentum=0.9, tolerance=0.0, prior=False
-        ),
+        fedavg=FedAvg(rounds=baseline_rounds, **common, local_steps=1, server_momentum=0.9, tolerance=0.0, prior=False),
         tuning=Tuning(),
         seeds=(0,) if quick else (0, 1, 2),
         device="cuda" if full else "cpu",
         paper=PAPER,
         setting=(
             f"CIFAR-100, {part} clients take part, {new} are new, hierarchical LDA over coarse labels, 80 images to "
-            f"train on and 20 to test each, {'32 x 32 pixels' if full else '16 x 16 pixels, mirrored'}, {rounds} rounds "
-            f"of {round(share * part)} clients, one local step, {baseline_rounds} for FedAvg and FedRep; plain sums"
+            f"train on and 20 to test each, {'32 x 32 pixels' if full else '16 x 16 pixels, mirrored'}, {rounds} "
+            f"rounds of {round(share * part)} clients, one local step, {baseline_rounds} for FedAvg and FedRep; plain "
+            "sums"
         ),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import run_page
 
 from secure_fvi.models.six_cities import load
 
-PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
 SITES = ("hub", "north", "south", "east")
 
 
@@ -50,14 +49,7 @@ def test_the_page_works_as_it_stands(folder: Path) -> None:
     records = load().records
     for j, site in enumerate(SITES[1:]):
         np.savez(folder / f"{site}.npz", **{name: v[j::3].numpy() for name, v in records.items()})
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 6
-    environment = {k: v for k, v in os.environ.items() if k != "SECURE_FVI_HOME"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    done = run_page("deployment.md", folder, 900, 6)
     logs = "\n".join(p.read_text()[-2000:] for p in folder.glob("*.log"))
     assert done.returncode == 0, done.stderr[-3000:] + logs
     result = json.loads((folder / "hub" / "run" / "result.json").read_text())
