@@ -81,7 +81,8 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
                 rows += json.loads(kept.read_text())
                 continue
             clients = clients or make(request.data, seed)
-            request.tell(f"seed {seed}: {method}, {plan.fedvi.rounds} rounds")
+            rounds = (plan.fedvi if method == "FedVI" else plan.fedavg).rounds
+            request.tell(f"seed {seed}: {method}, {rounds} rounds")
             with threads(torch.get_num_threads() if plan.device != "cpu" else 1):
                 found = _METHODS[method](seeded, clients, seed, keep, request.tell)
             if kept is not None:

@@ -56,14 +56,14 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     content = {
         "name": "sfvi-warm-start",
         "paper": "5 rounds of 10^3 local steps halve the steps to convergence (MNIST, S3.2)",
-        "ours": spread(shares),
+        "ours": {**spread(shares), "what": "rounds of SFVI until near, as a share of a cold start's"},
         "seconds": round(time.monotonic() - began, 1),
         "bytes": rows[-1]["bytes_up_per_silo"] + rows[-1]["bytes_down_per_silo"],
         "machine": machine(),
         "setting": (
             f"silos of {SIZES[0]} and {SIZES[1]} children, random splits, masked sums, full covariance, ELBO, "
             f"{LOCAL_STEPS} local steps a warm round; rounds of SFVI, at default options, until the mean of the last "
-            f"{WINDOW} iterates is within {NEAR} sds of global VI; ours: as a share of a cold start's"
+            f"{WINDOW} iterates is within {NEAR} sds of global VI"
         ),
         "reference": reference.content(),
         "rows": rows,
@@ -122,7 +122,8 @@ def table(content: Row) -> str:
         lines.append(
             f"{r['warm_rounds']:>12}{r['split']:>7}{r['rounds']:>9}{r['exchanges']:>11}{end}{r['seconds']:>7.0f}"
         )
-    lines.append(f"a warm start's rounds are {content['ours']['mean']:.2f} of a cold one's; {content['setting']}")
+    lines.append(f"a warm start's rounds are {content['ours']['mean']:.2f} of a cold one's")
+    lines.append(content["setting"])
     return "\n".join(lines)
 
 

@@ -61,13 +61,14 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
             "mean": statistics.mean(shortfalls),
             "sd": statistics.stdev(shortfalls) if len(shortfalls) > 1 else None,
             "seeds": seeds,
+            "what": f"nats a test person below the pooled model's {pooled:.5f}",
         },
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": rows[0]["bytes_up_per_round"],
+        "bytes": round(rows[0]["bytes_up_per_round"]),
         "machine": machine(),
         "setting": (
             f"{RECORDS} people, {SILOS} silos, batches of {BATCH}, augmented model at rho = {RHO}, response at the "
-            f"server, masked sums, {rounds} rounds; ours: nats a test person below the pooled model's {pooled:.5f}"
+            f"server, masked sums, {rounds} rounds"
         ),
         "target": TARGET,
         "pooled": pooled,

@@ -82,6 +82,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
         "paper": "reasonable estimates of mu; beta's shape captured by amortised VI, wide under MCMC (no number)",
         "ours": {
             **spread(per_set),
+            "what": "coverage of 95% intervals of mu and beta, z integrated out at the server and mu at the silos",
             "median": statistics.median(per_set),
             "standard_error": statistics.stdev(per_set) / math.sqrt(len(per_set)),
         },
@@ -90,8 +91,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
         "machine": machine(),
         "setting": (
             f"{effort.areas} areas, {SILOS} silos of 2 columns, prior scale {SCALE}, base rate {RATE}, rho = {RHO:g}; "
-            f"{effort.rounds} rounds where z is sent, {effort.rounds_pooled} where eta is; ours: coverage of 95% "
-            "intervals of mu and beta, z integrated out at the server and mu at the silos; bytes: upload a silo and "
+            f"{effort.rounds} rounds where z is sent, {effort.rounds_pooled} where eta is; bytes: upload a silo and "
             "round at 8 bytes a number"
         ),
         "summary": summary,
