@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.reproductions import Request
+from secure_fvi.reproductions import Request, vertical_logistic
 
 
 class Maker:
@@ -59,3 +59,27 @@ def test_without_a_folder_everything_is_made(tmp_path: Path) -> None:
     assert [_request(None).once("split 1", 20, make) for _ in range(2)] == [[1, 2], [1, 2]]
     assert make.calls == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_experiment_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vertical-logistic at no length to speak of, stopped at its third part: the same tables and plot at the end."""
+    effort = vertical_logistic.Effort(5, 5, 1, 5, 10, 1, "traced")
+    monkeypatch.setattr(vertical_logistic, "SILOS", (2,))
+    monkeypatch.setattr(vertical_logistic, "RHOS", (0.5,))
+    monkeypatch.setattr(vertical_logistic, "step_times", lambda *arguments, **options: {"ours": 1.0})
+    told = list[str]()
+
+    def stop(what: str) -> None:
+        told.append(what)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        vertical_logistic.run(effort, Request(False, None, stop, tmp_path))
+    first = told[:2]
+    content, _ = vertical_logistic.run(effort, Request(False, None, told.append, tmp_path))
+    assert len(content["rows"]) == 10
+    assert not set(told[3:]) & set(first)
+    again, _ = vertical_logistic.run(effort, Request(False, None, told.append, tmp_path))
+    assert {**again, "seconds": 0} == {**content, "seconds": 0}
