@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 #: Options of SFVI, and the rate of the same model in Pyro, were chosen on seed 100.
-FULL = Plan(words=2000, topics=21, steps=1000, rounds=10, share=0.05, epochs=50, seeds=(0, 1, 2))
+FULL = Plan(words=2000, topics=21, steps=1000, rounds=10, share=0.05, epochs=50, seeds=(0, 1, 2, 3, 4))
 QUICK = Plan(words=500, topics=21, steps=100, rounds=2, share=0.05, epochs=2, seeds=(0,))
 
 
