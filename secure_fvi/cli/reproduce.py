@@ -22,7 +22,10 @@ from secure_fvi.reproductions import REPRODUCTIONS, Request
 @click.option("--quick", is_flag=True, help="Fewer repeats, less exact references.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool) -> None:
-    """Run the experiment NAME and write its numbers and its plot."""
+    """Run the experiment NAME and write its numbers and its plot.
+
+    Stopped and called again with the same --out, it goes on where it was.
+    """
     from secure_fvi.runs.checkpoint import write_atomically
     from secure_fvi.runs.wording import nearest
 

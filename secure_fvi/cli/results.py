@@ -19,7 +19,7 @@ _HEAD = """# Results
 
 Made by `secure-fvi results {folders} --out FILE` from what `secure-fvi reproduce NAME` wrote, without a hand.
 What "ours" is the mean of is said with each experiment; sd: over seeds. Seconds are of machines that had other work to
-do, and compare within one experiment only.
+do, and compare within one experiment only. `reproduce` that was stopped goes on where it was.
 
 | experiment | ours, mean (sd) | seeds | seconds | bytes a silo |
 |---|---:|---:|---:|---:|

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from secure_fvi.reproductions.prodlda_pyro import Tell, Topics, Training, same_m
 from secure_fvi.reproductions.prodlda_report import plot
 from secure_fvi.reproductions.prodlda_report import table as table
 from secure_fvi.reproductions.spread import spread
-from secure_fvi.runs.checkpoint import write_atomically
 
 Row = dict[str, Any]
 SILOS = 3
@@ -86,23 +84,19 @@ def run(plan: Plan, request: Request) -> Row:
     began = time.monotonic()
     train = corpus(request.data, "train", plan.words)
     test = corpus(request.data, "test", train.words)
-    options = repr(plan._replace(seeds=()))
-    keep = None if request.keep is None else request.keep / hashlib.sha256(options.encode()).hexdigest()[:16]
-    rows: list[Row] = []
-    for seed in plan.seeds:
-        for method, fit in METHODS.items():
-            kept = None if keep is None else keep / f"{method}-{seed}.json"
-            if kept is not None and kept.is_file():
-                rows.append(json.loads(kept.read_text()))
-                continue
-            request.tell(f"seed {seed}: {method}")
-            with threads(1):
-                found: Row = {"method": method, "seed": seed} | _row(fit(plan, train, seed, request.tell), train, test)
-            request.tell(f"    coherence {statistics.mean(found['coherence']):.3f}, {found['seconds']} s")
-            if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(kept, json.dumps(found).encode())
-            rows.append(found)
+    same = plan._replace(seeds=())  # more seeds make no other fit anew
+
+    def made(method: str, seed: int) -> Row:
+        with threads(1):
+            found = _row(METHODS[method](plan, train, seed, request.tell), train, test)
+        request.tell(f"    coherence {statistics.mean(found['coherence']):.3f}, {found['seconds']} s")
+        return {"method": method, "seed": seed} | found
+
+    rows: list[Row] = [
+        request.once(f"seed {seed}: {method}", same, partial(made, method, seed))
+        for seed in plan.seeds
+        for method in METHODS
+    ]
     sfvi = [row for row in rows if row["method"] == "SFVI"]
     summary = {key: _over_seeds(rows, key) for key in ("coherence", "test_coherence", "diversity", "completion")}
     return {
