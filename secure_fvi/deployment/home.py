@@ -22,7 +22,7 @@ import datetime
 import os
 import stat
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -43,6 +43,7 @@ from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.names import Id, Role, Table, check_id, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.rotation import Endorsement, pinned_key, read_endorsement
 from secure_fvi.deployment.signatures import load_roster
+from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.key_files import create_key, load_key, load_private, store_private
 from secure_fvi.runs import toml
@@ -61,17 +62,6 @@ class _Accepted(Table):
     serial: int = 0
     roster: str = ""
     revocations: int = 0
-
-
-class Credentials(NamedTuple):
-    """What TLS needs, as PEM: for `grpc.ssl_server_credentials` and `ssl_channel_credentials`."""
-
-    private_key: bytes
-    certificate: bytes
-    authority: bytes
-
-    def __repr__(self) -> str:
-        return "Credentials(...)"
 
 
 class Home:
@@ -165,13 +155,13 @@ class Home:
             raise InputError(f"'{path}' holds a key of another kind than the one that was made here")
         return key.private_bytes_raw()
 
-    def credentials(self) -> Credentials:
+    def credentials(self) -> TlsFiles:
         """What TLS needs; the private key is in clear in it."""
         private = self.tls_key().private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         ours = read_bytes(self.path / "tls.crt", "the site's certificate")
-        return Credentials(private, ours, read_bytes(self.path / "ca.crt", "the authority's certificate"))
+        return TlsFiles(private, ours, read_bytes(self.path / "ca.crt", "the authority's certificate"))
 
     def certificate(self) -> x509.Certificate:
         path = self.path / "tls.crt"

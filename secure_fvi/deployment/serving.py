@@ -43,7 +43,7 @@ from secure_fvi.deployment.session_sums import check_tables, key_holder_of, leas
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.driving import NOTHING_DONE, Progress, drive
-from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer, TlsFiles
+from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree
 from secure_fvi.files import write_atomically
@@ -145,7 +145,7 @@ class Hub:
         least = least_silos(federation.aggregation, len(self.offer.silos))
         self._patience = Patience(engine.on_loss, engine.deadline, least)
         self.engine = federation.carrier(
-            self.offer.silos, federation.listen, TlsFiles(*home.credentials()), self._admit, self._roster.hash,
+            self.offer.silos, federation.listen, home.credentials(), self._admit, self._roster.hash,
             self.offer.job, self._patience, [self._holder] if self._holder else [],
         )  # fmt: skip
         self.engine.watch = self._write_down

@@ -22,7 +22,7 @@ from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, 
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.engines.stream_client import StreamClient
-from secure_fvi.engines.stream_server import SessionLost, TlsFiles
+from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
@@ -197,7 +197,7 @@ def client_of(home: Home, address: str, server: str, handle: Callable[[str, byte
 
     return StreamClient(
         address,
-        lambda: TlsFiles(*home.credentials()),
+        home.credentials,
         lambda: home.admission(now()).tls_name(server),
         check,
         lambda: home.roster(now()).hash,

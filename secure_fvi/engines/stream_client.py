@@ -32,7 +32,8 @@ from secure_fvi.engines.stream_messages import (
     parts,
     reason,
 )
-from secure_fvi.engines.stream_server import RECHECK, SessionLost, TlsFiles
+from secure_fvi.engines.stream_server import RECHECK, SessionLost
+from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -26,23 +26,13 @@ from secure_fvi.engines.stream_messages import (
     Whole,
     parts,
 )
+from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)
 
 #: Seconds after which it is looked again whether a certificate still counts.
 RECHECK = 60.0
-
-
-class TlsFiles(NamedTuple):
-    """PEM: private key, certificate, the authority's certificate."""
-
-    private_key: bytes
-    certificate: bytes
-    authority: bytes
-
-    def __repr__(self) -> str:
-        return "TlsFiles(...)"
 
 
 class _Link:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from secure_fvi.deployment.authority import Authority, authority_hash
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, Sums, write_roster
-from secure_fvi.deployment.home import Credentials, Home
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, request_text, sign
 from secure_fvi.deployment.names import ROLES
 from secure_fvi.deployment.requests import Request, read_request
+from secure_fvi.engines.tls_files import TlsFiles
 
 #: TLS goes by the clock of the machine, so the world does too; it does not move during a test.
 NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
@@ -91,7 +92,7 @@ def new_world(root: Path, holder: bool = False) -> World:
     return world
 
 
-def handshake(server: Credentials, client: Credentials, name: str, root: Path) -> tuple[bytes, bytes]:
+def handshake(server: TlsFiles, client: TlsFiles, name: str, root: Path) -> tuple[bytes, bytes]:
     """A mutual TLS handshake in memory, the client asking for `name`: DER certificates that server and client saw.
 
     Raises ssl.SSLError as the side does that refuses.

@@ -20,7 +20,6 @@ from secure_fvi.engines.flower_letters import Letter, read_letter, write_letter
 from secure_fvi.engines.flower_messages import FlowerMessages
 from secure_fvi.engines.flower_server import Sessions
 from secure_fvi.engines.remote import Patience, SessionLost
-from secure_fvi.engines.stream_server import TlsFiles
 from secure_fvi.errors import PolicyError, ProtocolError
 
 # Flower sets these in the processes that it starts; without them no message can be made.
@@ -94,7 +93,7 @@ def nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[int, Node]:
 
 def _carrier(world: World, nodes: dict[int, Node], patience: Patience | None = None) -> FlowerMessages:
     home = world.homes["hub"]
-    tls = TlsFiles(*home.credentials())
+    tls = home.credentials()
     return FlowerMessages(SILOS, "", tls, str, bytes(32), "job", patience, grid=Grid(nodes), home=home)
 
 

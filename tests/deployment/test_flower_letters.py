@@ -19,7 +19,7 @@ from secure_fvi.engines import flower_setup
 from secure_fvi.engines.flower_letters import Letter, read_letter, write_letter
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES
-from secure_fvi.engines.stream_server import StreamServer, TlsFiles
+from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.runs.config import Engine
 
@@ -133,7 +133,7 @@ def test_a_silo_of_another_run_is_turned_away_and_a_lonely_one_gives_up(world: W
         if shown != token:
             raise ProtocolError(f"this run did not start '{site}'")
 
-    tls, roster = TlsFiles(*hub.credentials()), hub.roster(NOW).hash
+    tls, roster = hub.credentials(), hub.roster(NOW).hash
     server = StreamServer(["east"], "127.0.0.1:0", tls, lambda pem: "east", roster, "job-1", check_token=check)
 
     def client() -> StreamClient:

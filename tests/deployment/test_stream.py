@@ -24,7 +24,8 @@ from secure_fvi.deployment.keeping import install
 from secure_fvi.engines import stream_client
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Whole, parts
-from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer, TlsFiles
+from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
+from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 SILOS = ("east", "north", "south")
@@ -32,7 +33,7 @@ Handle = Callable[[str, bytes], bytes]
 
 
 def tls_of(home: Home) -> TlsFiles:
-    return TlsFiles(*home.credentials())
+    return home.credentials()
 
 
 def admission(home: Home, now: datetime.datetime = NOW) -> Admission:
