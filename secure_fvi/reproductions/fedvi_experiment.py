@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     device: str
     paper: dict[str, Any]
     setting: str
+    methods: tuple[str, ...] = ("FedVI", "FedAvg", "FedRep")
 
 
 Make = Callable[[Path | None, int], list[Client]]
@@ -75,7 +76,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     for seed in plan.seeds:
         seeded = plan._replace(network=replace(plan.network, seed=seed))
         clients: list[Client] = []
-        for method in ("FedVI", "FedAvg", "FedRep"):
+        for method in plan.methods:
             kept = None if keep is None else keep / f"{method}-{seed}.json"
             if kept is not None and kept.is_file():
                 rows += json.loads(kept.read_text())
