@@ -54,6 +54,7 @@ def test_one_silo_recovers_the_conjugate_posterior(make: Callable[[], Conjugate]
         assert ((result.posterior[site].sd / problem.sd[site] - 1).abs() < 0.1).all()
 
 
+@pytest.mark.slow
 def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> None:
     """Silos of 7, 40 and 13 under masks: 0.25 posterior sd. The latents refer to the last merge, not to their own q."""
     problem = make_intercepts()
