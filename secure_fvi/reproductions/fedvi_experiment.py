@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ class Plan(NamedTuple):
 
 
 Make = Callable[[Path | None, int], list[Client]]
+Dealt = Callable[[], list[Client]]
+Tell = Callable[[str], None]
 
 
 class Fitted(NamedTuple):
@@ -75,20 +78,11 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     keep = None if request.keep is None else request.keep / hashlib.sha256(options.encode()).hexdigest()[:16]
     for seed in plan.seeds:
         seeded = plan._replace(network=replace(plan.network, seed=seed))
-        clients: list[Client] = []
+        dealt = cache(partial(make, request.data, seed))  # not before something is to be fitted
         for method in plan.methods:
-            kept = None if keep is None else keep / f"{method}-{seed}.json"
-            if kept is not None and kept.is_file():
-                rows += json.loads(kept.read_text())
-                continue
-            clients = clients or make(request.data, seed)
             rounds = (plan.fedvi if method == "FedVI" else plan.fedavg).rounds
-            request.tell(f"seed {seed}: {method}, {rounds} rounds")
-            with threads(torch.get_num_threads() if plan.device != "cpu" else 1):
-                found = _METHODS[method](seeded, clients, seed, keep, request.tell)
-            if kept is not None:
-                write_atomically(kept, json.dumps(found).encode())
-            rows += found
+            made = partial(_made, method, seeded, dealt, seed, keep, request.tell)
+            rows += request.once(f"seed {seed}: {method}, {rounds} rounds", options, made)
     summary = {key: _over_seeds(rows, key) for key in ("accuracy", "log_loss", "calibration")}
     best = [r for r in rows if r["method"] == "FedVI"]
     accuracy = [r["new"]["accuracy"] for r in best]
@@ -105,6 +99,11 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     }
 
 
+def _made(method: str, plan: Plan, dealt: Dealt, seed: int, keep: Path | None, tell: Tell) -> list[Row]:
+    with threads(torch.get_num_threads() if plan.device != "cpu" else 1):
+        return _METHODS[method](plan, dealt(), seed, keep, tell)
+
+
 def _over_seeds(rows: Sequence[Row], key: str) -> Row:
     methods = dict.fromkeys(r["method"] for r in rows)
     return {
@@ -113,9 +112,7 @@ def _over_seeds(rows: Sequence[Row], key: str) -> Row:
     }
 
 
-def _fedvi(
-    plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Callable[[str], None]
-) -> list[Row]:
+def _fedvi(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Tell) -> list[Row]:
     network = plan.network
     fitted = fit(personal_classifier(network), plan.fedvi, plan, clients, seed, keep, tell, lambda w: fedvi(network, w))
     row = _row(plan, "FedVI", seed, fedvi(network, fitted.weights), clients)
@@ -123,9 +120,7 @@ def _fedvi(
     return [row | _costs(fitted) | {"curve": fitted.curve, "metrics": fitted.metrics, "bound": bound}]
 
 
-def _fedavg(
-    plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Callable[[str], None]
-) -> list[Row]:
+def _fedavg(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Tell) -> list[Row]:
     def common(w: dict[str, Tensor]) -> Predict:
         return from_fedavg(plan.network, w, plan.tuning)["FedAvg"]
 
@@ -136,9 +131,7 @@ def _fedavg(
     return rows
 
 
-def _fedrep(
-    plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Callable[[str], None]
-) -> list[Row]:
+def _fedrep(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Tell) -> list[Row]:
     began, options = time.monotonic(), plan.fedavg
     predict = fedrep(
         plan.network, clients[: plan.taking_part], plan.tuning, options.rounds, options.participation,
@@ -169,7 +162,7 @@ def fit(
     clients: Sequence[Client],
     seed: int,
     keep: Path | None,
-    tell: Callable[[str], None],
+    tell: Tell,
     predictor: Callable[[dict[str, Tensor]], Predict],
 ) -> Fitted:
     """A fit over the clients that take part, looked at on the way, with checkpoints where `keep` is a folder."""

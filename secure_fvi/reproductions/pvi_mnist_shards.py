@@ -71,14 +71,14 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     rows = []
     for seed in range(size.seeds):
         data = images(request.data, size.images, seed)
-        silos, alone = shards(data.train, size.silos, seed), [data.train.records]
+        silos = shards(data.train, size.silos, seed)
         jobs = [("label shards", silos, pvi(size, "auto"))]
         if not seed:  # the controls
             jobs += [("label shards", silos, pvi(size, damping)) for damping in size.controls]
         if size.alike:
             jobs.append(("alike", alike(data.train, size.alike, seed), pvi(size, "auto", 0.1)))
         if not seed:
-            jobs.append(("pooled", alone, pooled(size)))
+            jobs.append(("pooled", [data.train.records], pooled(size)))
         for split, parts, algorithm in jobs:
             what = f"seed {seed}: {split}, {len(parts)} silos, damping {algorithm.damping}"
             rows.append(request.once(what, algorithm, partial(run, split, parts, algorithm, data, seed)))

@@ -45,12 +45,12 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     quick = request.quick
     began = time.monotonic()
     reference = pooled_reference(request)
-    rows = []
+    rows, options = [], (NEAR, WINDOW, LOCAL_STEPS)
     for warm_rounds in QUICK_WARM_ROUNDS if quick else WARM_ROUNDS:
         for seed in range(QUICK_SPLITS if quick else SPLITS):
             to_the_end = not quick and seed == 0 and warm_rounds in TO_THE_END
             make = partial(row, warm_rounds, seed, reference, to_the_end)
-            rows.append(request.once(f"SFVI after {warm_rounds} rounds of SFVI-Avg, split {seed + 1}", NEAR, make))
+            rows.append(request.once(f"SFVI after {warm_rounds} rounds of SFVI-Avg, split {seed + 1}", options, make))
     cold, warm = ([r["rounds"] for r in rows if (r["warm_rounds"] > 0) == after] for after in (False, True))
     shares = [rounds / statistics.mean(cold) for rounds in warm]
     content = {

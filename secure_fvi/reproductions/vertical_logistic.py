@@ -224,10 +224,10 @@ def small_rho(effort: Effort, seed: int) -> list[Row]:
                     "silos": silos,
                     "model": model,
                     "method": method,
-                    "error": _error(marginal_found, pooled),
+                    "error": _error(theirs, pooled),
                     "pooled_vi_error": _error(_marginal(exact), pooled),
                 }
-                for method, marginal_found in both.items()
+                for method, theirs in both.items()
             ]
     return found
 

@@ -64,11 +64,10 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
         fits = Fits(effort.mode, effort.rounds, effort.rounds_pooled)
         rows: list[Row] = []
         curves: list[Curve] = []
-        for source, sets in (("augmented", effort.augmented), ("paper", effort.paper)):
-            same = effort._replace(augmented=0, paper=0)  # more data sets make no other anew
+        same = effort._replace(augmented=0, paper=0)  # more data sets make no other anew
+        for source, made, sets in (("augmented", augmented, effort.augmented), ("paper's", paper, effort.paper)):
             for k in range(sets):
-                make = partial(augmented if source == "augmented" else paper, same, fits, k)
-                found = request.once(f"data set {k + 1} of {sets} from the {source} model", same, make)
+                found = request.once(f"data set {k + 1} from the {source} model", same, partial(made, same, fits, k))
                 request.tell("    " + ", ".join(f"{r['method']} {_share(r):.0%}" for r in found["rows"]))
                 rows += found["rows"]
                 curves += [
