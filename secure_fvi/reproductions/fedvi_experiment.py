@@ -52,7 +52,6 @@ class Plan(NamedTuple):
     device: str
     paper: dict[str, Any]
     setting: str
-    methods: tuple[str, ...] = ("FedVI", "FedAvg", "FedRep")
 
 
 Make = Callable[[Path | None, int], list[Client]]
@@ -79,7 +78,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     for seed in plan.seeds:
         seeded = plan._replace(network=replace(plan.network, seed=seed))
         dealt = cache(partial(make, request.data, seed))  # not before something is to be fitted
-        for method in plan.methods:
+        for method in _METHODS:
             rounds = (plan.fedvi if method == "FedVI" else plan.fedavg).rounds
             made = partial(_made, method, seeded, dealt, seed, keep, request.tell)
             rows += request.once(f"seed {seed}: {method}, {rounds} rounds", options, made)

@@ -104,11 +104,27 @@ def _tuned(
         away = sum(((v[name] - w[name]) ** 2).sum() for name in v) if pull else 0.0
         return functional.cross_entropy(common_logits(network, {**w, **v}, c.x), c.y) + pull / 2 * away
 
+    return {**w, **_descended(loss, moving, tuning)}
+
+
+def _own_head(network: Network, w: Weights, c: Client, tuning: Tuning) -> dict[str, Tensor]:
+    """`_tuned` for the head alone, with the embedding, which stays as it is, computed once."""
+    h = embed(network, w, c.x)
+
+    def loss(v: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(functional.linear(h, v["head_weight"], v["head_bias"]), c.y)
+
+    return {**w, **_descended(loss, {name: w[name] for name in HEAD}, tuning)}
+
+
+def _descended(
+    loss: Callable[[dict[str, Tensor]], Tensor], moving: dict[str, Tensor], tuning: Tuning
+) -> dict[str, Tensor]:
     with torch.enable_grad():
         for _ in range(tuning.steps):
             gradient = torch.func.grad(loss)(moving)
             moving = {name: v - tuning.learning_rate * gradient[name] for name, v in moving.items()}
-    return {**w, **moving}
+    return moving
 
 
 def fedrep(
@@ -128,7 +144,7 @@ def fedrep(
         change, total = {name: torch.zeros_like(v) for name, v in body.items()}, 0
         for k in drawn.tolist():
             w = {**body, **heads.get(k, first)}
-            w = _tuned(network, w, clients[k], local, names=HEAD)
+            w = _own_head(network, w, clients[k], local)
             heads[k] = {name: w[name] for name in HEAD}
             moved = _tuned(network, w, clients[k], local, names=tuple(body))
             size = len(clients[k].y)
@@ -143,7 +159,7 @@ def fedrep(
 
     def predict(c: Client) -> Tensor:
         own = heads.get(place.get(id(c), -1), mean)
-        w = _tuned(network, {**body, **own}, c, tuning, names=HEAD)
+        w = _own_head(network, {**body, **own}, c, tuning)
         return torch.log_softmax(common_logits(network, w, c.test_x), -1)
 
     return predict
