@@ -50,10 +50,14 @@ class Effort(NamedTuple):
     draws: int
     seeds: int  # data sets of the small-rho check
     mode: Mode
+    silos: tuple[int, ...] = SILOS
+    rhos: tuple[float, ...] = RHOS
+    steps: int = 2_000  # that are timed
 
 
 _FULL = Effort(8_000, 4_000, 2, 200, 1_000, 3, "compiled")
-_QUICK = Effort(1_500, 1_000, 1, 150, 300, 1, "compiled")
+#: To see that it works: NUTS's own error is a few tenths of an sd.
+_QUICK = Effort(500, 300, 1, 50, 100, 1, "traced", (2,), (1.0,), 100)
 
 
 class Marginal(NamedTuple):
@@ -66,13 +70,11 @@ class Marginal(NamedTuple):
 
 def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of vertical-logistic.json, and the plot as PNG."""
-    effort = _QUICK if request.quick else _FULL
-    # At less than full length the limit of small rho would be a measurement of NUTS's own error.
-    return run(effort, request, _FULL._replace(rounds=6_000, seeds=effort.seeds))
+    return run(_QUICK if request.quick else _FULL, request)
 
 
-def run(effort: Effort, request: Request, limit_effort: Effort | None = None) -> tuple[Row, bytes]:
-    """`reproduce` at any effort; `limit_effort` is that of the small-rho check."""
+def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
+    """`reproduce` at any effort."""
     began = time.monotonic()
     with default_dtype(torch.float64):
         data, same = make_data(0), effort._replace(seeds=0)  # more data sets for small rho make no other anew
@@ -82,11 +84,11 @@ def run(effort: Effort, request: Request, limit_effort: Effort | None = None) ->
         pooled = Marginal(**{name: torch.tensor(value) for name, value in kept.items()})
         rows, bounds, shown = [], [], [("pooled", "nuts", 0, 0.0, pooled.shown)]
         jobs: list[tuple[str, int, float, Callable[[], list[Row]]]] = []
-        for silos in SILOS:
+        for silos in effort.silos:
             jobs.append(("pooled", silos, 0.0, partial(_pooled, effort, data, silos, pooled)))
             jobs += [
                 (model, silos, rho, partial(_methods, effort, model, rho, data, silos, pooled))
-                for rho in RHOS
+                for rho in effort.rhos
                 for model in MODELS
             ]
         for name, silos, rho, make in jobs:
@@ -95,15 +97,15 @@ def run(effort: Effort, request: Request, limit_effort: Effort | None = None) ->
                 rows.append(found["row"])
                 bounds.append((*where, torch.tensor(found["bounds"])))
                 shown.append((*where, torch.tensor(found["shown"])))
-        near = (limit_effort or effort)._replace(seeds=0)
         limit = [
             r
             for seed in range(effort.seeds)
-            for r in request.once(f"rho {SMALL_RHO}, data set {seed + 1}", near, partial(small_rho, near, seed))
+            for r in request.once(f"rho {SMALL_RHO}, data set {seed + 1}", same, partial(small_rho, same, seed))
         ]
-        steps = 300 if effort is _QUICK else 2000
         speed = request.once(
-            "milliseconds a step beside Pyro", steps, lambda: step_times(data.by_silo(2), data.y, steps=steps)
+            "milliseconds a step beside Pyro",
+            effort.steps,
+            lambda: step_times(data.by_silo(2), data.y, steps=effort.steps),
         )
     worst = [r["error"] for r in limit]
     content = {
@@ -121,14 +123,15 @@ def run(effort: Effort, request: Request, limit_effort: Effort | None = None) ->
         "bytes": Vertical().tables(RECORDS, 1, 1)["auxiliary"].size * 8,
         "machine": machine(),
         "setting": (
-            f"{RECORDS} records, {COLUMNS} columns, 2 and 10 silos, {effort.rounds} rounds; bytes: upload a silo and "
-            "sum at 8 bytes a number, whatever the number of silos"
+            f"{RECORDS} records, {COLUMNS} columns, {' and '.join(map(str, effort.silos))} silos; {effort.rounds} "
+            f"rounds of VI, {effort.soul_rounds} of SOUL, {effort.chains} x {effort.draws} draws of NUTS; bytes: "
+            "upload of a silo and sum at 8 bytes a number, whatever the number of silos"
         ),
         "rows": rows,
         "small_rho": limit,
         "ms_per_step": speed,
     }
-    return content, png(bounds, shown, float(data.beta[SHOWN]), SILOS, RHOS)
+    return content, png(bounds, shown, float(data.beta[SHOWN]), effort.silos, effort.rhos)
 
 
 def _pooled(effort: Effort, data: Data, silos: int, pooled: Marginal) -> list[Row]:
@@ -213,7 +216,7 @@ def small_rho(effort: Effort, seed: int) -> list[Row]:
     """NUTS and amortised VI at rho = .05 beside NUTS on the pooled model, on one fresh data set."""
     found, data = [], make_data(100 + seed)
     pooled = nuts(effort, "pooled", 1.0, data, 1)
-    for silos in SILOS:
+    for silos in effort.silos:
         exact, _ = pooled_vi(effort, data, silos)
         for model in MODELS:
             fit, _ = fit_one(effort, "amortised", model, SMALL_RHO, data, silos)

@@ -64,9 +64,7 @@ def test_without_a_folder_everything_is_made(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_experiment_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vertical-logistic at no length to speak of, stopped at its third part: the same tables and plot at the end."""
-    effort = vertical_logistic.Effort(5, 5, 1, 5, 10, 1, "traced")
-    monkeypatch.setattr(vertical_logistic, "SILOS", (2,))
-    monkeypatch.setattr(vertical_logistic, "RHOS", (0.5,))
+    effort = vertical_logistic.Effort(5, 5, 1, 5, 10, 1, "traced", (2,), (0.5,))
     monkeypatch.setattr(vertical_logistic, "step_times", lambda *arguments, **options: {"ours": 1.0})
     told = list[str]()
 

@@ -137,16 +137,3 @@ def test_soul_ends_at_its_mode() -> None:
     fit = SoulRound(Soul(rho=1.0), Bernoulli(), data.by_silo(2), response, 0.02, "traced").fit(1500)
     mode = soul_mode(data.x, data.y, math.sqrt(2))
     assert float((fit.mean - mode).abs().max()) < 0.1
-
-
-@pytest.mark.slow
-def test_reproduction_runs_through() -> None:
-    effort = vertical_logistic.Effort(200, 100, 1, 30, 60, 1, "traced")
-    told: list[str] = []
-    content, picture = vertical_logistic.run(effort, told.append)
-    assert picture[:4] == b"\x89PNG"
-    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= content.keys()
-    assert {"mean", "sd", "seeds"} <= content["ours"].keys()
-    assert len(content["rows"]) == 2 * (1 + 3 * 2 * 4)
-    assert told
-    assert "ms a step" in vertical_logistic.table(content)

@@ -1,0 +1,32 @@
+"""Quick runs of the experiments that have no tests of their own here: they end, and say what every one is to say."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from quick_run import quick_run
+
+from secure_fvi.reproductions import REPRODUCTIONS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("sfvi-six-cities", ""),
+        ("sfvi-warm-start", ""),
+        ("pvi-six-cities", ""),
+        ("vertical-logistic", ""),
+        ("vertical-adult", "uci_adult"),
+    ],
+)
+def test_the_quick_run(tmp_path: Path, name: str, needs: str) -> None:
+    content = quick_run(name, needs, tmp_path)
+    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= content.keys()
+    assert {"mean", "sd", "seeds", "what"} <= content["ours"].keys()
+    assert content["ours"]["mean"] == pytest.approx(content["ours"]["mean"])  # a number, and not NaN
+    table = import_module(REPRODUCTIONS[name]).table(json.loads(json.dumps(content)))
+    assert str(table).count("\n") >= 2
