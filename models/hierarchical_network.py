@@ -42,15 +42,20 @@ class PersonalNetwork(NamedTuple):
     layers: Layers
 
 
-def hierarchical_network(hidden: int = 64, classes: int = 10, log_normal: bool = False) -> PersonalNetwork:
+def hierarchical_network(
+    hidden: int = 64, classes: int = 10, log_normal: bool = False, start: float | None = None
+) -> PersonalNetwork:
     """W1 = mean + spread x offsets. Global sites: `mean` (D, hidden), N(0, 1), and `spread` (), half normal. Silo
-    sites: `offsets` (D, hidden) and `output_weights` (hidden, classes), N(0, 1)."""
+    sites: `offsets` (D, hidden) and `output_weights` (hidden, classes), N(0, 1). `start`: where a fit's spread begins;
+    at its prior's centre, .8, the first layer drowns in the offsets' own variance (docs/sfvi-mnist.md)."""
+    _check_positive(start=start)
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return values["mean"] + spread_of(values) * values["offsets"], values["output_weights"]
 
-    sites = (_spread_site(log_normal), "mean"), ("offsets", "output_weights")
-    return _personal(hidden, classes, layers, *sites)
+    site = _spread_site(log_normal)
+    begin = {} if start is None else {site: math.log(start) if log_normal else start}
+    return _personal(hidden, classes, layers, (site, "mean"), ("offsets", "output_weights"), begin)
 
 
 def fedpop(hidden: int = 64, classes: int = 10) -> PersonalNetwork:
@@ -68,8 +73,7 @@ def mixed_network(
     """W2 = output_mean + spread x output_offsets. Global sites: `hidden_weights` (D, hidden) and `output_mean`
     (hidden, classes), N(0, 1), and `spread` (), half normal, unless it is fixed at `scatter`. Silo site:
     `output_offsets` (hidden, classes), N(0, 1)."""
-    if scatter is not None and not 0 < scatter < math.inf:
-        raise InputError(f"scatter must be positive and finite, not {scatter}")
+    _check_positive(scatter=scatter)
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         spread = spread_of(values) if scatter is None else scatter
@@ -77,6 +81,12 @@ def mixed_network(
 
     spread = (_spread_site(log_normal),) if scatter is None else ()
     return _personal(hidden, classes, layers, (*spread, "hidden_weights", "output_mean"), ("output_offsets",))
+
+
+def _check_positive(**options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{name} must be positive and finite, not {value}")
 
 
 def spread_of(values: Mapping[str, Tensor]) -> Tensor:
@@ -89,8 +99,9 @@ def _spread_site(log_normal: bool) -> str:
 
 
 def _personal(
-    hidden: int, classes: int, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...]
-) -> PersonalNetwork:
+    hidden: int, classes: int, layers: Layers, shared: tuple[str, ...], own: tuple[str, ...],
+    start: Mapping[str, float] | None = None,
+) -> PersonalNetwork:  # fmt: skip
     """The program: weights N(0, 1), of an `output` layer (hidden, classes), and the scatter where there is any."""
     check_counts(hidden=hidden, classes=classes)
 
@@ -109,7 +120,8 @@ def _personal(
         with pyro.plate("image", len(y)):
             pyro.sample("y", Categorical(logits=torch.relu(x @ first) @ last), obs=y)
 
-    return PersonalNetwork(FederatedModel(network, record_plate="image", silo_sites=own), layers)
+    model = FederatedModel(network, record_plate="image", silo_sites=own, start=start or {})
+    return PersonalNetwork(model, layers)
 
 
 def class_log_probs(network: PersonalNetwork, draws: Mapping[str, Tensor], x: Tensor) -> Tensor:

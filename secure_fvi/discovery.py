@@ -24,7 +24,7 @@ _MEDIAN_DRAWS = 999  # for priors that have neither a finite mean nor a quantile
 
 
 class Start(NamedTuple):
-    """Unconstrained values at the centre of the prior."""
+    """Unconstrained values at the centre of the prior, or where the model is told to start."""
 
     z_global: Tensor  # (n_global,)
     z_silo: Tensor  # (n_silo,)
@@ -33,7 +33,7 @@ class Start(NamedTuple):
 
 
 class _Discover(Messenger):  # type: ignore[misc]
-    """Sets each latent to the centre of its prior and notes its shape and role."""
+    """Sets each latent to where it starts and notes its shape and role."""
 
     def __init__(self, model: FederatedModel, records: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -70,7 +70,8 @@ class _Discover(Messenger):  # type: ignore[misc]
             return
         if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
             raise InputError(f"latent site '{name}' is discrete ({type(fn).__name__}); sum it out of the model")
-        value = _centre(fn).to(self.dtype)
+        given = self.model.start.get(name)
+        value = (_centre(fn) if given is None else _given(name, given, fn)).to(self.dtype)
         unconstrained = biject_to(fn.support).inv(value)
         msg["value"], msg["done"] = value, True
         self.values[name] = unconstrained
@@ -126,6 +127,18 @@ def _centre(fn: Any) -> Tensor:
     return draws.median(0).values.detach()
 
 
+def _given(name: str, value: float | Tensor, fn: Any) -> Tensor:
+    """A value of `FederatedModel.start` in the shape of its site."""
+    try:
+        found = torch.as_tensor(value, dtype=torch.float64).detach().expand(fn.shape())
+    except (RuntimeError, TypeError, ValueError):
+        raise InputError(f"start of site '{name}' cannot be given the site's shape {tuple(fn.shape())}") from None
+    inside = bool(torch.isfinite(found).all()) and bool(fn.support.check(found).all())
+    if not inside or not bool(torch.isfinite(biject_to(fn.support).inv(found)).all()):
+        raise InputError(f"start of site '{name}' is outside its support, {fn.support}")
+    return found.clone()
+
+
 def _discover(model: FederatedModel, rows: Params, constants: dict[str, Any], dtype: torch.dtype) -> _Discover:
     some = next(iter(rows.values()))
     found = _Discover(model, some.shape[0], dtype, some.device)
@@ -162,6 +175,9 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
     for site in model.silo_sites:
         if site not in names:
             raise InputError(f"silo site '{site}' does not exist; latent sites: {', '.join(names) or 'none'}")
+    for site in model.start:
+        if site not in names:
+            raise InputError(f"start names '{site}', which is no latent site; these are: {', '.join(names) or 'none'}")
     layout = Layout(tuple(run.sites), tuple((n, tuple(v.shape)) for n, v in run.theta.items()))
     if layout.size("global") == 0:
         raise InputError("the model has no global latent site; there is nothing to fit together")

@@ -48,13 +48,16 @@ class FederatedModel:
 
     `fn(**data)` is called with a silo's data. `record_plate` names the plate whose size is the number of
     records. `silo_sites` are latent sites outside that plate of which each silo has its own copy. `encoder` infers them
-    from a silo's records, for FedVI.
+    from a silo's records, for FedVI. `start`: where the means of q begin, in the program's own space, by name of latent
+    site, of its shape or broadcast to it; for the other sites that is the centre of the prior. Partitioned VI begins at
+    the prior whatever it says.
     """
 
     fn: Callable[..., Any]
     record_plate: str = "records"
     silo_sites: tuple[str, ...] = ()
     encoder: SiloEncoder | None = None
+    start: Mapping[str, float | Tensor] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

@@ -16,7 +16,7 @@ from torch.distributions import biject_to
 import secure_fvi as sf
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import read_data
 
 
@@ -160,6 +160,28 @@ def _breaks(y: Tensor) -> None:
     raise RuntimeError("no such thing")
 
 
+def _scattered(y: Tensor) -> None:
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    with pyro.plate("person", len(y)):
+        own = pyro.sample("own", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(own, 1.0), obs=y)
+
+
+def test_a_fit_begins_where_the_model_says() -> None:
+    """The prior's centre where it says nothing; sites of every role."""
+    given = {"scale": 0.05, "own": 2.0}
+    schema, _ = read_data({"y": torch.zeros(4)}, "here", torch.float64)
+    for start, expected in (({}, (dist.HalfNormal(1.0).mean, 0.0)), (given, (0.05, 2.0))):
+        _, found = read_layout(sf.FederatedModel(_scattered, "person", start=start), schema, torch.float64)
+        assert float(found.z_global.exp()) == pytest.approx(float(expected[0]))
+        assert found.z_record.flatten().tolist() == [expected[1]] * 2
+    model = sf.FederatedModel(_scattered, "person", start=given)
+    for algorithm in (sf.SFVI(iterations=1, learning_rate=1e-9), sf.SFVIAvg(1, 1, learning_rate=1e-9)):
+        with pytest.warns(SecureFVIWarning, match="without converging"):
+            result = sf.fit(model, [{"y": torch.randn(4)}] * 3, algorithm, sf.Plain())
+        assert float(result.sample(4000)["scale"].median()) == pytest.approx(0.05, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("fn", "options", "message"),
     [
@@ -173,6 +195,10 @@ def _breaks(y: Tensor) -> None:
         (_breaks, {}, "_breaks fails on made data of the given shapes .RuntimeError: no such thing"),
         (clinics, {"silo_sites": ("v",)}, "silo site 'v' does not exist; latent sites: mu, u, b"),
         (clinics, {"silo_sites": ("b",)}, "silo site 'b' is inside the record plate"),
+        (clinics, {"start": {"v": 1.0}}, "start names 'v', which is no latent site; these are: mu, u, b"),
+        (clinics, {"start": {"mu": torch.zeros(2)}}, "start of site 'mu' cannot be given the site's shape"),
+        (clinics, {"start": {"mu": torch.nan}}, "start of site 'mu' is outside its support"),
+        (_scattered, {"start": {"scale": 0.0}}, "start of site 'scale' is outside its support"),
         (clinics, {"record_plate": "people"}, "observed site 'y' is outside the record plate 'people'"),
     ],
 )

@@ -95,6 +95,7 @@ def _settings(config: Config) -> dict[str, Any]:
         settings["record_plate"] = config.model.record_plate
     if config.model.silo_sites is not None:
         settings["silo_sites"] = list(config.model.silo_sites)
+    settings |= {f"start.{name}": value for name, value in config.model.start.items()}
     cls = named(ALGORITHMS, "algorithm.name", config.algorithm.name)
     tables = {"algorithm": resolved(build(cls, config.algorithm.options, "algorithm"))}
     if config.privacy is not None:

@@ -35,6 +35,7 @@ class Model(Table):
     function: Name | None = None
     record_plate: Name | None = None
     silo_sites: tuple[Name, ...] | None = None
+    start: dict[Name, float] = Field(default_factory=dict)
     likelihood: Name | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -47,8 +48,10 @@ class Model(Table):
             )
         if self.options and self.likelihood is None:
             raise ValueError("options belong to a likelihood")
-        if self.program is not None and (self.record_plate is not None or self.silo_sites is not None):
-            raise ValueError("a program knows its record_plate and silo_sites; leave them out")
+        if self.program is not None and (self.record_plate is not None or self.silo_sites is not None or self.start):
+            raise ValueError("a program knows its record_plate, silo_sites and start; leave them out")
+        if self.likelihood is not None and self.start:
+            raise ValueError("start belongs to a function: silos with different columns begin at their priors")
         if self.function is not None and not self.function.rpartition(":")[0].endswith(".py"):
             raise ValueError(f"function = '{self.function}' must look like 'path/to/file.py:name'")
         return self

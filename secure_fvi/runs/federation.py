@@ -126,6 +126,7 @@ def model_of(config: Config) -> tuple[FederatedModel, str]:
         roles["record_plate"] = config.model.record_plate
     if config.model.silo_sites is not None:
         roles["silo_sites"] = config.model.silo_sites
+    roles["start"] = config.model.start
     return FederatedModel(python_function(Path(path), name, "model.function"), **roles), f"{name} in {Path(path).name}"
 
 

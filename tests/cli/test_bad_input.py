@@ -101,6 +101,7 @@ def test_model_file_and_function(cli: CommandLine) -> None:
 def test_sites_that_do_not_exist(cli: CommandLine) -> None:
     cli.refused("'shop'", more=("--set", 'model.silo_sites=["shop"]'))
     cli.refused("'patient'", more=("--set", "model.record_plate=patient"))
+    cli.refused("start names 'shop'", more=("--set", "model.start.shop=1.0"))
 
 
 def test_discrete_latent(cli: CommandLine) -> None:

@@ -129,6 +129,7 @@ def test_roles_count(folder: Path) -> None:
     base = of(folder, model=model).hash
     assert of(folder, model={**model, "record_plate": "people"}).hash != base
     assert of(folder, model={**model, "silo_sites": ["shop"]}).hash != base
+    assert of(folder, model={**model, "start": {"mu": 0.5}}).hash != base
 
 
 def test_versions_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,15 @@ def test_a_fixed_scatter_takes_the_place_of_the_site() -> None:
     torch.testing.assert_close(found.records, _log_likelihood(first, mean + 0.3 * offsets))
 
 
+@pytest.mark.parametrize("log_normal", [False, True])
+def test_a_fit_begins_at_the_spread_that_is_given(log_normal: bool) -> None:
+    model = hierarchical_network(HIDDEN, CLASSES, log_normal, start=0.05).model
+    schema, _ = read_data(DATA, "here", torch.float64)
+    _, start = read_layout(model, schema, torch.float64)
+    assert float(start.z_global[0]) == pytest.approx(math.log(0.05))  # in unconstrained space, either way
+    assert not start.z_global[1:].any()
+
+
 def test_predictions_average_probabilities_over_joint_draws() -> None:
     network = mixed_network(HIDDEN, CLASSES)
     draws = {
@@ -102,5 +111,7 @@ def test_refusals_of_networks() -> None:
         fedpop(classes=2.5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="scatter must be positive"):
         mixed_network(scatter=0.0)
+    with pytest.raises(InputError, match="start must be positive"):
+        hierarchical_network(start=0.0)
     with pytest.raises(InputError, match="at least one is needed"):
         class_log_probs(fedpop(), {"hidden_weights": torch.zeros(0)}, DATA["x"])
