@@ -50,9 +50,10 @@ PAPER: dict[str, dict[str, float]] = {
 }  # fmt: skip
 #: Draws for a prediction; training images of a silo that are predicted.
 _DRAWS, _TRAINED_ON = 20, 200
-#: By the first part of a line's name. The scatter of the last was not tuned: it was the first value tried.
+#: By the first part of a line's name. Where the first's spread starts and the scatter of the last were not tuned: they
+#: are the first values tried.
 MODELS: dict[str, Callable[[], PersonalNetwork]] = {
-    "hierarchical": hierarchical_network,
+    "hierarchical": lambda: hierarchical_network(start=0.05),
     "FedPop": fedpop,
     "mixed": mixed_network,
     "mixed at 0.3": lambda: mixed_network(scatter=0.3),
@@ -82,7 +83,7 @@ _FITS = (
     "FedPop, SFVI-Avg, own steps", "mixed at 0.3, SFVI-Avg, own steps", "FedPop, SFVI", "mixed, SFVI",
     "hierarchical, SFVI-Avg, own steps", "hierarchical, SFVI",
 )  # fmt: skip
-FULL = (Size(10, None, 300, 20, 25, _FITS, 3), Size(50, None, 200, 20, 25, _FITS, 3))
+FULL = (Size(10, None, 600, 20, 25, _FITS, 5), Size(50, None, 400, 20, 25, _FITS, 5))
 QUICK = (Size(10, 1000, 80, 3, 10, ("mixed, SFVI", "mixed at 0.3, SFVI-Avg, own steps")),)
 
 
