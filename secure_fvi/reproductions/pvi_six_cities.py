@@ -10,6 +10,7 @@ import statistics
 import time
 import warnings
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,10 +29,7 @@ from secure_fvi.reproductions.six_cities import SIZES, Reference, Row, dots, err
 from secure_fvi.reproductions.spread import spread
 from secure_fvi.runs.nuts import sample_nuts
 
-ROUNDS, PASSES, SAMPLES = 8, 3, 20
-SPLITS, QUICK_SPLITS = 5, 2
-#: NUTS: draws a chain.
-_DRAWS, _QUICK_DRAWS = 2000, 500
+SAMPLES = 20
 #: PVI's own choice, for the other algorithms too: a record's scale follows Z_G.
 FAMILY = Conditional(varying_scale=True)
 SYNCHRONOUS, SEQUENTIAL, WEIGHTED = "pvi, synchronous", "pvi, sequential", f"pvi, K = {SAMPLES}"
@@ -39,23 +37,39 @@ SYNCHRONOUS, SEQUENTIAL, WEIGHTED = "pvi, synchronous", "pvi, sequential", f"pvi
 __all__ = ["reproduce", "table"]
 
 
+class Effort(NamedTuple):
+    """How much of it is run."""
+
+    splits: int
+    rounds: int
+    passes: int  # of the sequential schedule
+    draws: int  # of NUTS, a chain
+    warmup: int
+
+
+FULL, QUICK = Effort(5, 8, 3, 2000, 300), Effort(1, 3, 1, 100, 100)
+
+
 def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of pvi-six-cities.json, and the plot as PNG."""
-    began, quick = time.monotonic(), request.quick
-    splits = range(QUICK_SPLITS if quick else SPLITS)
+    began, effort = time.monotonic(), QUICK if request.quick else FULL
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SecureFVIWarning)
         pooled = pooled_reference(request, local_family=FAMILY)
-        draws = _QUICK_DRAWS if quick else _DRAWS
-        found = request.once("NUTS on the pooled children", draws, lambda: nuts_reference(draws).content())
+        found = request.once(
+            "NUTS on the pooled children", effort.draws,
+            lambda: nuts_reference(effort.draws, effort.warmup).content(),
+        )  # fmt: skip
         nuts = Reference.of(found)
-        visits = PVI(rounds=PASSES * len(SIZES), schedule="sequential", reveal_changes=True)
+        visits = PVI(rounds=effort.passes * len(SIZES), schedule="sequential", reveal_changes=True)
         jobs: list[tuple[str, int, Algorithm, Reference]] = []
-        for seed in splits:
-            jobs += [(SYNCHRONOUS, seed, PVI(rounds=ROUNDS), pooled), (SEQUENTIAL, seed, visits, pooled)]
-        jobs += [("sfvi-avg", 0, SFVIAvg(local_family=FAMILY), pooled), ("sfvi", 0, SFVI(local_family=FAMILY), pooled)]
-        weighted = PVI(rounds=ROUNDS, importance_samples=SAMPLES)
-        jobs += [(WEIGHTED, seed, weighted, nuts) for seed in splits[:2]]
+        for seed in range(effort.splits):
+            jobs += [(SYNCHRONOUS, seed, PVI(rounds=effort.rounds), pooled), (SEQUENTIAL, seed, visits, pooled)]
+        if not request.quick:
+            others = (("sfvi-avg", SFVIAvg(local_family=FAMILY)), ("sfvi", SFVI(local_family=FAMILY)))
+            jobs += [(name, 0, algorithm, pooled) for name, algorithm in others]
+        weighted = PVI(rounds=effort.rounds, importance_samples=SAMPLES)
+        jobs += [(WEIGHTED, seed, weighted, nuts) for seed in range(effort.splits)[:2]]
         rows = [
             request.once(f"{name}, split {seed + 1}", algorithm, partial(_row, name, seed, algorithm, reference))
             for name, seed, algorithm, reference in jobs
@@ -78,8 +92,8 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         "bytes": first["bytes_up_per_silo"] + first["bytes_down_per_silo"],
         "machine": machine(),
         "setting": (
-            f"silos of {SIZES[0]} and {SIZES[1]} children, random splits; synchronous {ROUNDS} rounds, masked sums; "
-            f"sequential {PASSES} passes, plain; full covariance, scales of children follow Z_G"
+            f"silos of {SIZES[0]} and {SIZES[1]} children, random splits; synchronous {effort.rounds} rounds, masked "
+            f"sums; sequential {effort.passes} passes, plain; full covariance, scales of children follow Z_G"
         ),
         "reference": pooled.content(),
         "nuts": nuts.content(),
@@ -89,10 +103,11 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     return content, dots(rows, colours, "Structured PVI, two silos: against global VI, and with K = 20 against NUTS")
 
 
-def nuts_reference(draws: int) -> Reference:
+def nuts_reference(draws: int, warmup: int) -> Reference:
     """Means and sds of the five coordinates on all children."""
     records = PROGRAM.load().records
-    found = sample_nuts(lambda: PROGRAM.model.fn(**records), "child", ["beta", "omega"], draws=draws)
+    sites = ["beta", "omega"]
+    found = sample_nuts(lambda: PROGRAM.model.fn(**records), "child", sites, warmup=warmup, draws=draws)
     z = torch.cat([found.sites["beta"], found.sites["omega"].unsqueeze(-1)], -1).reshape(-1, 5)
     return Reference(z.mean(0), z.std(0), round(found.seconds, 1))
 
