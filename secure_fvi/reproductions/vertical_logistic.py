@@ -55,7 +55,7 @@ class Effort(NamedTuple):
     steps: int = 2_000  # that are timed
 
 
-_FULL = Effort(8_000, 4_000, 2, 200, 1_000, 3, "compiled")
+_FULL = Effort(6_000, 4_000, 2, 200, 600, 2, "compiled")
 #: To see that it works: NUTS's own error is a few tenths of an sd.
 _QUICK = Effort(500, 300, 1, 50, 100, 1, "traced", (2,), (1.0,), 100)
 
