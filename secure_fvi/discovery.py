@@ -71,7 +71,7 @@ class _Discover(Messenger):  # type: ignore[misc]
         if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
             raise InputError(f"latent site '{name}' is discrete ({type(fn).__name__}); sum it out of the model")
         given = self.model.start.get(name)
-        value = (_centre(fn) if given is None else _given(name, given, fn)).to(self.dtype)
+        value = (_centre(fn) if given is None else _given(name, given, fn, self.device)).to(self.dtype)
         unconstrained = biject_to(fn.support).inv(value)
         msg["value"], msg["done"] = value, True
         self.values[name] = unconstrained
@@ -127,10 +127,10 @@ def _centre(fn: Any) -> Tensor:
     return draws.median(0).values.detach()
 
 
-def _given(name: str, value: float | Tensor, fn: Any) -> Tensor:
+def _given(name: str, value: float | Tensor, fn: Any, device: torch.device) -> Tensor:
     """A value of `FederatedModel.start` in the shape of its site."""
     try:
-        found = torch.as_tensor(value, dtype=torch.float64).detach().expand(fn.shape())
+        found = torch.as_tensor(value, dtype=torch.float64, device=device).detach().expand(fn.shape())
     except (RuntimeError, TypeError, ValueError):
         raise InputError(f"start of site '{name}' cannot be given the site's shape {tuple(fn.shape())}") from None
     inside = bool(torch.isfinite(found).all()) and bool(fn.support.check(found).all())
