@@ -65,7 +65,7 @@ def mapped_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         (sf.SFVI(iterations=20), 20),
         pytest.param(sf.SFVI(iterations=20, importance_samples=2), 5, marks=pytest.mark.slow),
-        (sf.SFVIAvg(rounds=2, local_steps=5), 2),
+        pytest.param(sf.SFVIAvg(rounds=2, local_steps=5), 2, marks=pytest.mark.slow),
         pytest.param(sf.PVI(rounds=2, local_steps=5), 2, marks=pytest.mark.slow),
     ],
     ids=lambda v: getattr(v, "name", None),

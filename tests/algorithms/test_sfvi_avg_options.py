@@ -32,7 +32,7 @@ def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVI
 # ---- the trusted barycenter ----
 
 
-@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize("family", [pytest.param("full", marks=pytest.mark.slow), "diagonal"])
 @pytest.mark.parametrize("weights", ["records", pytest.param("equal", marks=pytest.mark.slow)])
 def test_trusted_equals_secure(family: str, weights: str) -> None:
     """One merge of the same local runs; the secure path iterates 25 times. 1e-6: POT stops at moves below 1e-11."""
