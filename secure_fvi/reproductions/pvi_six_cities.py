@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -43,11 +44,12 @@ class Effort(NamedTuple):
     splits: int
     rounds: int
     passes: int  # of the sequential schedule
+    local_steps: int
     draws: int  # of NUTS, a chain
     warmup: int
 
 
-FULL, QUICK = Effort(5, 8, 3, 2000, 300), Effort(1, 3, 1, 100, 100)
+FULL, QUICK = Effort(5, 8, 3, 1000, 2000, 300), Effort(1, 3, 1, 200, 60, 60)
 
 
 def reproduce(request: Request) -> tuple[Row, bytes]:
@@ -61,14 +63,20 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
             lambda: nuts_reference(effort.draws, effort.warmup).content(),
         )  # fmt: skip
         nuts = Reference.of(found)
-        visits = PVI(rounds=effort.passes * len(SIZES), schedule="sequential", reveal_changes=True)
+        visits = PVI(
+            rounds=effort.passes * len(SIZES),
+            local_steps=effort.local_steps,
+            schedule="sequential",
+            reveal_changes=True,
+        )
+        at_once = PVI(rounds=effort.rounds, local_steps=effort.local_steps)
         jobs: list[tuple[str, int, Algorithm, Reference]] = []
         for seed in range(effort.splits):
-            jobs += [(SYNCHRONOUS, seed, PVI(rounds=effort.rounds), pooled), (SEQUENTIAL, seed, visits, pooled)]
+            jobs += [(SYNCHRONOUS, seed, at_once, pooled), (SEQUENTIAL, seed, visits, pooled)]
         if not request.quick:
             others = (("sfvi-avg", SFVIAvg(local_family=FAMILY)), ("sfvi", SFVI(local_family=FAMILY)))
             jobs += [(name, 0, algorithm, pooled) for name, algorithm in others]
-        weighted = PVI(rounds=effort.rounds, importance_samples=SAMPLES)
+        weighted = replace(at_once, importance_samples=SAMPLES)
         jobs += [(WEIGHTED, seed, weighted, nuts) for seed in range(effort.splits)[:2]]
         rows = [
             request.once(f"{name}, split {seed + 1}", algorithm, partial(_row, name, seed, algorithm, reference))
