@@ -26,8 +26,7 @@ def bayesian_network(hidden: int = 32, classes: int = 10, scale: float = 1.0) ->
     The prior's mean is a saddle, where all hidden units are alike: start elsewhere (`sf.PVI(start_spread=0.1)`).
     """
     check_counts(hidden=hidden, classes=classes)
-    if not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"scale must be positive and finite, not {scale}")
+    check_positive(scale=scale)
 
     def network(x: Tensor, y: Tensor) -> None:
         def layer(name: str, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -63,6 +62,13 @@ def check_counts(**counts: object) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_positive(**options: float) -> None:
+    """Raise InputError for an option that is not a positive number."""
+    for option, value in options.items():
+        if not 0 < value < math.inf:
+            raise InputError(f"{option} must be positive and finite, not {value}")
 
 
 def mean_over_draws(logits: Iterable[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.models.bnn import check_counts, mean_over_draws
+from secure_fvi.models.bnn import check_counts, check_positive, mean_over_draws
 
 #: The global sites, in the order in which the network uses them.
 SITES = ("first_filters", "first_bias", "second_filters", "second_bias", "output_weights", "output_bias")
@@ -31,8 +31,7 @@ def convolutional_network(
     As for `bnn.bayesian_network`, the prior's mean is a saddle: start elsewhere (`sf.PVI(start_spread=0.1)`).
     """
     check_counts(side=side, filters=min(filters), classes=classes)
-    if not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"scale must be positive and finite, not {scale}")
+    check_positive(scale=scale)
     left = _after(_after(side))
     if left < 1:
         raise InputError(f"side = {side} is too small for two layers of {_KERNEL} x {_KERNEL} filters; 13 is the least")

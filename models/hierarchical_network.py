@@ -24,9 +24,8 @@ import torch
 from pyro.distributions import Categorical, HalfNormal, Normal
 from torch import Tensor
 
-from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.models.bnn import check_counts, mean_over_draws
+from secure_fvi.models.bnn import check_counts, check_positive, mean_over_draws
 
 #: First layer (D, hidden) and last (hidden, classes) of a silo's network, from the values of its sites and the global
 #: ones by name.
@@ -48,7 +47,8 @@ def hierarchical_network(
     """W1 = mean + spread x offsets. Global sites: `mean` (D, hidden), N(0, 1), and `spread` (), half normal. Silo
     sites: `offsets` (D, hidden) and `output_weights` (hidden, classes), N(0, 1). `start`: where a fit's spread begins;
     at its prior's centre, .8, the first layer drowns in the offsets' own variance (docs/sfvi-mnist.md)."""
-    _check_positive(start=start)
+    if start is not None:
+        check_positive(start=start)
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return values["mean"] + spread_of(values) * values["offsets"], values["output_weights"]
@@ -73,7 +73,8 @@ def mixed_network(
     """W2 = output_mean + spread x output_offsets. Global sites: `hidden_weights` (D, hidden) and `output_mean`
     (hidden, classes), N(0, 1), and `spread` (), half normal, unless it is fixed at `scatter`. Silo site:
     `output_offsets` (hidden, classes), N(0, 1)."""
-    _check_positive(scatter=scatter)
+    if scatter is not None:
+        check_positive(scatter=scatter)
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         spread = spread_of(values) if scatter is None else scatter
@@ -81,12 +82,6 @@ def mixed_network(
 
     spread = (_spread_site(log_normal),) if scatter is None else ()
     return _personal(hidden, classes, layers, (*spread, "hidden_weights", "output_mean"), ("output_offsets",))
-
-
-def _check_positive(**options: float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{name} must be positive and finite, not {value}")
 
 
 def spread_of(values: Mapping[str, Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import pyro
@@ -13,7 +12,7 @@ from torch.distributions import constraints
 
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.models.bnn import mean_over_draws
+from secure_fvi.models.bnn import check_positive, mean_over_draws
 
 
 def multinomial_regression(classes: int = 10, scale: float = 0.1) -> FederatedModel:
@@ -24,8 +23,7 @@ def multinomial_regression(classes: int = 10, scale: float = 0.1) -> FederatedMo
     """
     if type(classes) is not int or classes < 2:
         raise InputError(f"classes must be a whole number of at least 2, not {classes!r}")
-    if not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"scale must be positive and finite, not {scale}")
+    check_positive(scale=scale)
 
     def regression(x: Tensor, y: Tensor) -> None:
         def spread(name: str) -> Tensor:

@@ -133,8 +133,8 @@ def _given(name: str, value: float | Tensor, fn: Any, device: torch.device) -> T
         found = torch.as_tensor(value, dtype=torch.float64, device=device).detach().expand(fn.shape())
     except (RuntimeError, TypeError, ValueError):
         raise InputError(f"start of site '{name}' cannot be given the site's shape {tuple(fn.shape())}") from None
-    inside = bool(torch.isfinite(found).all()) and bool(fn.support.check(found).all())
-    if not inside or not bool(torch.isfinite(biject_to(fn.support).inv(found)).all()):
+    inside = bool(fn.support.check(found).all())
+    if not inside or not bool(torch.isfinite(biject_to(fn.support).inv(found)).all()):  # on its edge, or infinite
         raise InputError(f"start of site '{name}' is outside its support, {fn.support}")
     return found.clone()
 

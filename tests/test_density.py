@@ -168,7 +168,7 @@ def _scattered(y: Tensor) -> None:
 
 
 def test_a_fit_begins_where_the_model_says() -> None:
-    """The prior's centre where it says nothing; sites of every role."""
+    """The prior's centre where it says nothing; global and record-level sites."""
     given = {"scale": 0.05, "own": 2.0}
     schema, _ = read_data({"y": torch.zeros(4)}, "here", torch.float64)
     for start, expected in (({}, (dist.HalfNormal(1.0).mean, 0.0)), (given, (0.05, 2.0))):

@@ -59,7 +59,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         warnings.simplefilter("ignore", SecureFVIWarning)
         pooled = pooled_reference(request, local_family=FAMILY)
         found = request.once(
-            "NUTS on the pooled children", effort.draws,
+            "NUTS on the pooled children", (effort.draws, effort.warmup),
             lambda: nuts_reference(effort.draws, effort.warmup).content(),
         )  # fmt: skip
         nuts = Reference.of(found)

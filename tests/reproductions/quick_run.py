@@ -25,4 +25,5 @@ def quick_run(name: str, needs: str, out: Path) -> dict[str, Any]:
     assert not (out / f"{name}.partial").exists()
     assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     content: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= content.keys()
     return content

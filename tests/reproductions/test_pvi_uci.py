@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from programs import make_intercepts
+from quick_run import quick_run
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -153,12 +153,7 @@ def test_it_says_where_the_data_would_have_to_be(
 @pytest.mark.slow
 def test_the_quick_run_reaches_global_vi_where_the_paper_does(tmp_path: Path) -> None:
     """Two seeds of credit: within .006 nats a record at the end, twice the aim; VCL is off on split B."""
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", "pvi-uci", "--out", str(tmp_path), "--data", str(_data()), "--quick"])
-    assert stop.value.code == 0
-    content = json.loads((tmp_path / "pvi-uci.json").read_text())
-    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= set(content)
-    assert (tmp_path / "pvi-uci.png").read_bytes()[1:4] == b"PNG"
+    content = quick_run("pvi-uci", "uci_credit_approval", tmp_path)
     end = {(s["split"], s["method"]): s["end"]["mean"] for s in content["summaries"]}
     for split in ("A", "B"):
         for method in ("PVI, sequential", "PVI, synchronous", "PVI, synchronous, damping 0.2"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from importlib import import_module
 from pathlib import Path
 
@@ -25,8 +25,7 @@ from secure_fvi.reproductions import REPRODUCTIONS
 )
 def test_the_quick_run(tmp_path: Path, name: str, needs: str) -> None:
     content = quick_run(name, needs, tmp_path)
-    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= content.keys()
     assert {"mean", "sd", "seeds", "what"} <= content["ours"].keys()
-    assert content["ours"]["mean"] == pytest.approx(content["ours"]["mean"])  # a number, and not NaN
-    table = import_module(REPRODUCTIONS[name]).table(json.loads(json.dumps(content)))
+    assert math.isfinite(content["ours"]["mean"])
+    table = import_module(REPRODUCTIONS[name]).table(content)
     assert str(table).count("\n") >= 2

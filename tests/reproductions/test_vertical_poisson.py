@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from pyro.distributions import HalfNormal, MultivariateNormal, Normal
+from quick_run import quick_run
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical import Poisson, Predictor
 from secure_fvi.algorithms.vertical.marginal import log_marginal
-from secure_fvi.cli import main
 from secure_fvi.models import vertical_poisson as model
 from secure_fvi.reproductions import vertical_poisson
 from secure_fvi.reproductions.vertical_poisson_fits import INTEGRATED, PRIVATE, VARIANTS, Fits
@@ -170,13 +169,8 @@ def test_coverage_counts_what_lies_inside() -> None:
 @pytest.mark.slow
 def test_the_quick_run_tells_the_methods_apart(tmp_path: Path) -> None:
     """z integrated out: the widths of NUTS; the amortised family: too narrow on its own model's data."""
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", "vertical-poisson", "--out", str(tmp_path), "--quick"])
-    assert stop.value.code == 0
-    content = json.loads((tmp_path / "vertical-poisson.json").read_text())
-    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= set(content)
+    content = quick_run("vertical-poisson", "", tmp_path)
     assert 8 * 2000 < content["bytes"] <= 8 * 2010  # a number an area, and a few totals
-    assert (tmp_path / "vertical-poisson.png").read_bytes()[1:4] == b"PNG"
     found = {s["method"]: s for s in content["summary"] if s["data"] == "augmented"}
     # NUTS's own quick draws are rough: its sds to some 15%.
     assert found[INTEGRATED]["width_ratio"]["beta"] == pytest.approx(1.0, abs=0.15)

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Gaussian, MeanField, Soul, Vertical
 from secure_fvi.algorithms.vertical.silo import Incoming, Response
-from secure_fvi.reproductions import vertical_logistic
+from secure_fvi.models.vertical_logistic import make_data
 from secure_fvi.reproductions.vertical_batched import SoulRound, VerticalRound
 from secure_fvi.reproductions.vertical_targets import log_marginal, sample, soul_mode
 from secure_fvi.runs.nuts import sample_nuts
@@ -50,7 +50,7 @@ def test_the_table_can_be_differentiated() -> None:
 @pytest.mark.parametrize("model", ["augmented", "power"])
 def test_nuts_on_all_latents_agrees(model: str) -> None:
     """NUTS over theta and every z, as the paper runs it, against NUTS with z integrated out."""
-    data = vertical_logistic.make_data(1, 60, 4)
+    data = make_data(1, 60, 4)
     x, silos = data.by_silo(2), 2
 
     def program() -> None:
@@ -132,7 +132,7 @@ def test_pooled_rounds_are_vi_of_the_pooled_model() -> None:
 @pytest.mark.slow
 def test_soul_ends_at_its_mode() -> None:
     """Logistic regression: the mean of SOUL's draws and Newton's method, to .3 posterior sds of some .3."""
-    data = vertical_logistic.make_data(2, 60, 4)
+    data = make_data(2, 60, 4)
     response = Response(data.y, torch.zeros(60))
     fit = SoulRound(Soul(rho=1.0), Bernoulli(), data.by_silo(2), response, 0.02, "traced").fit(1500)
     mode = soul_mode(data.x, data.y, math.sqrt(2))
