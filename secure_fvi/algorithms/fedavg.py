@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from secure_fvi.algorithms.sfvi import SCHEDULES, Schedule
+from secure_fvi.algorithms.schedules import Schedule, check_schedule
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
@@ -116,7 +116,6 @@ def check_server(config: Any) -> None:
         raise InputError(f"weights '{config.weights}' is unknown; choose records or equal")
     if not 0 <= config.server_momentum < 1:
         raise InputError(f"server_momentum must lie in [0, 1), not {config.server_momentum}")
-    if config.server_schedule not in SCHEDULES:
-        raise InputError(f"server_schedule '{config.server_schedule}' is unknown; choose {', '.join(SCHEDULES)}")
+    check_schedule("server_schedule", config.server_schedule)
     if not 0 <= config.tolerance < math.inf:
         raise InputError(f"tolerance must be at least 0 and finite, not {config.tolerance}")

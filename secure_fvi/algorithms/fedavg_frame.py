@@ -10,7 +10,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms.base import Posterior, Problem, cohort_size
 from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
-from secure_fvi.algorithms.sfvi import Schedule
+from secure_fvi.algorithms.schedules import Schedule
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import GlobalFamily
 from secure_fvi.families.point import Point

@@ -12,7 +12,7 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, Posterior, Step, choose_cohort
 from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
 from secure_fvi.algorithms.fedavg_frame import RECORDS, SILOS, FedAvgFrame
-from secure_fvi.algorithms.sfvi import SCHEDULES
+from secure_fvi.algorithms.schedules import SCHEDULES
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Params
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from secure_fvi.algorithms.fedavg import check_counts, check_positive, check_server
-from secure_fvi.algorithms.sfvi import Schedule
+from secure_fvi.algorithms.schedules import Schedule
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from secure_fvi.algorithms.pvi_exact import ExactFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_local import Anchored, reanchored_records, reanchored_silo
 from secure_fvi.algorithms.pvi_steps import global_steps
-from secure_fvi.algorithms.sfvi import SCHEDULES
+from secure_fvi.algorithms.schedules import SCHEDULES
 from secure_fvi.families import Params
 from secure_fvi.trees import put, take
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from secure_fvi.algorithms.schedules import SCHEDULES, check_schedule
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional
 from secure_fvi.optimizers import Optimizer
@@ -22,15 +23,6 @@ from secure_fvi.optimizers import Optimizer
 if TYPE_CHECKING:
     from secure_fvi.algorithms.base import Problem, ServerProgram, SiloProgram
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg
-
-Schedule = Literal["constant", "linear", "cosine", "exponential"]
-#: Factor on the learning rate after a share `t` in [0, 1) of the rounds.
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda t: 1.0,
-    "linear": lambda t: 1.0 - 0.99 * t,
-    "cosine": lambda t: 0.005 + 0.4975 * (1 + math.cos(math.pi * t)),
-    "exponential": lambda t: 0.01**t,
-}
 
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 
@@ -107,8 +99,8 @@ class SFVI:
                 raise InputError(f"{option} must lie in (0, 1], not {getattr(self, option)}")
         if not 0 <= self.average_last <= 1:
             raise InputError(f"average_last must lie in [0, 1], not {self.average_last}")
-        if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
-            raise InputError(f"schedule '{self.schedule}' is unknown; choose {', '.join(SCHEDULES)}, or a function")
+        if isinstance(self.schedule, str):
+            check_schedule("schedule", self.schedule)
         if self.schedule != "constant" and self.iterations is None:
             raise InputError("a learning-rate schedule needs `iterations`; without it the stopping rule sets the rate")
         Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)

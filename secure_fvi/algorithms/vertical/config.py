@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.sfvi import SCHEDULES, Schedule
+from secure_fvi.algorithms.schedules import SCHEDULES, Schedule, check_schedule
 from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.marginal import marginal
@@ -114,8 +114,7 @@ class Vertical(RunShape):
                 "in the power-likelihood model each silo sees the others' z, so that nobody can integrate it out; "
                 "use an amortised or mean-field auxiliary"
             )
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"schedule '{self.schedule}' is unknown; choose {', '.join(SCHEDULES)}")
+        check_schedule("schedule", self.schedule)
         if not 0 <= self.average_last <= 1:
             raise InputError(f"average_last must lie in [0, 1], not {self.average_last}")
         Optimizer(self.optimizer, self.learning_rate)
