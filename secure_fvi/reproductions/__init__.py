@@ -18,6 +18,7 @@ from secure_fvi.files import write_atomically
 REPRODUCTIONS = {
     "fedvi-cifar100": "secure_fvi.reproductions.fedvi_cifar100",
     "fedvi-femnist": "secure_fvi.reproductions.fedvi_femnist",
+    "fedvi-tau": "secure_fvi.reproductions.fedvi_tau",
     "fedvi-writers": "secure_fvi.reproductions.fedvi_writers",
     "hbnn-mnist": "secure_fvi.reproductions.hbnn_mnist",
     "heart": "secure_fvi.reproductions.heart",

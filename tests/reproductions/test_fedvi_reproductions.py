@@ -18,7 +18,7 @@ from secure_fvi.cli import main
 from secure_fvi.errors import InputError
 from secure_fvi.models.fedvi import Network, start
 from secure_fvi.models.fedvi_data import Client
-from secure_fvi.reproductions import Request, fedvi_writers
+from secure_fvi.reproductions import Request, fedvi_tau, fedvi_writers
 from secure_fvi.reproductions.fedvi_experiment import run
 from secure_fvi.reproductions.fedvi_methods import Tuning, fedrep, from_fedavg, scores
 from secure_fvi.reproductions.fedvi_report import margin, plot, table
@@ -158,6 +158,38 @@ def test_the_quick_run_on_cifar(tmp_path: Path) -> None:
     content = quick_run("fedvi-cifar100", "cifar100_subset", tmp_path)
     assert content["ours"]["accuracy"]["FedVI"]["new"]["mean"] > 0.02  # guessing is 0.01
     assert margin(content["ours"]["accuracy"], "new") > -0.05
+
+
+def test_a_line_a_tau() -> None:
+    rows = [
+        {
+            "tau": 0.1, "seed": seed, "taking_part": 0.8 + 0.02 * seed, "new": 0.7, "log_loss": 0.5, "rate": 4.0,
+            "bound": {"value": 2.0, "test": 0.6},
+        }
+        for seed in (0, 1)
+    ]  # fmt: skip
+    line = fedvi_tau._line(0.1, rows)
+    assert line["gap"]["mean"] == pytest.approx(0.11)
+    assert line["gap"]["sd"] == pytest.approx(0.02 / math.sqrt(2))
+    content = {
+        "lines": [{**line, "tau": 0.0}, line],
+        "ours": {"seeds": 2},
+        "seconds": 1,
+        "machine": "m",
+        "setting": "s",
+    }
+    assert fedvi_tau.table(content).splitlines()[2].split()[:3] == ["0.1", "81.0", "(1.4)"]
+    assert fedvi_tau.plot(content)[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_quick_run_by_tau(tmp_path: Path) -> None:
+    """At tau = 10 nothing of a client's records is left in its beta."""
+    lines = quick_run("fedvi-tau", "mnist", tmp_path)["lines"]
+    assert [line["tau"] for line in lines] == [0.0, 1e-3, 10.0]
+    rates = [line["rate"]["mean"] for line in lines]
+    assert rates[0] > rates[1] > 10 * rates[2]
+    assert lines[2]["bound"]["mean"] < lines[0]["bound"]["mean"]
 
 
 _CONFIGURATION = """
