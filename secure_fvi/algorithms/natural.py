@@ -15,8 +15,8 @@ from torch import Tensor
 
 from secure_fvi.families.gaussian import Params
 
-#: Relative size up to which second derivatives at two points count as the same.
-_SAME = 1e-7
+#: Relative size up to which second derivatives at two points count as the same, and at least how many roundings.
+_SAME, _ROUNDINGS = 1e-7, 64
 
 
 class Natural(NamedTuple):
@@ -142,10 +142,11 @@ def distance(q: Natural, other: Natural) -> float:
     return float(torch.maximum(means, (other.stddev() / sd).log().abs().max()))
 
 
-def quadratic(fn: Callable[[Tensor], Tensor], at: Tensor, full: bool) -> Natural | None:
+def quadratic(fn: Callable[[Tensor], Tensor], at: Tensor, full: bool, dtype: torch.dtype) -> Natural | None:
     """The factor that exp(fn) is, where `fn` has constant second derivatives, without cross terms if not `full`.
 
-    Looked at in four points, the last ones far out; None where it is no such function.
+    Looked at in four points, the last ones far out; None where it is no such function. dtype: of what `fn` computes
+    with, whatever the type of `at` and of its value.
     """
     gradient = torch.func.grad(fn)
 
@@ -154,11 +155,11 @@ def quadratic(fn: Callable[[Tensor], Tensor], at: Tensor, full: bool) -> Natural
         return pull(v)[0]
 
     curvature = torch.func.hessian(fn)(at) if full else along(at, torch.ones_like(at))
-    rng = torch.Generator().manual_seed(0)
+    rng, same = torch.Generator().manual_seed(0), max(_SAME, _ROUNDINGS * torch.finfo(dtype).eps)
     for radius in (0.0, 0.3, 1.0, 3.0):
         v, step = torch.randn(2, at.shape[0], generator=rng, dtype=torch.float64).to(at)
         got, want = along(at + radius * step, v), curvature @ v if full else curvature * v
-        scale = _SAME * max(float(want.abs().max()), float(curvature.abs().max()), 1e-12)
+        scale = same * max(float(want.abs().max()), float(curvature.abs().max()), 1e-12)
         if not bool(((got - want).abs() <= scale).all()):
             return None
     precision = -curvature.double()

@@ -95,7 +95,7 @@ class ExactFit:
         divergence KL(q || .) or, for alpha > 0, by power EP's moments (paper, Algorithm 2 with damping 1)."""
         log_likelihood = self.likelihood(view)
         at = self.frame.move(self.problem.start.z_global)
-        likelihood = quadratic(lambda z: log_likelihood(z, {}), at, True)
+        likelihood = quadratic(lambda z: log_likelihood(z, {}), at, True, self.problem.dtype)
         if likelihood is None:
             raise InputError(
                 f"silo '{view.silo}': its log likelihood is not quadratic in the global latents; local_optimizer = "

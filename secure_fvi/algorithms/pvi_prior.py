@@ -61,22 +61,13 @@ class Prior:
         return self.frame.problem.start.z_global.to("cpu", torch.float64)
 
     def _find(self, theta: Params) -> Natural | None:
-        return quadratic(lambda z: self.log_prob(z, theta), self._centre, self.frame.full)
+        return quadratic(lambda z: self.log_prob(z, theta), self._centre, self.frame.full, self.frame.problem.dtype)
 
     def start(self, theta: Params) -> Natural:
-        """The site before the first round, when q is the prior's approximation alone.
-
-        Raises InputError for a prior that is not Gaussian and has too many dimensions.
-        """
+        """The site before the first round, when q is the prior's approximation alone. Raises InputError as `target`."""
         exact = self.exact(theta)
         if exact is not None:
             return exact
-        if self.frame.n > _CURVED_UP_TO:
-            raise InputError(
-                f"the prior of the {self.frame.n} global dimensions is not Gaussian in unconstrained space; PVI takes "
-                f"such a prior up to {_CURVED_UP_TO} dimensions. Take normal or log-normal priors (log-normal in place "
-                "of half normal, say), or SFVI"
-            )
         one = torch.ones(self.frame.n, dtype=torch.float64)
         q = Natural(self._centre, torch.diag(one) if self.frame.full else one)
         for _ in range(_START_STEPS):
@@ -100,7 +91,13 @@ class Prior:
         return q, site
 
     def target(self, q: Natural, theta: Params) -> Natural:
-        """The fixed-point update at q."""
+        """The fixed-point update at q. Raises InputError for a prior that is not Gaussian and has too many dimensions."""
+        if self.frame.n > _CURVED_UP_TO:
+            raise InputError(
+                f"the prior of the {self.frame.n} global dimensions is not Gaussian in unconstrained space; PVI takes "
+                f"such a prior up to {_CURVED_UP_TO} dimensions. Take normal or log-normal priors (log-normal in place "
+                "of half normal, say), or SFVI"
+            )
         z = self.draws(q)
         gradient = vmap(grad(lambda z: self.log_prob(z, theta)))(z).mean(0)
         curvature = vmap(hessian(lambda z: self.log_prob(z, theta)))(z).mean(0)

@@ -15,7 +15,7 @@ from pvi_world import REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.natural import Natural, from_moments, quadratic
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 
@@ -354,6 +354,24 @@ def test_what_cannot_be_done_is_refused_before_it_begins() -> None:
         sf.fit(model, silos, sf.PVI(rounds=1, **EXACT))  # type: ignore[arg-type]
     with pytest.raises(sf.SecureFVIError, match="cohort"):
         sf.fit(model, silos, sf.PVI(rounds=3, **VISITS), sf.Masked())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_quadratic_is_known_as_one_in_either_precision(dtype: torch.dtype) -> None:
+    """At 50 scales: rounding in float32 moves second derivatives more than float64's tolerance allows. A cubic or
+    quartic term of a thousandth is seen in both."""
+    at, bent = torch.zeros(100, dtype=torch.float64), 0
+    for scale in torch.linspace(-3.0, 0.0, 50, dtype=dtype).exp():
+
+        def log_normal(z: Tensor, power: int, scale: Tensor = scale) -> Tensor:
+            x = z.to(dtype) / scale
+            return (-0.5 * x.square() - (1e-3 * x**power if power else 0.0)).sum().double()
+
+        found = quadratic(lambda z: log_normal(z, 0), at, False, dtype)
+        assert found is not None
+        torch.testing.assert_close(found.precision, torch.full_like(at, float(scale)) ** -2, rtol=1e-5, atol=0)
+        bent += sum(quadratic(lambda z, p=power: log_normal(z, p), at, False, dtype) is None for power in (3, 4))
+    assert bent == 100
 
 
 def test_moments_and_natural_parameters_are_inverse() -> None:
