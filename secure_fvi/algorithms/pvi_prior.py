@@ -91,7 +91,7 @@ class Prior:
         return q, site
 
     def target(self, q: Natural, theta: Params) -> Natural:
-        """The fixed-point update at q. Raises InputError for a prior that is not Gaussian and has too many dimensions."""
+        """The fixed-point update at q. Raises InputError where a prior that is not Gaussian has many dimensions."""
         if self.frame.n > _CURVED_UP_TO:
             raise InputError(
                 f"the prior of the {self.frame.n} global dimensions is not Gaussian in unconstrained space; PVI takes "
