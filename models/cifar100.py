@@ -40,11 +40,11 @@ class Images(NamedTuple):
 
 
 def network(seed: int = 0) -> Network:
-    """Another version of Appendix D's network, for 16 x 16 pixels: fewer convolutions, a constructor that sees the mean
-    of the records, and so few local features that beta is little more than which classes the client has."""
+    """Another version of Appendix D's network, for 16 x 16 pixels: fewer convolutions, and so few local features that
+    beta is little more than which classes the client has."""
     return Network(
         CLASSES, (3, 16, 16), (64, 128), 256, 128, strided=True, padding=1, dropout=(0.0, 0.5), global_share=0.98,
-        mean_after=0, loc_share=1.0, mean=0.48, sd=0.25, seed=seed,
+        loc_share=1.0, mean=0.48, sd=0.25, seed=seed,
     )  # fmt: skip
 
 

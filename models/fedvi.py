@@ -28,17 +28,14 @@ Weights = Mapping[str, Tensor]
 BETA = "beta"
 #: The paper's (28): how far the constructor's outputs move q(beta)'s scale from r(beta)'s.
 _SCALE_SHARE, _LEAST_SCALE = 0.01, 1e-5
-_CONSTRUCTOR = 3  # dense layers
 
 
 @dataclass(frozen=True)
 class Network:
     """Sizes. `image`: (channels, height, width) of 0 to 255. strided: convolutions with steps of two pixels in place of
     the pooling at the end, for small machines. dropout: shares dropped after the convolutions and after the dense
-    layer, in training with FedVI. mean_after: how many of the constructor's three layers see records one by one, before
-    the mean over them: 2 is the paper's (a mean after the last, linear layer is the same), 0 is cheapest. loc_share:
-    what q(beta)'s mean is of the constructor's output. mean, sd: of a pixel over 255, public. prior_scale: s above.
-    seed: of w_0.
+    layer, in training with FedVI. loc_share: what q(beta)'s mean is of the constructor's output. mean, sd: of a pixel
+    over 255, public. prior_scale: s above. seed: of w_0.
     """
 
     classes: int
@@ -50,7 +47,6 @@ class Network:
     padding: int = 0
     dropout: tuple[float, float] = (0.25, 0.5)
     global_share: float = 0.8
-    mean_after: int = 2
     loc_share: float = 0.1
     mean: float = 0.0
     sd: float = 1.0
@@ -62,8 +58,6 @@ class Network:
             raise InputError(f"{len(self.convolutions)} convolutions leave nothing of an image of {self.image}")
         if not 0 < self.n_global < self.features:
             raise InputError(f"global_share = {self.global_share} leaves no global or no local feature")
-        if self.mean_after not in range(_CONSTRUCTOR):
-            raise InputError(f"mean_after = {self.mean_after}: the constructor has layers 0 to {_CONSTRUCTOR - 1}")
 
     @property
     def n_global(self) -> int:
@@ -143,14 +137,13 @@ def _dropped(h: Tensor, kept: Tensor | None, share: float) -> Tensor:
 
 def infer(network: Network, w: Weights, present: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """loc and scale of q(beta), (classes x (local features + 1),) each, from embedded records (N, features) of which
-    present (N,) says which count: equations (26) to (29), on the global features."""
+    present (N,) says which count: equations (26) to (29), on the global features. The mean over records comes ahead of
+    the last layer, which is linear, so that one row goes through it and not N."""
     g = h[:, : network.n_global]
-    for k in range(_CONSTRUCTOR):
-        if k == network.mean_after:
-            g = (present.unsqueeze(1) * g).sum(0) / present.sum()
-        g = functional.linear(g, w[f"constructor{k}_weight"], w[f"constructor{k}_bias"])
-        g = g.relu() if k < _CONSTRUCTOR - 1 else g
-    loc, log_scale = g.chunk(2)
+    for k in range(2):
+        g = functional.linear(g, w[f"constructor{k}_weight"], w[f"constructor{k}_bias"]).relu()
+    mean = (present.unsqueeze(1) * g).sum(0) / present.sum()
+    loc, log_scale = functional.linear(mean, w["constructor2_weight"], w["constructor2_bias"]).chunk(2)
     return network.loc_share * loc, _LEAST_SCALE + network.beta_scale * (_SCALE_SHARE * log_scale).exp()
 
 

@@ -31,7 +31,7 @@ PAPER = {
 def plan(quick: bool, full: bool) -> Plan:
     """Options of the small setting were chosen on seed 100, for FedAvg as well: with more rounds it overfits. Those of
     the full one are the paper's."""
-    part, new, rounds, baseline_rounds, share = (40, 10, 30, 30, 0.25) if quick else (160, 40, 800, 250, 0.1)
+    part, new, rounds, baseline_rounds, share = (40, 10, 30, 30, 0.25) if quick else (160, 40, 600, 250, 0.1)
     common: Row = {"learning_rate": 0.25, "server_learning_rate": 1.0, "server_schedule": "cosine"}
     if full:
         part, new, rounds, baseline_rounds, share = 490, 10, 1500, 1500, 50 / 490

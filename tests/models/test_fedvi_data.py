@@ -6,14 +6,12 @@ import io
 import json
 import os
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from secure_fvi.errors import InputError
 from secure_fvi.models import cifar100, femnist, writers
@@ -228,30 +226,23 @@ def test_appendix_d() -> None:
     assert network.beta_scale == pytest.approx((2 / 88) ** 0.5)
     with pytest.raises(InputError, match="leave nothing"):
         Network(10, (1, 4, 4), (8, 8, 8))
-    with pytest.raises(InputError, match="mean_after = 3: the constructor has layers 0 to 2"):
-        Network(10, (1, 14, 14), mean_after=3)
 
 
-def test_the_mean_over_records_is_taken_ahead_of_the_layer_that_is_named() -> None:
-    """2, the default, is (27) and (28), where the mean follows the last layer."""
-    network = replace(writers.network(), loc_share=1.0)
+def test_the_constructor_is_the_mean_over_records_of_three_layers() -> None:
+    """Equations (27) and (28) as written, where the mean follows the last layer."""
+    network = writers.network()
     w = {name: v.double() for name, v in start(network).items()}
     h = torch.rand(5, network.features, generator=torch.Generator().manual_seed(0)).double()
-    layers = [(w[f"constructor{k}_weight"].T, w[f"constructor{k}_bias"]) for k in range(3)]
-
-    def dense(x: Tensor) -> Tensor:
-        (w0, b0), (w1, b1), (w2, b2) = layers
-        return ((x @ w0 + b0).relu() @ w1 + b1).relu() @ w2 + b2
-
-    first = h[:, : network.n_global]
-    for after, expected in ((2, dense(first).mean(0)), (0, dense(first.mean(0)))):
-        loc, _ = infer(replace(network, mean_after=after), w, torch.ones(5), h)
-        torch.testing.assert_close(loc, expected.chunk(2)[0])
+    (w0, b0), (w1, b1), (w2, b2) = ((w[f"constructor{k}_weight"].T, w[f"constructor{k}_bias"]) for k in range(3))
+    each = ((h[:, : network.n_global] @ w0 + b0).relu() @ w1 + b1).relu() @ w2 + b2
+    loc, log_scale = each.mean(0).chunk(2)
+    found = infer(network, w, torch.ones(5), h)
+    torch.testing.assert_close(found[0], network.loc_share * loc)
+    torch.testing.assert_close(found[1], 1e-5 + network.beta_scale * (0.01 * log_scale).exp())
 
 
-@pytest.mark.parametrize("mean_after", [0, 1, 2])
-def test_predictions_of_the_network(mean_after: int) -> None:
-    network = replace(writers.network(), mean_after=mean_after)
+def test_predictions_of_the_network() -> None:
+    network = writers.network()
     w, x = (
         {name: v.double() for name, v in start(network).items()},
         torch.randint(256, (6, 1, 14, 14), generator=torch.Generator().manual_seed(0)),
