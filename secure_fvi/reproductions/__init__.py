@@ -48,7 +48,7 @@ class Request(NamedTuple):
         """`make()`, a value that JSON holds, or what a run that was stopped has kept of it. `what`, which the user is
         told, and `options`, by their repr, distinguish the value from all others of the experiment."""
         key = repr((self.quick, what, options))
-        file = None if self.keep is None else self.keep / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        file = None if self.keep is None else self.keep / f"{_digest(key)}.json"
         if file is not None and file.is_file():
             return json.loads(file.read_text())["value"]
         self.tell(what)
@@ -57,3 +57,11 @@ class Request(NamedTuple):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, made.encode())
         return json.loads(made)["value"]  # of the same types, kept or not: JSON has no tuples
+
+    def folder(self, options: object) -> Path | None:
+        """Where checkpoints of fits with these options are kept, if anything is."""
+        return None if self.keep is None else self.keep / _digest(repr(options))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

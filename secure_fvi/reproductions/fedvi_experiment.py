@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 import time
@@ -74,7 +73,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
     """The content of NAME.json. What has been fitted is kept in `request.keep`, so that a run that was stopped goes on.
     `make(folder, seed)`: all clients, those that take no part last."""
     began, rows, options = time.monotonic(), [], repr(plan._replace(seeds=()))  # more seeds make no other fit anew
-    keep = None if request.keep is None else request.keep / hashlib.sha256(options.encode()).hexdigest()[:16]
+    keep = request.folder(options)
     for seed in plan.seeds:
         seeded = plan._replace(network=replace(plan.network, seed=seed))
         dealt = cache(partial(make, request.data, seed))  # not before something is to be fitted

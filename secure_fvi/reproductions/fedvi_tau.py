@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,10 +16,9 @@ from pathlib import Path
 from secure_fvi.cli.bench_step import machine
 from secure_fvi.compiled import threads
 from secure_fvi.models.fedvi import personal_classifier
-from secure_fvi.models.fedvi_data import Client
 from secure_fvi.models.writers import write
 from secure_fvi.reproductions import Request
-from secure_fvi.reproductions.fedvi_experiment import Plan, Row, fit, new_clients_bound
+from secure_fvi.reproductions.fedvi_experiment import Dealt, Plan, Row, Tell, fit, new_clients_bound
 from secure_fvi.reproductions.fedvi_methods import fedvi, scores
 from secure_fvi.reproductions.fedvi_writers import plan
 from secure_fvi.reproductions.figures import as_png
@@ -43,7 +42,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         for tau in taus:
             chosen = seeded._replace(fedvi=replace(base.fedvi, tau=tau))
             options = (chosen.network, chosen.fedvi, base.taking_part, base.new)
-            made = partial(_row, chosen, dealt, seed, request)
+            made = partial(_row, chosen, dealt, seed, request.folder(options), request.tell)
             rows.append(request.once(f"seed {seed}: tau = {tau:g}, {base.fedvi.rounds} rounds", options, made))
     lines = [_line(tau, [row for row in rows if row["tau"] == tau]) for tau in taus]
     best = max(lines, key=lambda line: float(line["new"]["mean"]))
@@ -63,14 +62,12 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     return content, plot(content)
 
 
-def _row(chosen: Plan, dealt: Callable[[], list[Client]], seed: int, request: Request) -> Row:
+def _row(chosen: Plan, dealt: Dealt, seed: int, keep: Path | None, tell: Tell) -> Row:
     network, config, clients = chosen.network, chosen.fedvi, dealt()
-    keep: Path | None = None if request.keep is None else request.keep / f"{config.rounds}-{config.tau:g}"
     with threads(1):
         fitted = fit(
-            personal_classifier(network), config, chosen, clients, seed, keep, request.tell,
-            lambda w: fedvi(network, w),
-        )  # fmt: skip
+            personal_classifier(network), config, chosen, clients, seed, keep, tell, lambda w: fedvi(network, w)
+        )
         new = clients[chosen.taking_part :]
         bound = new_clients_bound(network, fitted.weights, new)
         loss = scores(fedvi(network, fitted.weights), new).log_loss
