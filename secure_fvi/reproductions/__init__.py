@@ -36,12 +36,15 @@ REPRODUCTIONS = {
 }
 
 
+Tell = Callable[[str], None]
+
+
 class Request(NamedTuple):
     """What an experiment is run with."""
 
     quick: bool  # fewer repeats, less exact references
     data: Path | None  # folder of downloaded data sets, for experiments whose data are not shipped
-    tell: Callable[[str], None]  # is told what comes next
+    tell: Tell  # is told what comes next
     keep: Path | None = None  # folder for what an experiment resumes from when it was stopped; None: it begins again
 
     def once(self, what: str, options: object, make: Callable[[], Any]) -> Any:

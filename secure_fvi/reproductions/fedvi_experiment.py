@@ -27,7 +27,7 @@ from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.fedvi import Network, common_classifier, embed, infer, personal_classifier, personal_log_probs
 from secure_fvi.models.fedvi_data import Client
-from secure_fvi.reproductions import Request
+from secure_fvi.reproductions import Request, Tell
 from secure_fvi.reproductions.fedvi_methods import Predict, Tuning, fedrep, fedvi, from_fedavg, scores
 from secure_fvi.reproductions.spread import spread
 from secure_fvi.runs.checkpoint import FolderCheckpoints, write_atomically
@@ -55,7 +55,6 @@ class Plan(NamedTuple):
 
 Make = Callable[[Path | None, int], list[Client]]
 Dealt = Callable[[], list[Client]]
-Tell = Callable[[str], None]
 
 
 class Fitted(NamedTuple):

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from secure_fvi.models.fedvi import Network, common_logits, embed, personal_log_probs, start
 from secure_fvi.models.fedvi_data import Client
+from secure_fvi.reproductions import Tell
 
 Weights = Mapping[str, Tensor]
 #: Log predictive probabilities (N, classes) of a client's test images.
@@ -129,7 +130,7 @@ def _descended(
 
 def fedrep(
     network: Network, clients: Sequence[Client], tuning: Tuning, rounds: int, participation: float, epochs: int,
-    learning_rate: float, momentum: float, seed: int, tell: Callable[[str], None],
+    learning_rate: float, momentum: float, seed: int, tell: Tell,
 ) -> Predict:  # fmt: skip
     """Clients keep their heads from round to round; one without fits a head to the final embedding. A simulation
     without secure sums: it is here for its numbers."""

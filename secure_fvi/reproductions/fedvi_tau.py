@@ -17,8 +17,8 @@ from secure_fvi.cli.bench_step import machine
 from secure_fvi.compiled import threads
 from secure_fvi.models.fedvi import personal_classifier
 from secure_fvi.models.writers import write
-from secure_fvi.reproductions import Request
-from secure_fvi.reproductions.fedvi_experiment import Dealt, Plan, Row, Tell, fit, new_clients_bound
+from secure_fvi.reproductions import Request, Tell
+from secure_fvi.reproductions.fedvi_experiment import Dealt, Plan, Row, fit, new_clients_bound
 from secure_fvi.reproductions.fedvi_methods import fedvi, scores
 from secure_fvi.reproductions.fedvi_writers import plan
 from secure_fvi.reproductions.figures import as_png

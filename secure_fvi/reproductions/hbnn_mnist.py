@@ -192,7 +192,7 @@ def _rows(size: Size, seed: int, request: Request) -> list[Row]:
         what = {"setting": size.name, "method": fit, "seed": seed, "images": images}
         compiled = isinstance(algorithm, SFVIAvg) and not request.quick
         job = Job(what, network.model, algorithm, data.train, seed, compiled, looks=5)
-        row = run(job, looking(network, data), request.keep, request.tell)
+        row = run(job, looking(network, data), request)
         if fit.endswith(_OWN):  # they had not been taken when the last round was looked at; a stop may cost that look
             before = [point for point in row["curve"] if point["round"] == size.rounds]
             found += [{**row, **point, "method": fit.removesuffix(_OWN)} for point in before]

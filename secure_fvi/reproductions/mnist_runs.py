@@ -3,10 +3,10 @@ multinomial-mnist and hbnn-mnist share."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from secure_fvi.driving import Progress, drive
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi.reproductions import Request, Tell
 from secure_fvi.reproductions.spread import spread
 from secure_fvi.runs.checkpoint import FolderCheckpoints, write_atomically
 
@@ -52,26 +53,19 @@ Sized = TypeVar("Sized", bound=_Seeded)
 Look = Callable[[Problem, Posterior, Mapping[str, LocalPosterior]], Row]
 
 
-def run(job: Job, look: Look, keep: Path | None, tell: Callable[[str], None]) -> Row:
-    """`job.what`, the scores at the end, and what the fit cost. Where `keep` is a folder, a fit that was stopped goes
-    on from its last checkpoint, and one that has ended is not made again."""
-    began, name = time.monotonic(), "-".join(str(value) for value in job.what.values()).replace(" ", "_")
-    digest = hashlib.sha256(repr((job.what, job.algorithm, len(job.silos))).encode()).hexdigest()[:8]
-    folder = None if keep is None else keep / f"{name}-{digest}"
-    kept = None if folder is None else folder / "row.json"
-    if kept is not None and kept.is_file():
-        found: Row = json.loads(kept.read_text())
-        return found
-    tell(", ".join(f"{key} {value}" for key, value in job.what.items()))
+def run(job: Job, look: Look, request: Request) -> Row:
+    """`job.what`, the scores at the end, and what the fit cost. Where the request keeps what has been done, a fit that
+    was stopped goes on from its last checkpoint, and one that has ended is not made again."""
+    options = (job.what, job.algorithm, len(job.silos))
+    said = ", ".join(f"{key} {value}" for key, value in job.what.items())
+    found: Row = request.once(said, options, partial(_fitted, job, look, request.folder(options), request.tell))
+    return found
+
+
+def _fitted(job: Job, look: Look, folder: Path | None, tell: Tell) -> Row:
+    began = time.monotonic()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    row = _fitted(job, look, folder, tell, began)
-    if kept is not None:
-        write_atomically(kept, json.dumps(row).encode())
-    return row
-
-
-def _fitted(job: Job, look: Look, folder: Path | None, tell: Callable[[str], None], began: float) -> Row:
     server, engine, guards = build_parties(
         job.model, job.silos, job.algorithm, Plain(), job.seed, dtype=torch.float32, compile=job.compile
     )

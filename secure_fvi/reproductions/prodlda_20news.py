@@ -24,8 +24,8 @@ from secure_fvi.models.coherence import diversity, top_words, umass
 from secure_fvi.models.completion import completion
 from secure_fvi.models.newsgroups import Corpus, corpus
 from secure_fvi.models.prodlda import prodlda
-from secure_fvi.reproductions import Request
-from secure_fvi.reproductions.prodlda_pyro import Tell, Topics, Training, same_model, tutorial
+from secure_fvi.reproductions import Request, Tell
+from secure_fvi.reproductions.prodlda_pyro import Topics, Training, same_model, tutorial
 from secure_fvi.reproductions.prodlda_report import plot
 from secure_fvi.reproductions.prodlda_report import table as table
 from secure_fvi.reproductions.spread import spread

@@ -14,9 +14,8 @@ from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 
 from secure_fvi.models.prodlda import SCALE, Words
+from secure_fvi.reproductions import Tell
 from secure_fvi.runs.draws import seeded
-
-Tell = Callable[[str], None]
 
 
 class Topics(NamedTuple):

@@ -120,7 +120,7 @@ def _row(size: Size, seed: int, folder: Path | None, look: Look, request: Reques
     images = len(silos[0]["y"])
     what = {"setting": size.name, "split": size.split, "silos": size.silos, "images": images, "seed": seed}
     job = Job(what, convolutional_network(scale=size.scale), pvi(size, images), silos, seed, looks=15)
-    return run(job, look, request.keep, request.tell)
+    return run(job, look, request)
 
 
 def _line(size: Size, rows: Sequence[Row]) -> Row:

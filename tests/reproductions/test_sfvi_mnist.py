@@ -14,6 +14,7 @@ import secure_fvi as sf
 from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.cli import main
 from secure_fvi.models.multinomial import multinomial_regression
+from secure_fvi.reproductions import Request
 from secure_fvi.reproductions.mnist_report import plot, table
 from secure_fvi.reproductions.mnist_runs import Job, run, summary
 
@@ -33,22 +34,25 @@ def _job(**options: Any) -> Job:
 @pytest.mark.slow
 def test_a_fit_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     said: list[str] = []
-    first = run(_job(), _look, tmp_path, said.append)
+    request = Request(False, None, said.append, tmp_path)
+    first = run(_job(), _look, request)
     assert [point["round"] for point in first["curve"]] == [2, 4, 6]
     assert first["test"] == first["curve"][-1]["test"]
     assert first["bytes_up"] > 0
     told = len(said)
-    again = run(_job(), _look, tmp_path, said.append)
+    again = run(_job(), _look, request)
     assert again == first
     assert len(said) == told
-    other = run(_job(learning_rate=0.2), _look, tmp_path, said.append)  # another configuration is another fit
+    other = run(
+        _job(learning_rate=0.2), _look, Request(False, None, said.append, tmp_path)
+    )  # another configuration is another fit
     assert other["test"] != first["test"]
 
 
 @pytest.mark.slow
 def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
     """Stopped by an error when it is looked at in round 4; checkpoints are taken after every round here."""
-    whole = run(_job(), _look, None, lambda text: None)
+    whole = run(_job(), _look, Request(False, None, lambda text: None))
 
     def stops(problem: Problem, posterior: Posterior, local: Mapping[str, object]) -> dict[str, Any]:
         if len(said) == 2:
@@ -56,11 +60,12 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
         return _look(problem, posterior, local)
 
     said: list[str] = []
+    request = Request(False, None, said.append, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("secure_fvi.reproductions.mnist_runs._CHECKPOINT", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            run(_job(), stops, tmp_path, said.append)
-        resumed = run(_job(), _look, tmp_path, said.append)
+            run(_job(), stops, request)
+        resumed = run(_job(), _look, request)
     assert resumed["test"] == whole["test"]
     assert [point["round"] for point in resumed["curve"]] == [2, 6]  # a look that failed is not made up for
 
