@@ -24,8 +24,8 @@ from secure_fvi.reproductions.fedvi_writers import plan
 from secure_fvi.reproductions.figures import as_png
 from secure_fvi.reproductions.spread import spread
 
-TAUS = (0.0, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
-_SEEDS = (0, 1, 2)
+TAUS = (0.0, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+_SEEDS = (0, 1)
 _QUICK_TAUS, _QUICK_SEEDS = (0.0, 1e-3, 10.0), (0,)
 #: Where tau = 0 stands on a logarithmic axis.
 _ZERO = 1e-8
