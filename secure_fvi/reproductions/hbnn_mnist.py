@@ -83,7 +83,7 @@ _FITS = (
     "FedPop, SFVI-Avg, own steps", "mixed at 0.3, SFVI-Avg, own steps", "FedPop, SFVI", "mixed, SFVI",
     "hierarchical, SFVI-Avg, own steps", "hierarchical, SFVI",
 )  # fmt: skip
-FULL = (Size(10, None, 600, 20, 25, _FITS, 3), Size(50, None, 400, 20, 25, _FITS, 3))
+FULL = (Size(10, None, 600, 20, 25, _FITS, 5), Size(50, None, 400, 20, 25, _FITS, 5))
 QUICK = (Size(10, 1000, 80, 3, 10, ("mixed, SFVI", "mixed at 0.3, SFVI-Avg, own steps")),)
 
 
