@@ -49,7 +49,7 @@ class Effort(NamedTuple):
 
 
 _FULL = Effort(20, 5, AREAS, 5_000, 1_500, 150, 400, "compiled")
-_QUICK = Effort(3, 1, AREAS, 1_000, 500, 50, 80, "compiled")
+_QUICK = Effort(2, 1, AREAS, 400, 300, 40, 60, "traced")
 
 
 def reproduce(request: Request) -> tuple[Row, bytes]:
