@@ -34,7 +34,7 @@ def plan(quick: bool) -> Plan:
             prior=False,
         ),
         tuning=Tuning(),
-        seeds=(0,) if quick else (0, 1, 2),
+        seeds=(0,) if quick else (0, 1, 2, 3, 4),
         device="cpu",
         paper=PAPER,
         setting=(
