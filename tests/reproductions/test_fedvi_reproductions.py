@@ -157,7 +157,15 @@ def test_the_quick_run_on_writers(tmp_path: Path) -> None:
 def test_the_quick_run_on_cifar(tmp_path: Path) -> None:
     content = quick_run("fedvi-cifar100", "cifar100_subset", tmp_path)
     assert content["ours"]["accuracy"]["FedVI"]["new"]["mean"] > 0.02  # guessing is 0.01
-    assert margin(content["ours"]["accuracy"], "new") > -0.05
+    assert margin(content["rows"], "new")["mean"] > -0.05
+
+
+def test_margins_are_of_the_same_seed() -> None:
+    """Seeds that differ by 20 points move both methods alike."""
+    found = {("FedVI", 0): 0.6, ("FedAvg", 0): 0.5, ("FedAvg", 1): 0.72, ("FedVI", 1): 0.8}
+    rows = [{"method": method, "seed": seed, "new": {"accuracy": a}} for (method, seed), a in found.items()]
+    mine = margin(rows, "new")
+    assert (mine["mean"], mine["sd"]) == (pytest.approx(0.09), pytest.approx(0.01 * math.sqrt(2)))
 
 
 def test_a_line_a_tau() -> None:
