@@ -32,6 +32,25 @@ def intercepts(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
 
 
+def unknown_tau(y: Tensor) -> None:
+    """`intercepts` with the sd of b a point, which begins at 0.3."""
+    tau = pyro.param("tau", torch.tensor(0.3), constraint=dist.constraints.positive)
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("person", len(y)):
+        b = pyro.sample("b", dist.Normal(0.0, tau))
+        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
+
+
+def likeliest_tau(rows: Tensor) -> float:
+    """Where the marginal likelihood of `unknown_tau` is largest, to 0.005: a grid on the closed form."""
+
+    def evidence(tau: float) -> float:
+        v = torch.kron(torch.eye(len(rows)), tau**2 * torch.ones(3, 3) + 0.25 * torch.eye(3)) + 100.0
+        return float(dist.MultivariateNormal(torch.zeros(rows.numel()), v).log_prob(rows.flatten()))
+
+    return max((float(tau) for tau in torch.linspace(0.3, 1.2, 181)), key=evidence)
+
+
 def slopes(x: Tensor, y: Tensor) -> None:
     """Random intercepts and slopes: x and y are (N, 4)."""
     beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 10.0).to_event(1))

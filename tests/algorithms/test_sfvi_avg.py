@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from programs import Conjugate, make_clinics, make_intercepts, make_slopes
+from programs import Conjugate, make_clinics, make_intercepts, make_slopes, unknown_tau
 from torch import Tensor
 
 import secure_fvi as sf
@@ -315,19 +313,11 @@ def test_the_papers_text_runs_off_on_six_cities() -> None:
     assert omega[False] > 1.0
 
 
-def _empirical_bayes(y: Tensor) -> None:
-    tau = pyro.param("tau", torch.tensor(0.3), constraint=dist.constraints.positive)
-    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-    with pyro.plate("person", len(y)):
-        b = pyro.sample("b", dist.Normal(0.0, tau))
-        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
-
-
 @pytest.mark.slow
 def test_theta_is_averaged_near_what_sfvi_finds() -> None:
     rows = _pooled(make_intercepts())[0]["y"]
     silos = [{"y": part} for part in rows.split(30)]
-    model = sf.FederatedModel(_empirical_bayes, "person")
+    model = sf.FederatedModel(unknown_tau, "person")
     result = sf.fit(model, silos, sf.SFVIAvg(local_steps=250), sf.Plain(), compile=True)
     reference = sf.fit(model, silos, sf.SFVI(iterations=2000), sf.Plain(), compile=False)
     assert result.theta["tau"].item() == pytest.approx(reference.theta["tau"].item(), rel=0.06)
