@@ -12,8 +12,14 @@ from programs import make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.compiled import Traced, choose_mode, choose_threads, threads
+from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, choose_mode, choose_threads, threads
 from secure_fvi.fitting import build_parties
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are traced at their first call."""
+    monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 0)
 
 
 def _eta(fn: object, mode: object, rounds: int = 5) -> tuple[Tensor, str]:
@@ -63,6 +69,7 @@ def _by_value(y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("fn", "mode"), [(_by_shape, "traced"), (_by_len, "traced"), (_by_branch, "traced"), (_by_value, "eager")]
 )
+@pytest.mark.usefixtures("at_once")
 def test_every_program_runs_and_gives_the_same_numbers(fn: object, mode: str) -> None:
     reference, _ = _eta(_by_shape, False)
     eta, got = _eta(fn, False)
@@ -71,6 +78,7 @@ def test_every_program_runs_and_gives_the_same_numbers(fn: object, mode: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_compiled_equals_traced_up_to_rounding() -> None:
     traced, _ = _eta(_by_len, False)
@@ -90,6 +98,23 @@ def test_a_broken_compiler_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(compiled, traced, rtol=0, atol=0)
 
 
+def test_a_function_is_traced_once_it_has_been_called_often() -> None:
+    """And to the last bit nobody notices; a trace of another shape begins to count anew."""
+    calls = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.softmax(1).log().sum(0)
+
+    traced = Traced(fn, (None,), "traced", by_shape=True)
+    for n in (5, 6):
+        x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+        found = [traced(x) for _ in range(TRACE_AFTER_CALLS + 10)]
+        assert all(torch.equal(y, found[0]) for y in found)
+    assert len(calls) == 2 * (TRACE_AFTER_CALLS + 2)  # of the two that trace, one is to compare
+
+
+@pytest.mark.usefixtures("at_once")
 def test_one_trace_serves_all_sizes() -> None:
     calls = []
 

@@ -168,7 +168,8 @@ def test_the_quadratic_bounds_the_likelihood_from_below() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_an_update_can_be_traced(steps: int) -> None:
+def test_an_update_can_be_traced(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 0)
     case = Case(Vertical(model="power", rho=RHO, local_steps=steps), Bernoulli())
     silo, params, rows = case.silos[0], case.params[0], case.rows[0]
     moments = silo.init(N, torch.Generator())[1]
