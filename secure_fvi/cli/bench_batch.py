@@ -20,12 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.cli.bench_step import machine
+from secure_fvi.compiled import TRACE_AFTER_CALLS
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.hierarchical_network import hierarchical_network
 
-_WARM_UP = 3
+_WARM_UP = TRACE_AFTER_CALLS + 3
 _MEAN_FIELD = Conditional(scale="diagonal", coupling=False, varying_scale=False)
 _HIDDEN, _PIXELS, _CLASSES = 64, 196, 10
 _GEMM = {"cpu": 1024, "cuda": 8192}

@@ -1,4 +1,4 @@
-"""Imported by the process from which parties are forked: one round loads and compiles what every party needs alike."""
+"""Imported by the process from which parties are forked: a short job loads and traces what every party needs alike."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import secure_fvi.deployment.serving
 import secure_fvi.deployment.site
 import secure_fvi.runs.plots
 import secure_fvi.runs.running  # noqa: F401
+from secure_fvi.compiled import TRACE_AFTER_CALLS
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.federation import federate
@@ -22,7 +23,7 @@ with warnings.catch_warnings():
     _job = {
         "model": {"program": "six-cities"},
         "partition": {"count": 3},
-        "algorithm": {"name": "sfvi", "iterations": 1},
+        "algorithm": {"name": "sfvi", "iterations": TRACE_AFTER_CALLS + 1},
         "run": {"threads": 1, "compile": False},
     }
     federate(parse(_job, "warm")).fit(compile=False, threads=1)
