@@ -45,7 +45,7 @@ def plan(quick: bool, full: bool) -> Plan:
         fedvi=FedVI(rounds=rounds, **common, tau=1e-3),
         fedavg=FedAvg(rounds=baseline_rounds, **common, local_steps=1, server_momentum=0.9, tolerance=0.0, prior=False),
         tuning=Tuning(),
-        seeds=(0,) if quick else (0, 1, 2),
+        seeds=(0,) if quick else (0, 1, 2, 3, 4),
         device="cuda" if full else "cpu",
         paper=PAPER,
         setting=(
