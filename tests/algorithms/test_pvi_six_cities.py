@@ -1,4 +1,4 @@
-"""Structured PVI on six cities against global VI (SFVI, same family and bound). Prints the row of docs/pvi.md."""
+"""Structured PVI on six cities against global VI: SFVI, of the same family and bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _stack(result: sf.Result, part: str) -> torch.Tensor:
 def test_few_rounds_come_near_global_vi() -> None:
     """Silos of 300 and 237: 8 synchronous rounds, or 3 sequential passes, within 0.35 posterior sd; sd within 20%.
 
-    Measured errors are 0.14 and 0.19; the bound leaves room for the noise of the local fits.
+    `secure-fvi reproduce pvi-six-cities` finds errors up to 0.1; the bound leaves room for the noise of the local fits.
     """
     data = PROGRAM.load()
     order = torch.randperm(537, generator=torch.Generator().manual_seed(0))
@@ -29,12 +29,12 @@ def test_few_rounds_come_near_global_vi() -> None:
     def fit(algorithm: Any) -> sf.Result:
         return sf.fit(PROGRAM.model, silos, algorithm, sf.Plain(), compile=False)
 
-    reference = fit(sf.SFVI(iterations=8000, schedule="cosine"))
+    family = sf.Conditional(varying_scale=True)  # as PVI's always is
+    reference = fit(sf.SFVI(iterations=8000, schedule="cosine", local_family=family))
     mean, sd = _stack(reference, "mean"), _stack(reference, "sd")
     visits: Any = {"schedule": "sequential", "reveal_changes": True}
-    for name, algorithm in (("synchronous", sf.PVI(rounds=8)), ("sequential", sf.PVI(rounds=6, **visits))):
+    for algorithm in (sf.PVI(rounds=8), sf.PVI(rounds=6, **visits)):
         result = fit(algorithm)
         error = ((_stack(result, "mean") - mean) / sd).abs().max()
-        print(name, result.rounds, float(error), result.aggregation, reference.aggregation)
         assert error < 0.35
         assert ((_stack(result, "sd") / sd - 1).abs() < 0.2).all()
