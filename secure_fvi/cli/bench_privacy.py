@@ -149,7 +149,7 @@ def _dp_sgd(
 
     x, y = train.records["x"].float(), train.records["y"].float()
     torch.manual_seed(seed)
-    model = nn.Linear(x.shape[1], 1, bias=False)
+    model = nn.Linear(x.shape[1], 1, bias=False, dtype=x.dtype)
     nn.init.zeros_(model.weight)
     # Per record, the prior's gradient is that of weight decay 1 / N; added by the optimiser, it needs no noise.
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=1 / len(y))
