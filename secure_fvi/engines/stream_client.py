@@ -40,12 +40,13 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _PROBE_SECONDS = 10.0
 
-#: Handshakes in a row after which the server closed: one may be a server that was just being stopped.
-_MOST_CLOSED = 4
+#: Handshakes in a row that must fail for a reason before it is believed.
+_MOST_DOUBTED = 4
 
 
-class _Closed(ConnectionError):
-    """The server closed the connection right after the handshake."""
+class Doubtful(ConnectionError):
+    """A handshake failed in a way that tells of a wrong server, or of a network that spoilt a packet, or of a server
+    that was just being stopped. Says what it would tell."""
 
 
 #: Job and message in, answer out; raises SecureFVIError to refuse, SessionLost where its session cannot go on.
@@ -93,12 +94,12 @@ class StreamClient:
 
     def run(self) -> None:
         """Answer until stopped. Raises ProtocolError, naming the reason, where either end refuses the other."""
-        pause, said, closed, alone = _FIRST_PAUSE, False, 0, time.monotonic()
+        pause, said, doubted, alone = _FIRST_PAUSE, False, 0, time.monotonic()
         while not self._stop.is_set():
             reached = False
             try:
                 self._check_peer()
-                closed, reached = 0, True
+                doubted, reached = 0, True
                 began = time.monotonic()
                 self._connected()
                 pause = _FIRST_PAUSE if time.monotonic() - began > 1 else pause
@@ -106,12 +107,9 @@ class StreamClient:
             except (OSError, grpc.RpcError) as error:
                 if isinstance(error, grpc.RpcError) and error.code() == grpc.StatusCode.PERMISSION_DENIED:
                     raise ProtocolError(f"the server refused this silo: {error.details()}") from None
-                closed = closed + 1 if isinstance(error, _Closed) else 0
-                if closed >= _MOST_CLOSED:
-                    raise ProtocolError(
-                        f"the server at {self._address} closes after the handshake: it does not take this silo's "
-                        "certificate, or is no server of secure-fvi"
-                    ) from None
+                doubted = doubted + 1 if isinstance(error, Doubtful) else 0
+                if doubted >= _MOST_DOUBTED:
+                    raise ProtocolError(f"the server at {self._address} {error}") from None
                 alone = time.monotonic() if reached else alone
                 if self.give_up is not None and time.monotonic() - alone >= self.give_up:
                     raise ProtocolError(f"no connection to {self._address} for {self.give_up:.0f} s") from None
@@ -211,7 +209,8 @@ def split_address(address: str) -> tuple[str, int]:
 def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
     """The certificate (PEM) with which the server proves itself in a TLS 1.3 handshake.
 
-    Raises ProtocolError where it is not by the authority or not of the key `name`, OSError where nobody is there.
+    Raises ProtocolError where it is not by the authority or not of the key `name`, OSError where nobody is there, of
+    which Doubtful where the other end speaks no TLS 1.3 or closes: the first bytes of a handshake are not protected.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -232,7 +231,7 @@ def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
         ) from None
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"):
-            raise ProtocolError(f"the server at {host}:{port} speaks no TLS 1.3 ({error.reason})") from None
+            raise Doubtful(f"speaks no TLS 1.3 ({error.reason})") from None
         raise
     assert seen is not None
     return ssl.DER_cert_to_PEM_cert(seen).encode()
@@ -241,14 +240,16 @@ def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
 def _await_word(secured: ssl.SSLSocket) -> None:
     """Under TLS 1.3 the server judges the silo's certificate after the silo's handshake; gRPC speaks first.
 
-    Raises _Closed. What closes before is no judgement: a proxy, say, whose server is away.
+    Raises Doubtful. What closes before is no judgement: a proxy, say, whose server is away.
     """
     try:
         if secured.recv(1):
             return
     except (ConnectionResetError, ssl.SSLEOFError):
         pass
-    raise _Closed
+    raise Doubtful(
+        "closes after the handshake: it does not take this silo's certificate, or is no server of secure-fvi"
+    )
 
 
 @contextlib.contextmanager

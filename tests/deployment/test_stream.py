@@ -22,7 +22,7 @@ from secure_fvi.deployment.authority import Authority
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install
 from secure_fvi.engines import stream_client
-from secure_fvi.engines.stream_client import StreamClient
+from secure_fvi.engines.stream_client import Doubtful, StreamClient, peer_certificate
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Whole, parts
 from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
 from secure_fvi.engines.tls_files import TlsFiles
@@ -298,10 +298,11 @@ def test_a_silo_refuses_a_server(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as plain:
 
         def answer() -> None:
-            connection, _ = plain.accept()
-            connection.recv(1000)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.close()
+            for _ in range(4):
+                connection, _ = plain.accept()
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
         client = StreamClient(
@@ -310,6 +311,21 @@ def test_a_silo_refuses_a_server(world: World) -> None:
         )  # fmt: skip
         with pytest.raises(ProtocolError, match=r"speaks no TLS 1\.3"):
             client.run()
+
+
+def test_spoilt_handshakes_do_not_turn_a_silo_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three in a row that look like a server without TLS, as a packet does that was spoilt on its way."""
+    spoilt = iter([Doubtful("speaks no TLS 1.3 (WRONG_VERSION_NUMBER)")] * 3)
+
+    def certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
+        for error in spoilt:
+            raise error
+        return peer_certificate(host, port, tls, name)
+
+    monkeypatch.setattr("secure_fvi.engines.stream_client.peer_certificate", certificate)
+    with serving(world, names=("north",)) as server, dialed(world, server, echo, ("north",)):
+        assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
+        assert next(spoilt, None) is None
 
 
 def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
