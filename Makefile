@@ -16,8 +16,9 @@ demo: .venv/.installed
 	$(BIN)/secure-fvi run examples/six_cities.toml --out runs/demo
 	$(BIN)/secure-fvi compare runs/demo
 
+# Two workers on two cores: a second thread in either would wait for the other's.
 test: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
