@@ -2,13 +2,21 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo test slow lint types benchmark docs clean
+.PHONY: demo test slow mutants leakage gallery lint types benchmark gpu docs fuzz release clean
 
-# One environment for all targets. Torch comes first, at its pinned version, so that no dependency pulls another build.
-.venv/.installed: pyproject.toml requirements.lock
+# Exact versions, each file by its hash; nothing is built from what is not in the lock.
+LOCKED := install -q --require-hashes --no-deps -r
+
+# One environment for all targets. Torch's CPU build is taken where there is one (an error of that line is none); where it
+# is PyPI's build for Linux, its CUDA libraries come too.
+.venv/.installed: pyproject.toml requirements.lock requirements-extras.lock requirements-cuda.lock
 	$(PYTHON) -m venv .venv || python3 -m venv .venv
-	$(BIN)/pip install -q -c requirements.lock torch
-	$(BIN)/pip install -q -c requirements.lock -e '.[$(EXTRAS)]'
+	-$(BIN)/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
+	$(BIN)/pip $(LOCKED) requirements.lock
+	if $(BIN)/python -c "import sys, importlib.metadata as m; sys.exit('+' in m.version('torch') or sys.platform != 'linux')"; \
+		then $(BIN)/pip $(LOCKED) requirements-cuda.lock; fi
+	$(if $(filter-out dev,$(EXTRAS)),$(BIN)/pip $(LOCKED) requirements-extras.lock)
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
 demo: .venv/.installed
@@ -20,8 +28,25 @@ demo: .venv/.installed
 test: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
+# Mutated messages to every decoder and party, for as long as one likes.
+SECONDS ?= 3600
+fuzz: .venv/.installed
+	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s -m slow tests/deployment/test_fuzz.py
+
 slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
+
+# Every refusal removed, one at a time: ONLY=aggregation, privacy or deployment for one folder. Minutes.
+mutants: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(ONLY),--only $(ONLY))
+
+# 1,000 generated programs with exact posteriors, and all models of the gallery by default: an hour or two.
+gallery: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/posteriors
+
+# 10,000 random behaviours of a lying server. Minutes.
+leakage: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/aggregation/test_leakage_rank.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -31,7 +56,7 @@ types: .venv/.installed
 	$(BIN)/mypy
 
 benchmark: .venv/.installed
-	$(BIN)/pip install -q -c requirements.lock -e '.[benchmark]'
+	$(BIN)/pip $(LOCKED) requirements-extras.lock
 	mkdir -p benchmarks/out
 	$(BIN)/secure-fvi bench step --json | tee benchmarks/out/step.json
 	$(BIN)/secure-fvi bench accountants --json | tee benchmarks/out/accountants.json
@@ -40,9 +65,29 @@ benchmark: .venv/.installed
 	test -z "$$SECURE_FVI_DATA" || $(BIN)/secure-fvi bench privacy --json | tee benchmarks/out/privacy.json
 	$(BIN)/secure-fvi bench secure-sum --json --plot benchmarks/out/secure_sum.png | tee benchmarks/out/secure_sum.json
 
+# On a machine with a CUDA device, some 20 minutes: equality with the CPU first, then speed, in one JSON to commit. GPU_PYTHON
+# is a Python that has PyTorch with CUDA and this package's other dependencies.
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -m gpu
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -c "from secure_fvi.cli import main; main()" bench gpu --out benchmarks/gpu.json
+
 docs: .venv/.installed
-	$(BIN)/pip install -q -c requirements.lock -e '.[docs]'
+	$(BIN)/pip $(LOCKED) requirements-extras.lock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+# A wheel, its hash, and what it stands on as CycloneDX, from an environment that holds nothing else: in dist/.
+release: .venv/.installed
+	rm -rf dist build/release
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+	$(PYTHON) -m venv build/release/site && $(PYTHON) -m venv build/release/tool
+	-build/release/site/bin/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
+	build/release/site/bin/pip $(LOCKED) requirements.lock
+	build/release/site/bin/pip install -q --no-deps dist/*.whl
+	build/release/tool/bin/pip install -q cyclonedx-bom==7.5.0
+	build/release/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		-o dist/secure-fvi.cdx.json build/release/site
+	cd dist && sha256sum * > SHA256SUMS
 
 clean:
 	rm -rf .venv runs site build dist *.egg-info

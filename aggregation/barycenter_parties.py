@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from secure_fvi import wire
 from secure_fvi.aggregation.barycenter import (
     Barycenter,
     Bounds,
@@ -44,11 +45,7 @@ class Step(NamedTuple):
     total: bytes  # little-endian float64; empty in iteration 0
 
 
-def _text(value: Any) -> bool:
-    return type(value) is str
-
-
-_CODEC = Codec({Step: (48, (_uint, _uint, _list(_text), _any_bytes))})
+_CODEC = Codec({Step: (48, (_uint, _uint, _list(wire.text(200)), _any_bytes))})
 
 
 class BarycenterSilo:
@@ -75,16 +72,17 @@ class BarycenterSilo:
         self._covariance = start
         self._table: BlockTable | None = None  # of the iteration last answered
         self._iteration = 0
+        # A step holds a total of its table, and names the cohort.
+        self._limit = wire.Limit(8 * (start.size + start.shape[0] + 64) + (1 << 22))
 
     def __repr__(self) -> str:
         return "BarycenterSilo(...)"
 
     def handle(self, message: bytes) -> bytes:
         """Raises ProtocolError for a step out of turn or past the cap, and what the sum's half refuses."""
-        try:
-            step = _CODEC.unpack(message, Step)
-        except ProtocolError:
+        if _CODEC.kind_of(message) is not Step:
             return self._sum.handle(message)
+        step = _CODEC.unpack(message, Step, self._limit)
         if step.iteration != self._iteration:
             raise ProtocolError(f"iteration {step.iteration} of a barycenter, when {self._iteration} is due")
         if self._left == 0:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgpack
 import numpy as np
@@ -52,12 +52,16 @@ class Block:
 
     `bound` is the largest absolute value that one element of one silo's contribution may take. Ring range,
     clipping norm, sensitivity and ledger event all derive from it. `integer` blocks are summed exactly.
+    `rows` says whether the total is symmetric in the silos: "all", every element is a sum over silos; "silo", a row
+    belongs to one silo and is zero in the others' contributions, so that the total shows that silo's own values;
+    "presence", a silo's own row is one and its others zero, which tells no more than who is in the total.
     """
 
     name: str
     shape: tuple[int, ...]
     bound: float
     integer: bool = False
+    rows: Literal["all", "silo", "presence"] = "all"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bound) and self.bound > 0):
@@ -83,9 +87,9 @@ class BlockTable:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over names, shapes, bounds and kinds: 32 bytes."""
-        rows = [[b.name, list(b.shape), float(b.bound), b.integer] for b in self.blocks]
-        return hashlib.sha256(b"secure-fvi/block-table/1" + msgpack.packb(rows)).digest()
+        """SHA-256 over names, shapes, bounds, kinds and whose rows they have: 32 bytes."""
+        rows = [[b.name, list(b.shape), float(b.bound), b.integer, b.rows] for b in self.blocks]
+        return hashlib.sha256(b"secure-fvi/block-table/2" + msgpack.packb(rows)).digest()
 
     @cached_property
     def bounds(self) -> FloatArray:
@@ -112,12 +116,20 @@ class SumSilo(Protocol):
     """A silo's half. It never opens a connection; the engine carries its bytes."""
 
     def contribute(
-        self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        values: FloatArray,
+        context: bytes,
+        question: bytes = b"",
     ) -> bytes:
         """Protect `values` (table.size,) for sum `index`.
 
         `cohort` are the ids asked to contribute; `context` (32 bytes) is the SHA-256 of the broadcast that
-        the values answer, so that a server which shows two silos different broadcasts gets noise. An index is
+        the values answer, so that a server which shows two silos different broadcasts gets noise. `question` (32 bytes,
+        or none) names what is asked, whatever the index: of all sums of one question a silo signs one set of survivors,
+        since two totals of the same values over two sets would give the difference away. An index is
         used at most once. Raises AggregationError for a value that is not finite or past its bound,
         ProtocolError for a used index or a cohort under the minimum; nothing is revealed then.
         """

@@ -5,7 +5,9 @@ t = floor(2k/3) + 1. A neighbourhood fails
 - in secrecy when a server that lies to its halves can collect t shares of both of a silo's secrets: the c
   colluders give both, the others one each, so c + k >= 2t;
 - in recovery when fewer than t neighbours are left;
-- in masking when the honest survivors' graph falls apart: k/2 consecutive silos gone.
+- in masking when the honest survivors' graph falls apart: k/2 consecutive places without an honest survivor.
+Who is lost may be chosen by an adversary that knows the order, so that no chance helps with masking: silos refuse
+survivors of whom some window of k/2 consecutive places has no more than colluders may fill (`least_in_window`).
 Tails are hypergeometric and computed with exact integers.
 """
 
@@ -34,14 +36,22 @@ class Neighbourhood(NamedTuple):
     complete: bool
     log2_secrecy: float  # one neighbourhood's secrecy; -inf where it is not a matter of chance
     log2_recovery: float  # any neighbourhood of the session cannot recover
-    log2_disconnected: float  # the honest survivors' masks split into groups
+    log2_disconnected: float  # survivors that silos accept, chosen by an adversary, have masks that split into groups
+    least_in_window: int  # survivors that each k/2 consecutive places must keep; 0 where the graph is complete
+    log2_refused: float  # random losses of the assumed share leave fewer in some window
 
     def __str__(self) -> str:
         kind = "complete" if self.complete else f"{self.k}-regular"
-        return (
+        text = (
             f"{self.silos} silos, {kind} graph: k = {self.k}, t = {self.threshold}, failure of secrecy 2^"
             f"{self.log2_secrecy:.1f} a neighbourhood, of recovery 2^{self.log2_recovery:.1f}, of masking 2^"
             f"{self.log2_disconnected:.1f}"
+        )
+        if self.complete:
+            return text
+        return (
+            f"{text} whatever survivors are named: each {self.k // 2} consecutive silos must keep "
+            f"{self.least_in_window}, which random losses miss with 2^{self.log2_refused:.1f}"
         )
 
 
@@ -67,18 +77,40 @@ def log2_hypergeometric_tail(population: int, marked: int, draws: int, at_least:
     return _log2_ratio(ways, math.comb(population, draws))
 
 
+@lru_cache(maxsize=1024)
+def least_in_window(members: int, colluders: int, width: int) -> int:
+    """Survivors that each `width` consecutive places of a ring in random order must keep; more than `width` if none do.
+
+    One more than the colluders of any window, except with 2^-40 over all windows: one of them is then honest, and
+    honest survivors less than `width` + 1 places apart all the way round share masks in one connected graph.
+    """
+    places = math.log2(members)
+    least = 1
+    while least <= width and places + log2_hypergeometric_tail(members, colluders, width, least) > -SECRECY_BITS:
+        least += 1
+    return least
+
+
 @lru_cache(maxsize=64)
 def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
     """The smallest even k for `silos` of which the given shares are corrupt and lost; else complete.
 
-    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40, recovery with 2^-30 over all of
-    them. Raises InputError when no k within 255 does.
+    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40 whatever losses an adversary chooses; random
+    losses end recovery, or thin a window out, with 2^-30 over all of them. Raises InputError when no k within 255 does.
     """
     if not (0 <= corrupt < 1 / 3 and 0 <= lost < 1 / 3):
         raise InputError(f"corrupt and lost must lie in [0, 1/3), got {corrupt:g} and {lost:g}")
     others, bad, gone = silos - 1, math.floor(corrupt * silos), math.floor(lost * silos)
     complete = Neighbourhood(
-        silos, others, complete_threshold(silos), True, -math.inf, -math.inf if silos else 0.0, -math.inf
+        silos,
+        others,
+        complete_threshold(silos),
+        True,
+        -math.inf,
+        -math.inf if silos else 0.0,
+        -math.inf,
+        0,
+        -math.inf,
     )
     if silos <= COMPLETE_UP_TO:
         return complete
@@ -86,11 +118,17 @@ def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
         t = 2 * k // 3 + 1
         secrecy = log2_hypergeometric_tail(others, min(bad, others), k, 2 * t - k)
         recovery = math.log2(silos) + log2_hypergeometric_tail(others, min(gone, others), k, k - t + 1)
-        # To split it, k/2 consecutive silos must be corrupt or lost somewhere on the ring.
+        # Each silo corrupt or lost by itself: this keeps k from shrinking where few are corrupt in all.
         share_gone = corrupt + lost
-        disconnected = math.log2(silos) + (k // 2) * math.log2(share_gone) if share_gone else -math.inf
-        if max(secrecy, disconnected) <= -SECRECY_BITS and recovery <= -RECOVERY_BITS:
-            return Neighbourhood(silos, k, t, False, secrecy, recovery, disconnected)
+        alone = math.log2(silos) + (k // 2) * math.log2(share_gone) if share_gone else -math.inf
+        if max(secrecy, alone) > -SECRECY_BITS or recovery > -RECOVERY_BITS:
+            continue
+        width = k // 2
+        least = least_in_window(silos, bad, width)
+        disconnected = math.log2(silos) + log2_hypergeometric_tail(silos, bad, width, least)
+        refused = math.log2(silos) + log2_hypergeometric_tail(silos, gone, width, width - least + 1)
+        if least <= width and refused <= -RECOVERY_BITS:
+            return Neighbourhood(silos, k, t, False, secrecy, recovery, disconnected, least, refused)
     if silos <= MAX_HOLDERS:
         return complete
     raise InputError(

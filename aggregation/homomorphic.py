@@ -35,12 +35,14 @@ class Homomorphic:
     `scheme`: "bfv" sums exactly; "ckks" releases totals with noise of some 1e-5 of each block's bound, for which
     see homomorphic_flooding.py. `masks`: inside the plaintext, so that neither the key holder nor anyone who
     hands it a single ciphertext learns more than totals (None: on for bfv; ckks cannot have them). With
-    masks off the aggregator is trusted to add honestly. `min_cohort`, `batch`, `corrupt`, `lost`: see `Masked`.
+    masks off the aggregator is trusted to add honestly. `min_cohort`, `max_missing`, `batch`, `corrupt`, `lost`: see
+    `Masked`.
     """
 
     scheme: str = "bfv"
     masks: bool | None = None
     min_cohort: int = 3
+    max_missing: int = 0
     batch: int | None = None
     corrupt: float = 0.1
     lost: float = 0.1
@@ -53,7 +55,14 @@ class Homomorphic:
 
     def beneath(self, bits: int = 64) -> Masked:
         """The masked sums whose keys, graph and signatures these use. `bits` is of no account: values lie in Z_p."""
-        return Masked(min_cohort=self.min_cohort, bits=bits, batch=self.batch, corrupt=self.corrupt, lost=self.lost)
+        return Masked(
+            min_cohort=self.min_cohort,
+            max_missing=self.max_missing,
+            bits=bits,
+            batch=self.batch,
+            corrupt=self.corrupt,
+            lost=self.lost,
+        )
 
     @property
     def kind(self) -> str:

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.aggregation.homomorphic_schemes import CKKS_SCALE, DEGREE
 from secure_fvi.aggregation.prg import keystream
-from secure_fvi.aggregation.ring import Ring
-from secure_fvi.errors import InputError
+from secure_fvi.aggregation.ring import Ring, out_of_range
+from secure_fvi.errors import AggregationError, InputError
 
 STATISTICAL_BITS = 30
 #: Ciphertexts decrypted under one key.
@@ -84,6 +84,9 @@ class RealSlots:
         self._bounds = table.bounds
         self._checks = Ring(table, 64, terms)
         self._step = 2.0 ** step_exponent(terms)
+        # A total is off by the noise, which is below 8.6 sds, and by rounding.
+        self._slack = 10 * flooding_sd(terms) + self._step
+        self._table = table
         self._integer = np.repeat([b.integer for b in table.blocks], [b.size for b in table.blocks]).astype(bool)
 
     def encode(self, values: FloatArray, masks: Any = ()) -> FloatArray:
@@ -91,7 +94,14 @@ class RealSlots:
         self._checks.encode(values)
         return values / self._bounds
 
-    def decode(self, total: npt.NDArray[np.int64], masks: Any = ()) -> FloatArray:
-        """The sum that the holder's multiples of the step stand for, float64."""
+    def decode(self, total: npt.NDArray[np.int64], masks: Any = (), survivors: int | None = None) -> FloatArray:
+        """The sum that the holder's multiples of the step stand for, float64; `survivors` as in `Ring`."""
+        if survivors is not None:
+            end = 0
+            for block in self._table.blocks:
+                part = total[end : end + block.size] * self._step
+                end += block.size
+                if part.size and not np.abs(part).max() <= survivors + self._slack:
+                    raise AggregationError(out_of_range(block, survivors))
         values: FloatArray = total * self._step * self._bounds
         return np.where(self._integer, np.rint(values), values)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import (
     Codec,
     Done,
     _32,
-    _32s,
     _64,
     _64s,
     _any_bytes,
-    _bytes_list,
+    _either,
+    _list,
     _uint,
 )
+
+#: A public context has about 0.54 MB.
+MAX_KEY_BYTES = 1 << 20
 
 
 class HolderKeyRequest(NamedTuple):
@@ -40,11 +44,12 @@ class DecryptRequest(NamedTuple):
     sum_index: int
     key_set: bytes
     batch: bytes
+    cohort: bytes
     survivors: bytes
     table: bytes
     context: bytes
+    question: bytes
     signers: bytes
-    contributions: list[bytes]
     signatures: list[bytes]
     size: int
     parts: list[bytes]
@@ -58,14 +63,23 @@ class Decrypted(NamedTuple):
     signature: bytes
 
 
+#: Each far below a megabyte; so many hold 33 million values.
+_ciphertexts = _list(wire.binary(most=1 << 20), 4096)
+
 _CODEC = Codec(
     {
         Done: (16, ()),
         HolderKeyRequest: (32, ()),
-        HolderKey: (33, (_any_bytes, _64)),
-        Ciphertexts: (34, (_bytes_list,)),
-        DecryptRequest: (35, (_uint, _32, _32, _any_bytes, _32, _32, _any_bytes, _32s, _64s, _uint, _bytes_list)),
+        HolderKey: (33, (wire.binary(most=MAX_KEY_BYTES), _64)),
+        Ciphertexts: (34, (_ciphertexts,)),
+        DecryptRequest: (
+            35,
+            (
+                *(_uint, _32, _32, _any_bytes, _any_bytes, _32, _32, _either(0, 32)),
+                *(_any_bytes, _64s, _uint, _ciphertexts),
+            ),
+        ),
         Decrypted: (36, (_uint, _any_bytes, _64)),
     }
 )
-pack, unpack_any, unpack = _CODEC.pack, _CODEC.unpack_any, _CODEC.unpack
+pack, unpack_any, unpack, kind_of = _CODEC.pack, _CODEC.unpack_any, _CODEC.unpack, _CODEC.kind_of

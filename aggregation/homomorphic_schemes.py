@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from secure_fvi.aggregation.homomorphic_messages import MAX_KEY_BYTES as MAX_KEY_BYTES
 from secure_fvi.aggregation.modular import BFV_PRIME
 from secure_fvi.errors import InputError, ProtocolError
 
 DEGREE = 8192
 CKKS_SCALE = 2.0**60
 _CKKS_BITS = (60, 60, 60)
-#: A public context has about 0.54 MB.
-MAX_KEY_BYTES = 1 << 20
 #: What serialisation adds to the coefficients of a ciphertext, at most.
 _SLACK = 4096
 

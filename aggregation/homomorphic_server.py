@@ -27,14 +27,14 @@ from secure_fvi.aggregation.key_holder import (
     decrypted_statement,
     holder_signed,
 )
-from secure_fvi.aggregation.masked_server import Agreed, MaskedServer
-from secure_fvi.aggregation.messages import Contribution, Done
-from secure_fvi.aggregation.messages import unpack as unpack_masked
+from secure_fvi.aggregation.masked_server import Agreed, MaskedServer, Sent, decoded
+from secure_fvi.aggregation.messages import Done
 from secure_fvi.aggregation.modular import BFV_HALF, CentredArray
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import number
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import AggregationError, ProtocolError
+from secure_fvi.wire import Limit
 
 _SPENT = "ckks/spent"
 
@@ -114,37 +114,36 @@ class HomomorphicServer:
         Three exchanges with masks (signatures, decryption, shares), two without.
         """
         codec = self._codecs(table)
-        readable, added = self._read(index, cohort, table, contributions)
-        agreed = yield from self._inner.agree(index, cohort, table, readable, context, None)
-        survivors = tuple(self._roster.ids[place] for place in agreed.payloads)
-        if set(survivors) != readable.keys():
-            added = self._read(index, survivors, table, readable)[1]
-        values = yield from self._decrypt(agreed, table, added)
-        masks = (yield from self._inner.masks_left(agreed)) if self._masks else []
-        return Total(codec.decode(values, masks), survivors)
-
-    def _read(
-        self, index: int, cohort: Sequence[str], table: BlockTable, contributions: Mapping[str, bytes]
-    ) -> tuple[dict[str, bytes], list[Any]]:
-        """The contributions whose ciphertexts can be read, and the sum of these."""
         if self._key is None:
             raise AggregationError(f"sum {index} was not prepared")
-        readable: dict[str, bytes] = {}
+        admitted = self._inner.admit(index, cohort, table, contributions, context, None)
+        readable, added = self._read(admitted.sent, table)
+        agreed = yield from self._inner.agree(index, table, context, admitted._replace(sent=readable))
+        if agreed.sent.keys() != readable.keys():
+            added = self._read(agreed.sent, table)[1]
+        values = yield from self._decrypt(agreed, table, added)
+        masks = (yield from self._inner.masks_left(agreed)) if self._masks else []
+        survivors = tuple(self._roster.ids[place] for place in agreed.payloads)
+        return Total(decoded(index, lambda: codec.decode(values, masks, len(survivors))), survivors)
+
+    def _read(self, sent: Mapping[int, Sent], table: BlockTable) -> tuple[dict[int, Sent], list[Any]]:
+        """The contributions whose ciphertexts can be read, by place, and the sum of these."""
+        assert self._key is not None
+        readable: dict[int, Sent] = {}
         added: list[Any] = []
-        for silo in sorted(set(cohort) & contributions.keys()):
+        parts = self._scheme.ciphertexts(table.size)
+        limit = Limit(4096 + parts * (self._scheme.max_ciphertext_bytes + 16), max(parts, 1))
+        for place, one in sent.items():
             try:
-                message = unpack_masked(contributions[silo], Contribution)
-                vectors = self._key.read(unpack(message.payload, Ciphertexts).parts, table.size)
-                if message.sum_index != index:
-                    raise ProtocolError("a contribution of another sum")
+                vectors = self._key.read(unpack(one.payload, Ciphertexts, limit).parts, table.size)
                 if added:
                     self._key.add(added, vectors)
                 else:
                     added = vectors
             except ProtocolError as error:
-                self._faults[silo] = str(error)
+                self._faults[self._roster.ids[place]] = str(error)
                 continue
-            readable[silo] = contributions[silo]
+            readable[place] = one
         return readable, added
 
     def _decrypt(self, agreed: Agreed, table: BlockTable, added: list[Any]) -> Exchanges[CentredArray]:
@@ -154,11 +153,12 @@ class HomomorphicServer:
             index,
             agreed.batch.session.key_set,
             agreed.batch.digest,
+            signed.cohort,
             signed.survivors,
             signed.table,
             signed.context,
+            signed.question,
             signed.signers,
-            signed.contributions,
             signed.signatures,
             table.size,
             [vector.serialize() for vector in added],
@@ -167,7 +167,7 @@ class HomomorphicServer:
         self._store.put({_SPENT: number(self._spent)})
         replies = yield {KEY_HOLDER: pack(request)}
         try:
-            reply = unpack(_holder_reply(replies), Decrypted)
+            reply = unpack(_holder_reply(replies), Decrypted, Limit(4096 + 8 * table.size))
         except ProtocolError as error:
             raise AggregationError(f"sum {index}: {error}") from None
         statement = decrypted_statement(self._roster, request, reply.values)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.aggregation.homomorphic_flooding import RealSlots
-from secure_fvi.aggregation.homomorphic_messages import Ciphertexts, HolderKey, pack, unpack
+from secure_fvi.aggregation.homomorphic_messages import Ciphertexts, HolderKey, kind_of, pack, unpack
 from secure_fvi.aggregation.homomorphic_schemes import BFV, PublicContext, Scheme
 from secure_fvi.aggregation.key_holder import check_holder_key
 from secure_fvi.aggregation.masked_silo import MaskedSilo
@@ -57,8 +57,10 @@ class HomomorphicSilo:
         masks: bool,
         store: Store | None = None,
         min_cohort: int | None = None,
+        max_missing: int | None = None,
+        questions: Store | None = None,
     ) -> None:
-        """`roster`, `scheme`, `masks` and `min_cohort` are what this site agreed to."""
+        """`roster`, `scheme` and `masks` are what this site agreed to; for the rest see `MaskedSilo`."""
         check_roster(roster)
         if masks and scheme is not BFV:
             raise InputError("masks need scheme = 'bfv'")
@@ -67,7 +69,7 @@ class HomomorphicSilo:
         self._scheme = scheme
         self._masks = masks
         self._store = MemoryStore() if store is None else store
-        self._inner = MaskedSilo(roster, silo_id, identity, self._store, min_cohort, self._seal)
+        self._inner = MaskedSilo(roster, silo_id, identity, self._store, min_cohort, self._seal, max_missing, questions)
         self._codecs = SlotCodecs(scheme, roster.size)
         kept = self._store.get(_HOLDER_KEY)
         self._key: PublicContext | None = None
@@ -79,10 +81,9 @@ class HomomorphicSilo:
 
     def handle(self, message: bytes) -> bytes:
         """Answer one message of the server: the key holder's key, or those of masked sums."""
-        try:
-            key = unpack(message, HolderKey)
-        except ProtocolError:
+        if kind_of(message) is not HolderKey:
             return self._inner.handle(message)
+        key = unpack(message, HolderKey)
         # Checked even if one is known: a server that tries another is told so.
         accepted = check_holder_key(self._roster, self._scheme, self._masks, key)
         if self._key is None:
@@ -91,10 +92,16 @@ class HomomorphicSilo:
         return pack(Done())
 
     def contribute(
-        self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        values: FloatArray,
+        context: bytes,
+        question: bytes = b"",
     ) -> bytes:
         """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
-        return self._inner.contribute(index, cohort, table, values, context)
+        return self._inner.contribute(index, cohort, table, values, context, question)
 
     def outgoing(self, index: int) -> bytes:
         """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""

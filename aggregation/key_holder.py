@@ -9,6 +9,7 @@ open the masks of exactly that sum; without them the aggregator is trusted to ad
 from __future__ import annotations
 
 import hashlib
+import os
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
@@ -25,7 +26,7 @@ from secure_fvi.aggregation.homomorphic_messages import (
 )
 from secure_fvi.aggregation.homomorphic_schemes import CKKS, PublicContext, Scheme, SecretContext
 from secure_fvi.aggregation.kdf import digest
-from secure_fvi.aggregation.roster import Identity, Roster
+from secure_fvi.aggregation.roster import Identity, Roster, check_missing
 from secure_fvi.aggregation.session import Session, number
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import InputError, ProtocolError
@@ -70,14 +71,14 @@ def holder_signed(roster: Roster, signature: bytes, statement: bytes) -> bool:
 def request_digest(request: DecryptRequest) -> bytes:
     """Names what is to be decrypted. Not who signed it: a retry may bring other signatures on the same."""
     r = request
-    fields = (r.key_set, r.batch, r.survivors, r.table, r.context, number(r.size), *r.parts)
+    fields = (r.key_set, r.batch, r.cohort, r.survivors, r.table, r.context, r.question, number(r.size), *r.parts)
     return digest(LABEL_REQUEST, number(r.sum_index), *fields)
 
 
 def decrypted_statement(roster: Roster, request: DecryptRequest, values: bytes) -> bytes:
     """What the holder signs: its answer and the sum that it belongs to."""
     r = request
-    fields = (r.key_set, r.batch, number(r.sum_index), r.survivors, r.table, r.context)
+    fields = (r.key_set, r.batch, number(r.sum_index), r.cohort, r.survivors, r.table, r.context, r.question)
     return digest(LABEL_DECRYPTED, roster.hash, *fields, hashlib.sha256(values).digest())
 
 
@@ -147,30 +148,48 @@ class KeyHolder:
         return answer
 
     def _check_signatures(self, request: DecryptRequest) -> None:
-        """Raise ProtocolError unless T silos signed these survivors of this index."""
+        """Raise ProtocolError unless T silos signed these survivors of this index, and no more are missing than may be.
+
+        Each honest signer has checked cohort and question against what it was asked, or against the survivors' own
+        signatures, and the survivors against the graph of masks, which the holder does not know.
+        """
         roster = self._roster
-        if len(roster.members_of(request.survivors)) < roster.min_cohort:
-            raise ProtocolError(f"survivors below min_cohort = {roster.min_cohort}")
+        check_missing(
+            roster, request.sum_index, request.cohort, roster.members_of(request.survivors), roster.max_missing
+        )
         signers = roster.members_of(request.signers)
         if len(signers) < roster.signatures_needed:
             raise ProtocolError(f"{len(signers)} signatures; {roster.signatures_needed} of the roster are needed")
-        if not len(signers) == len(request.signatures) == len(request.contributions):
+        if len(signers) != len(request.signatures):
             raise ProtocolError("a signature of each signer is needed")
         # Statements name the key set by its hash; who is in it does not matter to them.
         everyone = range(roster.size)
         session = Session(roster, request.key_set, everyone, everyone)
         survivors = session.survivors_statement(
-            request.batch, request.sum_index, request.survivors, request.table, request.context
+            request.batch,
+            request.sum_index,
+            request.cohort,
+            request.survivors,
+            request.table,
+            request.context,
+            request.question,
         )
-        for place, contribution, signature in zip(signers, request.contributions, request.signatures, strict=True):
-            if not roster.verify(place, signature, session.set_statement(survivors, contribution)):
+        for place, signature in zip(signers, request.signatures, strict=True):
+            if not roster.verify(place, signature, survivors):
                 raise ProtocolError(f"the signature of silo '{roster.ids[place]}' is not valid here")
 
     def _count(self, ciphertexts: int) -> None:
         """Charge CKKS decryptions before they happen: the flooding is made for DECRYPTIONS of them."""
         if self._key.scheme is not CKKS:
             return
-        spent = int.from_bytes(self._store.get("spent") or b"", "big") + ciphertexts
-        if spent > DECRYPTIONS:
-            raise KeyWornOut(f"more than {DECRYPTIONS} ciphertexts under one CKKS key; a new session is needed")
-        self._store.put({"spent": number(spent)})
+        at = int.from_bytes(self._store.get("spent") or b"", "big")
+        mine = os.urandom(16) + number(ciphertexts)
+        # Claimed, each from where the one before ended: two processes over one store count each other's as well.
+        while True:
+            if at + ciphertexts > DECRYPTIONS:
+                raise KeyWornOut(f"more than {DECRYPTIONS} ciphertexts under one CKKS key; a new session is needed")
+            held = self._store.claim(f"spent/{at}", mine)
+            at += int.from_bytes(held[16:], "big")
+            if held == mine:
+                break
+        self._store.put({"spent": number(at)})

@@ -4,6 +4,7 @@
     signed X25519 key         ->        key set                  once a session
     sealed seeds, shares      ->        shares to their holders  once a batch of indices
     input + masks             ->        survivors, stored        every sum
+    (signed by the silo)
     signature on survivors    ->        T signatures             every sum, with the consistency check
     shares of b or of e       ->        masks removed, total     every sum
 
@@ -29,7 +30,9 @@ from secure_fvi.errors import InputError
 class Masked:
     """Sums of which the server learns the total alone, with recovery from dropouts.
 
-    `min_cohort`: fewer survivors get no sum. `bits`: width of the ring, 32 or 64. `consistency_check`:
+    `min_cohort`: fewer survivors get no sum. `max_missing`: silos of a sum's cohort that may be missing from its total;
+    with 0 there is a total of all that were asked, or none, and no server can have one silo's term as the difference of
+    two totals by declaring it lost. `bits`: width of the ring, 32 or 64. `consistency_check`:
     survivors are signed by T = floor(2n/3)+1 silos before anything is revealed, which a lying server cannot
     get round with fewer than n/3 colluders; without it the server is trusted to tell all silos the same.
     `batch`: indices whose secrets are shared at once (None: chosen by the number of silos). `corrupt`,
@@ -37,6 +40,7 @@ class Masked:
     """
 
     min_cohort: int = 3
+    max_missing: int = 0
     bits: int = 64
     consistency_check: bool = True
     batch: int | None = None
@@ -48,6 +52,8 @@ class Masked:
             raise InputError(f"bits must be 32 or 64, not {self.bits}")
         if self.min_cohort < 2:
             raise InputError(f"min_cohort must be at least 2, not {self.min_cohort}; a sum of one is no sum")
+        if self.max_missing < 0:
+            raise InputError(f"max_missing must be 0 or more silos, not {self.max_missing}")
 
     @property
     def kind(self) -> str:
@@ -64,6 +70,7 @@ class Masked:
             session=session or os.urandom(32),
             members=tuple((silo, identity_keys[silo]) for silo in ids),
             min_cohort=self.min_cohort,
+            max_missing=self.max_missing,
             bits=self.bits,
             consistency_check=self.consistency_check,
             batch=max(4, min(64, 2048 // holders)) if self.batch is None else self.batch,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hmac
 import os
+from collections.abc import Callable
 
 import msgpack
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import KeyAdvert, KeySet, KeysRequest, NonceReveal, Nonces, pack, unpack
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.session import (
@@ -64,7 +66,7 @@ class Setup:
     @classmethod
     def restore(cls, roster: Roster, me: int, identity: Identity, data: bytes) -> Setup:
         """The set-up as it was when `data` was made by `to_bytes`."""
-        attempt, private_key, nonce, key_set, nonces = msgpack.unpackb(data)
+        attempt, private_key, nonce, key_set, nonces = wire.own(data, "the silo's set-up")
         setup = cls(roster, me, identity, attempt, private_key, nonce)
         if key_set:
             setup.accept_keys(unpack(key_set, KeySet))
@@ -72,8 +74,11 @@ class Setup:
             setup.accept_nonces(unpack(nonces, Nonces))
         return setup
 
-    def accept_keys(self, message: KeySet) -> NonceReveal:
-        """Check everybody's advert and fix the key set; the nonce is revealed for the first key set only."""
+    def accept_keys(self, message: KeySet, first: Callable[[], KeySet] | None = None) -> NonceReveal:
+        """Check everybody's advert and fix the key set; the nonce is revealed for the first key set only.
+
+        first: claims this key set, once it is found good, and returns the one that was claimed first.
+        """
         if self._key_set is not None and message != self._key_set:
             raise ProtocolError("another key set for this set-up was accepted already")
         if message.attempt != self.attempt:
@@ -92,6 +97,8 @@ class Setup:
             statement = advert_statement(roster, self.attempt, place, public_key, commitment)
             if not roster.verify(place, signature, statement):
                 raise ProtocolError(f"the key of silo '{roster.ids[place]}' is not signed with its identity")
+        if first is not None and first() != message:
+            raise ProtocolError("another key set for this set-up was accepted already")
         self._key_set, self._members = message, members
         self._hash = key_set_hash(roster, self.attempt, message.members, message.public_keys, message.nonce_commitments)
         if roster.neighbourhood.complete:

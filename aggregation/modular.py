@@ -85,7 +85,7 @@ class PrimeRing:
     def __init__(self, table: BlockTable, terms: int, modulus: int = BFV_PRIME) -> None:
         """Raises InputError when an integer block's bound cannot fit."""
         self.modulus = modulus
-        self._ring = Ring(table, 64, terms, limit=modulus // 2)
+        self._ring = Ring(table, 64, terms, limit=modulus // 4)
 
     @property
     def resolution(self) -> FloatArray:
@@ -96,7 +96,7 @@ class PrimeRing:
         """Masked ring elements of `values`, (size,). Raises AggregationError as `Ring.encode` does."""
         return masked(self._ring.encode(values).view(np.int64), masks, self.modulus)
 
-    def decode(self, total: CentredArray, masks: Sequence[Mask]) -> FloatArray:
-        """The sum that `total` (size,) stands for once `masks` are applied to it, float64."""
+    def decode(self, total: CentredArray, masks: Sequence[Mask], survivors: int | None = None) -> FloatArray:
+        """The sum that `total` (size,) stands for once `masks` are applied to it, float64; `survivors` as in `Ring`."""
         words: npt.NDArray[Any] = masked(total, masks, self.modulus).view(np.uint64)
-        return self._ring.decode(words)
+        return self._ring.decode(words, survivors)

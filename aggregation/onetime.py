@@ -6,6 +6,7 @@ that index. Both are shared among its holders. Of one index and owner at most on
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from secure_fvi.aggregation.kdf import (
     LABEL_PAIR_SEEDS,
     LABEL_SEALED_SEEDS,
     derive_key,
+    digest,
 )
 from secure_fvi.aggregation.messages import Deposit
 from secure_fvi.aggregation.prg import keystream
@@ -30,7 +32,12 @@ from secure_fvi.errors import ProtocolError
 
 Secrets = npt.NDArray[np.uint8]  # (indices, 2, 32): b, then e, of each index of a batch
 
+LABEL_SEED = b"seed-commitment"
+LABEL_SHARE = b"share-commitment"
+
 SELF, PAIR = 0, 1
+#: Bytes of one commitment in a row.
+ROW = 16
 _TAG = 16
 _NONCE = 12
 
@@ -61,6 +68,31 @@ def pair_seeds(session: Session, batch: int, pair_secret: bytes, one: int, other
     return keystream(key, 32 * session.roster.batch)
 
 
+def seed_row(session: Session, batch: int, one: int, other: int, seeds: bytes, first: int = 0) -> bytes:
+    """Commitments to the seeds that two neighbours share, ROW bytes for each index of the batch: equal at both.
+
+    first: number of the first entry, where `seeds` is a part.
+    """
+    low, high = min(one, other), max(one, other)
+    return _row(digest(LABEL_SEED, session.binding, number(batch), number(low), number(high)), seeds, first)
+
+
+def share_row(session: Session, batch: int, owner: int, holder: int, shares: bytes, first: int = 0) -> bytes:
+    """Commitments to the shares that `holder` is dealt, of b and then of e for each index, ROW bytes each."""
+    return _row(digest(LABEL_SHARE, session.binding, number(batch), number(owner), number(holder)), shares, first)
+
+
+def _row(name: bytes, secrets: bytes, first: int) -> bytes:
+    # What is committed to is 32 bytes that look random to all others. 16 bytes of a hash: to find another value for the
+    # commitment of an honest party takes 2^128 tries.
+    base, parts = hashlib.sha256(name), []
+    for at in range(0, len(secrets), 32):
+        state = base.copy()
+        state.update((first + at // 32).to_bytes(4, "big") + secrets[at : at + 32])
+        parts.append(state.digest()[:ROW])
+    return b"".join(parts)
+
+
 def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes]) -> Drawn:
     """Fresh secrets of `me` for all indices of `batch`, with the deposit, not yet signed, for the server."""
     count = session.roster.batch
@@ -70,8 +102,8 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
     shares = dict(zip(holders, rows, strict=True))
 
     neighbours = session.neighbours(me)
-    seeds = b"".join(pair_seeds(session, batch, pair_secrets[v], me, v) for v in neighbours)
-    by_index = np.frombuffer(seeds, np.uint8).reshape(len(neighbours), count, 32).swapaxes(0, 1)
+    rows_of = {v: pair_seeds(session, batch, pair_secrets[v], me, v) for v in neighbours}
+    by_index = np.frombuffer(b"".join(rows_of.values()), np.uint8).reshape(len(neighbours), count, 32).swapaxes(0, 1)
     commitments, sealed = [], []
     for at, (b, e) in enumerate(secrets):
         index = batch * count + at
@@ -83,7 +115,15 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
     return Drawn(
         secrets[:, SELF].tobytes(),
         None if own is None else own.reshape(count, 2, 32),
-        Deposit(batch, b"".join(commitments), b"".join(sealed), envelopes, b""),
+        Deposit(
+            batch,
+            b"".join(commitments),
+            b"".join(sealed),
+            [seed_row(session, batch, me, v, seeds) for v, seeds in rows_of.items()],
+            [share_row(session, batch, me, v, shares[v].tobytes()) for v in holders],
+            envelopes,
+            b"",
+        ),
     )
 
 

@@ -43,7 +43,13 @@ class PlainSilo:
         self._last_index = -1
 
     def contribute(
-        self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        values: FloatArray,
+        context: bytes,
+        question: bytes = b"",
     ) -> bytes:
         """The values as little-endian float64; errors as in `SumSilo.contribute`."""
         if self.silo_id not in cohort:

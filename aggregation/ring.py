@@ -1,7 +1,9 @@
 """Fixed point in Z_2^w: how real numbers become ring elements that can be masked and added exactly.
 
 Each block has its own power-of-two scale, the largest with which the sum of `terms` contributions within the
-block's bound cannot leave [-2^(w-1), 2^(w-1)). The scale follows from the bound, the number of terms and w,
+block's bound cannot leave [-2^(w-2), 2^(w-2)): half of the ring stays empty. A total outside the survivors' number
+times the bound is refused; a wrong mask makes it uniform, and each element then fails with a chance of a half or more.
+The scale follows from the bound, the number of terms and w,
 so that all parties derive the same one and nobody sends it. A sum of at most `terms` encodings never wraps.
 """
 
@@ -32,11 +34,11 @@ _SHORT = 1 << 10
 def scale_exponent(block: Block, bits: int, terms: int, limit: int | None = None) -> int:
     """The e for which values of `block` are multiplied by 2^e.
 
-    `terms * ceil(bound * 2^e + 1) < 2^(bits-1)`: the 1 leaves room for either kind of rounding. `limit` is
-    the largest sum where the ring is not Z_2^bits.
+    `terms * ceil(bound * 2^e + 1) < 2^(bits-2)`: the 1 leaves room for either kind of rounding, and the bit that is not
+    used shows totals that cannot be. `limit` is the largest sum where the ring is not Z_2^bits.
     Raises InputError for an integer block whose sum could not be exact.
     """
-    limit = 2 ** (bits - 1) - 1 if limit is None else limit
+    limit = 2 ** (bits - 2) - 1 if limit is None else limit
     if block.integer:
         largest = terms * math.floor(block.bound)
         if largest > min(limit, _EXACT):
@@ -57,6 +59,14 @@ def scale_exponent(block: Block, bits: int, terms: int, limit: int | None = None
     return max(min(best, _MAX_EXPONENT), -_MAX_EXPONENT)
 
 
+def out_of_range(block: Block, survivors: int) -> str:
+    """What is said of a total that cannot be."""
+    return (
+        f"block '{block.name}': the total lies outside {survivors} survivors x bound {block.bound:g}; a contribution, "
+        "a mask or a share is wrong"
+    )
+
+
 class Ring:
     """Encoder and decoder of one block table for sums of at most `terms` contributions."""
 
@@ -70,6 +80,11 @@ class Ring:
         self.dtype = np.dtype("<u4" if bits == 32 else "<u8")
         self._signed = np.dtype("<i4" if bits == 32 else "<i8")
         self._exponents = [scale_exponent(b, bits, terms, limit) for b in table.blocks]
+        # The largest element of one contribution; a real one may be rounded up by one step.
+        self._largest = [
+            math.floor(math.ldexp(b.bound, e)) + (not b.integer)
+            for b, e in zip(table.blocks, self._exponents, strict=True)
+        ]
         sizes = [b.size for b in table.blocks]
         self._ends = list(itertools.accumulate(sizes))
         self._scales = np.repeat([math.ldexp(1.0, e) for e in self._exponents], sizes)
@@ -144,9 +159,21 @@ class Ring:
             np.rint(scaled, out=scaled)
         out.view(self._signed)[:] = scaled
 
-    def decode(self, total: RingArray) -> FloatArray:
-        """The sum that `total` (size,) stands for, float64, shape (size,)."""
+    def decode(self, total: RingArray, survivors: int | None = None) -> FloatArray:
+        """The sum that `total` (size,) stands for, float64, shape (size,).
+
+        survivors: how many contributions are in it. Raises AggregationError, naming the block, for a total that so many
+        cannot have; None looks at nothing.
+        """
+        if survivors is not None:
+            self._check_range(total.view(self._signed), survivors)
         return np.asarray(total.view(self._signed) * self._inverse, dtype=np.float64)
+
+    def _check_range(self, total: npt.NDArray[Any], survivors: int) -> None:
+        for block, end, largest in zip(self.table.blocks, self._ends, self._largest, strict=True):
+            part = total[end - block.size : end]
+            if part.size and not -survivors * largest <= int(part.min()) <= int(part.max()) <= survivors * largest:
+                raise AggregationError(out_of_range(block, survivors))
 
     def _refuse(self, values: FloatArray) -> None:
         """Raise the AggregationError that names the first offending block."""

@@ -6,7 +6,7 @@ Every silo pins the roster that its site agreed to; all that is signed later nam
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgpack
 from cryptography.exceptions import InvalidSignature
@@ -16,6 +16,7 @@ from secure_fvi.aggregation.base import check_silo_ids
 from secure_fvi.aggregation.graph import Neighbourhood, neighbourhood
 from secure_fvi.aggregation.kdf import digest
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.wire import Limit
 
 LABEL_ROSTER = b"roster"
 
@@ -27,6 +28,7 @@ class Roster:
     session: bytes  # 32 random bytes that no other session has
     members: tuple[tuple[str, bytes], ...]  # (silo id, Ed25519 public key of 32 bytes), sorted by id
     min_cohort: int = 3
+    max_missing: int = 0  # silos of a cohort that may be missing from its total
     bits: int = 64
     consistency_check: bool = True
     batch: int = 64  # indices whose secrets are shared at once
@@ -47,6 +49,8 @@ class Roster:
             raise InputError(f"bits must be 32 or 64, not {self.bits}")
         if self.min_cohort < 2:
             raise InputError(f"min_cohort must be at least 2, not {self.min_cohort}; a sum of one is no sum")
+        if type(self.max_missing) is not int or self.max_missing < 0:
+            raise InputError(f"max_missing must be a whole number of silos, 0 or more, not {self.max_missing!r}")
         if not 1 <= self.batch <= 4096:
             raise InputError(f"batch must lie in 1..4096 indices, not {self.batch}")
         if len(ids) < self.min_cohort:
@@ -64,6 +68,7 @@ class Roster:
         members = [[m, k] for m, k in self.members]
         settings = [
             self.min_cohort,
+            self.max_missing,
             self.bits,
             self.consistency_check,
             self.batch,
@@ -95,6 +100,13 @@ class Roster:
         """Degree and threshold of the graph."""
         return neighbourhood(self.size, self.corrupt, self.lost)
 
+    @cached_property
+    def limit(self) -> Limit:
+        """The longest message of a masked sum's set-up, refill and recovery among so many; contributions follow from
+        their table. Per member keys, digests and signatures, per neighbour what a batch seals and shares."""
+        near = self.neighbourhood.k + 1
+        return Limit(4096 + 512 * self.size + near * (512 + 256 * self.batch), max(self.size, self.batch, 16))
+
     def verify(self, place: int, signature: bytes, statement: bytes) -> bool:
         """Whether member `place` signed `statement`."""
         try:
@@ -112,10 +124,33 @@ class Roster:
 
     def members_of(self, bitmap: bytes) -> tuple[int, ...]:
         """The members in `bitmap`, ascending; raises ProtocolError for a wrong length or a stray bit."""
-        bits = int.from_bytes(bitmap, "little")
-        if len(bitmap) != (self.size + 7) // 8 or bits >> self.size:
-            raise ProtocolError("a set of members does not fit the roster")
-        return tuple(at for at in range(self.size) if bits >> at & 1)
+        return _members(self.size, bitmap)
+
+
+@lru_cache(maxsize=16)
+def _members(size: int, bitmap: bytes) -> tuple[int, ...]:
+    """See `Roster.members_of`. The same sets are named over and over, and a large one takes a while."""
+    bits = int.from_bytes(bitmap, "little")
+    if len(bitmap) != (size + 7) // 8 or bits >> size:
+        raise ProtocolError("a set of members does not fit the roster")
+    return tuple(at for at in range(size) if bits >> at & 1)
+
+
+def check_missing(roster: Roster, index: int, cohort: bytes, survivors: tuple[int, ...], max_missing: int) -> None:
+    """Raise ProtocolError for survivors too few, out of the cohort (a bitmap), or with more of it missing than allowed.
+
+    Missing is who is in the cohort and not in the total.
+    """
+    asked = roster.members_of(cohort)
+    if len(survivors) < roster.min_cohort:
+        raise ProtocolError(f"sum {index} has {len(survivors)} survivors, below min_cohort = {roster.min_cohort}")
+    if not set(asked).issuperset(survivors):
+        raise ProtocolError(f"a survivor of sum {index} is not in its cohort")
+    missing = len(asked) - len(survivors)
+    if missing > max_missing:
+        raise ProtocolError(
+            f"sum {index}: {missing} of the {len(asked)} silos asked are missing, past max_missing = {max_missing}"
+        )
 
 
 class Identity:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgpack
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from secure_fvi import wire
 from secure_fvi.aggregation.base import Exchanges
 from secure_fvi.aggregation.masked_setup import MAX_ATTEMPTS
 from secure_fvi.aggregation.messages import (
@@ -26,7 +27,7 @@ from secure_fvi.aggregation.messages import (
     pack,
     unpack,
 )
-from secure_fvi.aggregation.onetime import sealed_length
+from secure_fvi.aggregation.onetime import ROW, sealed_length
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import Session, advert_statement, graph_order, key_set_hash, nonce_commitment
 from secure_fvi.aggregation.store import Store
@@ -51,19 +52,27 @@ class ServerState:
         self._keys: tuple[KeySet, Nonces] | None = None
         self._ready: set[int] = set()  # members known to have the session
         self.faults: dict[str, str] = {}
+        self.left_out: dict[int, bytes] = {}  # silos that take part no more, with the proof of why, where there is one
         self._restore()
 
+    def leave_out(self, place: int, reason: str, proof: bytes = b"") -> None:
+        """Take no more contributions and deposits of a silo that dealt wrong shares."""
+        self.left_out[place] = proof
+        self.store.put({"left_out": msgpack.packb(self.left_out)})
+        self.fault(place, reason)
+
     def _restore(self) -> None:
+        self.left_out = wire.own(self.store.get("left_out") or b"\x80", "the server's list of silos left out")
         key_set, nonces = (self.store.get(slot) for slot in ("key_set", "nonces"))
         if key_set is None or nonces is None:
             return
         self._keys = unpack(key_set, KeySet), unpack(nonces, Nonces)
         self.session = self._session_of(*self._keys)
-        for number in msgpack.unpackb(self.store.get("batches") or b"\x90"):
+        for number in wire.own(self.store.get("batches") or b"\x90", "the server's list of batches"):
             kept = self.store.get(f"batch/{number}")
             if kept is None:
                 continue
-            deposits, signatures, active = msgpack.unpackb(kept, strict_map_key=False)
+            deposits, signatures, active = wire.own(kept, "a batch of the server")
             batch = ServerBatch(self.session, number, {place: unpack(d, Deposit) for place, d in deposits.items()})
             batch.signatures.update(signatures)
             batch.active.update(active)
@@ -159,13 +168,18 @@ class ServerState:
         session = self.session
         assert session is not None
         yield from self._bring_up(session)
-        deposits = yield from self.ask(session.members, DepositRequest(number), Deposit)
+        asked = [p for p in session.members if p not in self.left_out]
+        deposits = yield from self.ask(asked, DepositRequest(number), Deposit)
         for place in list(deposits):
             if not _well_formed(session, place, number, deposits[place]):
                 self.fault(place, "a deposit of the wrong form or without its signature")
                 del deposits[place]
         self._require(len(deposits), "refill")
         batch = ServerBatch(session, number, deposits)
+        ids = self.roster.ids
+        for one, other in batch.at_odds():
+            for place, its in ((one, other), (other, one)):
+                self.fault(place, f"its seeds and those of '{ids[its]}' differ; one of the two sent wrong ones")
         # Stored, then named: whoever is told of these depositors takes no others.
         self._keep(batch)
         return batch
@@ -178,6 +192,7 @@ class ServerState:
         """Hand each of `places` its shares; with the consistency check, then the signatures on the batch."""
         roster, number = self.roster, batch.number
         replies = yield from self.ask_each({p: batch.delivery(p) for p in places}, BatchSignature)
+        self._hear_complaints(batch, replies)
         if not roster.consistency_check:
             batch.active.update(replies)
             self._keep(batch)
@@ -196,6 +211,24 @@ class ServerState:
         self._keep(batch)
         self._require(len(batch.active), "refill")
 
+    def _hear_complaints(self, batch: ServerBatch, replies: Mapping[int, BatchSignature]) -> None:
+        """Leave out owners of whom too many holders were dealt no shares that fit: nobody could open their masks."""
+        session, roster = batch.session, self.roster
+        for place, reply in replies.items():
+            try:
+                batch.unheld[place] = frozenset(roster.members_of(reply.unheld)) & set(batch.held_by(place))
+            except ProtocolError as error:
+                self.fault(place, str(error))
+        for owner in batch.depositors:
+            holders = [h for h in session.holders(owner) if h in batch.present]
+            without = [h for h in holders if owner in batch.unheld.get(h, ())]
+            if without and owner not in self.left_out:
+                reason = f"{len(without)} of {len(holders)} holders were dealt no shares that fit its commitments"
+                if len(holders) - len(without) < session.threshold:
+                    self.leave_out(owner, reason)
+                else:
+                    self.fault(owner, reason)
+
     def _require(self, present: int, stage: str) -> None:
         if present < self._needed:
             raise AggregationError(
@@ -204,8 +237,10 @@ class ServerState:
 
     @property
     def _needed(self) -> int:
-        signatures = self.roster.signatures_needed if self.roster.consistency_check else 0
-        return max(signatures, self.roster.min_cohort)
+        """Silos without which no sum of all of them comes about."""
+        roster = self.roster
+        signatures = roster.signatures_needed if roster.consistency_check else 0
+        return max(signatures, roster.min_cohort, roster.size - roster.max_missing)
 
     # Exchanges
 
@@ -216,7 +251,8 @@ class ServerState:
 
     def ask_each(self, messages: Mapping[int, tuple[Any, ...]], kind: type[M]) -> Exchanges[dict[int, M]]:
         """Send each silo its own message; the well-formed replies by place."""
-        return (yield from self._exchange({p: pack(m) for p, m in messages.items()}, kind))
+        packed = {id(m): pack(m) for m in {id(m): m for m in messages.values()}.values()}
+        return (yield from self._exchange({p: packed[id(m)] for p, m in messages.items()}, kind))
 
     def _exchange(self, messages: Mapping[int, bytes], kind: type[M]) -> Exchanges[dict[int, M]]:
         ids = self.roster.ids
@@ -229,7 +265,7 @@ class ServerState:
             if data is None:
                 continue
             try:
-                out[place] = unpack(data, kind)
+                out[place] = unpack(data, kind, self.roster.limit)
             except ProtocolError as error:
                 self.fault(place, str(error))
         return out
@@ -245,5 +281,7 @@ def _well_formed(session: Session, place: int, number: int, deposit: Deposit) ->
         and len(deposit.commitments) == 64 * count
         and len(deposit.sealed_seeds) == count * sealed_length(session, place)
         and len(deposit.envelopes) == len(session.neighbours(place))
+        and [len(row) for row in deposit.seed_rows] == [ROW * count] * len(session.neighbours(place))
+        and [len(row) for row in deposit.share_rows] == [2 * ROW * count] * len(session.holders(place))
         and session.roster.verify(place, deposit.signature, session.deposit_statement(place, deposit))
     )

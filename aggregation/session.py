@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
-from secure_fvi.aggregation.graph import complete_threshold, ring_neighbours
+import numpy as np
+
+from secure_fvi.aggregation.graph import complete_threshold, least_in_window, ring_neighbours
 from secure_fvi.aggregation.kdf import digest
 from secure_fvi.aggregation.messages import Deposit
 from secure_fvi.aggregation.roster import Roster
+from secure_fvi.errors import ProtocolError
 
 LABEL_ADVERT = b"key-advert"
 LABEL_NONCE = b"nonce-commitment"
 LABEL_KEY_SET = b"key-set"
 LABEL_ORDER = b"graph-order"
 LABEL_DEPOSIT = b"deposit"
+LABEL_DEPOSIT_ROWS = b"deposit-rows"
 LABEL_DEPOSIT_SIGNATURE = b"deposit-signature"
 LABEL_BATCH = b"batch"
 LABEL_BATCH_SIGNATURE = b"batch-signature"
 LABEL_SURVIVORS = b"survivors"
-LABEL_SET_SIGNATURE = b"survivors-signature"
+LABEL_CONTRIBUTION = b"contribution"
 LABEL_COMMITMENT = b"secret-commitment"
 
 
@@ -74,6 +80,32 @@ class Session:
         self._positions: dict[int, dict[int, int]] = {}
         self.threshold = complete_threshold(len(self.members)) if complete else hood.threshold
 
+    def check_survivors(self, survivors: Collection[int]) -> None:
+        """Raise ProtocolError for survivors (places) whom their masks may not hold together, whoever chose them.
+
+        On the ring each window of k/2 consecutive places must keep more of them than colluders may fill.
+        """
+        if self._complete:
+            return
+        width = self._degree // 2
+        there = np.fromiter((member in survivors for member in self._order), np.int64, len(self._order))
+        counts = np.cumsum(np.concatenate([[0], there, there[: width - 1]]))
+        thinnest = int((counts[width:] - counts[:-width]).min())
+        if thinnest < self.least_in_window:
+            raise ProtocolError(
+                f"the {len(survivors)} survivors named leave {thinnest} of {width} neighbouring places of the graph of "
+                f"masks, at least {self.least_in_window} are needed: they could be taken apart"
+            )
+
+    @cached_property
+    def least_in_window(self) -> int:
+        """Survivors that each k/2 consecutive places must keep; 0 in a complete graph."""
+        if self._complete:
+            return 0
+        # The colluders are those of the roster, all of whom may be members.
+        colluders = min(math.floor(self.roster.corrupt * self.roster.size), len(self.members))
+        return least_in_window(len(self.members), colluders, self._degree // 2)
+
     def neighbours(self, member: int) -> tuple[int, ...]:
         """With whom `member` shares masks, ascending."""
         known = self._neighbours.get(member)
@@ -98,14 +130,15 @@ class Session:
             self._positions[key] = known
         return known[holder]
 
-    def deposit_digest(self, batch: int, owner: int, commitments: bytes, sealed_seeds: bytes) -> bytes:
+    def deposit_digest(self, owner: int, deposit: Deposit) -> bytes:
         """Names the public part of one silo's deposit."""
-        return digest(LABEL_DEPOSIT, self.binding, number(batch), number(owner), commitments, sealed_seeds)
+        rows = digest(LABEL_DEPOSIT_ROWS, number(len(deposit.seed_rows)), *deposit.seed_rows, *deposit.share_rows)
+        fields = (number(deposit.batch), number(owner), deposit.commitments, deposit.sealed_seeds, rows)
+        return digest(LABEL_DEPOSIT, self.binding, *fields)
 
     def deposit_statement(self, owner: int, deposit: Deposit) -> bytes:
         """What an owner signs, so that a deposit damaged on its way counts as none."""
-        public = self.deposit_digest(deposit.batch, owner, deposit.commitments, deposit.sealed_seeds)
-        return digest(LABEL_DEPOSIT_SIGNATURE, public, *deposit.envelopes)
+        return digest(LABEL_DEPOSIT_SIGNATURE, self.deposit_digest(owner, deposit), *deposit.envelopes)
 
     def batch_digest(self, batch: int, depositors: bytes, digests: Sequence[bytes]) -> bytes:
         """Names a batch: who deposited what."""
@@ -115,12 +148,31 @@ class Session:
         """What is signed before a batch is used."""
         return digest(LABEL_BATCH_SIGNATURE, self.binding, batch_digest)
 
-    def survivors_statement(
-        self, batch_digest: bytes, index: int, survivors: bytes, table: bytes, context: bytes
+    def contribution_statement(
+        self,
+        batch_digest: bytes,
+        index: int,
+        owner: int,
+        cohort: bytes,
+        table: bytes,
+        context: bytes,
+        question: bytes,
+        payload: bytes,
     ) -> bytes:
-        """Names the survivors of one index under one block table and one broadcast."""
-        return digest(LABEL_SURVIVORS, self.binding, batch_digest, number(index), survivors, table, context)
+        """What a silo signs of what it sends: for which sum, asked with whom, and the digest of its payload."""
+        fields = (number(owner), cohort, table, context, question, payload)
+        return digest(LABEL_CONTRIBUTION, self.binding, batch_digest, number(index), *fields)
 
-    def set_statement(self, survivors_statement: bytes, contribution: bytes) -> bytes:
-        """What a silo signs: the survivors, and its own contribution's digest (32 zero bytes if none)."""
-        return digest(LABEL_SET_SIGNATURE, survivors_statement, contribution)
+    def survivors_statement(
+        self,
+        batch_digest: bytes,
+        index: int,
+        cohort: bytes,
+        survivors: bytes,
+        table: bytes,
+        context: bytes,
+        question: bytes,
+    ) -> bytes:
+        """What a silo signs: the survivors of one index, out of which cohort, under one block table and broadcast."""
+        fields = (cohort, survivors, table, context, question)
+        return digest(LABEL_SURVIVORS, self.binding, batch_digest, number(index), *fields)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,10 +82,12 @@ class Setting:
         algorithm = replace(self.algorithm, iterations=self.rounds, participation=1.0, warm_start=WarmStart())
         if sampling_rate is not None:
             algorithm = replace(algorithm, sampling_rate=sampling_rate)
-        return build_parties(
-            self.model, silos, algorithm, self.aggregation, compile=False, privacy=replace(self.privacy, retries=0),
-            noise_key=_COINS,
-        )  # fmt: skip
+        with warnings.catch_warnings():  # that a site does not reach the likelihood is what it is for
+            warnings.filterwarnings("ignore", f"site '{_INERT}' does not reach")
+            return build_parties(
+                self.model, silos, algorithm, self.aggregation, compile=False, privacy=replace(self.privacy, retries=0),
+                noise_key=_COINS,
+            )  # fmt: skip
 
 
 def padded(setting: Setting, count: int) -> Setting:
@@ -164,8 +167,8 @@ class Rig:
 
 def start(silo: Silo, gate: Gate, program: SiloProgram) -> None:
     """Put the silo where it was before the first round."""
-    silo.program, silo.gate, silo.pending = program, gate, None
-    silo.local = program.init_local(silo.view)
+    silo.program, silo.gate = program, gate
+    silo.begin()
 
 
 def clip_of(message: Broadcast, terms: Terms) -> float:
@@ -254,9 +257,11 @@ class Shadow:
         out = np.zeros(self.terms.extent.shared)
         for silo in self._silos:
             silo.settle(message.accepted)
-            silo.gate.begin(message.sum_index, message.phase, self.terms.cohort, message.scalars.get(CLIP))
-            release, local = silo.program.contribute(message, silo.local, silo.view, silo.gate)
-            silo.pending = Pending(message.sum_index, local)
+            turn = silo.past.turn + 1  # the real silo answers every question, as this one does
+            silo.gate.begin(message.sum_index, message.phase, self.terms.cohort, message.scalars.get(CLIP), turn)
+            view = silo.view._replace(turn=turn)
+            release, local = silo.program.contribute(message, silo.local, view, silo.gate)
+            silo.pending, silo.past = Pending(message.sum_index, local), silo.past._replace(turn=turn)
             out += release.values[: len(out)] * self.terms.step(clip_of(message, self.terms))
         return out
 

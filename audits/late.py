@@ -126,7 +126,7 @@ class LateStart:
             scalars = {"scale": 1.0, "averaging": float(late), "stage": 0.0}
             message = Broadcast(_FIRST + k, k + 1, {silo.name: k}, (silo.name,), scalars, tensors)
             gate.begin(message.sum_index, message.phase)
-            _, local = self._program.contribute(message, local, silo.view, gate)
+            _, local = self._program.contribute(message, local, silo.view._replace(turn=_FIRST + k), gate)
         return local
 
 

@@ -186,7 +186,6 @@ def decrypted_alone(subject: Subject[HomomorphicSession], trials: int, asked: As
         lone = request._replace(
             parts=session.parts(messages[victim]),
             signers=session.roster.bitmap(frozenset(signers)),
-            contributions=request.contributions[:keep],
             signatures=request.signatures[:keep],
         )
         attempts.append(attempt(partial(session.ask, lone), values[victim], random_values(rng, session.table)))

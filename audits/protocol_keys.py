@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgpack
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from secure_fvi import wire
 from secure_fvi.aggregation import shamir
 from secure_fvi.aggregation.base import FloatArray, SumSilo
 from secure_fvi.aggregation.messages import (
@@ -83,7 +83,7 @@ def _invented(roster: Roster, place: int, sign: Sign) -> _Peer:
 def _stolen(old: MaskedSession, place: int) -> _Peer:
     """An advert of an earlier set-up, with the private key from a store that leaked since."""
     assert old.key_set is not None
-    private = msgpack.unpackb(old.stores[old.silos[place]].slots["setup"])[1]
+    private = wire.own(old.stores[old.silos[place]].slots["setup"], "the set-up")[1]
     found = _Peer(
         X25519PrivateKey.from_private_bytes(private),
         old.key_set.nonce_commitments[place],

@@ -5,6 +5,7 @@ All that it uses is public, came to it as bytes, or is handed over by a colluder
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from secure_fvi.aggregation import shamir
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.aggregation.masked_setup import Setup
-from secure_fvi.aggregation.messages import RevealRequest, SetSignature, Shares, SignRequest, pack, unpack
+from secure_fvi.aggregation.messages import Contribution, RevealRequest, SetSignature, Shares, SignRequest, pack, unpack
 from secure_fvi.aggregation.onetime import mask_key, open_seeds, pair_seeds
 from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.ring import RingArray
@@ -62,6 +63,7 @@ class MaskedSession(HonestSession):
         self.subject: MaskedSubject = subject
         self._shares: dict[tuple[int, int, bytes], dict[int, bytes]] = defaultdict(dict)
         self._setups: dict[int, Setup] = {}  # of colluders; a session has one
+        self._sent: dict[tuple[int, int], bytes] = {}  # contributions, by index and place
         self._signed: dict[bytes, RevealRequest] = {}  # by survivors: the latest request with all signatures
 
     def _colluder_seed(self, colluder: int, victim: int, index: int) -> bytes:
@@ -118,9 +120,7 @@ class MaskedSession(HonestSession):
             if signatures == "short":
                 few = self.roster.members_of(request.signers)[: self.roster.signatures_needed - 1]
                 request = request._replace(
-                    signers=self.roster.bitmap(frozenset(few)),
-                    contributions=request.contributions[: len(few)],
-                    signatures=request.signatures[: len(few)],
+                    signers=self.roster.bitmap(frozenset(few)), signatures=request.signatures[: len(few)]
                 )
             else:
                 self._signed[bitmap] = request
@@ -132,24 +132,32 @@ class MaskedSession(HonestSession):
         self, index: int, bitmap: bytes, context: bytes, asked: Sequence[str], refusals: list[str]
     ) -> RevealRequest:
         """A request for shares with the signatures of those of `asked` that sign."""
-        inside = self.subject.context(context)
+        everyone = self.roster.bitmap(frozenset(range(self.roster.size)))
+        named = SignRequest(
+            index, everyone, bitmap, self.table.digest, self.subject.context(context), b"", *self._proofs(index, bitmap)
+        )
         signed: dict[int, SetSignature] = {}
         for silo in asked:
             try:
-                reply = self.parties[silo].handle(pack(SignRequest(index, bitmap, self.table.digest, inside)))
+                reply = self.parties[silo].handle(pack(named))
             except ProtocolError as error:
                 refusals.append(str(error))
                 continue
             signed[self.roster.places[silo]] = unpack(reply, SetSignature)
-        return RevealRequest(
-            index,
-            bitmap,
-            self.table.digest,
-            inside,
-            self.roster.bitmap(frozenset(signed)),
-            [s.contribution for s in signed.values()],
-            [s.signature for s in signed.values()],
-        )
+        return RevealRequest(*named, self.roster.bitmap(frozenset(signed)), [s.signature for s in signed.values()])
+
+    def _proofs(self, index: int, survivors: bytes) -> tuple[list[bytes], list[bytes]]:
+        """What those of `survivors` whose contributions the server has signed of them."""
+        sent = [self._sent.get((index, p)) for p in self.roster.members_of(survivors)]
+        if not all(sent):
+            return [], []
+        known = [unpack(m, Contribution) for m in sent if m]
+        return [hashlib.sha256(m.payload).digest() for m in known], [m.signature for m in known]
+
+    def contribute(self, silo: str, index: int, values: FloatArray, context: bytes) -> bytes:
+        message = super().contribute(silo, index, values, context)
+        self._sent[index, self.roster.places[silo]] = message
+        return message
 
     def ask_both(self, index: int, victim: str, context: bytes) -> list[str]:
         everyone, rest = self.silos, [s for s in self.silos if s != victim]

@@ -57,7 +57,7 @@ class Copy:
     """
 
     name: str = "masked"
-    config: Masked = field(default_factory=Masked)
+    config: Masked = field(default_factory=lambda: Masked(max_missing=4))  # so that a server may name others dropped
     count: int = 4
     table: BlockTable = TABLE
     store: Callable[[Mapping[str, bytes] | None], AuditStore] = AuditStore

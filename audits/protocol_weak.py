@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
-from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.aggregation.homomorphic_messages import Decrypted, DecryptRequest, pack
 from secure_fvi.aggregation.homomorphic_messages import unpack as unpack_encrypted
 from secure_fvi.aggregation.key_holder import KeyHolder
@@ -22,7 +21,6 @@ from secure_fvi.aggregation.messages import RevealRequest, SetSignature, Shares,
 from secure_fvi.aggregation.prg import Mask, apply_masks, keystream
 from secure_fvi.aggregation.ring import RingArray
 from secure_fvi.aggregation.roster import Roster
-from secure_fvi.aggregation.silo_state import CONTRIBUTED
 from secure_fvi.audits.protocol_masked import MaskedSubject
 from secure_fvi.audits.protocol_seeds import Seeds
 from secure_fvi.audits.protocol_session import Apply, AuditStore
@@ -102,7 +100,7 @@ class ForgetfulStore(AuditStore):
     """Does not remember which survivors were named, nor which index was used last."""
 
     def claim(self, slot: str, value: bytes) -> bytes:
-        return value if slot.startswith("survivors/") else super().claim(slot, value)
+        return value if slot.startswith(("survivors/", "used/")) else super().claim(slot, value)
 
     def put(self, slots: Mapping[str, bytes]) -> None:
         super().put({slot: value for slot, value in slots.items() if slot != "last"})
@@ -111,11 +109,8 @@ class ForgetfulStore(AuditStore):
 class ForgetfulSilo(MaskedSilo):
     """Contributes to one index as often as it is asked."""
 
-    def contribute(
-        self, index: int, cohort: Sequence[str], table: BlockTable, values: FloatArray, context: bytes
-    ) -> bytes:
-        self._last_index = -1
-        return super().contribute(index, cohort, table, values, context)
+    def _last_index(self) -> int:
+        return -1
 
 
 def forgetful(subject: MaskedSubject) -> MaskedSubject:
@@ -146,7 +141,7 @@ class TalkativeSilo(MaskedSilo):
         rows: list[bytes] = []
         for part in (request.survivors[:width], request.survivors[width:]):
             rows += batch.shares(request.sum_index, frozenset(self._roster.members_of(part)))
-        return Shares(request.sum_index, rows)
+        return Shares(request.sum_index, rows, b"", [])
 
 
 def talkative(subject: MaskedSubject) -> MaskedSubject:
@@ -165,8 +160,7 @@ class CredulousRoster(Roster):
 
 
 def _credulous(roster: Roster) -> Roster:
-    names = ("session", "members", "min_cohort", "bits", "consistency_check", "batch", "corrupt", "lost", "key_holder")
-    return CredulousRoster(**{name: getattr(roster, name) for name in names})
+    return CredulousRoster(**{f.name: getattr(roster, f.name) for f in fields(roster) if f.init})
 
 
 def credulous(subject: MaskedSubject) -> MaskedSubject:
@@ -194,15 +188,14 @@ class ColludingSilo(MaskedSilo):
 
     def _on_sign(self, request: SignRequest) -> SetSignature:
         index, batch = request.sum_index, self._state.batch_of(request.sum_index)
-        own = (self._store.get(f"{CONTRIBUTED}/{index}") or bytes(96))[64:]
-        statement = batch.session.survivors_statement(
-            batch.digest, index, request.survivors, request.table, request.context
-        )
-        return SetSignature(index, own, self._identity.sign(batch.session.set_statement(statement, own)))
+        _, cohort, survivors, table, context, question, *_ = request
+        statement = batch.session.survivors_statement(batch.digest, index, cohort, survivors, table, context, question)
+        return SetSignature(index, self._identity.sign(statement))
 
     def _on_reveal(self, request: RevealRequest) -> Shares:
         survivors = frozenset(self._roster.members_of(request.survivors))
-        return Shares(request.sum_index, self._state.batch_of(request.sum_index).shares(request.sum_index, survivors))
+        batch = self._state.batch_of(request.sum_index)
+        return Shares(request.sum_index, batch.shares(request.sum_index, survivors), b"", [])
 
 
 def in_league(subject: MaskedSubject, colluders: int) -> MaskedSubject:

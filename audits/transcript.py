@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import msgpack
 import numpy as np
 
+from secure_fvi import wire
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
 from secure_fvi.algorithms.base import Broadcast
@@ -124,7 +125,9 @@ class Transcript:
     def unpack(cls, raw: bytes) -> Transcript:
         """Raises InputError unless `raw` has exactly the schema."""
         try:
-            version, algorithm, aggregation, silos, tables, entries, sums, simulated, seen_by = msgpack.unpackb(raw)
+            version, algorithm, aggregation, silos, tables, entries, sums, simulated, seen_by = wire.own(
+                raw, "a transcript"
+            )
             if version != VERSION:
                 raise InputError(f"a transcript of version {version}; this program reads version {VERSION}")
             text = all(isinstance(s, str) for s in (algorithm, aggregation, seen_by, *silos))
@@ -142,7 +145,7 @@ class Transcript:
             )
         except InputError:
             raise
-        except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise InputError("this is no transcript: its content has another form") from error
 
 

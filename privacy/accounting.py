@@ -1,13 +1,15 @@
-"""What events cost: Renyi DP curves that add up, and (epsilon, delta) by four accountants.
+"""What events cost: Renyi DP curves that add up, and (epsilon, delta) by five accountants.
 
 Every number is for the adjacency of the unit, one record or silo added or removed.
 
 - `rdp`: Mironov 2017, curves by `discrete` and `amplification`, equal to dp-accounting's at whole orders; conversion by
   Canonne, Kamath, Steinke 2020, Prop. 12. The only one whose cost may be added up over jobs chosen adaptively.
 - `pld`: privacy loss distributions with pessimistic rounding, in both directions; the tightest, used in reports.
+- `ledger`: the smallest budget whose filter admits the event as a data set's first job (`ledger_filter`), a little
+  above `rdp`. A job for epsilon takes its noise from this one: plan, run and ledger then name one number.
 - `prv`, `opacus-rdp`: Opacus' accountants, for comparison.
 
-Skellam and discrete Gaussian noise have `rdp` only. GDP is not offered: it is an approximation, not a bound.
+Skellam and discrete Gaussian noise have `rdp` and `ledger` only. GDP is not offered: it is no bound.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from secure_fvi.privacy.events import Composed, DiscreteGaussian, Event, Gaussia
 FloatArray = NDArray[np.float64]
 Single = Gaussian | Skellam | DiscreteGaussian | PoissonSampled
 
-ACCOUNTANTS = ("rdp", "opacus-rdp", "prv", "pld")
+ACCOUNTANTS = ("rdp", "opacus-rdp", "prv", "pld", "ledger")
 
 # One grid for every curve, because a ledger adds curves of different mechanisms. Fractional orders matter at high
 # epsilon, hundreds and thousands below 0.5; the optimum is flat, so steps of 15% lose nothing.
@@ -73,6 +75,10 @@ def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
     check_accountant(accountant)
     if accountant == "rdp":
         return epsilon_of_rdp(rdp(event), delta)
+    if accountant == "ledger":
+        from secure_fvi.privacy.ledger_filter import charge
+
+        return charge(event, delta)
     sampled = _gaussians(event, accountant)
     if not sampled:
         return 0.0

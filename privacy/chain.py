@@ -22,12 +22,14 @@ import msgpack
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from secure_fvi import wire
 from secure_fvi.errors import InputError, ProtocolError
 
 #: What the first row follows.
 NOTHING = bytes(32)
 #: Kinds of row that every chain has: its first, and what a witness said of it.
 GENESIS, RECEIPT = "genesis", "receipt"
+_BODY = wire.Anything(1 << 17, 8)
 _UNSIGNED = "its signature is not by this silo's key"
 
 
@@ -64,8 +66,8 @@ class Row(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """What the row says. Raises ProtocolError when its body is no MessagePack table."""
         try:
-            body = msgpack.unpackb(self.body)
-        except (ValueError, RecursionError):  # msgpack's errors may hold the content
+            body = wire.decode(self.body, _BODY)
+        except ProtocolError:
             body = None
         if not isinstance(body, dict):
             raise ProtocolError("its content is not well-formed")

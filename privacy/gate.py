@@ -47,17 +47,38 @@ class Gate:
         terms: Mapping[str, Terms] | None = None,
         charge: Charge | None = None,
         noise: NoiseSource | None = None,
+        *,
+        silos: Sequence[str] = (),
+        rows_of_silos: bool = False,
     ) -> None:
+        """silos: all of the job, sorted, which tells a block of presence this silo's own row. rows_of_silos: the job
+        discloses each silo's own values in a row of the total, as its algorithm declares and this silo's policy
+        allows. Raises AggregationError where a table shows more."""
         if bool(terms) != (charge is not None):
             raise AggregationError(f"silo '{silo}': a job under privacy needs its ledger")
         if terms and not set(terms) >= set(tables):
             raise AggregationError(f"silo '{silo}': under privacy every phase needs its terms")
-        self.silo = silo
+        for table in tables.values():
+            for block in table.blocks:
+                if block.rows == "silo" and not rows_of_silos:
+                    raise AggregationError(
+                        f"silo '{silo}': block '{block.name}' has a row a silo, and this job discloses none"
+                    )
+                if block.rows == "presence" and (block.shape != (len(silos),) or silo not in silos):
+                    raise AggregationError(f"silo '{silo}': block '{block.name}' must have a row for each silo")
+        self.silo, self._silos = silo, tuple(silos)
         self._tables, self._terms = tables, dict(terms or {})
         self._charge, self._noise = charge, noise or NoiseSource()
-        self._index, self._phase, self._clip = -1, next(iter(tables)), 0.0
+        self._index, self._phase, self._clip, self._turn = -1, next(iter(tables)), 0.0, 0
         #: Records or contributions that were not finite and counted as zero, so far. For the silo's own eyes.
         self.dropped = 0
+        #: Releases that were paid for, so far.
+        self.paid = 0
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those that send something."""
+        return tuple(self._tables)
 
     @property
     def table(self) -> BlockTable:
@@ -69,15 +90,22 @@ class Gate:
         """Of the phase that was begun; None without privacy."""
         return self._terms.get(self._phase)
 
-    def begin(self, index: int, phase: str, cohort: int = 0, clip: float | None = None) -> None:
-        """Expect the one release of sum `index`, by `cohort` silos, clipped to `clip` where the norm adapts."""
+    def begin(
+        self, index: int, phase: str, cohort: int = 0, clip: float | None = None, turn: int | None = None
+    ) -> None:
+        """Expect the one release of sum `index`, by `cohort` silos, clipped to `clip` where the norm adapts.
+
+        turn: the silo's own count, which names its noise; the index itself for a party that names the index.
+        """
         if phase not in self._tables:
             raise ProtocolError(f"silo '{self.silo}': the algorithm has no phase of the given name")
-        self._index, self._phase = index, phase
+        self._index, self._phase, self._turn = index, phase, index if turn is None else turn
         if self.terms is not None:
             self._clip = clip if clip is not None and self.terms.adaptive else self.terms.settings.clipping_norm
-            if not (np.isfinite(self._clip) and self._clip > 0):
-                raise ProtocolError(f"silo '{self.silo}': the server's clipping norm is no positive number")
+            if not self.terms.clips_to(self._clip):
+                raise ProtocolError(
+                    f"silo '{self.silo}': the server's clipping norm is no number that the agreed one can arrive at"
+                )
             if cohort != self.terms.cohort:
                 raise ProtocolError(
                     f"silo '{self.silo}': a cohort of {cohort} where the noise was planned for {self.terms.cohort}"
@@ -106,9 +134,9 @@ class Gate:
             below = bool(flat.norm() <= main)
             parts.append(torch.full((1, 1), side if below else -side, dtype=torch.float64))
             sizes, norms = [*sizes, 1], [*norms, side]
-        noised, dropped = noisy_clipped_sum([parts], sizes, norms, self._noiser(index, 0))
+        noised, dropped = noisy_clipped_sum([parts], sizes, norms, self._noiser(0))
         self.dropped += dropped
-        self._pay(index)
+        self._pay(self._phase, index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
 
     def release_records(
@@ -140,7 +168,7 @@ class Gate:
                     ordered.append((objective.double().clamp(-bound, bound) * (side / bound)).unsqueeze(1))
                 yield ordered
 
-        noised, dropped = noisy_clipped_sum(parts(), sizes, norms, self._noiser(index, hidden))
+        noised, dropped = noisy_clipped_sum(parts(), sizes, norms, self._noiser(hidden))
         self.dropped += dropped
         shown = noised[hidden:].numpy().copy()
         if data_free is not None:
@@ -151,27 +179,38 @@ class Gate:
         bounds = self.table.bounds[: len(shown)]
         values = np.concatenate([np.clip(shown, -bounds, bounds), np.asarray(public, np.float64)])
         self._check_length(values, self.table.size)
-        self._pay(index)
+        self._pay(self._phase, index)
         return RecordRelease(Release(index, values), noised[:hidden] * terms.step(self._clip))
 
-    def release_parts(self, changes: Tensor) -> Release:
-        """A sum over disjoint parts of the silo's records, noised: virtual clients, local partitions, or the one part
-        that is the whole silo (parameter perturbation; Heikkila et al. 2023).
+    def release_change(self, change: Tensor) -> Release:
+        """What all of the silo's records arrived at together, (shared,), noised: parameter perturbation.
 
-        changes (V, shared): what each part arrived at by itself. How the records were parted must not depend on them,
-        and every record counts: there is no amplification by sampling. A record that joins or leaves turns its part's
-        row into another one, not into zero, so that each row is clipped to half the norm.
+        Every record counts: there is no amplification by sampling. A record that joins or leaves may turn the change
+        into any other, not into zero, so that it is clipped to half the norm.
         """
         index = self._once()
         terms = self.terms
         if terms is None or terms.settings.unit != "record" or terms.sampling_rate != 1 or terms.extent[1:] != (0, 0):
-            raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a sum over parts")
-        rows = changes.double()
-        self._check_length(np.empty(rows.shape[1:]), terms.extent.shared)
-        noised, dropped = noisy_clipped_sum([[rows]], [terms.extent.shared], [self._clip / 2], self._noiser(index, 0))
+            raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of one change")
+        row = change.double().unsqueeze(0)
+        self._check_length(np.empty(row.shape[1:]), terms.extent.shared)
+        noised, dropped = noisy_clipped_sum([[row]], [terms.extent.shared], [self._clip / 2], self._noiser(0))
         self.dropped += dropped
-        self._pay(index)
+        self._pay(self._phase, index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
+
+    def release_nothing(self) -> Release:
+        """Zero, noised and charged like any other contribution, in place of one that could not be computed.
+
+        Where all of the contribution is the unit's; a sum over records leaves out the records that failed.
+        """
+        terms = self.terms
+        assert terms is not None
+        self.dropped += 1
+        nothing = np.zeros(terms.extent.shared)
+        return (
+            self.release(nothing) if terms.settings.unit == "silo" else self.release_change(torch.from_numpy(nothing))
+        )
 
     def release_rows(self, rows: Tensor) -> Release:
         """One row a record, noised: what each person adds stays a row of its own (vertical runs). rows (N, C).
@@ -184,9 +223,9 @@ class Gate:
         if terms is None or terms.sampling_rate != 1 or terms.extent != (rows.numel(), 0, 0):
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a row a record")
         clipped, dropped = _clipped(rows.double(), self._clip / 2)
-        noised = self._noiser(index, 0)(clipped.reshape(-1).cpu())
+        noised = self._noiser(0)(clipped.reshape(-1).cpu())
         self.dropped += dropped
-        self._pay(index)
+        self._pay(self._phase, index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
 
     def hidden_sum(self, phase: str, rows: Tensor) -> Tensor:
@@ -200,17 +239,16 @@ class Gate:
             raise AggregationError(f"silo '{self.silo}': the terms of '{phase}' are not those of a sum that stays")
         clipped, dropped = _clipped(rows.double(), self._clip / 2)
         sd = terms.noise_multiplier * self._clip
-        noise = gaussian(self._noise.generator(self.silo, index, phase), sd, rows.shape[1])
+        noise = gaussian(self._noise.generator(self.silo, self._turn, phase), sd, rows.shape[1])
         self.dropped += dropped
-        assert self._charge is not None
-        self._charge(phase, index)
+        self._pay(phase, index)
         return clipped.sum(0).cpu() + torch.from_numpy(noise)
 
-    def _noiser(self, index: int, hidden: int) -> Callable[[Tensor], Tensor]:
+    def _noiser(self, hidden: int) -> Callable[[Tensor], Tensor]:
         """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement."""
         terms, clip = self.terms, self._clip
         assert terms is not None
-        generator = self._noise.generator(self.silo, index)
+        generator = self._noise.generator(self.silo, self._turn)
 
         def on_lattice(total: Tensor) -> Tensor:
             units = np.rint(np.clip(total.numpy() / terms.step(clip), -terms.room, terms.room))
@@ -233,10 +271,11 @@ class Gate:
         index, self._index = self._index, -1
         return index
 
-    def _pay(self, index: int) -> None:
+    def _pay(self, phase: str, index: int) -> None:
         """Spend before release: nothing has left yet, and nothing does where this raises."""
         assert self._charge is not None
-        self._charge(self._phase, index)
+        self._charge(phase, index)
+        self.paid += 1
 
     def _check_length(self, values: FloatArray, length: int) -> None:
         if values.shape != (length,):
@@ -246,6 +285,7 @@ class Gate:
         self._check_length(values, self.table.size)
         within = np.abs(values) <= self.table.bounds  # false for NaN
         if within.all():
+            self._check_presence(values)
             return values
         for name, inside in self.table.split(within.astype(np.float64)).items():
             if not inside.all():
@@ -255,6 +295,16 @@ class Gate:
                     "scale the data, lower learning_rate, or declare a larger bound"
                 )
         raise AssertionError("unreachable")
+
+    def _check_presence(self, values: FloatArray) -> None:
+        """A block of presence says that this silo is there, and nothing of its data."""
+        marked = [block.name for block in self.table.blocks if block.rows == "presence"]
+        if not marked:
+            return
+        parts, own = self.table.split(values), [float(name == self.silo) for name in self._silos]
+        for name in marked:
+            if not np.array_equal(parts[name], own):
+                raise AggregationError(f"silo '{self.silo}': its part of '{name}' must be a one in its own row alone")
 
 
 def _clipped(rows: Tensor, norm: float) -> tuple[Tensor, int]:

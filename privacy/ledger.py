@@ -57,7 +57,8 @@ class Ledger:
         check_name("silo", silo)
 
         def signer(begun: bytes) -> Identity:
-            return identity or (load_key if begun else create_key)(key_path(path, silo), passphrase)
+            file = key_path(path, silo)
+            return identity or (load_key(file, passphrase) if begun else create_key(file, passphrase, unsealed=True))
 
         missing = f"'{path}' holds no ledger of silo '{silo}'; `secure-fvi budget set` makes one"
         return cls(Writer.open(path, Chain(silo), signer, missing, create=create, clock=clock))

@@ -133,11 +133,17 @@ def smallest_budget(job: Job) -> Budget:
     return Budget(job.data_set, epsilon, job.delta, job.unit)
 
 
-def admits(epsilon: float, delta: float, event: Event) -> bool:
-    """Whether a budget of (epsilon, delta) of which nothing was spent admits a job that costs `event`."""
-    from secure_fvi.privacy.accounting import rdp
+def charge(event: Event, delta: float) -> float:
+    """The epsilon of the smallest budget, to a millionth, that admits a job of cost `event` as a data set's first; inf
+    where none does. What `budget plan` and a run's own noise count with."""
+    from secure_fvi.privacy.accounting import epsilon_of_rdp, rdp
 
-    return admitted(Budget("any", epsilon, delta), (), rdp(event))
+    asked = rdp(event)
+    low = epsilon_of_rdp(asked, delta)
+    if not math.isfinite(low):
+        return math.inf
+    found = _smallest(lambda e: admitted(Budget("any", e, delta), (), asked), max(low, 1e-9), 1 + 1e-6)
+    return math.inf if found is None else found
 
 
 def refusal(budget: Budget, charged: Iterable[Job], job: Job) -> str:

@@ -34,12 +34,12 @@ class NoiseSource:
     def status(self) -> str:
         return SYSTEM_SOURCE if self._test_key is None else TEST_SOURCE
 
-    def generator(self, party: str, index: int, *purpose: str) -> np.random.Generator:
-        """A fresh generator; under a test key, the one of this party, sum index and purpose."""
+    def generator(self, party: str, number: int, *purpose: str) -> np.random.Generator:
+        """A fresh generator; under a test key, the one of this party, number and purpose."""
         if self._test_key is None:
             key = os.urandom(32)
         else:
-            key = hashlib.sha256(self._test_key + repr((party, index, *purpose)).encode()).digest()
+            key = hashlib.sha256(self._test_key + repr((party, number, *purpose)).encode()).digest()
         return np.random.Generator(ChaCha(key=int.from_bytes(key, "little"), rounds=20))
 
 

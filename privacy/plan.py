@@ -48,7 +48,7 @@ def solve_noise(
         return lru_cache(maxsize=None)(lambda noise: epsilon_of(make_event(noise), delta, by))
 
     start = 1.0
-    if accountant != "rdp":
+    if accountant not in ("rdp", "ledger"):
         # Renyi DP is fast and close, and the tighter accountants are slow where epsilon is far off.
         start = _edge(cost("rdp"), 1.0, epsilon, +1, 0.02)
     return _edge(cost(accountant), start, epsilon, +1, tolerance)
@@ -70,7 +70,7 @@ def solve_rate(
     if cost(accountant)(1.0) <= epsilon:
         return 1.0
     start = 0.5
-    if accountant != "rdp":
+    if accountant not in ("rdp", "ledger"):
         start = _edge(cost("rdp"), 0.5, epsilon, -1, 0.02)
     rate = _edge(cost(accountant), start, epsilon, -1, tolerance)
     if rate < _SMALLEST_RATE:
@@ -90,7 +90,7 @@ def solve_rounds(make_event: Callable[[int], Event], epsilon: float, delta: floa
     if ours(1) > epsilon:
         raise InputError(f"one round alone costs epsilon {ours(1):.4g}, above {epsilon:g}; add noise or sample less")
     start = 1.0
-    if accountant != "rdp" and cost("rdp")(1) <= epsilon:
+    if accountant not in ("rdp", "ledger") and cost("rdp")(1) <= epsilon:
         start = _edge(cost("rdp"), 1.0, epsilon, -1, 0.02)
     rounds = int(_edge(ours, start, epsilon, -1, 1e-3))
     if rounds > _MOST_ROUNDS:
@@ -129,10 +129,14 @@ def plan(
     noise_multiplier: float | None = None,
     sampling_rate: float | None = None,
     rounds: int | None = None,
-    accountant: str = "pld",
+    accountant: str = "ledger",
+    retries: int = 0,
     make: MakeJob = gaussian_job,
 ) -> Plan:
-    """Solve for the one of the four that is None. Raises InputError unless exactly one is, and for bad numbers."""
+    """Solve for the one of the four that is None. Raises InputError unless exactly one is, and for bad numbers.
+
+    retries: sums held in reserve beside the rounds, which a job is charged for like rounds.
+    """
     asked = {
         "epsilon": epsilon,
         "noise_multiplier": noise_multiplier,
@@ -151,13 +155,13 @@ def plan(
     gaussian_job(z, q, t)  # checks the numbers that were given
     if epsilon is not None:
         if noise_multiplier is None:
-            z = solve_noise(lambda x: make(x, q, t), epsilon, delta, accountant)
+            z = solve_noise(lambda x: make(x, q, t + retries), epsilon, delta, accountant)
         elif sampling_rate is None:
-            q = solve_rate(lambda x: make(z, x, t), epsilon, delta, accountant)
+            q = solve_rate(lambda x: make(z, x, t + retries), epsilon, delta, accountant)
         else:
-            t = solve_rounds(lambda x: make(z, q, x), epsilon, delta, accountant)
+            t = solve_rounds(lambda x: make(z, q, x + retries), epsilon, delta, accountant)
     return Plan(
-        epsilon=epsilon_of(make(z, q, t), delta, accountant),
+        epsilon=epsilon_of(make(z, q, t + retries), delta, accountant),
         delta=delta,
         accountant=accountant,
         noise_multiplier=z,

@@ -11,6 +11,8 @@ from secure_fvi.errors import InputError
 Placement = Literal["distributed", "silo", "server"]
 Unit = Literal["record", "silo"]
 _PLACEMENTS = ("distributed", "silo", "server")
+#: Norms and bounds lie between these, so that no square, quotient or step of them leaves double precision.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class DP:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InputError(f"{name} must be positive and finite, not {value}")
+        _check_scale("clipping_norm", self.clipping_norm)
         if not 0 < self.delta < 1:
             raise InputError(f"delta must lie in (0, 1), not {self.delta}")
         if self.noise not in _PLACEMENTS:
@@ -51,6 +54,11 @@ class DP:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise InputError(f"{name} must be a whole number of at least 0, not {value!r}")
+
+
+def _check_scale(name: str, value: float) -> None:
+    if not _LEAST <= value <= _MOST:
+        raise InputError(f"{name} must lie in [{_LEAST:g}, {_MOST:g}], not {value}")
 
 
 def _check_share(name: str, value: float) -> None:
@@ -78,6 +86,7 @@ class RecordDP(DP):
         _check_share("objective_share", self.objective_share)
         if not (math.isfinite(self.objective_bound) and self.objective_bound > 0):
             raise InputError(f"objective_bound must be positive and finite, not {self.objective_bound}")
+        _check_scale("objective_bound", self.objective_bound)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,6 @@ _ROOM = 64.0
 _NOISE_BITS = 17
 #: Binary logarithm of the finest lattice; many silos' sums of it are still exact integers.
 _FINEST_BITS = 24
-#: Factor by which noise grows until a ledger's filter takes the job.
-_STEP_TO_FIT = 1.002
 #: What neighbouring data sets differ in.
 ADD_OR_REMOVE, REPLACE = "add or remove one", "replace one"
 #: Block of the side coordinate by what it counts.
@@ -149,6 +147,12 @@ class Terms:
             out[noised - 1] *= self.side_bound / self.norms(clip)[1]
         return out
 
+    def clips_to(self, clip: float) -> bool:
+        """Whether a server may name this clipping norm: one that `next_clip` can arrive at. In others floating point
+        has no room: a step of the lattice that is 0 would make whatever is divided by it as large as it can be."""
+        largest = self.settings.clipping_norm * _CAPACITY
+        return self.settings.clipping_norm / _CAPACITY <= clip <= largest
+
     def next_clip(self, below: float, cohort: int, clip: float) -> float:
         """The next clipping norm, from the noisy count below it less half the cohort."""
         settings = _silo(self.settings)
@@ -196,17 +200,14 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
 
     noise, resolution = settings.noise_multiplier, 0
     if noise is None:
-        from secure_fvi.privacy.ledger_filter import admits
         from secure_fvi.privacy.plan import solve_noise
 
         assert settings.epsilon is not None
-        noise = solve_noise(lambda z: job(z, 0), settings.epsilon, settings.delta, "rdp")
+        # By the ledger's own filter: a job for epsilon fits a budget of epsilon, and a plan says what will be charged.
+        noise = solve_noise(lambda z: job(z, 0), settings.epsilon, settings.delta, "ledger")
         if distributed:
             fine = resolution = _resolution(noise)
-            noise = solve_noise(lambda z: job(z, fine), settings.epsilon, settings.delta, "rdp")
-        # A ledger's filter is a little stricter than the plain conversion; a job for epsilon fits a budget of epsilon.
-        while not admits(settings.epsilon, settings.delta, job(noise, resolution)):
-            noise *= _STEP_TO_FIT
+            noise = solve_noise(lambda z: job(z, fine), settings.epsilon, settings.delta, "ledger")
     elif distributed:
         resolution = _resolution(noise)
     return Terms(settings, noise, rate, rounds, cohort, extent, resolution)

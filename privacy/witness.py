@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgpack
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import Codec
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import Store
@@ -54,29 +55,14 @@ class Receipt(NamedTuple):
     signature: bytes
 
 
-def _name(value: object) -> bool:
-    return type(value) is str and 0 < len(value) <= 200
-
-
-def _count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_32(value: object) -> bool:
-    return type(value) is bytes and len(value) == 32
-
-
-def _is_64(value: object) -> bool:
-    return type(value) is bytes and len(value) == 64
-
-
-def _links(value: object) -> bool:
-    return type(value) is list and all(_is_32(v) for v in value)
-
+_name, _count, _is_32, _is_64 = wire.text(200, 1), wire.whole(), wire.binary(32), wire.binary(64)
+_SEEN = wire.Row(_count, _is_32)
+#: A ledger may have grown by as many rows since it was seen last.
+_MOST_ROWS = wire.Limit(items=1 << 20)
 
 _CODEC = Codec(
     {
-        Statement: (1, (_name, _is_32, _count, _is_32, _count, _is_64, _count, _links)),
+        Statement: (1, (_name, _is_32, _count, _is_32, _count, _is_64, _count, wire.Listed(_is_32))),
         Receipt: (2, (_name, _is_32, _name, _is_32, _count, _is_32, _count, _is_64)),
     }
 )
@@ -100,7 +86,7 @@ def make_statement(
 
 def stated_key(statement: bytes) -> bytes:
     """The public key (32 bytes) of the ledger that `statement` says it is of; whether it is, `countersign` checks."""
-    key: bytes = _CODEC.unpack(statement, Statement).public_key
+    key: bytes = _CODEC.unpack(statement, Statement, _MOST_ROWS).public_key
     return key
 
 
@@ -138,7 +124,7 @@ class Witness:
         Raises ProtocolError, and remembers nothing, if it is forged, shorter than what was seen, or does not
         continue it. The new length is on disk before the receipt exists.
         """
-        stated = _CODEC.unpack(statement, Statement)
+        stated = _CODEC.unpack(statement, Statement, _MOST_ROWS)
         who = f"the {self._chain.name} of silo '{stated.silo}'"
         label = self._chain.label(_STATEMENT)
         if stated.public_key != public_key or not signed(public_key, label, _stated(stated), stated.signature):
@@ -168,7 +154,7 @@ class Witness:
         stored = self._store.get(self._slot(public_key))
         if stored is None:
             return 0, NOTHING
-        length, head = msgpack.unpackb(stored)
+        length, head = wire.own(stored, "what this witness saw", _SEEN)
         return length, head
 
     def _slot(self, public_key: bytes) -> str:

@@ -13,6 +13,7 @@ matched. What all this reveals, and to whom, is in docs/vertical-alignment.md.
 from __future__ import annotations
 
 import hmac
+import itertools
 import re
 import secrets
 import unicodedata
@@ -28,10 +29,20 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from secure_fvi import wire
 from secure_fvi.errors import InputError, ProtocolError
 
 LABEL = b"secure-fvi/alignment/1/"
 KEY_BYTES = TAG_BYTES = 32
+_MOST_TAGS = 1 << 26
+_MESSAGE = wire.Named(
+    silo=wire.text(1000),
+    job=wire.text(1000),
+    check=wire.binary(TAG_BYTES),
+    tags=wire.Listed(wire.binary(TAG_BYTES)),
+    missing=wire.whole(),
+    duplicated=wire.whole(),
+)
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
@@ -221,18 +232,8 @@ def _hints(texts: Sequence[str]) -> dict[str, int]:
 
 def _read(message: bytes) -> dict[str, Any]:
     """A checked message; sizes and types are all that is trusted of it."""
-    kinds = {"silo": str, "job": str, "check": bytes, "tags": list, "missing": int, "duplicated": int}
-    try:
-        found = msgpack.unpackb(message)
-    except Exception:  # whatever bytes arrived
-        raise ProtocolError("an alignment message cannot be read") from None
-    if not isinstance(found, dict) or found.keys() != kinds.keys():
-        raise ProtocolError("an alignment message has other fields than agreed")
-    if any(type(found[name]) is not kind for name, kind in kinds.items()) or len(found["check"]) != TAG_BYTES:
-        raise ProtocolError("an alignment message has a field of another type than agreed")
+    found: dict[str, Any] = wire.decode(message, _MESSAGE, wire.Limit(items=_MOST_TAGS), "an alignment message")
     tags = found["tags"]
-    if any(type(t) is not bytes or len(t) != TAG_BYTES for t in tags) or tags != sorted(set(tags)):
+    if any(a >= b for a, b in itertools.pairwise(tags)):
         raise ProtocolError("alignment tags must be 32 bytes each, sorted, each once")
-    if min(found["missing"], found["duplicated"]) < 0:
-        raise ProtocolError("an alignment message counts below zero")
     return found

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 
 from secure_fvi.algorithms.base import Algorithm, Problem
 from secure_fvi.compiled import choose_mode
+from secure_fvi.contracts import check_program
 from secure_fvi.density import LogDensity
-from secure_fvi.discovery import read_layout
+from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
+from secure_fvi.exported import Elsewhere, GraphDensity
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.privacy.settings import DP
 
 
 def build_problem(
-    model: FederatedModel,
+    model: FederatedModel | Elsewhere | Callable[..., Any],
     schema: Schema,
     algorithm: Algorithm,
     silos: Sequence[str],
@@ -28,15 +30,28 @@ def build_problem(
     privacy: DP | None,
     work: int = 0,
 ) -> Problem:
-    """The problem that all parties agree on. `silos`: all ids, sorted; `schema`: agreed between them.
+    """The problem that all parties agree on, from a program that keeps its contract.
 
+    `silos`: all ids, sorted; `schema`: agreed between them.
+
+    A model that is `Elsewhere` is traced there, and its graph runs here.
     `compile` and `work`, the numbers that a step goes through here, decide how this party computes and nothing else.
     """
     where = device_named(device)
-    layout, start = read_layout(model, schema, dtype)
+    density: LogDensity
+    if isinstance(model, Elsewhere):
+        roles, traced = model.roles, model.exported(schema, dtype)
+        layout, start = traced.layout, traced.start
+        model, density = roles, GraphDensity(traced, roles, schema.to(where))
+    else:
+        model = as_model(model, schema, dtype)
+        layout, start = read_layout(model, schema, dtype)
+        density = LogDensity(model, layout, schema.to(where))
     mode = choose_mode(compile, algorithm.expected_calls * len(silos), work)
-    density = LogDensity(model, layout, schema.to(where))
-    return Problem(model, schema.to(where), layout, density, start, tuple(silos), seed, dtype, where, mode, privacy)
+    ids = tuple(silos)
+    problem = Problem(model, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
+    check_program(problem, algorithm.importance_samples)
+    return problem
 
 
 def check_common(seed: int, dtype: torch.dtype) -> None:

@@ -137,7 +137,7 @@ class Traced:
     ) -> tuple[_Run, Sequence[Tensor] | None]:
         run: _Run = fn
         try:
-            run = graph = _graph(fn, flat, axes)
+            run = graph = trace_graph(fn, flat, axes)
             if self.mode == "compiled":
                 try:
                     run = _compile(graph, flat, axes)
@@ -150,7 +150,7 @@ class Traced:
             return run, None
 
 
-def _graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]) -> GraphModule:
+def trace_graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]) -> GraphModule:
     """Trace on stand-ins whose record axis has a length that no other axis has, so that it alone is symbolic."""
     lengths = {size for tensor in flat for size in tensor.shape}
     records = next(p for p in _PRIMES if p not in lengths)

@@ -10,24 +10,32 @@ from the loop by tracing.
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import pyro
 import torch
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions import Categorical, biject_to, constraints, transform_to
 from torch.distributions.constraints import Constraint
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import DataError
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.trees import Params as Params
 
 Role = Literal["global", "silo", "record"]
+
+#: Pyro's stack of handlers, its switch of validation and PyTorch's default type are one for all threads, so that
+#: programs run one at a time.
+_ONE_AT_A_TIME = threading.RLock()
+_LOG_2_PI = math.log(2 * math.pi)
 
 
 class Site(NamedTuple):
@@ -78,14 +86,24 @@ class LogTerms(NamedTuple):
     records: Tensor  # (N,) log p(y_i, Z_i | Z_G, Z_S)
 
 
-class _Evaluate(Messenger):  # type: ignore[misc]
-    """Puts given unconstrained values into the latent sites and adds up the log densities by role."""
+class Evaluation(Messenger):  # type: ignore[misc]
+    """Puts given unconstrained values into the latent sites and adds up the log densities by role.
 
-    def __init__(self, model: FederatedModel, latents: Mapping[str, Tensor], theta: Mapping[str, Tensor]) -> None:
+    A latent that a mask takes out of log p is a standard normal of its own instead: q then has something to follow,
+    and at the optimum the two cancel. `contracts.py` refuses programs in which anything else depends on its value.
+    """
+
+    def __init__(
+        self, model: FederatedModel, latents: Mapping[str, Tensor], theta: Mapping[str, Tensor], densities: bool = True
+    ) -> None:
+        """densities: False for values alone, which more programs can be mapped over."""
         super().__init__()
+        self.densities = densities
         self.model, self.latents, self.theta = model, latents, theta
         self.constrained: Params = {}  # record sites with the record first
         self.terms: dict[Role, list[Tensor]] = {"global": [], "silo": [], "record": []}
+        self.own: Params = {}  # each site's own term, summed
+        self.masks: Params = {}  # of latent sites that have one: where they count, in the shape of their term
 
     def _pyro_param(self, msg: Any) -> None:
         name = msg["name"]
@@ -94,17 +112,28 @@ class _Evaluate(Messenger):  # type: ignore[misc]
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
-        if isinstance(fn, _Subsample):
+        if has_no_density(msg):
             return
-        log_jacobian: Tensor | float = 0.0
         plate_dim = record_dim(msg, self.model.record_plate)
-        if not msg["is_observed"]:
+        if not self.densities and msg["is_observed"]:
+            return
+        if msg["is_observed"]:
+            term = scale_and_mask(fn.log_prob(observed_value(msg)), msg["scale"], msg["mask"])
+        else:
             transform, unconstrained = biject_to(fn.support), self.latents[name]
             value = transform(unconstrained)
-            log_jacobian = transform.log_abs_det_jacobian(unconstrained, value)
             msg["value"], msg["done"] = value, True
             self.constrained[name] = value.movedim(plate_dim - fn.event_dim, 0) if plate_dim else value
-        term = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"]) + log_jacobian
+            if not self.densities:
+                return
+            term = scale_and_mask(fn.log_prob(value), msg["scale"], msg["mask"])
+            term = term + transform.log_abs_det_jacobian(unconstrained, value)
+            mask = site_mask(msg)
+            if mask is not None:
+                alone = (-0.5 * (unconstrained.square() + _LOG_2_PI)).reshape((*fn.batch_shape, -1)).sum(-1)
+                self.masks[name] = mask.to(term.device).expand(term.shape)
+                term = torch.where(self.masks[name], term, alone)
+        self.own[name] = term.sum()
         if plate_dim:
             self.terms["record"].append(term.movedim(plate_dim, 0).reshape(term.shape[plate_dim], -1).sum(1))
         else:
@@ -114,14 +143,50 @@ class _Evaluate(Messenger):  # type: ignore[misc]
 @contextlib.contextmanager
 def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """How a Pyro program is run here: constants that it makes have the run's type and device, and no validation
-    (it would branch on values, which cannot be traced)."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with pyro.validation_enabled(False), device if device.type != "cpu" else contextlib.nullcontext():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    (it would branch on values, which cannot be traced; `contracts.py` looks at the data instead)."""
+    with _ONE_AT_A_TIME:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with pyro.validation_enabled(False), device if device.type != "cpu" else contextlib.nullcontext():
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def has_no_density(msg: Any) -> bool:
+    """Whether a sample statement is a plate or a `pyro.deterministic`, which add nothing to log p."""
+    return isinstance(msg["fn"], _Subsample) or bool((msg["infer"] or {}).get("_deterministic"))
+
+
+def site_mask(msg: Any) -> Tensor | None:
+    """Where a site counts, by `poutine.mask` and `.mask()` together, in its batch shape; None: everywhere."""
+    found = [msg["mask"]]
+    if isinstance(msg["fn"], MaskedDistribution):
+        found.append(msg["fn"]._mask)
+    masks = [torch.as_tensor(m) for m in found if m is not None and m is not True]
+    return masks[0].logical_and(masks[-1]) if masks else None
+
+
+def observed_value(msg: Any) -> Tensor:
+    """What is observed at a site, as its density takes it: whole numbers and truth values as floating point ones,
+    except where they are labels, and a value inside the support where a mask says that there is none: a code such as -9
+    has no density, and its gradient would not be a number."""
+    fn, value, mask = msg["fn"], msg["value"], site_mask(msg)
+    inner = fn
+    while hasattr(inner, "base_dist"):
+        inner = inner.base_dist
+    shipped = type(inner).__module__.startswith(("torch.distributions", "pyro.distributions"))
+    if shipped and not value.is_floating_point() and not isinstance(inner, Categorical):
+        value = value.to(torch.get_default_dtype())
+    if mask is None or not shipped or mask.dim() == 0:
+        return value
+    if inner.support.is_discrete:
+        inside: Tensor = torch.zeros_like(value)
+    else:
+        transform = biject_to(fn.support)
+        inside = transform(value.new_zeros(transform.inverse_shape(value.shape)))
+    return torch.where(mask.reshape(mask.shape + (1,) * fn.event_dim), value, inside)
 
 
 def record_dim(msg: Any, record_plate: str) -> int:
@@ -164,7 +229,7 @@ class LogDensity:
 
     def constrain(self, z_global: Tensor, theta: Params) -> tuple[Params, Params]:
         """Global sites and theta in the model's own space, for one Z_G (n_global,)."""
-        values = self._run_on_dummy(z_global, theta).constrained
+        values = self._run_on_dummy(z_global, theta, densities=False).constrained
         return (
             {site.name: values[site.name] for site in self.layout.of("global")},
             {name: values[name] for name, _ in self.layout.theta},
@@ -174,35 +239,46 @@ class LogDensity:
         self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params
     ) -> Params:
         """At a silo: its own sites in the model's space; record sites are (N, ...), the record first."""
-        values = self._run(z_global, z_silo, z_record, theta, rows).constrained
+        values = self._run(z_global, z_silo, z_record, theta, rows, densities=False).constrained
         return {s.name: values[s.name] for s in self.layout.sites if s.role != "global"}
 
-    def check_global_density(self, rows: Params, silo: str) -> None:
-        """At a silo: refuse a model whose global densities depend on the silo's data.
+    def check_global_density(self, rows: Params, silo: str, start: Tensor) -> None:
+        """At a silo: refuse a model whose global densities depend on the silo's data; looked at near `start` (n,).
 
         The server's L0 is computed on made data and would miss them.
         """
         some = next(iter(rows.values()))
         dtype = next((r.dtype for r in rows.values() if r.is_floating_point()), torch.get_default_dtype())
         probe = torch.linspace(-0.5, 0.5, self.layout.size("global"), dtype=dtype, device=some.device)
+        probe = probe + start.to(probe)
         theta = {n: probe.new_full(shape, 0.1) for n, shape in self.layout.theta}
         z_record = probe.new_zeros(some.shape[0], self.layout.size("record"))
         real = self.evaluate(probe, probe.new_zeros(self.layout.size("silo")), z_record, theta, rows).shared
         if not torch.allclose(real, self.log_prior(probe, theta), rtol=1e-6, atol=1e-8, equal_nan=True):
-            raise InputError(
+            raise DataError(
                 f"silo '{silo}': the prior of a global site depends on the data; move what depends on data "
                 f"into the plate '{self.model.record_plate}', or share it with sf.Shared"
             )
 
-    def _run_on_dummy(self, z_global: Tensor, theta: Params, z_silo: Tensor | None = None) -> _Evaluate:
+    def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Evaluation:
+        """One run of the program at unconstrained latents by site, record sites with their plate where it wants it."""
+        some = next(iter(latents.values()))
+        with running(some.dtype, some.device), Evaluation(self.model, latents, theta, densities) as run:
+            self.model.fn(**rows, **self.schema.constants)
+        return run
+
+    def _run_on_dummy(
+        self, z_global: Tensor, theta: Params, z_silo: Tensor | None = None, densities: bool = True
+    ) -> Evaluation:
         # Two records: a single one would be specialised away when the shapes are symbolic.
         rows = {n: v.to(z_global.device) for n, v in self.schema.dummy_rows(2).items()}
         z_silo = z_global.new_zeros(self.layout.size("silo")) if z_silo is None else z_silo
-        return self._run(z_global, z_silo, z_global.new_zeros(2, self.layout.size("record")), theta, rows)
+        z_record = z_global.new_zeros(2, self.layout.size("record"))
+        return self._run(z_global, z_silo, z_record, theta, rows, densities)
 
-    def _run(self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params) -> _Evaluate:
+    def _run(
+        self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params, densities: bool = True
+    ) -> Evaluation:
         split = self.layout.split
         latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
-        with running(z_global.dtype, z_global.device), _Evaluate(self.model, latents, theta) as run:
-            self.model.fn(**rows, **self.schema.constants)
-        return run
+        return self.run(latents, theta, rows, densities)

@@ -6,21 +6,28 @@ looking at a record.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions import Delta, MaskedDistribution, Unit
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, transform_to
+from torch.overrides import TorchFunctionMode
 
-from secure_fvi.density import Layout, Params, Role, Site, param_constraint, record_dim, running
-from secure_fvi.errors import InputError
+from secure_fvi.density import Layout, Params, Role, Site, has_no_density, param_constraint, record_dim, running
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Schema
 
 _MEDIAN_DRAWS = 999  # for priors that have neither a finite mean nor a quantile function
+#: Of a constrained site in unconstrained space: e^50 is no place to start from.
+_FARTHEST_START = 50.0
 
 
 class Start(NamedTuple):
@@ -32,7 +39,7 @@ class Start(NamedTuple):
     theta: Params
 
 
-class _Discover(Messenger):  # type: ignore[misc]
+class Discovery(Messenger):  # type: ignore[misc]
     """Sets each latent to where it starts and notes its shape and role."""
 
     def __init__(self, model: FederatedModel, records: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,6 +49,11 @@ class _Discover(Messenger):  # type: ignore[misc]
         self.values: dict[str, Tensor] = {}
         self.theta: Params = {}
         self.plates: set[str] = set()
+        self.names: set[str] = set()  # of all sites
+        self.observes = False  # anything in the record plate
+        self.factors: set[str] = set()  # outside the record plate
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the terms in the record plate
+        self.without_centre: list[str] = []  # latent sites whose prior has none
 
     def _pyro_param(self, msg: Any) -> None:
         name, args = msg["name"], msg["args"]
@@ -50,7 +62,11 @@ class _Discover(Messenger):  # type: ignore[misc]
                 raise InputError(f"pyro.param '{name}' has no initial value where it is first used")
             init = args[1]() if callable(args[1]) else args[1]
             value = torch.as_tensor(init).detach().to(self.dtype)
-            self.theta[name] = transform_to(param_constraint(msg)).inv(value)
+            constraint = param_constraint(msg)
+            unconstrained = transform_to(constraint).inv(value)
+            if not bool(constraint.check(value).all()) or not bool(torch.isfinite(unconstrained).all()):
+                raise InputError(f"pyro.param '{name}' begins outside or on the edge of its constraint, {constraint}")
+            self.theta[name] = unconstrained
         msg["value"] = transform_to(param_constraint(msg))(self.theta[name])
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -59,23 +75,77 @@ class _Discover(Messenger):  # type: ignore[misc]
             if fn.subsample_size not in (None, fn.size):
                 raise InputError(f"plate '{name}' subsamples; leave minibatches to the algorithm (sampling_rate)")
             return
+        if has_no_density(msg):
+            return
+        if name in self.names:
+            raise InputError(f"two sample statements are called '{name}'; give each its own name")
+        self.names.add(name)
         self.plates |= {frame.name for frame in msg["cond_indep_stack"]}
         plate_dim = self._checked_record_dim(msg)
+        if plate_dim:
+            self.shapes[name] = tuple(fn.batch_shape)
         if msg["is_observed"]:
-            if not plate_dim:
-                raise InputError(
-                    f"observed site '{name}' is outside the record plate '{self.model.record_plate}'; "
-                    "data must belong to records"
-                )
+            self._observed(msg, plate_dim)
             return
+        self._latent(msg, plate_dim)
+
+    def _observed(self, msg: Any, plate_dim: int) -> None:
+        fn, name, value = msg["fn"], msg["name"], msg["value"]
+        self.observes |= plate_dim != 0
+        if isinstance(fn, Unit):
+            if not plate_dim:
+                self.factors.add(name)
+            return
+        if not plate_dim:
+            raise InputError(
+                f"observed site '{name}' is outside the record plate '{self.model.record_plate}'; "
+                "data must belong to records"
+            )
+        wanted = tuple(fn.shape())
+        if not isinstance(value, Tensor):
+            raise InputError(f"observed site '{name}': obs is no tensor but {type(value).__name__}")
+        try:
+            fits = torch.broadcast_shapes(value.shape, wanted) == torch.Size(wanted)
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise InputError(
+                f"observed site '{name}': its data have shape {tuple(value.shape)} where the distribution has {wanted} "
+                f"for {self.records} records; a column of shape (N, 1) beside one of (N,)? Use squeeze(-1) or "
+                ".to_event(1)"
+            )
+
+    def _latent(self, msg: Any, plate_dim: int) -> None:
+        fn, name = msg["fn"], msg["name"]
         if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
-            raise InputError(f"latent site '{name}' is discrete ({type(fn).__name__}); sum it out of the model")
+            raise InputError(f"latent site '{name}' is discrete ({kind_of(fn)}); sum it out of the model")
+        inner = fn
+        while hasattr(inner, "base_dist"):
+            masked_inside = inner is not fn and isinstance(inner, MaskedDistribution)
+            if masked_inside:
+                raise InputError(f"latent site '{name}' has a mask inside to_event; write .to_event(...).mask(...)")
+            inner = inner.base_dist
+        if isinstance(inner, Delta):
+            raise InputError(f"latent site '{name}' is a point (Delta); write pyro.deterministic")
         given = self.model.start.get(name)
-        value = (_centre(fn) if given is None else _given(name, given, fn, self.device)).to(self.dtype)
-        unconstrained = biject_to(fn.support).inv(value)
+        if given is None:
+            value, unconstrained = self._centred(name, fn)
+        else:
+            value = _given(name, given, fn, self.device).to(self.dtype)
+            unconstrained = biject_to(fn.support).inv(value)
         msg["value"], msg["done"] = value, True
         self.values[name] = unconstrained
         self.sites.append(self._site(name, fn, unconstrained, plate_dim))
+
+    def _centred(self, name: str, fn: Any) -> tuple[Tensor, Tensor]:
+        """The centre of a prior in the model's space and unconstrained; 0 unconstrained where there is none."""
+        transform = biject_to(fn.support)
+        value = _centre(fn)
+        if value is not None:
+            return value.to(self.dtype), transform.inv(value.to(self.dtype))
+        self.without_centre.append(name)
+        zero = torch.zeros(transform.inverse_shape(fn.shape()), dtype=self.dtype, device=self.device)
+        return transform(zero), zero
 
     def _checked_record_dim(self, msg: Any) -> int:
         for frame in msg["cond_indep_stack"]:
@@ -112,19 +182,26 @@ class _Discover(Messenger):  # type: ignore[misc]
         return torch.cat(parts, -1) if parts else empty
 
 
-def _centre(fn: Any) -> Tensor:
-    """The prior mean where there is a finite one inside the support, the median otherwise."""
-    for attempt in (lambda: fn.mean, lambda: fn.icdf(torch.full(fn.shape(), 0.5))):
+def _centre(fn: Any) -> Tensor | None:
+    """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support."""
+
+    def drawn() -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return fn.sample((_MEDIAN_DRAWS,)).median(0).values
+
+    for attempt in (lambda: fn.mean, lambda: fn.icdf(torch.full(fn.shape(), 0.5)), drawn):
         try:
-            value: Tensor = attempt()
+            value: Tensor = attempt().detach().expand(fn.shape()).clone()
         except (NotImplementedError, AttributeError):
             continue
-        if bool(torch.isfinite(value).all()) and bool(fn.support.check(value).all()):
-            return value.detach().expand(fn.shape()).clone()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        draws = fn.sample((_MEDIAN_DRAWS,))
-    return draws.median(0).values.detach()
+        if not bool(torch.isfinite(value).all()) or not bool(fn.support.check(value).all()):
+            continue
+        unconstrained = biject_to(fn.support).inv(value)
+        near = unconstrained.shape == value.shape and torch.equal(unconstrained, value)
+        if near or bool((unconstrained.abs() <= _FARTHEST_START).all()):
+            return value
+    return None
 
 
 def _given(name: str, value: float | Tensor, fn: Any, device: torch.device) -> Tensor:
@@ -139,17 +216,115 @@ def _given(name: str, value: float | Tensor, fn: Any, device: torch.device) -> T
     return found.clone()
 
 
-def _discover(model: FederatedModel, rows: Params, constants: dict[str, Any], dtype: torch.dtype) -> _Discover:
+def _discover(model: FederatedModel, rows: Params, constants: dict[str, Any], dtype: torch.dtype) -> Discovery:
     some = next(iter(rows.values()))
-    found = _Discover(model, some.shape[0], dtype, some.device)
+    found = Discovery(model, some.shape[0], dtype, some.device)
     with running(dtype, some.device), torch.no_grad(), found as run:
         model.fn(**rows, **constants)
     return run
 
 
+def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: torch.dtype) -> FederatedModel:
+    """The model as a run takes it. Raises InputError for what is none.
+
+    A bare Pyro function is one whose record plate is the plate around all that it observes, of as many elements as
+    there are records. A program with tensors of its own of another floating point type than the data, where PyTorch
+    refuses to multiply the two, is run with both in the run's type.
+    """
+    if not isinstance(model, FederatedModel) and not callable(model):
+        raise InputError(f"the model must be an sf.FederatedModel or a Pyro function, not {type(model).__name__}")
+    fn = model.fn if isinstance(model, FederatedModel) else model
+    _check_arguments(fn, schema)
+    try:
+        plates = _plates(fn, schema, dtype)
+    except InputError:
+        if isinstance(model, FederatedModel):
+            return model  # to be refused by `read_layout`, which knows more
+        raise
+    except Exception as error:
+        if not _is_about_types(error):
+            if isinstance(model, FederatedModel):
+                return model
+            raise _fails(fn, error) from error
+        fn = _in_one_type(fn, dtype)
+        return as_model(replace(model, fn=fn) if isinstance(model, FederatedModel) else fn, schema, dtype)
+    if isinstance(model, FederatedModel):
+        return model
+    if len(plates) != 1:
+        have = f"; there are: {', '.join(sorted(plates))}" if plates else ""
+        raise InputError(
+            f"which plate of '{_name(fn)}' counts records is not clear: one around all that it observes, of as many "
+            f"elements as there are records{have}. Name it: sf.FederatedModel({_name(fn)}, record_plate=...)"
+        )
+    return FederatedModel(fn, plates.pop())
+
+
+class _Plates(Discovery):
+    """Notes the plates around each observed site; refuses nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.around: list[set[str]] = []
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if has_no_density(msg):
+            return
+        if msg["is_observed"]:
+            if msg["cond_indep_stack"] or not isinstance(msg["fn"], Unit):
+                self.around.append({frame.name for frame in msg["cond_indep_stack"] if frame.size == self.records})
+        elif not msg["fn"].has_enumerate_support:
+            msg["value"], msg["done"] = self._centred(msg["name"], msg["fn"])[0], True
+
+
+def _plates(fn: Callable[..., Any], schema: Schema, dtype: torch.dtype) -> set[str]:
+    found = []
+    for count in (2, 3):
+        rows = schema.dummy_rows(count)
+        run = _Plates(FederatedModel(fn), count, dtype, next(iter(rows.values())).device)
+        with running(dtype, run.device), torch.no_grad(), run:
+            fn(**rows, **schema.constants)
+        found += run.around
+    return set.intersection(*found) if found else set()
+
+
+def _is_about_types(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("same dtype", "expected scalar type", "dtypes", "same data type")
+    )
+
+
+def _in_one_type(fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """`fn` with operations that take numbers of one type alone given them in the run's."""
+
+    class OneType(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if not _is_about_types(error):
+                    raise
+                return func(*_cast(args, dtype), **_cast(kwargs or {}, dtype))
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with OneType():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(v, dtype) for v in value)
+    return {k: _cast(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tuple[Layout, Start]:
-    """The sites of a model, found on made data; raises InputError for what cannot be federated."""
-    _check_arguments(model, schema)
+    """The sites of a model, found on made data; raises InputError for what cannot be federated. Warns with
+    SecureFVIWarning of a prior that has no centre."""
+    _check_arguments(model.fn, schema)
     runs = {}
     for count in (2, 3):
         try:
@@ -157,55 +332,91 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
         except InputError:
             raise
         except Exception as error:  # the program is the user's: anything may come
-            name = getattr(model.fn, "__name__", "model")
-            raise InputError(
-                f"{name} fails on made data of the given shapes ({type(error).__name__}: {_one_line(error)})"
-            ) from error
+            raise _fails(model.fn, error) from error
     run, other = runs[2], runs[3]
     if model.record_plate not in run.plates:
         have = ", ".join(f"'{p}'" for p in sorted(run.plates)) or "none"
         raise InputError(f"the model has no plate '{model.record_plate}' with a site in it; its plates: {have}")
+    _check_growth(model, run, other)
+    names = [s.name for s in run.sites]
+    for site in model.silo_sites:
+        if site not in names and site not in run.factors:
+            raise InputError(f"silo site '{site}' does not exist; latent sites: {', '.join(names) or 'none'}")
+    for site in model.start:
+        if site not in names:
+            raise InputError(f"start names '{site}', which is no latent site; these are: {', '.join(names) or 'none'}")
+    if not run.observes:
+        raise InputError("the model observes nothing; give obs= to a site in the record plate")
+    layout = Layout(tuple(run.sites), tuple((n, tuple(v.shape)) for n, v in run.theta.items()))
+    if layout.size("global") == 0:
+        raise InputError("the model has no global latent site; there is nothing to fit together")
+    for site in run.without_centre:
+        warnings.warn(
+            f"the prior of site '{site}' has no finite centre to start from; the fit begins at 0 in unconstrained "
+            "space. Say where with start={...}, or take a prior that says more",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
+    return layout, start_of(run)
+
+
+def _check_growth(model: FederatedModel, run: Discovery, other: Discovery) -> None:
+    """Refuse what depends on the number of records outside the record plate, or twice inside it."""
+    if [s.name for s in run.sites] != [s.name for s in other.sites] or run.names != other.names:
+        raise InputError(
+            "the model has other sites for 2 records than for 3; use one vectorised statement in the record plate "
+            f"'{model.record_plate}' instead of one a record"
+        )
     for mine, theirs in zip(run.sites, other.sites, strict=True):
         if mine.shape != theirs.shape:
             raise InputError(
                 f"latent site '{mine.name}' grows with the number of records but is not inside the record plate "
                 f"'{model.record_plate}'"
+                if mine.role != "record"
+                else f"record-level site '{mine.name}' has shape {mine.shape} a record at 2 records, "
+                f"{theirs.shape} at 3: a column of shape (N, 1) beside one of (N,)?"
             )
-    names = [s.name for s in run.sites]
-    for site in model.silo_sites:
-        if site not in names:
-            raise InputError(f"silo site '{site}' does not exist; latent sites: {', '.join(names) or 'none'}")
-    for site in model.start:
-        if site not in names:
-            raise InputError(f"start names '{site}', which is no latent site; these are: {', '.join(names) or 'none'}")
-    layout = Layout(tuple(run.sites), tuple((n, tuple(v.shape)) for n, v in run.theta.items()))
-    if layout.size("global") == 0:
-        raise InputError("the model has no global latent site; there is nothing to fit together")
-    return layout, _start(run)
+    for name, shape in run.shapes.items():
+        if sum(a != b for a, b in zip(shape, other.shapes[name], strict=True)) > 1:
+            raise InputError(
+                f"site '{name}' has shape {shape} for 2 records: every record beside every other. "
+                "Is a column of shape (N, 1) beside one of (N,)? Use squeeze(-1), or .to_event(1)"
+            )
+    for name, value in run.theta.items():
+        if name not in other.theta or value.shape != other.theta[name].shape:
+            raise InputError(f"pyro.param '{name}' depends on the number of records; it belongs to everybody")
 
 
-def start_at_silo(
-    model: FederatedModel, rows: Params, constants: Mapping[str, Any], dtype: torch.dtype, silo: str
-) -> Start:
-    """The same start with a silo's own records. Seen by that silo only; errors quote nothing of its data."""
-    try:
-        return _start(_discover(model, rows, dict(constants), dtype))
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"silo '{silo}': the model fails on its data ({type(error).__name__})") from None
-
-
-def _start(run: _Discover) -> Start:
+def start_of(run: Discovery) -> Start:
+    """Where the latents that a program was read with begin."""
     return Start(run.flat("global"), run.flat("silo"), run.flat("record"), run.theta)
 
 
-def _check_arguments(model: FederatedModel, schema: Schema) -> None:
+def _check_arguments(fn: Callable[..., Any], schema: Schema) -> None:
     names = [f[0] for f in schema.fields] + list(schema.constants)
     try:
-        inspect.signature(model.fn).bind(**dict.fromkeys(names))
-    except TypeError as error:
+        inspect.signature(fn).bind(**dict.fromkeys(names))
+    except (TypeError, ValueError) as error:
         raise InputError(f"the model function does not take the data's names {sorted(names)}: {error}") from None
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", "model")
+
+
+def kind_of(fn: Any) -> str:
+    """What a distribution is called, without the wrappers around it."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return type(fn).__name__
+
+
+def _fails(fn: Callable[..., Any], error: Exception) -> InputError:
+    said = f": {_one_line(error)}" if str(error).strip() else ""
+    hint = ""
+    if _is_about_types(error):
+        hint = "; numbers that the program brings along must be of the run's dtype (torch.float64)"
+    return InputError(f"{_name(fn)} fails on made data of the given shapes ({type(error).__name__}{said}){hint}")
 
 
 def _one_line(error: Exception) -> str:

@@ -89,7 +89,7 @@ NOTHING_DONE = _Done((), False, 0.0, 0, {}, {})
 
 
 def _restore(server: Server, engine: Transport, checkpoints: Checkpoints) -> _Done:
-    templates: dict[str, Any] = {f"silo/{name}": silo.local for name, silo in engine.silos.items()}
+    templates: dict[str, Any] = {f"silo/{name}": silo.kept for name, silo in engine.silos.items()}
     states = checkpoints.load({"server": server.state, "run": NOTHING_DONE, **templates})
     if states is None:
         return NOTHING_DONE

@@ -13,6 +13,13 @@ class InputError(SecureFVIError, ValueError):
     exit_code = 2
 
 
+class DataError(InputError):
+    """One silo's data that do not fit the model. The message counts rows: it is for that silo alone, and a server is
+    told `TOLD` instead."""
+
+    TOLD = "its data do not fit the model"
+
+
 class ProtocolError(SecureFVIError):
     """A message that the protocol refuses: forged, replayed, malformed, out of turn. Nothing was released."""
 
@@ -31,6 +38,10 @@ class PolicyError(SecureFVIError):
     """A job that a site's policy does not allow, whoever asks for it. Nothing ran. The command line exits 2."""
 
     exit_code = 2
+
+
+#: What the command line exits with after a run that ended without converging; its results are written all the same.
+NOT_CONVERGED = 4
 
 
 class SecureFVIWarning(UserWarning):

@@ -7,16 +7,22 @@ the named silo sites to one silo, all other latent sites to everybody (Hassan et
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.errors import InputError
+from secure_fvi.errors import DataError, InputError
 
+#: A silo's data: tensors or arrays by argument name, the record first, or a pandas or polars frame of such columns.
 Data = Mapping[str, Any]
+_INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +30,10 @@ class Shared:
     """A tensor that every silo passes to the program unchanged (a design constant, a grid), not one row a record."""
 
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor):
+            object.__setattr__(self, "tensor", _as_tensor(self.tensor, "sf.Shared"))
 
 
 @dataclass(frozen=True)
@@ -96,20 +106,25 @@ class Records(NamedTuple):
 def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Records]:
     """Check a silo's data and tell its schema.
 
-    Floating point tensors are cast to `dtype`; no error message quotes a value. Raises InputError when the
-    first dimensions disagree, a value is not finite, or there is no record.
+    Floating point numbers are cast to `dtype`, whole ones to int64 (images of eight bits stay). A message names the
+    column and counts rows; it quotes no value. Raises InputError when first dimensions disagree, a column holds
+    anything but finite numbers, or there is no record.
     """
     rows: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
-    for name, value in data.items():
+    for name, value in _columns(data, silo).items():
         if isinstance(value, Shared):
             constants[name] = _cast(value.tensor, dtype)
-        elif isinstance(value, Tensor):
-            rows[name] = _cast(value, dtype)
+        elif isinstance(value, Tensor) or _is_array(value):
+            rows[name] = _cast(_as_tensor(value, f"silo '{silo}': '{name}'"), dtype)
         else:
             constants[name] = value
     if not rows:
-        raise InputError(f"silo '{silo}': no tensor in its data; each record needs one row of at least one tensor")
+        lists = [f"'{name}'" for name, value in constants.items() if isinstance(value, list)]
+        hint = f" ({', '.join(lists)}: a list is a shared value; use torch.tensor or numpy.array)" if lists else ""
+        raise InputError(
+            f"silo '{silo}': no tensor in its data; each record needs one row of at least one tensor{hint}"
+        )
     for name, tensor in rows.items():
         if tensor.dim() == 0:
             raise InputError(f"silo '{silo}': '{name}' has no first dimension; wrap a shared value in sf.Shared")
@@ -122,15 +137,97 @@ def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Record
                 "the first dimension is the record (wrap tensors without it in sf.Shared)"
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"silo '{silo}': '{name}' holds NaN or infinite values; remove or impute them first")
+            bad = int((~torch.isfinite(tensor)).reshape(count, -1).any(1).sum())
+            raise DataError(
+                f"silo '{silo}': '{name}' holds NaN or infinite values in {bad} of {count} rows; "
+                "remove or impute them first"
+            )
     if count == 0:
         raise InputError(f"silo '{silo}' has no records; leave it out of the run")
     fields = tuple((n, tuple(t.shape[1:]), t.dtype) for n, t in sorted(rows.items()))
     return Schema(fields, constants), Records({n: rows[n] for n, _, _ in fields}, count)
 
 
+def _columns(data: Any, silo: str) -> dict[str, Any]:
+    """Columns by argument name. Those of a frame called `x[0]`, `x[1]`, ... are one array (N, k), as in a CSV."""
+    if isinstance(data, Mapping):
+        named = dict(data)
+    elif hasattr(data, "columns") and hasattr(data, "__getitem__"):
+        named = {name: data[name] for name in data.columns}
+        if len(named) < len(data.columns):
+            raise InputError(f"silo '{silo}': two columns of its frame have the same name")
+    else:
+        raise InputError(
+            f"silo '{silo}': its data must be a dict of tensors or arrays by argument name, or a frame, "
+            f"not {type(data).__name__}"
+        )
+    for name in named:
+        if not isinstance(name, str):
+            raise InputError(f"silo '{silo}': columns are named by the model function's arguments, not by {name!r}")
+    if isinstance(data, Mapping):
+        return named
+    groups: dict[str, dict[int, Any]] = {}
+    for name in list(named):
+        match = _INDEXED.fullmatch(name)
+        if match is not None:
+            column = _as_tensor(named.pop(name), f"silo '{silo}': '{name}'")
+            groups.setdefault(match["name"], {})[int(match["index"])] = column
+    for name, parts in groups.items():
+        if name in named or sorted(parts) != list(range(len(parts))):
+            raise InputError(f"silo '{silo}': columns of '{name}' must be {name}[0], {name}[1], ... without a gap")
+        named[name] = torch.stack([parts[i] for i in range(len(parts))], 1)
+    return named
+
+
+def _is_array(value: Any) -> bool:
+    """NumPy's arrays, and the columns of pandas and polars, none of which is imported for it."""
+    return isinstance(value, np.ndarray) or hasattr(value, "to_numpy")
+
+
+def _as_tensor(value: Any, where: str) -> Tensor:
+    """A tensor of numbers. Raises DataError, which counts rows, for text, dates and empty entries."""
+    if isinstance(value, Tensor):
+        if value.is_complex() or value.is_quantized or value.layout != torch.strided:
+            raise InputError(f"{where} is a tensor of {value.dtype}, {value.layout}; give plain dense numbers")
+        return value.detach()
+    array = np.asarray(value.to_numpy() if hasattr(value, "to_numpy") else value)
+    if array.dtype.kind == "O":  # numbers with gaps, as frames keep them, or text
+        array = _numbers(array, where)
+    if array.dtype.kind not in "biuf":
+        kind = {"U": "text", "S": "text", "M": "dates", "m": "times", "c": "complex numbers"}.get(
+            array.dtype.kind, "such"
+        )
+        rows = len(array) if array.ndim else 1
+        raise DataError(f"{where} holds {kind} in {rows} of {rows} rows; code it as numbers")
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+
+
+def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
+    """An array of Python objects as numbers; what is missing is NaN, which `read_data` counts."""
+
+    def number(entry: Any) -> float | None:
+        if entry is None or type(entry).__name__ in ("NAType", "NaTType"):
+            return math.nan
+        return float(entry) if isinstance(entry, (int, float, np.number, np.bool_)) else None
+
+    flat = [number(entry) for entry in array.reshape(-1)]
+    bad = np.array([entry is None for entry in flat]).reshape(array.shape)
+    if bad.any():
+        count = int(bad.reshape(len(bad), -1).any(1).sum())
+        raise DataError(
+            f"{where} holds entries that are no numbers in {count} of {len(bad)} rows; code them as numbers"
+        )
+    return np.array(flat, dtype=np.float64).reshape(array.shape)
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    # Labels of eight bits would index as a mask does; images of eight bits stay as small as they are.
+    keep = tensor.dtype == torch.bool or (tensor.dtype == torch.uint8 and tensor.dim() > 1)
+    return tensor if keep else tensor.to(torch.int64)
 
 
 def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:
@@ -150,11 +247,16 @@ def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:
                 )
         for name in first.constants.keys() | schema.constants.keys():
             if not _same(first.constants.get(name), schema.constants.get(name)):
-                raise InputError(f"shared value '{name}' differs between silos '{first_id}' and '{silo}'")
+                listed = isinstance(schema.constants.get(name), list)
+                hint = "; a list is one: use torch.tensor for a row a record" if listed else ""
+                raise InputError(f"shared value '{name}' differs between silos '{first_id}' and '{silo}'{hint}")
     return first
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (RuntimeError, TypeError, ValueError):  # containers of arrays, which do not say whether they are equal
+        return False

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,24 +13,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.building import build_problem, check_common
 from secure_fvi.compiled import choose_threads
 from secure_fvi.compiled import threads as with_threads
+from secure_fvi.contracts import check_repeats, whole_ids
+from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Progress, Rounds, drive
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
-from secure_fvi.results import Result, summarise
+from secure_fvi.results import Result, assessed, summarise
 from secure_fvi.runs.checkpoint import FolderCheckpoints
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
@@ -39,7 +40,7 @@ from secure_fvi.silo_view import silo_view
 
 
 def fit(
-    model: FederatedModel,
+    model: FederatedModel | Callable[..., Any],
     silos: Sequence[Data],
     algorithm: Algorithm | None = None,
     aggregation: SecureSum | None = None,
@@ -60,7 +61,10 @@ def fit(
     books: Books | None = None,
     noise_key: bytes | None = None,
 ) -> Result:
-    """Fit `model` over `silos` (dicts of tensors, the keyword arguments of its Pyro function).
+    """Fit `model` over `silos` (dicts of tensors or arrays, the keyword arguments of its Pyro function, or frames).
+
+    A bare Pyro function is taken as a model of global and record-level sites alone, whose record plate is the one
+    plate around all that it observes.
 
     With `record_ids` (int64 (N_j,) each, all different) the draws belong to the records, and the result does not
     depend on how they are spread over silos. Everything random follows from `seed`, but for what protects records:
@@ -91,7 +95,7 @@ def fit(
 
 
 def build_parties(
-    model: FederatedModel,
+    model: FederatedModel | Callable[..., Any],
     silos: Sequence[Data],
     algorithm: Algorithm,
     aggregation: SecureSum,
@@ -107,12 +111,9 @@ def build_parties(
     batch_silos: bool = False,
 ) -> tuple[Server, LocalEngine, Guards]:
     """A server, an engine with its silos and their gates, before the first round. Arguments as in `fit`."""
-    if getattr(algorithm, "reveals_silos", False) and not isinstance(aggregation, Plain):
-        raise InputError(
-            f"{algorithm.name} is to show the server each silo's own term; a {aggregation.kind} sum would hide it in "
-            "name only. Use a plain sum, or take that option back"
-        )
+    _check_silos(silos)
     names, ordered = named_silos(silo_ids, len(silos))
+    disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
     check_common(seed, dtype)
     read = {name: read_data(data, name, dtype) for name, data in zip(names, silos, strict=True)}
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
@@ -120,23 +121,34 @@ def build_parties(
     problem = build_problem(model, schema, algorithm, ordered, seed, device, dtype, compile, privacy, work)
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
+    disclosed = disclosed.of_program(program.tables, terms, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
-    guards = build_guards(ordered, program.tables, terms, algorithm.name, books or Books(), noise)
+    guards = build_guards(ordered, program.tables, terms, algorithm.name, books or Books(), noise, disclosed.rows)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
     silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
     built = {}
     for name in ordered:
         secret = silo_secret(lambda name=name: derived_secret(seed, name, record_ids), bool(terms), noise_key)  # type: ignore[misc]
         view = silo_view(name, problem, read[name][1], ids[name], secret)
-        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name])
+        released = guards.released(name)
+        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
     return Server(problem, program, server_sum, noise), LocalEngine(built, batch_silos), guards
 
 
 def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
     """Numbers that the largest silo's step goes through."""
-    sizes = [sum(v.numel() for v in silo.values() if isinstance(v, Tensor)) for silo in silos]
+    columns = [[silo[name] for name in getattr(silo, "columns", silo)] for silo in silos]
+    sizes = [sum(math.prod(getattr(value, "shape", (0,))) for value in silo) for silo in columns]
     return max(sizes, default=0) * algorithm.importance_samples
+
+
+def _check_silos(silos: Any) -> None:
+    if isinstance(silos, (Mapping, str, bytes, Tensor)) or hasattr(silos, "columns") or not hasattr(silos, "__len__"):
+        raise InputError(
+            f"silos is a list of each silo's data, not {type(silos).__name__}; names go into silo_ids, as in "
+            "fit(model, list(data.values()), silo_ids=list(data))"
+        )
 
 
 def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], tuple[str, ...]]:
@@ -160,13 +172,18 @@ def _record_ids(
     names: Sequence[str], records: Sequence[Records], record_ids: Sequence[Tensor] | None
 ) -> dict[str, npt.NDArray[np.int64]]:
     if record_ids is None:
+        for name, r in zip(names, records, strict=True):
+            check_repeats(r.rows, name)
         return {name: np.arange(r.size) for name, r in zip(names, records, strict=True)}
     if len(record_ids) != len(names):
         raise InputError(f"record_ids for {len(record_ids)} silos, data for {len(names)}")
-    ids = {name: torch.as_tensor(i).cpu().numpy().astype(np.int64) for name, i in zip(names, record_ids, strict=True)}
+    ids = {name: whole_ids(given, name) for name, given in zip(names, record_ids, strict=True)}
     together = np.concatenate(list(ids.values()))
-    if len(np.unique(together)) != len(together):
-        raise InputError("a record id occurs twice; ids must differ over all silos")
+    different, counts = np.unique(together, return_counts=True)
+    if len(different) != len(together):
+        twice = different[counts > 1]
+        where = ", ".join(f"{int(np.isin(i, twice).sum())} rows of silo '{n}'" for n, i in ids.items())
+        raise InputError(f"record_ids: a record id occurs twice, in {where}; ids must differ over all silos")
     return ids
 
 
@@ -177,17 +194,10 @@ def result_of(
     aggregation: SecureSum,
     rounds: Rounds,
 ) -> Result:
-    """What a run that has ended found. Warns with SecureFVIWarning where it has not converged."""
+    """What a run that has ended found. Warns with SecureFVIWarning where `assessed` does."""
     problem, state = server.problem, server.state.algorithm
     posterior = server.program.posterior(state)
-    converged = server.program.converged(state)
-    if not converged:
-        warnings.warn(
-            f"{algorithm.name} ended after {server.rounds} rounds without converging; "
-            "allow it more rounds, or rescale the data",
-            SecureFVIWarning,
-            stacklevel=3,
-        )
+    verdict = assessed(server.program.verdict(state), algorithm.name, server.rounds)
     tail = np.array(rounds.objectives)
     metrics = server.program.metrics(state)
     # A run of few rounds has one good estimate, its last; a mean over rounds would take the approach in.
@@ -199,7 +209,7 @@ def result_of(
         rounds=server.rounds,
         seconds=rounds.seconds,
         elbo=None if bound is None else number_or_none(bound),
-        converged=converged,
+        **verdict,
         posterior=summarise(problem, posterior),
         theta=problem.density.constrain(posterior.eta["loc"], posterior.theta)[1],
         metrics={

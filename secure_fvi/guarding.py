@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from secure_fvi.aggregation import Homomorphic, Plain
+from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.base import BlockTable, SecureSum
-from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
+from secure_fvi.errors import BudgetError, SecureFVIWarning
 from secure_fvi.privacy.claim import description
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
@@ -53,6 +53,12 @@ class Guards(NamedTuple):
         """The largest sum index that any silo has charged: a resumed job goes on above it."""
         return max((job.last_index(term.phase) for job in self.jobs for term in job.job.terms), default=-1)
 
+    def released(self, silo: str) -> int:
+        """How many answers of `silo` its ledger has reserved: below that no count of questions is drawn from again.
+        A sum that a silo keeps to itself comes with an answer."""
+        job, phases = dict(zip(self.gates, self.jobs, strict=False)).get(silo), self.gates[silo].phases
+        return 0 if job is None else sum(t.count - job.left(t.phase) for t in job.job.terms if t.phase in phases)
+
     def close(self, outcome: str) -> None:
         for job in self.jobs:
             job.close(outcome)
@@ -63,18 +69,25 @@ class Guards(NamedTuple):
 
 
 def strong_enough(aggregation: SecureSum, by_phase: Mapping[str, Terms]) -> SecureSum:
-    """The sum, made to refuse fewer survivors than distributed noise counts on. Raises InputError where it cannot."""
+    """The sum, made to refuse fewer survivors than distributed noise counts on.
+
+    Under differential privacy as many silos may be missing from a total as its noise allows for: the settings'
+    dropouts, or, where each silo adds all of the noise, any down to min_cohort.
+    """
     terms = next(iter(by_phase.values()), None)
-    if terms is None or terms.settings.noise != "distributed":
+    if terms is None or (isinstance(aggregation, Plain) and terms.settings.noise != "distributed"):
         return aggregation
-    if isinstance(aggregation, Plain):
-        raise InputError(
-            "noise = 'distributed' needs a masked or homomorphic sum: in a plain one each share of noise stands alone"
-        )
-    if isinstance(aggregation, Homomorphic) and not aggregation.masked:
-        raise InputError("noise = 'distributed' needs exact sums with masks: use scheme = 'bfv' with masks")
+    if terms.settings.noise == "silo":
+        missing = max(terms.cohort - aggregation.min_cohort, 0)  # type: ignore[attr-defined]
+        return dataclasses.replace(aggregation, max_missing=missing)  # type: ignore[type-var]
+    if terms.settings.noise != "distributed":
+        return aggregation
     least = terms.cohort - terms.settings.dropouts
-    stronger: SecureSum = dataclasses.replace(aggregation, min_cohort=max(least, aggregation.min_cohort))  # type: ignore[type-var, attr-defined]
+    stronger: SecureSum = dataclasses.replace(  # type: ignore[type-var]
+        aggregation,
+        min_cohort=max(least, aggregation.min_cohort),  # type: ignore[attr-defined]
+        max_missing=terms.settings.dropouts,
+    )
     return stronger
 
 
@@ -85,13 +98,18 @@ def build_guards(
     algorithm: str,
     books: Books,
     noise: NoiseSource,
+    rows_of_silos: bool = False,
 ) -> Guards:
-    """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job."""
+    """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job.
+    rows_of_silos: as the job's disclosure says (see `Gate`)."""
+
+    def gate(silo: str, charge: Charge | None) -> Gate:
+        return Gate(silo, tables, terms, charge, noise, silos=silos, rows_of_silos=rows_of_silos)
+
     if not terms:
-        return Guards({silo: Gate(silo, tables) for silo in silos})
+        return Guards({silo: gate(silo, None) for silo in silos})
     if books.path is None:
-        gates = {silo: Gate(silo, tables, terms, _in_memory(terms), noise) for silo in silos}
-        return Guards(gates)
+        return Guards({silo: gate(silo, _in_memory(terms)) for silo in silos})
     job, own_budget = declared_job(books.job, books.data_set, terms, algorithm, noise)
     ledgers = {silo: Ledger.open(books.path, silo, create=True) for silo in silos}
     countersign(books.path, ledgers)
@@ -100,7 +118,7 @@ def build_guards(
     jobs = {
         silo: ledger.open_job(job, default_budget=own_budget, block=books.block) for silo, ledger in ledgers.items()
     }
-    gates = {silo: Gate(silo, tables, terms, jobs[silo].charge, noise) for silo in silos}
+    gates = {silo: gate(silo, jobs[silo].charge) for silo in silos}
     return Guards(gates, tuple(jobs.values()), ledgers, books.path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from secure_fvi.aggregation import Plain
@@ -15,7 +15,7 @@ from secure_fvi.results import Result
 
 
 def fit_alone(
-    model: FederatedModel,
+    model: FederatedModel | Callable[..., Any],
     silos: Sequence[Data],
     algorithm: Algorithm | None = None,
     seed: int = 0,

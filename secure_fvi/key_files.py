@@ -1,4 +1,4 @@
-"""Private keys in files: PKCS8 PEM, readable by their owner only, encrypted where a passphrase is given.
+"""Private keys in files: PKCS8 PEM, readable by their owner only, encrypted unless somebody says otherwise.
 
 A passphrase is stretched by PBKDF2 with 2,048 rounds, which is what PEM gives: it has to be long and random.
 
@@ -23,6 +23,8 @@ from secure_fvi.errors import InputError
 from secure_fvi.files import sync_folder
 
 PASSPHRASE_VARIABLE = "SECURE_FVI_PASSPHRASE"
+#: Names a file that holds the passphrase, readable by its owner alone: a secret that the system mounts, say.
+KEY_FILE_VARIABLE = "SECURE_FVI_KEY_FILE"
 _ENCRYPTED = b"BEGIN ENCRYPTED"
 
 PrivateKey = Ed25519PrivateKey | EllipticCurvePrivateKey
@@ -34,13 +36,15 @@ def is_encrypted(path: Path) -> bool:
 
 
 def load_private(path: str | os.PathLike[str], passphrase: str | None = None) -> PrivateKey:
-    """The key in `path`; passphrase: SECURE_FVI_PASSPHRASE unless given. Raises InputError when there is none."""
+    """The key in `path`; passphrase: the environment's unless given. Raises InputError when there is none."""
     path = Path(path)
     pem = _read(path)
     try:
         key = serialization.load_pem_private_key(pem, _secret(passphrase) if _ENCRYPTED in pem else None)
     except TypeError:
-        raise InputError(f"the signing key '{path}' is encrypted; set {PASSPHRASE_VARIABLE}") from None
+        raise InputError(
+            f"the signing key '{path}' is encrypted; set {PASSPHRASE_VARIABLE} or {KEY_FILE_VARIABLE}"
+        ) from None
     except (ValueError, UnsupportedAlgorithm):
         raise InputError(f"'{path}' is no private key in PEM form, or the passphrase is wrong") from None
     if not isinstance(key, PrivateKey):
@@ -48,10 +52,13 @@ def load_private(path: str | os.PathLike[str], passphrase: str | None = None) ->
     return key
 
 
-def store_private(path: Path, key: PrivateKey, passphrase: str | None = None) -> bool:
-    """Write `key` to `path` for good; False, and nothing is changed, where a file was there before."""
+def store_private(path: Path, key: PrivateKey, passphrase: str | None = None, unsealed: bool = False) -> bool:
+    """Write `key` to `path` for good; False, and nothing is changed, where a file was there before.
+
+    Raises InputError where there is no passphrase, unless the key may lie there `unsealed`.
+    """
+    secret = check_sealed(passphrase, unsealed)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    secret = _secret(passphrase)
     pem = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -73,6 +80,37 @@ def store_private(path: Path, key: PrivateKey, passphrase: str | None = None) ->
     return False
 
 
+def check_sealed(passphrase: str | None, unsealed: bool) -> bytes | None:
+    """What new keys are encrypted with. Raises InputError where there is nothing, unless they may lie `unsealed`."""
+    secret = _secret(passphrase)
+    if secret is None and not unsealed:
+        raise InputError(
+            f"new private keys need a passphrase: set {PASSPHRASE_VARIABLE} or {KEY_FILE_VARIABLE}, or ask for it with "
+            "--ask-passphrase; --unsealed leaves them readable to whoever reads the disk or a backup"
+        )
+    return secret
+
+
+def seal(path: Path, passphrase: str | None = None) -> bool:
+    """Encrypt the key in `path`, which lies there unsealed, in place; False where it is encrypted already."""
+    if is_encrypted(path):
+        return False
+    key, secret = load_private(path), check_sealed(passphrase, False)
+    assert secret is not None
+    encrypted = serialization.BestAvailableEncryption(secret)
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encrypted))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+    return True
+
+
 def load_key(path: str | os.PathLike[str], passphrase: str | None = None) -> Identity:
     """The identity in the key file. Raises InputError, which quotes nothing of the file, when there is none."""
     key = load_private(path, passphrase)
@@ -81,10 +119,10 @@ def load_key(path: str | os.PathLike[str], passphrase: str | None = None) -> Ide
     return Identity(key)
 
 
-def create_key(path: str | os.PathLike[str], passphrase: str | None = None) -> Identity:
+def create_key(path: str | os.PathLike[str], passphrase: str | None = None, unsealed: bool = False) -> Identity:
     """A new identity, written to `path` (and its public half beside it) for good; the one already there, if any."""
     path = Path(path)
-    store_private(path, Ed25519PrivateKey.generate(), passphrase)
+    store_private(path, Ed25519PrivateKey.generate(), passphrase, unsealed)
     identity = load_key(path, passphrase)
     path.with_suffix(".pub").write_text(identity.public_key.hex() + "\n")
     return identity
@@ -108,7 +146,30 @@ def _read(path: Path) -> bytes:
         raise InputError(f"cannot read the signing key '{path}': {error.strerror}") from None
 
 
+def given_passphrase() -> str | None:
+    """The environment's: the variable's, or what is in the key file that another names."""
+    return os.environ.get(PASSPHRASE_VARIABLE) or _from_key_file(os.environ.get(KEY_FILE_VARIABLE))
+
+
 def _secret(passphrase: str | None) -> bytes | None:
     if passphrase is None:
-        passphrase = os.environ.get(PASSPHRASE_VARIABLE)
+        passphrase = given_passphrase()
     return passphrase.encode() if passphrase else None
+
+
+def _from_key_file(name: str | None) -> str | None:
+    """The first line of the file `name`. Raises InputError where it is not there, is empty, or others may read it."""
+    if not name:
+        return None
+    path = Path(name)
+    try:
+        if path.stat().st_mode & 0o077:
+            raise InputError(f"{KEY_FILE_VARIABLE}: others than its owner may read '{path}'; run: chmod 600 '{path}'")
+        found = path.read_text().partition("\n")[0].strip()
+    except OSError as error:
+        raise InputError(f"{KEY_FILE_VARIABLE}: cannot read '{path}': {error.strerror}") from None
+    except UnicodeDecodeError:
+        found = ""
+    if not found:
+        raise InputError(f"{KEY_FILE_VARIABLE}: the first line of '{path}' must be a passphrase, as text")
+    return found

@@ -9,7 +9,7 @@ from secure_fvi.algorithms.base import LocalFit, Posterior, Problem
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError
 from secure_fvi.families import rows as gaussian_rows
-from secure_fvi.results import draw_unconstrained
+from secure_fvi.results import draw_unconstrained, over_draws
 from secure_fvi.silo import Silo
 
 
@@ -56,7 +56,8 @@ class LocalPosterior:
             z = torch.take_along_dim(z, chosen[None, :, None], 0)[0]
             return problem.density.constrain_local(z_global, z_silo, z, theta, view.rows)
 
-        draws = torch.func.vmap(one)(
+        draws = over_draws(
+            one,
             draw_unconstrained(self._posterior, n, seed),
             noise(samples, rows, layout.size("record")),
             noise(1, layout.size("silo")),

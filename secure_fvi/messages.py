@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from secure_fvi import wire
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.errors import ProtocolError
 
@@ -22,6 +24,18 @@ CLIP = "clip"
 
 _DTYPES: dict[str, np.dtype[Any]] = {"f8": np.dtype("<f8"), "f4": np.dtype("<f4")}
 _NAMES = {torch.float64: "f8", torch.float32: "f4"}
+_NAME = wire.text(200)
+_TENSOR = wire.Row(wire.text(2), wire.Listed(wire.whole(), 16), wire.binary())
+_BROADCAST = wire.Row(
+    wire.whole(),  # version
+    wire.whole(),  # round
+    wire.whole(),  # sum index
+    wire.Mapped(wire.whole(), _NAME),  # sums used
+    wire.Listed(_NAME),  # cohort
+    wire.Mapped(wire.real(), _NAME),
+    wire.Mapped(_TENSOR, _NAME),
+    _NAME,  # phase
+)
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
@@ -31,7 +45,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 def unpack_tensors(packed: Any) -> dict[str, Tensor]:
     """The inverse of `pack_tensors`; raises ProtocolError for anything else."""
-    out = {}
+    out: dict[str, Tensor] = {}
     _require(isinstance(packed, dict), "tensors must be a map")
     for name, entry in packed.items():
         _require(isinstance(name, str) and isinstance(entry, list) and len(entry) == 3, "malformed tensor")
@@ -61,24 +75,23 @@ def encode_broadcast(message: Broadcast) -> bytes:
     return packed
 
 
+def question_digest(message: Broadcast) -> bytes:
+    """SHA-256 of what a broadcast asks, and of whom: all of it but the sum's index and what it says of past sums."""
+    tensors = sorted(message.tensors.items())
+    head = [message.round, message.phase, message.cohort, sorted(message.scalars.items())]
+    shapes = [[name, _NAMES[t.dtype], list(t.shape)] for name, t in tensors]
+    digest = hashlib.sha256(b"secure-fvi/question/1" + msgpack.packb([*head, shapes]))
+    for _, tensor in tensors:
+        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
+    return digest.digest()
+
+
 def decode_broadcast(raw: bytes) -> Broadcast:
     """Raises ProtocolError unless `raw` has exactly the schema."""
-    try:
-        fields = msgpack.unpackb(raw)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError("a broadcast is not MessagePack") from error
-    _require(isinstance(fields, list) and len(fields) == 8, "a broadcast has eight fields")
+    fields = wire.decode(raw, _BROADCAST, what="a broadcast")
     version, round_, index, accepted, cohort, scalars, tensors, phase = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
-    _require(isinstance(accepted, dict) and all(isinstance(s, str) for s in accepted), "malformed sums used")
-    _require(all(type(n) is int and n >= 0 for n in (round_, index, *accepted.values())), "malformed round numbers")
-    _require(isinstance(cohort, list) and all(isinstance(s, str) for s in cohort), "malformed cohort")
-    _require(
-        isinstance(scalars, dict)
-        and all(isinstance(k, str) and type(v) in (int, float) and math.isfinite(v) for k, v in scalars.items()),
-        "malformed scalars",
-    )
-    _require(isinstance(phase, str), "malformed phase")
+    _require(all(math.isfinite(v) for v in scalars.values()), "malformed scalars")
     return Broadcast(round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors), phase)
 
 

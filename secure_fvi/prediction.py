@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from secure_fvi.algorithms.base import Posterior, Problem
-from secure_fvi.density import Params, param_constraint, record_dim, running
+from secure_fvi.density import Params, has_no_density, observed_value, param_constraint, record_dim, running
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
 from secure_fvi.results import draw_unconstrained
@@ -34,17 +35,19 @@ class _Forward(Messenger):  # type: ignore[misc]
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
-        if isinstance(fn, _Subsample):
+        scored = self.record_plate is not None
+        dim = record_dim(msg, self.record_plate) if self.record_plate is not None else 0
+        # A factor cannot be drawn; what stands outside the record plate is no part of a record's density.
+        if isinstance(fn, _Subsample) or (isinstance(fn, Unit) and not dim) or (scored and has_no_density(msg)):
             return
         if name in self.values:
             msg["value"] = self.values[name]
         elif not msg["is_observed"]:
             msg["value"] = fn.sample()
-        elif self.record_plate is None:
+        elif not scored:
             msg["value"] = self.observed[name] = fn.sample()
         else:
-            term = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
-            dim = record_dim(msg, self.record_plate)
+            term = scale_and_mask(fn.log_prob(observed_value(msg)), msg["scale"], msg["mask"])
             self.log_prob.append(term.movedim(dim, 0).reshape(term.shape[dim], -1).sum(1))
         msg["done"] = True
 

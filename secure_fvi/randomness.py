@@ -1,9 +1,13 @@
 """Random numbers that depend on who a record is, not on where it stands.
 
 eps_L comes from a counter-based generator: AES-256 under a key derived from the silo's secret, applied to
-(record id, round, position). The same records under another partition get the same draws (SFVI's invariance),
+(record id, number, position). The number follows from the silo's own count of the questions that it was asked, never
+from one that the server names. The same records under another partition get the same draws (SFVI's invariance),
 and a server without the secret can never replay them. Distinct counters in, independent 64-bit words out: this
 is AES as a pseudorandom function, which is what "ECB" computes; no message is encrypted here.
+
+Id, number and position have 64, 32 and 32 bits of the 128 that enter. What does not fit is refused: a number cut to its
+last bits would meet the draws of another one.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
+from secure_fvi.errors import ProtocolError
+
 _LABEL = b"secure-fvi/draws/1/"
 _AHEAD = 16_000  # numbers drawn ahead at most, so few that they stay in the processor's cache
 UNIT_ID = -1  # the "record" that stands for the silo itself
+#: Numbers that name draws lie below, and so do positions in a draw, in pairs.
+LARGEST = 2**32
 
 
 def derive_key(secret: bytes, purpose: bytes) -> bytes:
@@ -34,7 +42,7 @@ class KeyedDraws:
     def __init__(self, secret: bytes, purpose: bytes, ids: npt.NDArray[np.int64]) -> None:
         self._cipher = Cipher(algorithms.AES(derive_key(secret, purpose)), modes.ECB())
         self._ids = ids.astype(np.int64).view(np.uint64)
-        self._ahead: tuple[int, int, tuple[Tensor, ...]] = (0, -1, ())  # first round, width, draws by round
+        self._ahead: tuple[int, int, tuple[Tensor, ...]] = (0, -1, ())  # first number, width, draws
 
     def __repr__(self) -> str:
         return f"KeyedDraws({len(self._ids)} ids)"
@@ -46,42 +54,45 @@ class KeyedDraws:
         return chosen
 
     def uniforms(
-        self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None, rounds: int = 1
+        self, number: int, width: int, rows: npt.NDArray[np.int64] | None = None, count: int = 1
     ) -> npt.NDArray[np.float64]:
-        """Numbers in (0, 1) of 53 bits for `rounds` rounds from `round_`: (rounds, N or len(rows), width)."""
+        """Numbers in (0, 1) of 53 bits for `count` draws from `number` on: (count, N or len(rows), width).
+
+        Raises ProtocolError where the draws' numbers or positions do not fit: no other draw may be met.
+        """
         ids = self._ids if rows is None else self._ids[rows]
         blocks = (width + 1) // 2
-        counters = np.empty((rounds, len(ids), blocks, 2), np.uint64)
+        if not (number >= 0 and number + count <= LARGEST and 0 <= blocks <= LARGEST):
+            raise ProtocolError(f"draw {number} with {width} numbers an id is past the last; begin another job")
+        counters = np.empty((count, len(ids), blocks, 2), np.uint64)
         counters[..., 0] = ids[:, None]
-        at = np.arange(round_, round_ + rounds, dtype=np.uint64)[:, None, None] << np.uint64(32)
+        at = np.arange(number, number + count, dtype=np.uint64)[:, None, None] << np.uint64(32)
         counters[..., 1] = at | np.arange(blocks, dtype=np.uint64)
         words = np.frombuffer(self._cipher.encryptor().update(counters.tobytes()), np.uint64)
-        words = words.reshape(rounds, len(ids), 2 * blocks)[..., :width]
+        words = words.reshape(count, len(ids), 2 * blocks)[..., :width]
         return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
-    def normals(self, round_: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
+    def normals(self, number: int, width: int, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
         """Standard normals, float64 (N or len(rows), width)."""
         if rows is not None:
-            return torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, rows)[0]))
-        # Rounds come one after the other, so small draws are made for several at once.
+            return torch.special.ndtri(torch.from_numpy(self.uniforms(number, width, rows)[0]))
+        # Numbers come one after the other, so small draws are made for several at once.
         start, drawn, ahead = self._ahead
-        if drawn != width or not start <= round_ < start + len(ahead):
-            rounds = max(1, min(64, _AHEAD // max(len(self._ids) * width, 1)))
-            start, ahead = (
-                round_,
-                torch.special.ndtri(torch.from_numpy(self.uniforms(round_, width, None, rounds))).unbind(),
-            )
+        if drawn != width or not start <= number < start + len(ahead):
+            count = max(1, min(64, _AHEAD // max(len(self._ids) * width, 1), LARGEST - number))
+            drawn_ahead = torch.from_numpy(self.uniforms(number, width, None, count))
+            start, ahead = number, torch.special.ndtri(drawn_ahead).unbind()
             self._ahead = (start, width, ahead)
-        return ahead[round_ - start]
+        return ahead[number - start]
 
-    def stratified(self, round_: int, width: int, rounds: int) -> Tensor:
-        """Standard normals, float64 (rounds, N, width), Latin hypercube over the rounds: for every id and position one
-        in each of `rounds` strata of equal probability, in random order. Means over the rounds vary less than with
-        independent draws; each round alone is an ordinary draw."""
-        u = self.uniforms(round_, 2 * width, None, rounds)
+    def stratified(self, number: int, width: int, count: int) -> Tensor:
+        """Standard normals, float64 (count, N, width), Latin hypercube over the draws: for every id and position one
+        in each of `count` strata of equal probability, in random order. Means over the draws vary less than with
+        independent draws; each alone is an ordinary draw."""
+        u = self.uniforms(number, 2 * width, None, count)
         order, jitter = u[..., :width], u[..., width:]
         strata = np.argsort(np.argsort(order, 0), 0)
-        return torch.special.ndtri(torch.from_numpy((strata + jitter) / rounds))
+        return torch.special.ndtri(torch.from_numpy((strata + jitter) / count))
 
 
 def server_draws(seed: int) -> KeyedDraws:

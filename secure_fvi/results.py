@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,9 +13,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from secure_fvi.algorithms.base import Posterior, Problem
+from secure_fvi.algorithms.base import Posterior, Problem, Verdict
 from secure_fvi.density import Params
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.runs.checkpoint import write_atomically
 
 if TYPE_CHECKING:
@@ -41,6 +42,19 @@ class SitePosteriors(dict[str, SitePosterior]):
         raise InputError(f"no global site '{name}'; there are: {', '.join(self) or 'none'}")
 
 
+def assessed(verdict: Verdict, algorithm: str, rounds: int) -> dict[str, Any]:
+    """`converged` and `convergence` of a result. Warns with SecureFVIWarning where the result deserves less trust."""
+    if verdict.warns:
+        how = "without converging" if verdict.converged is False else "unassessed"
+        warnings.warn(
+            f"{algorithm} ended after {rounds} rounds {how}: {verdict.reason}", SecureFVIWarning, stacklevel=4
+        )
+    return {
+        "converged": verdict.converged,
+        "convergence": {"reason": verdict.reason, "moving": verdict.moving, **verdict.details},
+    }
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
 class RunSummary:
     """What every fit reports: the content of result.json. All of it follows from broadcasts and totals."""
@@ -52,7 +66,8 @@ class RunSummary:
     seconds: float
     # nats; mean over the last rounds (with importance samples: the tighter bound); None: not released
     elbo: float | None
-    converged: bool
+    converged: bool | None  # None: not assessed
+    convergence: dict[str, Any]  # "reason", one line, and the numbers that the verdict rests on
     posterior: SitePosteriors
     theta: Params  # in the model's own space
     metrics: dict[str, Any]
@@ -75,6 +90,7 @@ class RunSummary:
             "seconds": self.seconds,
             "elbo": self.elbo,
             "converged": self.converged,
+            "convergence": self.convergence,
             "posterior": {s: {"mean": p.mean.tolist(), "sd": p.sd.tolist()} for s, p in self.posterior.items()},
             "theta": {name: value.tolist() for name, value in self.theta.items()},
             "metrics": self.metrics,
@@ -148,9 +164,18 @@ def draw_global(
     parts = []
     for start in range(0, n, most):
         z = _draw(posterior, min(most, n - start), rng)
-        found = torch.func.vmap(lambda z: problem.density.constrain(z, posterior.theta)[0])(z)
+        found = over_draws(lambda z: problem.density.constrain(z, posterior.theta)[0], z)
         parts.append({name: v for name, v in found.items() if sites is None or name in sites})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def over_draws(fn: Callable[..., Params], *args: Tensor) -> Params:
+    """`fn` of each draw along the first axis, mapped; one by one for a program that PyTorch cannot map."""
+    try:
+        return torch.func.vmap(fn)(*args)
+    except RuntimeError:
+        found = [fn(*(arg[k] for arg in args)) for k in range(len(args[0]))]
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
 def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:

@@ -2,19 +2,79 @@
 
 Data, local variational parameters and the silo's secret stay in this object. What leaves is what `handle` returns:
 contributions, which pass the gate and then the secure sum, and the sum's own protocol messages.
+
+The silo keeps order, whatever a server says. It answers each question of the job's `Order` once, later ones only after
+earlier ones, and counts:
+
+    the same bytes again                     the same answer, byte for byte
+    the same question under another index    the same values, masked anew: a session was lost; no draw, noise or charge
+    anything else that is not the next       ProtocolError, and nothing changes
+
+What it draws is keyed by its own count of questions (`Past.turn`), which is claimed, with the digest of the question,
+before anything is drawn. Of the past a broadcast may say one thing: whether this silo's last answer was used.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from secure_fvi.aggregation.base import SumSilo
-from secure_fvi.algorithms.base import Pending, SiloProgram
-from secure_fvi.errors import ProtocolError
-from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast
-from secure_fvi.privacy.gate import Gate
+import torch
+
+from secure_fvi.aggregation.base import FloatArray, SumSilo
+from secure_fvi.algorithms.base import Broadcast, Pending, Question, SiloProgram
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast, question_digest
+from secure_fvi.privacy.gate import Gate, Release
+
+LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
+#: What a silo's data, and not a message or a disk, may have made fail.
+_OF_DATA = (AggregationError, InputError, ArithmeticError, LinAlgError)
+#: So many answers that were used make up for one that was not (`Limits.left_out`).
+_MAKES_UP = 10
+
+
+class Limits(NamedTuple):
+    """What a site lets a server do within the job's order. None: no limit of the site's own."""
+
+    rounds: int | None = None  # answered
+    missing: int = 0  # silos that a cohort may lack of those that the job asks in a round
+    differences: int = 0  # rounds with such a cohort
+    left_out: int | None = None  # answers of this silo that the server did not use, one more for every ten that it did
+    unused: int | None = None  # silos asked with this one whose answers were not used, where its own was
+
+
+class Past(NamedTuple):
+    """What a silo remembers of the questions it was asked. Never leaves the silo."""
+
+    turn: int = -1  # its own count of questions: the number of the last one claimed
+    claimed: str = ""  # digest of that question
+    asked: Question = Question(-1, 0, 0)  # the last one answered
+    answers: tuple[int, ...] = ()  # by phase
+    rounds: int = 0  # answered
+    used: int = 0  # the last sum of which it knows that it was used with its term
+    made: int = 0  # the sum for which the last answer was made, and charged
+    counted: int = 0  # answers that were used
+    left_out: int = 0  # answers that were not
+    differences: int = 0  # cohorts that lacked a silo
+    failed: bool = False  # whether its data could not answer the question claimed last; no other one is answered
+    cohort: tuple[str, ...] = ()  # of the last answer
+
+
+class Kept(NamedTuple):
+    """A silo between two rounds, for a checkpoint."""
+
+    local: Any
+    past: Past
+
+
+class Answer(NamedTuple):
+    """The last answer, for as long as it may be asked for again."""
+
+    broadcast: bytes  # SHA-256 of the broadcast that it answers, as it came
+    values: FloatArray  # as they were released, before the secure sum
+    reply: bytes
 
 
 class Silo:
@@ -27,35 +87,234 @@ class Silo:
         view: Any,
         secure_sum: SumSilo,
         gate: Gate,
+        limits: Limits | None = None,
+        released: int = 0,
     ) -> None:
-        """`view`: what the program may use of the silo's data; `view.size` is the number of records."""
+        """`view`: what the program may use of the silo's data; `view.size` is the number of records. `released`: how
+        often the ledger was charged before, below which no count of questions may be drawn from."""
         self.name, self.program, self.view, self.size = name, program, view, view.size
-        self._sum, self.gate = secure_sum, gate
-        self.local = program.init_local(view)
-        self.pending: Pending | None = None
+        self._sum, self.gate, self.limits, self._released = secure_sum, gate, limits or Limits(), released
+        #: Told of the claim before anything is drawn; a silo that may be killed writes it down.
+        self.on_claim: Callable[[Past], None] = lambda past: None
+        #: Told what is not as it should be, in a few words, before an answer leaves: it belongs in the site's log.
+        self.on_event: Callable[[str, str], None] = lambda kind, what: None
+        self.begin()
 
     def __repr__(self) -> str:
         return f"Silo('{self.name}')"
 
+    def begin(self) -> None:
+        """As before the first round."""
+        self.local = self.program.init_local(self.view)
+        self.pending: Pending | None = None
+        self.past = Past()
+        self.answer: Answer | None = None
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.local, self.past)
+
+    def restore(self, kept: Kept) -> None:
+        """Go on from there."""
+        self.local, self.past, self.pending, self.answer = kept.local, kept.past, None, None
+
+    def forget(self) -> None:
+        """Let go of the last answer: its sum is complete, and nobody asks for it again."""
+        self.answer = None
+
     def handle(self, message: bytes) -> bytes:
-        """Answer the server. Raises ProtocolError or AggregationError; nothing is released then."""
+        """Answer the server. Raises ProtocolError or AggregationError; nothing is released then, and nothing changes
+        but for what was charged."""
         kind, body = message[:1], message[1:]
         if kind == SUM:
             return self._sum.handle(body)
         if kind != ROUND:
             raise ProtocolError(f"silo '{self.name}': a message of unknown kind")
-        broadcast = decode_broadcast(body)
-        self.settle(broadcast.accepted)
-        index, cohort = broadcast.sum_index, broadcast.cohort
-        self.gate.begin(index, broadcast.phase, len(cohort), broadcast.scalars.get(CLIP))
-        release, local = self.program.contribute(broadcast, self.local, self.view, self.gate)
         context = hashlib.sha256(body).digest()
-        answer = self._sum.contribute(release.sum_index, cohort, self.gate.table, release.values, context)
-        self.pending = Pending(broadcast.sum_index, local)
-        return answer
+        if self.answer is not None and self.answer.broadcast == context:
+            return self.answer.reply
+        broadcast = decode_broadcast(body)
+        try:
+            question = self.program.order.question(broadcast)
+        except ProtocolError as error:
+            raise ProtocolError(f"silo '{self.name}': {error}") from None
+        digest = question_digest(broadcast).hex()
+        if question == self.past.asked and digest == self.past.claimed:
+            return self._again(broadcast, context)
+        return self._answer(broadcast, question, digest, context)
+
+    def answered(self, message: bytes) -> bool:
+        """Whether the answer to this broadcast, or to its question under another index, is kept."""
+        if self.answer is None or message[:1] != ROUND:
+            return False
+        if self.answer.broadcast == hashlib.sha256(message[1:]).digest():
+            return True
+        broadcast = decode_broadcast(message[1:])
+        same = self.program.order.question(broadcast) == self.past.asked  # or it was claimed, and never answered
+        return same and question_digest(broadcast).hex() == self.past.claimed
 
     def settle(self, accepted: Mapping[str, int]) -> None:
-        """Let the algorithm decide on the pending local state; `accepted` is a broadcast's, or the server's."""
-        if self.pending is not None:
-            self.local = self.program.commit(self.local, self.pending, accepted.get(self.name, 0))
-            self.pending = None
+        """Let the algorithm decide on the pending local state; `accepted` is the server's, after a round. Raises
+        ProtocolError where the two disagree on the past."""
+        self.past, self.local = self._heard(accepted.get(self.name, 0))
+        self.pending = self.answer = None
+
+    # ---- parts ----
+
+    def _answer(self, broadcast: Broadcast, question: Question, digest: str, context: bytes) -> bytes:
+        """A question that was not asked before."""
+        self._check_not_failed(broadcast, digest)
+        past, local = self._heard(broadcast.accepted.get(self.name, 0))
+        self._check_others_used(past, broadcast)
+        past = self._in_order(past, broadcast, question)
+        before, paid, index = self.past, self.gate.paid, broadcast.sum_index
+        turn = before.turn if before.claimed == digest else max(before.turn + 1, self._released)
+        claimed = before._replace(turn=turn, claimed=digest)
+        self.on_claim(claimed)
+        try:
+            clip = broadcast.scalars.get(CLIP)
+            self.gate.begin(index, broadcast.phase, len(broadcast.cohort), clip, turn)
+            release, after = self._contribution(broadcast, local, turn)
+            table = self.gate.table
+            reply = self._sum.contribute(
+                release.sum_index, broadcast.cohort, table, release.values, context, bytes.fromhex(digest)
+            )
+        except BaseException as error:
+            # What was charged may have been drawn for; of an attempt that ended before nothing has left.
+            self.past = claimed if self.gate.paid > paid else before
+            if isinstance(error, _OF_DATA):  # a refusal tells the server something of this silo alone: once
+                self.past = claimed._replace(failed=True)
+                self.on_claim(self.past)
+            if isinstance(error, ArithmeticError | LinAlgError):
+                raise AggregationError(
+                    f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
+                    f"({type(error).__name__}); rescale the data, lower learning_rate, or keep parameters where the "
+                    "model is defined"
+                ) from error
+            raise
+        self._tell(past)
+        self.past = past._replace(turn=turn, claimed=digest, made=index, failed=False, cohort=broadcast.cohort)
+        self.local, self.pending = local, Pending(index, after)
+        self.answer = Answer(context, release.values, reply)
+        return reply
+
+    def _contribution(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any]:
+        """Under privacy it does not fail on data: that would tell of them, without noise or charge, whenever asked."""
+        paid = self.gate.paid
+        try:
+            return self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self.gate.terms is None or self.gate.paid > paid or isinstance(error, SecureFVIError):
+                raise
+            self.on_event("failed", f"round {broadcast.round}: {type(error).__name__}; it sends noise alone")
+            return self.gate.release_nothing(), local
+
+    def _again(self, broadcast: Broadcast, context: bytes) -> bytes:
+        """The question that was answered last, under another index: the same values, to the same silos. The sum signs
+        one set of survivors for both, since it is told the question."""
+        if self.answer is None or self.pending is None or broadcast.accepted.get(self.name, 0) != self.past.used:
+            raise ProtocolError(
+                f"silo '{self.name}': round {broadcast.round} was answered already, and that answer is settled"
+            )
+        index, table = broadcast.sum_index, self.program.tables[broadcast.phase]
+        reply = self._sum.contribute(
+            index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed)
+        )
+        self.pending = self.pending._replace(sum_index=index)
+        self.answer = self.answer._replace(broadcast=context, reply=reply)
+        return reply
+
+    def _check_not_failed(self, broadcast: Broadcast, digest: str) -> None:
+        """Raises ProtocolError for another question than the one that this silo's data could not answer: with question
+        after question a server would search for the point where one silo's values pass a bound."""
+        if self.past.failed and digest != self.past.claimed:
+            raise ProtocolError(
+                f"silo '{self.name}': round {broadcast.round} is not answered: its data could not answer a question "
+                "before, and which others they can would tell of them alone; begin another job"
+            )
+
+    def _check_others_used(self, past: Past, broadcast: Broadcast) -> None:
+        """Raises ProtocolError where the server says that it used this silo's last answer, and not those of others that
+        were asked with it: what the others then send may be nothing, and a total this silo's term."""
+        most, pending = self.limits.unused, self.pending
+        if most is None or pending is None or past.used != pending.sum_index:
+            return
+        together = set(self.past.cohort) & set(broadcast.cohort)
+        unused = sum(broadcast.accepted.get(silo, 0) < past.used for silo in together)
+        if unused > most:
+            raise ProtocolError(
+                f"silo '{self.name}': the server says that sum {past.used} lacks {unused} silos; its site "
+                f"allows {most} (max_missing)"
+            )
+
+    def _heard(self, accepted: int) -> tuple[Past, Any]:
+        """Past and local state, once the server has said whether the last answer was used."""
+        past, pending = self.past, self.pending
+        newest = past.used if pending is None else pending.sum_index
+        if accepted not in (past.used, newest):
+            whose = "this silo's state is" if accepted > newest else "the server's checkpoint is"
+            raise ProtocolError(
+                f"{whose} older than the other's: the server has used sum {accepted} of silo '{self.name}', which "
+                f"itself knows of sums up to {newest}; a copy was restored, or the machine lost its last writes"
+            )
+        if pending is None:
+            return past, self.local
+        local = self.program.commit(self.local, pending, accepted)
+        if accepted == newest:
+            return past._replace(used=accepted, counted=past.counted + 1), local
+        return past._replace(left_out=past.left_out + 1), local
+
+    def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:
+        """The past with this question in it. Raises ProtocolError where it is not its turn, or is past a limit."""
+        limits, phases = self.limits, self.program.order.phases
+        if question <= past.asked or (past.answers and list(phases.values())[past.asked.place].ends):
+            raise ProtocolError(
+                f"silo '{self.name}': round {question.round}, phase '{broadcast.phase}', was answered already or is "
+                "over; no other broadcast of it is answered"
+            )
+        phase = phases[broadcast.phase]
+        answers = list(past.answers or (0,) * len(phases))
+        answers[question.place] += 1
+        if answers[question.place] > phase.most:
+            raise ProtocolError(
+                f"silo '{self.name}': phase '{broadcast.phase}' was answered {phase.most} times, as agreed"
+            )
+        rounds = past.rounds + (phase.counts and (question.round > past.asked.round or not past.rounds))
+        if limits.rounds is not None and rounds > limits.rounds:
+            raise ProtocolError(
+                f"silo '{self.name}': {limits.rounds} rounds were answered, and its site allows no more"
+            )
+        if limits.left_out is not None and past.left_out > limits.left_out + past.counted // _MAKES_UP:
+            raise ProtocolError(
+                f"silo '{self.name}': {past.left_out} of its answers were not used, and its site allows no more"
+            )
+        differences = past.differences + self._differs(past, broadcast)
+        return past._replace(asked=question, answers=tuple(answers), rounds=rounds, differences=differences)
+
+    def _differs(self, past: Past, broadcast: Broadcast) -> bool:
+        """Whether a silo is missing that the job asks. Raises ProtocolError for a cohort that the site forbids."""
+        cohort, limits = broadcast.cohort, self.limits
+        asked = self.program.order.cohort(broadcast.round, broadcast.phase)
+        if cohort == asked:
+            return False
+        missing = len(asked) - len(cohort)
+        if len(set(cohort)) != len(cohort) or not set(cohort) <= set(asked) or not missing:
+            raise ProtocolError(f"silo '{self.name}': the cohort is not the one that the job asks in this round")
+        if missing > limits.missing:
+            raise ProtocolError(
+                f"silo '{self.name}': the cohort lacks {missing} silos of those that the job asks; its site allows "
+                f"{limits.missing} (max_missing)"
+            )
+        if past.differences >= limits.differences:
+            raise ProtocolError(
+                f"silo '{self.name}': the cohort lacks {missing} silos, and after {past.differences} such rounds its "
+                f"site allows no more (max_differences): totals over other cohorts differ by single silos' terms"
+            )
+        return True
+
+    def _tell(self, past: Past) -> None:
+        """Of what the question showed, before its answer leaves."""
+        if past.left_out > self.past.left_out:
+            self.on_event("left out", f"sum {self.pending.sum_index if self.pending else 0}: {past.left_out} in all")
+        if past.differences > self.past.differences:
+            self.on_event("difference", f"round {past.asked.round} lacks silos: {past.differences} such rounds in all")

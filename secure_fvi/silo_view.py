@@ -7,8 +7,9 @@ import numpy.typing as npt
 import torch
 
 from secure_fvi.algorithms.base import Problem, SiloView
-from secure_fvi.discovery import start_at_silo
-from secure_fvi.errors import InputError
+from secure_fvi.contracts import read_at_silo
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 
@@ -19,14 +20,19 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
     """Records with one spare row at the end (a copy of the first, of weight zero), and the silo's draws."""
     if ids.shape != (records.size,):
         raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
-    if len(np.unique(ids)) != len(ids) or (ids < 0).any():
-        raise InputError(f"silo '{silo}': record ids must be different whole numbers of at least 0")
+    different, counts = np.unique(ids, return_counts=True)
+    if len(different) != len(ids) or (ids < 0).any():
+        bad = int((np.isin(ids, different[counts > 1]) | (ids < 0)).sum())
+        raise DataError(
+            f"silo '{silo}': record ids must be different whole numbers of at least 0; in {bad} of {len(ids)} rows "
+            "they are not"
+        )
     rows = {name: torch.cat([t, t[:1]]).to(problem.device) for name, t in records.rows.items()}
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
     weights[-1] = 0.0
     keyed = np.append(ids, _SPARE_ID)
-    problem.density.check_global_density(rows, silo)
-    start = start_at_silo(problem.model, rows, problem.schema.constants, problem.dtype, silo)
+    read = read_graph_at_silo if isinstance(problem.density, GraphDensity) else read_at_silo
+    start = read(problem, rows, records.size, silo)
     return SiloView(
         silo,
         rows,

@@ -29,6 +29,7 @@ from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
 from secure_fvi.building import check_common, device_named
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
+from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Progress, drive
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
@@ -127,6 +128,7 @@ def build_vertical_parties(
     """Server, engine and gates. Arguments as in `fit_vertical`; raises InputError and BudgetError as `fit` does."""
     names, ordered = named_silos(silo_ids, len(silos))
     algorithm = algorithm.resolved(likelihood)
+    disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
     check_common(seed, dtype)
     where = device_named(device)
     columns = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
@@ -144,6 +146,7 @@ def build_vertical_parties(
     mode = choose_mode(compile, algorithm.expected_calls * len(silos), numbers_of(silos))
     problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
     frame, noise = VerticalFrame(algorithm, problem), NoiseSource(noise_key)
+    disclosed.of_program(frame.tables, {p: t for p, t in frame.terms.items() if p in frame.tables}, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, frame.terms).local_parties(ordered)
     books = books or Books()
     guards = build_guards(ordered, frame.tables, frame.terms, algorithm.name, books, noise)
@@ -164,7 +167,8 @@ def build_vertical_parties(
             predictor = Predictor(program, rows, likelihood.columns)
             shared[key] = _silo_program(algorithm, problem, predictor)
         view, silo_program = _view(name, rows, seen, secret), shared[key]
-        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name])
+        released = guards.released(name)
+        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
     gate = holder.gates[RESPONSE_HOLDER] if holder is not None else None
     server = Server(problem, VerticalServerProgram(algorithm, problem, known, gate), server_sum, noise)
     return VerticalParties(problem, server, LocalEngine({n: built[n] for n in ordered}), guards, holder)

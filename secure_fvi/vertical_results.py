@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,10 @@ from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
 from secure_fvi.driving import Rounds
-from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.errors import InputError
 from secure_fvi.fitting import number_or_none
 from secure_fvi.guarding import Guards
-from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, draw_unconstrained
+from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed, draw_unconstrained
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params, part
@@ -174,18 +173,11 @@ class VerticalResult(RunSummary):
 def vertical_result(
     parties: VerticalParties, config: Vertical | Soul, aggregation: SecureSum, rounds: Rounds
 ) -> VerticalResult:
-    """The result of a finished run. Warns with SecureFVIWarning where it has not settled."""
+    """The result of a finished run. Warns with SecureFVIWarning where `assessed` does."""
     server, engine = parties.server, parties.engine
     state = server.state.algorithm
     variational = server.program.posterior(state)
-    converged = server.program.converged(state)
-    if not converged:
-        warnings.warn(
-            f"{config.name} ended after {server.rounds} rounds without settling; allow it more rounds, or rescale "
-            "the data",
-            SecureFVIWarning,
-            stacklevel=3,
-        )
+    verdict = assessed(server.program.verdict(state), config.name, server.rounds)
     gamma = draw_unconstrained(variational, _MOMENT_DRAWS, _MOMENT_SEED)
     draws = parties.problem.likelihood.constrain(gamma)
     tail = np.array(rounds.objectives)
@@ -197,7 +189,7 @@ def vertical_result(
         seconds=rounds.seconds,
         # What SOUL climbs is a joint density, not a bound.
         elbo=None if isinstance(config, Soul) else number_or_none(tail.mean()),
-        converged=converged,
+        **verdict,
         posterior=SitePosteriors({k: SitePosterior(v.mean(0), v.std(0)) for k, v in draws.items()}),
         theta={},
         metrics={

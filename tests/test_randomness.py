@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from secure_fvi.randomness import KeyedDraws, server_draws
+from secure_fvi.errors import ProtocolError
+from secure_fvi.randomness import LARGEST, KeyedDraws, server_draws
 
 SECRET = b"s" * 32
 
@@ -48,6 +50,27 @@ def test_normals_are_standard() -> None:
 def test_server_draws_follow_from_the_seed() -> None:
     assert torch.equal(server_draws(3).normals(9, 4), server_draws(3).normals(9, 4))
     assert not torch.equal(server_draws(3).normals(9, 4), server_draws(-3).normals(9, 4))
+
+
+@pytest.mark.parametrize("number", [-1, LARGEST, LARGEST + 7, 2**40])
+def test_numbers_that_do_not_fit_are_refused(number: int) -> None:
+    """Cut to 32 bits, 7 + 2^32 would meet the draws of 7. The control: the largest that fits has draws of its own."""
+    draws = KeyedDraws(SECRET, b"records", np.array([1, 2]))
+    for draw in (draws.normals, draws.uniforms):
+        with pytest.raises(ProtocolError, match="past the last"):
+            draw(number, 3)
+    with pytest.raises(ProtocolError, match="past the last"):
+        draws.stratified(number, 3, 4)
+    assert not torch.equal(draws.normals(LARGEST - 1, 3), draws.normals(0, 3))
+
+
+def test_no_two_draws_meet_in_one_block() -> None:
+    """What enters the cipher is different for different ids, numbers and positions, and so is what leaves it."""
+    ids = np.array([-2, -1, 0, 1, 2**62])
+    draws = KeyedDraws(SECRET, b"records", ids)
+    numbers = (0, 1, 2**16, 2**31, LARGEST - 1)
+    seen = np.concatenate([draws.uniforms(n, 6).ravel() for n in numbers])
+    assert len(np.unique(seen)) == len(ids) * len(numbers) * 6
 
 
 def test_repr_shows_no_key() -> None:

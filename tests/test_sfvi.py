@@ -116,7 +116,8 @@ def test_minibatch_gradients_are_unbiased() -> None:
         message = server.program.broadcast(server.state.algorithm, 1, 0)
         for round_ in range(2000):
             silo.gate.begin(round_, "round")
-            release, _ = silo.program.contribute(message._replace(round=round_), silo.local, silo.view, silo.gate)
+            view = silo.view._replace(turn=round_)
+            release, _ = silo.program.contribute(message._replace(round=round_), silo.local, view, silo.gate)
             sums[rate].append(release.values)
     full, part = np.array(sums[1.0]), np.array(sums[0.3])
     error = np.sqrt(full.var(0) / len(full) + part.var(0) / len(part))

@@ -6,7 +6,7 @@ of the driver builds its own program, so the server's never meets data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,9 @@ from torch import Tensor
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.compiled import Mode
 from secure_fvi.density import Layout, LogDensity, Params
+from secure_fvi.disclosure import Declaration
 from secure_fvi.discovery import Start
+from secure_fvi.errors import ProtocolError
 from secure_fvi.families import GlobalFamily, LocalFamily
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.privacy.gate import Gate, Release
@@ -52,6 +54,7 @@ class SiloView(NamedTuple):
     record_draws: KeyedDraws  # keyed by record id, N + 1 rows
     batch_draws: KeyedDraws
     silo_draws: KeyedDraws
+    turn: int = 0  # the silo's own count of questions, from 0: what keys its draws, and no number that the server names
 
 
 #: The phase of algorithms whose round is one sum.
@@ -63,6 +66,64 @@ class Pending(NamedTuple):
 
     sum_index: int
     local: Any
+
+
+class Question(NamedTuple):
+    """What a broadcast asks, in the order in which a silo answers."""
+
+    round: int
+    place: int  # of the phase in the round
+    iteration: int  # of a phase that repeats within a round
+
+
+class Phase(NamedTuple):
+    """When a phase may be asked: once in each of `rounds`, or in each iteration of them, and `most` times in all."""
+
+    rounds: range
+    most: int
+    iterations: range = range(1)  # a round's, by the scalar "iteration" of the broadcast
+    ends: bool = False  # whether nothing is asked after it
+    counts: bool = True  # whether its rounds are rounds of the job: not those of a sum before or after them
+
+
+#: Scalar of a broadcast whose phase repeats within a round.
+ITERATION = "iteration"
+
+
+class Order(NamedTuple):
+    """The questions of a job, the same at every party: what a silo answers, once each and in this order."""
+
+    phases: Mapping[str, Phase]  # in their order within a round
+    cohort: Callable[[int, str], tuple[str, ...]]  # the silos that are asked in a round, by phase; a public coin
+
+    def question(self, message: Broadcast) -> Question:
+        """What `message` asks. Raises ProtocolError for what the job never asks."""
+        phase = self.phases.get(message.phase)
+        if phase is None:
+            raise ProtocolError("the algorithm has no phase of the given name")
+        iteration = message.scalars.get(ITERATION, 0) if len(phase.iterations) > 1 or phase.iterations[0] else 0
+        if message.round not in phase.rounds or iteration not in phase.iterations:
+            raise ProtocolError(f"the job has no round {message.round} with this phase, or no such iteration of it")
+        return Question(message.round, list(self.phases).index(message.phase), int(iteration))
+
+
+def one_phase(
+    phase: str,
+    rounds: int,
+    cohort: Callable[[int], tuple[str, ...]],
+    before: Mapping[str, tuple[str, ...]] | None = None,
+    last: Collection[str] = (),
+    silos: tuple[str, ...] = (),
+) -> Order:
+    """The order of a job whose round is one sum over `cohort(round)`. before: the silos of sums that come once, before
+    the first round. last: sums over all `silos` that come once, after the last round."""
+    first = {name: Phase(range(1), 1, counts=False) for name in before or {}}
+    after = {name: Phase(range(1, rounds + 1), 1, ends=True, counts=False) for name in last}
+    asked_once = {**(before or {}), **dict.fromkeys(last, silos)}
+    return Order(
+        {**first, phase: Phase(range(rounds), rounds), **after},
+        lambda round_, asked: asked_once.get(asked) or cohort(round_),
+    )
 
 
 class Broadcast(NamedTuple):
@@ -85,6 +146,30 @@ class Step(NamedTuple):
     r_hat: float | None
     phase: str
     finished: bool
+
+
+class Verdict(NamedTuple):
+    """What a run can say of its own end. It follows from broadcasts and totals; everyone may see it."""
+
+    converged: bool | None  # None: not assessed
+    reason: str  # one line: what was found; and, unless converged, what to try
+    details: Mapping[str, float | None]  # the numbers that it rests on
+    moving: bool = False  # of a run that is not assessed: whether it was seen to be far from rest
+
+    @property
+    def warns(self) -> bool:
+        """Whether the result deserves less trust than usual, and a warning is due."""
+        return self.converged is False or self.moving
+
+
+#: Why a run under differential privacy is not assessed.
+PRIVATE = "under differential privacy nothing that would tell is released; compare runs of other lengths and seeds"
+
+
+def fixed_length(option: str, count: int, seen: str, details: Mapping[str, float | None], moving: bool) -> Verdict:
+    """Of a run whose length was set by `option`: nobody looked whether it was enough. `seen`: what its iterates did."""
+    advice = f"leave {option} out, and the run stops by itself or says that it has not converged"
+    return Verdict(None, f"its length was fixed ({option} = {count}){seen}; {advice}", details, moving)
 
 
 class Posterior(NamedTuple):
@@ -123,6 +208,11 @@ class Algorithm(Protocol):
 
     @property
     def importance_samples(self) -> int: ...
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        """What the sums of a job over `silos` silos are, with differential privacy where `private`: a superset, since
+        the model is not known yet."""
+        ...
 
     def server(self, problem: Problem) -> ServerProgram: ...
 
@@ -165,8 +255,8 @@ class ServerProgram(Protocol):
         """What the state stands for now."""
         ...
 
-    def converged(self, state: Any) -> bool:
-        """Whether the result deserves trust; a run that ends without is reported as such."""
+    def verdict(self, state: Any) -> Verdict:
+        """Whether a run that has ended converged. It may claim so only where the result is right within tolerance."""
         ...
 
     def metrics(self, state: Any) -> dict[str, float | None]:
@@ -186,12 +276,17 @@ class SiloProgram(Protocol):
     @property
     def terms(self) -> Mapping[str, Terms]: ...
 
+    @property
+    def order(self) -> Order:
+        """The questions that a silo answers."""
+        ...
+
     def init_local(self, view: Any) -> Any:
         """A silo's state before the first round."""
         ...
 
     def contribute(self, message: Broadcast, local: Any, view: Any, gate: Gate) -> tuple[Release, Any]:
-        """What the gate lets out, and the local state to hand to `commit`."""
+        """What the gate lets out, and the local state to hand to `commit`. Draws are keyed by `view.turn`."""
         ...
 
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:

@@ -19,12 +19,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from secure_fvi.algorithms.local_fit_options import FIRST_FIT, LocalFitOptions
+from secure_fvi.disclosure import Declaration, Sums
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms.base import Problem
     from secure_fvi.algorithms.baselines_server import BaselineServer
     from secure_fvi.algorithms.baselines_silo import BaselineSilo
+
+
+#: The phases: COUNT once, before a split of the prior whose N is not public; ROUND.
+COUNT, ROUND = "count", "round"
+_WHAT = "the change of q by its own fit, in natural parameters, and its number of records"
+_KEEPS = "its own latents' posterior"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,12 @@ class Baseline(LocalFitOptions):
     @property
     def expected_calls(self) -> int:
         return self.traced_calls(self.most_rounds + FIRST_FIT - 1)
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        """Of what visits one silo after the other: a visit is a round, and a sum of one silo."""
+        rounds = self.most_rounds * silos
+        sums = (Sums(ROUND, rounds, _WHAT, 1, "sequential"),)
+        return Declaration(rounds, sums, _KEEPS, False, self.fitted_share, "reveal_changes = true")
 
     def server(self, problem: Problem) -> BaselineServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""
@@ -77,6 +90,12 @@ class BCM(Baseline):
         if self.total_records is not None and self.prior == "same":
             raise InputError("total_records is what prior = 'split' divides the prior by; leave it out")
 
+    def declare(self, silos: int, private: bool) -> Declaration:
+        sums = [Sums(ROUND, 1, _WHAT, silos)]
+        if self.prior == "split" and self.total_records is None and not private:
+            sums.insert(0, Sums(COUNT, 1, "its number of records", silos))
+        return Declaration(1, tuple(sums), _KEEPS, share=self.fitted_share)
+
 
 @dataclass(frozen=True, kw_only=True)
 class VCL(Baseline):
@@ -88,7 +107,7 @@ class VCL(Baseline):
 
     reveal_changes: bool = False
 
-    name, reveals_silos = "vcl", True
+    name = "vcl"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +124,7 @@ class StreamingVB(Baseline):
     passes: int = 10
     reveal_changes: bool = False
 
-    name, reveals_silos = "streaming-vb", True
+    name = "streaming-vb"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import ROUND_PHASE, Problem
-from secure_fvi.algorithms.baselines import BCM, Baseline
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, one_phase
+from secure_fvi.algorithms.baselines import BCM, COUNT, Baseline
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import RecordDP
-
-#: The phase in which N is counted, once, before a split of the prior.
-COUNT = "count"
 
 
 class BaselineFrame:
@@ -39,6 +36,8 @@ class BaselineFrame:
         self.base = PVIFrame(self._as_pvi(), problem)
         self.terms = self.base.terms_by_phase
         self.tables = self._tables()
+        before = {COUNT: problem.silos} if self.counts_first else None
+        self.order = one_phase(ROUND_PHASE, self.rounds, self.base.cohort, before)
 
     def _as_pvi(self) -> PVI:
         if self.all_at_once:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, Posterior, Problem, Step
-from secure_fvi.algorithms.baselines import Baseline
-from secure_fvi.algorithms.baselines_frame import COUNT, BaselineFrame
+from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, Posterior, Problem, Step, Verdict
+from secure_fvi.algorithms.baselines import COUNT, Baseline
+from secure_fvi.algorithms.baselines_frame import BaselineFrame
 from secure_fvi.algorithms.natural import Natural, to_eta
 from secure_fvi.algorithms.pvi_prior import Prior
 from secure_fvi.errors import InputError, SecureFVIError
@@ -84,9 +84,21 @@ class BaselineServer:
     def rounds(self, state: BaselineState) -> int:
         return state.round
 
-    def converged(self, state: BaselineState) -> bool:
-        """Whether every silo's part is in q. It says nothing about how good q is: there is nothing to converge to."""
-        return state.round >= self.frame.rounds and not state.skipped and not state.lost
+    def verdict(self, state: BaselineState) -> Verdict:
+        """Not whether q is good: there is nothing to converge to. Whether every silo's part is in it."""
+        name, details = self.config.name, self.metrics(state)
+        if state.skipped or state.lost:
+            part = "a local fit ran off and changed nothing" if state.skipped else "a silo that was asked is missing"
+            advice = "lower learning_rate, standardise the columns, or use pvi" if state.skipped else "run it again"
+            return Verdict(False, f"{part}; {advice}", details)
+        what = (
+            "one pass over the silos, approximate by construction" if self._single else "passes that count records anew"
+        )
+        return Verdict(None, f"{name} is {what}; nothing in it tells how far q is from the posterior: use pvi", details)
+
+    @property
+    def _single(self) -> bool:
+        return self.config.most_rounds == 1
 
     def metrics(self, state: BaselineState) -> dict[str, float | None]:
         return {"skipped_fits": state.skipped}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView
-from secure_fvi.algorithms.baselines import Baseline
-from secure_fvi.algorithms.baselines_frame import COUNT, BaselineFrame
+from secure_fvi.algorithms.baselines import COUNT, Baseline
+from secure_fvi.algorithms.baselines_frame import BaselineFrame
 from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
 from secure_fvi.algorithms.pvi_start import first_start
@@ -21,7 +21,7 @@ class BaselineSilo:
     def __init__(self, config: Baseline, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = frame = BaselineFrame(config, problem)
-        self.tables, self.terms = frame.tables, frame.terms
+        self.tables, self.terms, self.order = frame.tables, frame.terms, frame.order
         self.fit = SiloFit(frame.base.config, problem, frame.base)
 
     def init_local(self, view: SiloView) -> OwnState:
@@ -33,7 +33,7 @@ class BaselineSilo:
         prior = self._prior(message, view)
         base = self.frame.base
         begin = prior if local.visits else first_start(prior, base.config.start_spread, base.problem.seed)
-        fitted = self.fit(message.sum_index, {}, begin, prior, local, view)
+        fitted = self.fit(view.turn + 1, {}, begin, prior, local, view)
         change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)
         values = to_numpy(change.pack())
         if self.frame.base.terms is None:

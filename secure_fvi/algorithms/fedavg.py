@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from secure_fvi.algorithms.schedules import Schedule, check_schedule
+from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class FedAvg:
         """How far the local steps of a round may come, of a whole step."""
         return min(1.0, self.learning_rate * self.local_steps)
 
+    def declare(self, silos: int, private: bool) -> Declaration:
+        sums = averaged_sums(self, silos, private)
+        share = 1 - (1 - self.sampling_rate) ** self.local_steps
+        return Declaration(self.rounds, sums, "nothing", False, share, f"participation = {self.participation:g}")
+
     def server(self, problem: Problem) -> FedAvgServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""
         from secure_fvi.algorithms.fedavg_frame import FedAvgFrame
@@ -93,6 +99,15 @@ class FedAvg:
         from secure_fvi.algorithms.fedavg_silo import FedAvgSilo
 
         return FedAvgSilo(self, problem)
+
+
+def averaged_sums(config: Any, silos: int, private: bool) -> tuple[Sums, ...]:
+    """The sums of what averages changes: a count where N is needed and not public, then a round each."""
+    what = "the change of its own copy of the point, times its weight, its part of the objective, its number of records"
+    sums = (Sums(AVERAGE, config.rounds, what, *drawn(silos, config.participation)),)
+    if config.prior and config.total_records is None and not private:
+        return (Sums(COUNT, 1, "its number of records", silos), *sums)
+    return sums
 
 
 def check_counts(config: Any, *options: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, Posterior, Step, choose_cohort
+from secure_fvi.algorithms.base import PRIVATE, Broadcast, Posterior, Step, Verdict
 from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
 from secure_fvi.algorithms.fedavg_frame import RECORDS, SILOS, FedAvgFrame
 from secure_fvi.algorithms.schedules import SCHEDULES
@@ -46,7 +46,7 @@ class FedAvgServer:
     def broadcast(self, state: FedAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         config, cohort = self.config, self.problem.silos
         if state.phase == AVERAGE:
-            cohort = choose_cohort(cohort, config.participation, self.problem.seed, state.round)
+            cohort = self.frame.cohort(state.round)
         prior = 1 / state.records if config.prior and state.records else 0.0
         return Broadcast(state.round, index, accepted, cohort, {"prior": prior}, dict(state.point), state.phase)
 
@@ -85,6 +85,17 @@ class FedAvgServer:
     def converged(self, state: FedAvgState) -> bool:
         """Whether averages have come to rest; with several local steps that need not be at the maximum."""
         return state.movement is not None and state.movement < self.config.tolerance
+
+    def verdict(self, state: FedAvgState) -> Verdict:
+        """Of the averages, which are what it can see; under privacy they are noise."""
+        if self.terms:
+            return Verdict(None, PRIVATE, {})
+        details = {"movement": state.movement}
+        if self.converged(state):
+            found = "averages have come to rest, with several local steps near the maximum rather than at it"
+            return Verdict(True, f"{found}: a point estimate, no posterior", details)
+        advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
+        return Verdict(False, f"averages were still moving when the rounds were over; {advice}", details)
 
     def rounds(self, state: FedAvgState) -> int:
         return state.round

@@ -27,7 +27,7 @@ class FedAvgSilo:
     def __init__(self, config: FedAvg, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = FedAvgFrame(config, problem)
-        self.tables, self.terms = self.frame.tables, self.frame.terms
+        self.tables, self.terms, self.order = self.frame.tables, self.frame.terms, self.frame.order
         self._gradient = Traced(self._gradient_function, (None, 0, 0, None), problem.mode)
 
     def init_local(self, view: SiloView) -> tuple[()]:
@@ -59,7 +59,7 @@ class FedAvgSilo:
         scale = self.frame.move(scale)
         _, log_likelihood = self._gradient(point, view.rows, view.weights, scale)
         for step in range(config.local_steps):
-            at = self._batch(message.round * config.local_steps + step, view)
+            at = self._batch(view.turn * config.local_steps + step, view)
             weights = view.weights if at is None else view.weights[at] / config.sampling_rate
             gradient, _ = self._gradient(point, take(view.rows, at), weights, scale)
             point = {name: w + config.learning_rate * gradient[name] for name, w in point.items()}

@@ -21,8 +21,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from secure_fvi.algorithms.fedavg import check_counts, check_positive, check_server
+from secure_fvi.algorithms.fedavg import averaged_sums, check_counts, check_positive, check_server
 from secure_fvi.algorithms.schedules import Schedule
+from secure_fvi.disclosure import Declaration
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ class FedVI:
     @property
     def expected_calls(self) -> int:
         return max(1, round(self.rounds * self.epochs * self.participation))
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        because = f"participation = {self.participation:g}"
+        return Declaration(self.rounds, averaged_sums(self, silos, private), "nothing", because=because)
 
     def server(self, problem: Problem) -> FedVIServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step
+from secure_fvi.algorithms.base import PRIVATE, Broadcast, Posterior, Problem, Step, Verdict
 from secure_fvi.algorithms.fedavg_server import FedAvgServer, FedAvgState
 from secure_fvi.algorithms.fedvi import FedVI
 from secure_fvi.algorithms.fedvi_frame import DISTORTION, RATE, FedVIFrame
@@ -50,10 +50,19 @@ class FedVIServer:
     def posterior(self, state: FedVIState) -> Posterior:
         return self._average.posterior(state.average)
 
-    def converged(self, state: FedVIState) -> bool:
+    def verdict(self, state: FedVIState) -> Verdict:
+        """Of the objective of the last rounds. Where that is not released nothing is known of it."""
+        if not state.average.reported:
+            return Verdict(None, PRIVATE, {})
+        if self._level(state):
+            return Verdict(True, "the objective no longer rises: a point estimate of theta", {})
+        advice = f"raise rounds (now {self.config.rounds})"
+        return Verdict(False, f"the objective was still rising when the rounds were over; {advice}", {})
+
+    def _level(self, state: FedVIState) -> bool:
         """Whether the mean objective of the last quarter of the rounds lies less than 3 standard errors above the
-        quarter before. Where the objective is not released nothing is known of it: the rounds were agreed on."""
-        if self._average.converged(state.average) or not state.average.reported:
+        quarter before."""
+        if self._average.converged(state.average):
             return True
         done = state.objectives[: state.average.round]
         quarter = len(done) // 4

@@ -25,7 +25,7 @@ from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import Params, take, to_numpy
 
 IntArray = npt.NDArray[np.int64]
-#: Steps of one round that have random numbers of their own.
+#: Steps of one round that have random numbers of their own: three draws each.
 _MOST_STEPS = 2**16
 
 
@@ -42,7 +42,7 @@ class FedVISilo:
     def __init__(self, config: FedVI, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = FedVIFrame(config, problem)
-        self.tables, self.terms = self.frame.tables, self.frame.terms
+        self.tables, self.terms, self.order = self.frame.tables, self.frame.terms, self.frame.order
         self._gradient = Traced(self._gradient_function, (None, 0, 0, None, None, None), problem.mode)
 
     def init_local(self, view: SiloView) -> tuple[()]:
@@ -72,13 +72,13 @@ class FedVISilo:
         config, seen = self.config, []
         weights = self.frame.move(torch.tensor([config.tau / view.size, config.gamma * message.scalars["prior"]]))
         n_global = self.frame.family.noise_size
-        for step, (support, query) in enumerate(self._batches(message.round, view)):
-            key = message.round * _MOST_STEPS + step
+        for step, (support, query) in enumerate(self._batches(view)):
+            key = 3 * (view.turn * _MOST_STEPS + step)
             eps = self.frame.move(view.silo_draws.normals(key, n_global + self.problem.layout.size("silo"))[0])
             gradient, terms = self._gradient(
                 point,
-                self._half(support, view, self.frame.encoder.fields, 2 * key),
-                self._half(query, view, tuple(view.rows), 2 * key + 1),
+                self._half(support, view, self.frame.encoder.fields, key + 1),
+                self._half(query, view, tuple(view.rows), key + 2),
                 eps[:n_global],
                 eps[n_global:],
                 weights,
@@ -88,12 +88,12 @@ class FedVISilo:
         distortion, rate = torch.stack(seen).double().mean(0).tolist()
         return point, distortion, rate
 
-    def _batches(self, round_: int, view: SiloView) -> Iterator[tuple[IntArray, IntArray]]:
+    def _batches(self, view: SiloView) -> Iterator[tuple[IntArray, IntArray]]:
         """Support and query rows (m,) by step, in batches as even as can be, filled up with the spare row of weight
         zero. A client with one record has it in both."""
         config = self.config
         for epoch in range(config.epochs):
-            drawn = view.batch_draws.uniforms(round_ * config.epochs + epoch, 1)[0, : view.size, 0]
+            drawn = view.batch_draws.uniforms(view.turn * config.epochs + epoch, 1)[0, : view.size, 0]
             for batch in np.array_split(np.argsort(drawn), -(-view.size // config.batch_size)):
                 half = len(batch) // 2
                 support, query = (batch[:half], batch[half:]) if half else (batch, batch)

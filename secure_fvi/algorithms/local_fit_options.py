@@ -104,6 +104,11 @@ class LocalFitOptions:
             return self.learning_rate
         return {NATURAL: 0.3, FIXED_POINT: 0.5, GRADIENT: 0.1}.get(self.local_optimizer, 0.05)
 
+    @property
+    def fitted_share(self) -> float:
+        """Of a silo's records, in expectation, that a local fit has seen."""
+        return 1 - (1 - self.sampling_rate) ** self.local_steps
+
     def shared(self) -> dict[str, Any]:
         """The options above, for another algorithm that has them too."""
         return {f.name: getattr(self, f.name) for f in fields(LocalFitOptions)}

@@ -40,6 +40,13 @@ class Natural(NamedTuple):
     def minus(self, other: Natural) -> Natural:
         return self.plus(other, -1.0)
 
+    def within(self, kept: Tensor) -> Natural:
+        """Without what it says of other dimensions than `kept` (n,): where a likelihood does not depend on a dimension,
+        its site is exactly nothing there, and what a fit leaves is noise."""
+        if self.full:
+            return Natural(self.shift * kept, self.precision * kept * kept.unsqueeze(-1))
+        return Natural(self.shift * kept, self.precision * kept)
+
     @property
     def proper(self) -> bool:
         """Whether it can be normalised."""

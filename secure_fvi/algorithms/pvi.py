@@ -14,16 +14,21 @@ point is a local optimum of global VI (Property 2.2), whatever the partition.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from secure_fvi.algorithms.local_fit_options import LocalFitOptions
+from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import InputError
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms.base import Problem
     from secure_fvi.algorithms.pvi_server import PVIServer
     from secure_fvi.algorithms.pvi_silo import PVISilo
+
+#: The phase after the last round: all silos at the final q.
+FINISH = "finish"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class PVI(LocalFitOptions):
     theta_updates: "round", a step along the gradient of the free energy after every round; "converged", only after
     rounds in which no site moved q by `tolerance` (paper, Appendix A: the inner loop run to convergence).
     virtual_clients: disjoint parts of a silo's records, each with a site of its own; for models without local latents.
-    Under `RecordDP` each part's change is clipped by itself, so that more parts make the noise smaller beside them.
+    Refused under `RecordDP`.
     """
 
     rounds: int | None = None
@@ -90,6 +95,23 @@ class PVI(LocalFitOptions):
     @property
     def expected_calls(self) -> int:
         return self.traced_calls(self.rounds or 10)
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        from secure_fvi.algorithms.base import ROUND_PHASE
+
+        asked = {"synchronous": silos, "sequential": 1, "asynchronous": min(self.buffer, silos)}[self.schedule]
+        names: dict[str, Cohort] = {"synchronous": "all", "sequential": "sequential", "asynchronous": "asynchronous"}
+        what = "the change of its site, in natural parameters, its part of the bound and its number of records"
+        sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
+        if not private:
+            counts = "; whether it could fit, tempered its cavity, or would move q further"
+            final = "its part of the bound at the final q, of that bound's slope, and its number of records"
+            sums = (dataclasses.replace(sums[0], what=what + counts), Sums(FINISH, 1, final, silos))
+        because = f"schedule = '{self.schedule}'"
+        if self.schedule == "asynchronous":
+            because += f", buffer = {self.buffer}"
+        keeps = "its site and its own latents' posterior"
+        return Declaration(self.most_rounds, sums, keeps, False, self.fitted_share, because)
 
     def server(self, problem: Problem) -> PVIServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""

@@ -80,9 +80,10 @@ class Block:
     def __call__(self, carry: Carry, inputs: Inputs) -> Carry:
         return Carry(*self._traced(*carry, *inputs))
 
-    def observed(self, q: Params, value: Tensor, theta: Params) -> Params:
-        """What a fit reports, averaged over its last iterates."""
+    def observed(self, q: Params, value: Tensor, theta: Params, gradient: Tensor) -> Params:
+        """What a fit reports, averaged over its last iterates. gradient: of the silo's term in Z_G (n,)."""
         seen = {"loc": self.steps.loc(q), "covariance": self.steps.covariance(q), "value": value.reshape(1)}
+        seen |= {"touched": gradient.abs()}
         return seen | {f"theta/{name}": gradient for name, gradient in theta.items()}
 
     def _run(self, *args: object) -> Carry:
@@ -115,7 +116,7 @@ class Block:
         record = reanchored_records(record, moved)
         shared, phi_gradient = split_theta(g.theta, inputs.theta)
         phi, phi_moments = self.optimizer.step(phi, phi_gradient, carry.phi_moments, own_rate)
-        seen = self.observed(after, g.value, shared)
+        seen = self.observed(after, g.value, shared, g.direct + g.path)
         average = {name: torch.lerp(old, seen[name], inputs.schedule[k, 2]) for name, old in carry.average.items()}
         return Carry(after, record, record_moments, silo, silo_moments, phi, phi_moments, average, carry.moved + moved)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
 from secure_fvi.algorithms.local_fit_options import EXACT, FIRST_FIT, LocalFitOptions
 from secure_fvi.algorithms.natural import Natural, from_moments
@@ -23,6 +24,7 @@ from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_local import Anchored, reanchored_records, reanchored_silo
 from secure_fvi.algorithms.pvi_steps import global_steps
 from secure_fvi.algorithms.schedules import SCHEDULES
+from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.families import Params
 from secure_fvi.trees import put, take
 
@@ -33,6 +35,8 @@ _TAIL = 0.25
 _LEAST = 0.05
 #: Steps over which draws are stratified, and numbers drawn ahead for them at most.
 _STRATA, _AHEAD = 16, 4_000_000
+#: Shares of the configured rate at which a fit is tried, one after the other, until one does not run off.
+_RATES = (1.0, 0.1, 0.01)
 #: Steps of a window of early stopping, and windows without a rise.
 _WINDOW, _PATIENCE = 50, 2
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
@@ -48,6 +52,7 @@ class OwnState(NamedTuple):
     moments: dict[str, Params]  # of the optimiser, for the three above
     anchor: Tensor  # (n_global,) the mean of Z_G that `record` and `silo` are relative to
     visits: int
+    share: float  # of the configured rate of q at which its fits run
 
 
 class Fitted(NamedTuple):
@@ -57,6 +62,7 @@ class Fitted(NamedTuple):
     value: float  # E_q[log p(y, Z_L | Z_G) - log q(Z_L | Z_G)], or its importance-weighted bound; nats
     theta: Params  # gradient
     own: OwnState
+    touched: Tensor  # (n,) whether the silo's term has ever had a gradient in this dimension of Z_G
 
     @property
     def sane(self) -> bool:
@@ -87,6 +93,7 @@ class SiloFit:
         self.optimizer = frame.local_optimizer
         self.exact = ExactFit(config, problem, frame) if config.local_optimizer in EXACT else None
         self.block = Block(frame, global_steps(frame)) if self.exact is None else None
+        self._slope = SiloSlope(problem, frame.local_family, frame.silo_family, frame.samples)
 
     def init(self, view: SiloView) -> OwnState:
         """Before the first fit."""
@@ -102,7 +109,7 @@ class SiloFit:
             "silo": self.optimizer.init(silo),
             "phi": self.optimizer.init(phi),
         }
-        return OwnState(record, silo, phi, moments, start.z_global.to("cpu", torch.float64), 0)
+        return OwnState(record, silo, phi, moments, start.z_global.to("cpu", torch.float64), 0, 1.0)
 
     def local_fit(self, own: OwnState) -> LocalFit:
         """What a silo's state says of its own latents."""
@@ -113,24 +120,37 @@ class SiloFit:
         family, silo_family = Anchored(frame.local_family, frame.n), Anchored(frame.silo_family, frame.n)
         return LocalFit(family, records, silo_family, silos, frame.samples)
 
-    def __call__(
-        self, sum_index: int, theta: Params, q: Natural, cavity: Natural, own: OwnState, view: SiloView
+    def __call__(self, turn: int, theta: Params, q: Natural, cavity: Natural, own: OwnState, view: SiloView) -> Fitted:
+        """q fitted to cavity x likelihood, from q. `turn` names the draws: the silo's own count.
+
+        A fit that runs off is begun again at a tenth of the rate, and once more; the silo keeps the rate that worked.
+        """
+        shares = [share for share in _RATES if share <= own.share] if self.exact is None else [1.0]
+        for share in shares:
+            fitted = self._at(share, turn, theta, q, cavity, own, view)
+            if fitted.sane and float(fitted.q.minus(q).pack().abs().max()) < self.config.bound:
+                break
+        return fitted
+
+    def _at(
+        self, share: float, turn: int, theta: Params, q: Natural, cavity: Natural, own: OwnState, view: SiloView
     ) -> Fitted:
-        """q fitted to cavity x likelihood, from q. `sum_index` names the draws, which are never used twice."""
+        """A fit at `share` of the configured rate of q."""
         if self.exact is not None:
             end, value, gradient = self.exact(q, cavity, theta, view)
             anchor = end.mean() if end.proper else own.anchor
-            return Fitted(end, value, gradient, own._replace(anchor=anchor, visits=own.visits + 1))
+            own = own._replace(anchor=anchor, visits=own.visits + 1)
+            return Fitted(end, value, gradient, own, torch.ones(q.n, dtype=torch.bool))
         assert self.block is not None
         frame, moments, length, q_steps = self.frame, own.moments, self.block.length, self.block.steps
         silo, moved = reanchored_silo(own.silo, frame.move(q.mean() - own.anchor), frame.n_silo)
         record = reanchored_records(own.record, moved)
         current = q_steps.init(q, tight=own.visits == 0 or self.config.early_stopping)
-        average = self.block.observed(current, moved.new_zeros(()), theta)
+        average = self.block.observed(current, moved.new_zeros(()), theta, moved[: frame.n])
         steps = self.config.local_steps * (FIRST_FIT if own.visits == 0 else 1)
-        first_key = sum_index * self.config.local_steps * FIRST_FIT
+        first_key = turn * self.config.local_steps * FIRST_FIT
         batches = self._batches(first_key, steps, view)
-        schedule = self._schedule(steps, own.visits)
+        schedule = self._schedule(steps, own.visits, share)
         carry = Carry(
             current, record, moments["record"], silo, moments["silo"], own.phi, moments["phi"], average, moved
         )
@@ -154,13 +174,42 @@ class SiloFit:
             {"record": carry.record_moments, "silo": carry.silo_moments, "phi": carry.phi_moments},
             q_steps.loc(carry.q).to("cpu", torch.float64),
             own.visits + 1,
+            share,
         )
         return Fitted(
             from_moments(loc, covariance) if ended else cavity,
             float(average["value"]) if ended else math.nan,
             {name: average[f"theta/{name}"] for name in theta},
             after,
+            average["touched"].to("cpu") != 0,
         )
+
+    def slope(self, eps: Tensor, key: int, theta: Params, q: Natural, own: OwnState, view: SiloView) -> FloatArray:
+        """The silo's terms of `stationarity` at q, for the draws `eps`; `key` as in a fit. In minibatches each draw
+        has one."""
+        count = eps.shape[0] * eps.shape[1]
+        silo, moved = reanchored_silo(own.silo, self.frame.move(q.mean() - own.anchor), self.frame.n_silo)
+        record = reanchored_records(own.record, moved)
+        first_key = key * self.config.local_steps * FIRST_FIT
+        batches = self._batches(first_key, count, view) if self.exact is None else None
+        inputs = self._inputs(first_key, count, batches, record, view)
+        return self._slope(q, eps, {**theta, **own.phi}, silo, inputs)
+
+    def _inputs(
+        self, key: int, count: int, batches: npt.NDArray[np.int64] | None, record: Params, view: SiloView
+    ) -> Iterator[tuple[Params, Params, Tensor, Tensor, Tensor]]:
+        """Records' parameters, rows, weights, eps_L and eps_S of each of `count` draws."""
+        frame, samples, n = self.frame, self.frame.samples, self.frame.n_record
+        for draw in range(count):
+            own, rows, weights = record, view.rows, view.weights
+            at = None if batches is None else batches[draw]
+            if at is not None:
+                picked = torch.from_numpy(at).to(self.problem.device)
+                own, rows = take(record, picked), take(view.rows, picked)
+                weights = view.weights.new_full((len(at),), view.size / len(at))
+            eps_record = view.record_draws.normals(key + draw, samples * n, at).reshape(len(weights), samples, n)
+            eps_silo = view.silo_draws.normals(key + draw, frame.n_silo)
+            yield own, rows, weights, frame.move(eps_record.transpose(0, 1).contiguous()), frame.move(eps_silo)
 
     def _advance(self, carry: Carry, inputs: Inputs, batch: npt.NDArray[np.int64] | None) -> Carry:
         """The state after a block. Records that are in no batch only move along with the means of Z_G and Z_S."""
@@ -215,7 +264,7 @@ class SiloFit:
                 eps_record = drawn.reshape(length, count, samples, n).transpose(1, 2).contiguous()
                 yield eps[block, 0], frame.move(eps_record), eps_silo[block]
 
-    def _schedule(self, steps: int, visits: int) -> Tensor:
+    def _schedule(self, steps: int, visits: int, share: float) -> Tensor:
         """(steps, 3): shares of the first learning rates, of q and of the silo's own parameters, and the weight of the
         iterate after a step in the average of the last ones."""
         cosine = SCHEDULES["cosine"]
@@ -225,7 +274,7 @@ class SiloFit:
             done = step / steps
             own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) / (1 + visits)
             averaged = step % self._window if self.config.early_stopping else max(0, step - first)
-            rate = max(_LEAST, cosine(done)) * self.config.decay**visits
+            rate = share * max(_LEAST, cosine(done)) * self.config.decay**visits
             rows.append((rate, own, 1.0 / (averaged + 1)))
         return self.frame.move(torch.tensor(rows, dtype=torch.float64))
 

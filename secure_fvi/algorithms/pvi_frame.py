@@ -6,17 +6,21 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort
+from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort, one_phase
 from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, EXACT, NATURAL
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
-from secure_fvi.algorithms.pvi import PVI
-from secure_fvi.algorithms.pvi_schedule import delays
+from secure_fvi.algorithms.pvi import FINISH, PVI
+from secure_fvi.algorithms.pvi_schedule import after_turn, delays, first_turns, next_cohort
 from secure_fvi.errors import InputError
 from secure_fvi.families import global_family
 from secure_fvi.families.amortised import ENCODER
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
+
+#: The default rate of natural gradients of a full covariance of n dimensions is at most this over n + 1.
+RATE_BY_SIZE = 2.0
 
 
 class PVIFrame:
@@ -40,12 +44,19 @@ class PVIFrame:
         shapes: dict[str, tuple[int, ...]] = {"change": (self.packed,)}
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
         self.released = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
-        #: Under record privacy changes are clipped and noised as a sum over the silos' parts.
-        self.by_parts = isinstance(problem.privacy, RecordDP)
+        #: Whether a silo's change is protected as one vector that a record may turn into any other.
+        self.by_record = isinstance(problem.privacy, RecordDP)
         self.terms = self._terms()
         self.terms_by_phase = {ROUND_PHASE: self.terms} if self.terms is not None else {}
         self.table = self._table()
         self.tables = {ROUND_PHASE: self.table}
+        if self.terms is None:
+            final = stationarity.blocks(self.n, self.full, config.bound)
+            self.tables[FINISH] = BlockTable((*final, self._present, Block("records", (), 2.0**31, integer=True)))
+        self._turns, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
+        self.order = one_phase(
+            ROUND_PHASE, config.most_rounds, self.cohort, last={FINISH} & self.tables.keys(), silos=problem.silos
+        )
 
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy
@@ -53,6 +64,11 @@ class PVIFrame:
             raise InputError(f"no pyro.param may start with '{ENCODER}'")
         if isinstance(privacy, RecordDP) and privacy.objective_share:
             raise InputError("PVI under RecordDP releases no objective; use objective_share = 0")
+        if isinstance(privacy, RecordDP) and config.virtual_clients > 1:
+            raise InputError(
+                "virtual_clients under record privacy: one record would move the states of all parts, which no "
+                "noise covers; use virtual_clients = 1, or unit = 'silo'"
+            )
         if config.virtual_clients > 1 and (self.n_record or self.n_silo):
             raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
         if privacy is not None and config.rounds is None:
@@ -71,15 +87,30 @@ class PVIFrame:
             raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
 
     @property
+    def first_rate(self) -> float:
+        """Of natural gradients. By default less for a full covariance of many dimensions: a step from one draw has n
+        noisy directions for each that it learns."""
+        given = self.config.learning_rate
+        return self.config.first_rate if given is not None or not self.full else min(0.3, RATE_BY_SIZE / (self.n + 1))
+
+    @property
     def cohort_size(self) -> int:
         """Silos asked in a round."""
         by_schedule = {"synchronous": len(self.problem.silos), "sequential": 1, "asynchronous": self.config.buffer}
         return by_schedule[self.config.schedule]
 
     def cohort(self, round_: int) -> tuple[str, ...]:
+        """The silos asked in a round. Under delays they follow from the rounds before, which all parties can replay."""
         silos, config = self.problem.silos, self.config
         if config.schedule == "sequential":
             return (silos[round_ % len(silos)],)
+        while config.delay and len(self._by_turn) <= round_:
+            at = len(self._by_turn)
+            chosen = next_cohort(self._turns, self.cohort_size, self.problem.seed, at)
+            self._turns = after_turn(self._turns, chosen, self.delays, at)
+            self._by_turn.append(tuple(silos[j] for j in chosen))
+        if config.delay:
+            return self._by_turn[round_]
         return choose_cohort(silos, self.cohort_size / len(silos), self.problem.seed, round_)
 
     def _terms(self) -> Terms | None:
@@ -95,12 +126,18 @@ class PVIFrame:
             return self.terms.table(self.released, [])
         counts = (
             Block("records", (), 2.0**31, integer=True),
-            Block("skipped", (), 1.0, integer=True),  # silos that met an improper cavity and left their site alone
-            # Who is in the total: the secure sum shows the server that anyway, and a silo has to know whether its
-            # change was used.
-            Block("present", (len(self.problem.silos),), 1.0, integer=True),
+            Block("skipped", (), 1.0, integer=True),  # silos whose fit failed, so that they left their site alone
+            Block("tempered", (), 1.0, integer=True),  # silos that fitted against a tempered cavity
+            Block("moving", (), 1.0, integer=True),  # silos whose own change, undamped, moves q past the tolerance
+            self._present,
         )
         return BlockTable((*self.released, Block("objective", (), self.config.bound), *counts))
+
+    @property
+    def _present(self) -> Block:
+        """Who is in the total: the secure sum shows the server that anyway, and a silo has to know whether its change
+        was used."""
+        return Block("present", (len(self.problem.silos),), 1.0, integer=True, rows="presence")
 
     def unpack(self, flat: Tensor) -> Natural:
         return unpack(flat.to("cpu", torch.float64), self.n, self.full)

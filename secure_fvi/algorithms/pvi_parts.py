@@ -1,5 +1,5 @@
-"""Virtual clients: a silo's records in disjoint parts, each with a site of its own (Heikkila et al. 2023; fixed
-sub-partitions in Ashman et al. 2022, Appendix B.6)."""
+"""Virtual clients: a silo's records in disjoint parts, each with a site of its own (fixed sub-partitions, Ashman et al.
+2022, Appendix B.6)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ _ASSIGNMENT = 2**31
 
 
 def part_views(view: SiloView, parts: int) -> list[SiloView]:
-    """The silo's view of each part. A record's part follows from the silo's secret and the record's own id, so that a
-    record that joins or leaves moves no other one: what the privacy of a sum over parts rests on. Parts may be empty.
-    """
+    """The silo's view of each part, which may be empty. Which is a record's follows from secret and own id."""
     if parts == 1:
         return [view]
     chosen = np.floor(parts * view.batch_draws.uniforms(_ASSIGNMENT, 1)[0, : view.size, 0]).astype(np.int64)

@@ -1,7 +1,13 @@
 """The silos' half of PVI: the site, and the change of it that a local fit asks for.
 
 The site stays at the silo. A change counts only once the server has said, in a later broadcast, that its sum was used
-and with which damping; whatever is lost in between, q stays the prior times the product of sites.
+and with which damping, and the server may say another damping later: it takes a step back that left a silo without a
+proper cavity. Whatever is lost in between, q stays the prior times the product of sites.
+
+A silo whose cavity q / t is improper, or whose fit against it runs off, fits against a tempered one, q / t^a, in which
+the smallest precision relative to q's is `MARGIN`. The site that a fit arrives at is q* / (q / t^a): the Gaussian that
+stands for the silo's likelihood at q*, whatever cavity led there, so that nothing of the old site is kept. With a < 1
+q* has counted part of the likelihood twice and is too narrow; the silo says so, and no run ends there as converged.
 """
 
 from __future__ import annotations
@@ -14,17 +20,23 @@ import torch
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView
-from secure_fvi.algorithms.natural import Natural, nothing
-from secure_fvi.algorithms.pvi import PVI
+from secure_fvi.algorithms.natural import Natural, distance, nothing
+from secure_fvi.algorithms.pvi import FINISH, PVI
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
+from secure_fvi.algorithms.stationarity import final_draws
+from secure_fvi.errors import ProtocolError, SecureFVIError
 from secure_fvi.families import Params
 from secure_fvi.messages import CLIP
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
+
+#: A cavity is tempered where in some direction it has no more than `IMPROPER` of q's precision (a silo that alone knows
+#: a parameter leaves but the prior's, a ten-thousandth perhaps), and then has `MARGIN` of it.
+IMPROPER, MARGIN = 1e-9, 0.05
 
 
 class Answer(NamedTuple):
@@ -34,7 +46,8 @@ class Answer(NamedTuple):
     site: Natural  # what t_j should be
     value: float  # see `Fitted`
     theta: Params
-    usable: bool  # False where the cavity was improper or the fit failed: the site stays as it is
+    usable: bool  # False where the fit failed: the site stays as it is
+    tempered: bool  # whether it was fitted against a tempered cavity
 
 
 class Part(NamedTuple):
@@ -42,6 +55,7 @@ class Part(NamedTuple):
 
     site: Natural  # t_j, without the change that is on its way
     change: Natural  # as it was released with the last sum
+    taken: Natural  # the change that the site took in last, whole
     own: OwnState
     waiting: Answer  # for the silo's next turn, where its fits take longer than a round
 
@@ -50,7 +64,8 @@ class PVILocal(NamedTuple):
     """A silo's state. Never leaves the silo."""
 
     parts: tuple[Part, ...]
-    sent: int  # index of the sum that the changes were released with; 0: none
+    used: bool  # whether the server has used the sum that the changes were released with
+    factor: float  # the damping with which the sites took their last change in; 0: none yet
 
     @property
     def site(self) -> Natural:
@@ -68,31 +83,50 @@ class PVISilo:
     def __init__(self, config: PVI, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = frame = PVIFrame(config, problem)
-        self.tables, self.terms = frame.tables, frame.terms_by_phase
+        self.tables, self.terms, self.order = frame.tables, frame.terms_by_phase, frame.order
         self.fit = SiloFit(config, problem, frame)
         self._one = nothing(frame.n, frame.full)
-        self._none = Answer(-1, self._one, 0.0, {}, False)
+        self._none = Answer(-1, self._one, 0.0, {}, False, False)
 
     def init_local(self, view: SiloView) -> PVILocal:
         views = part_views(view, self.config.virtual_clients)
-        return PVILocal(tuple(Part(self._one, self._one, self.fit.init(v), self._none) for v in views), 0)
+        one = self._one
+        return PVILocal(tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views), False, 0.0)
 
     def contribute(self, message: Broadcast, local: PVILocal, view: SiloView, gate: Gate) -> tuple[Release, PVILocal]:
         local = self._settled(message, local, view.silo)
+        if message.phase == FINISH:
+            return self._finish(message, local, view, gate), local
         late = bool(self.frame.delays[self.problem.silos.index(view.silo)] > 0)
         views = part_views(view, self.config.virtual_clients)
         answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
         parts, answers = [part for part, _ in answered], [answer for _, answer in answered]
         rows = np.stack([self._row(part.change, answer) for part, answer in answered])
         if self.frame.terms is None:
-            release = gate.release(np.concatenate([rows.sum(0), *self._in_clear(answers, view)]))
-        elif self.frame.by_parts:
-            release = gate.release_parts(torch.from_numpy(rows))
+            release = gate.release(np.concatenate([rows.sum(0), *self._in_clear(message, parts, answers, view)]))
+        elif self.frame.by_record:
+            release = gate.release_change(torch.from_numpy(rows.sum(0)))
         else:
             release = gate.release(rows.sum(0))
         if self.frame.terms is not None:
             parts = self._as_released(message, parts, rows, release)
-        return release, PVILocal(tuple(parts), message.sum_index)
+        return release, local._replace(parts=tuple(parts), used=False)
+
+    def _finish(self, message: Broadcast, local: PVILocal, view: SiloView, gate: Gate) -> Release:
+        """The silo's part of the bound, and of its slope, at the final q."""
+        q, theta = self.frame.unpack(message.tensors["q"]), self._theta(message)
+        views = part_views(view, self.config.virtual_clients)
+        eps = final_draws(self.problem.seed, self.frame.n, self.frame.full, self.config.rounds is not None)
+        keys = range((view.turn + 1) * len(views), (view.turn + 2) * len(views))
+        found = [
+            self.fit.slope(eps, key, theta, q, part.own, of)
+            for key, part, of in zip(keys, local.parts, views, strict=True)
+        ]
+        present = [float(name == view.silo) for name in self.problem.silos]
+        return gate.release(np.concatenate([np.sum(found, 0), present, [float(view.size)]]))
+
+    def _theta(self, message: Broadcast) -> Params:
+        return {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
 
     def _answered(self, message: Broadcast, k: int, part: Part, view: SiloView, late: bool) -> tuple[Part, Answer]:
         """The k-th part with its change, and the answer that the change is from."""
@@ -103,27 +137,38 @@ class PVISilo:
         change = self._one
         if answer.usable:
             change = self._one.plus(answer.site.minus(part.site), weight(message.round - answer.round))
-        return Part(part.site, change, own, waiting), answer
+        return part._replace(change=change, own=own, waiting=waiting), answer
 
     def _fitted(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Answer, OwnState]:
         """The local fit against the q of `message`, and the silo's latents after it."""
         q = self.frame.unpack(message.tensors["q"])
-        cavity = q.minus(part.site)
-        theta = {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
-        if cavity.proper:
-            begin = q if part.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
-            draws = message.sum_index * self.config.virtual_clients + k
-            fitted = self.fit(draws, theta, begin, cavity, part.own, view)
-            if fitted.sane:
-                return Answer(message.round, fitted.q.minus(cavity), fitted.value, fitted.theta, True), fitted.own
+        theta = self._theta(message)
+        begin = q if part.own.visits else first_start(q, self.config.start_spread, self.problem.seed)
+        turn = (view.turn + 1) * self.config.virtual_clients + k
+        try:
+            for least in (IMPROPER, MARGIN):
+                cavity, share = tempered(q, part.site, least)
+                if least == MARGIN and share == 1:
+                    break  # tempering would change nothing
+                fitted = self.fit(turn, theta, begin, cavity, part.own, view)
+                if fitted.sane:
+                    site = fitted.q.minus(cavity).within(fitted.touched)
+                    return Answer(message.round, site, fitted.value, fitted.theta, True, share < 1), fitted.own
+                if share < 1:
+                    break
+        except (RuntimeError, ValueError, IndexError) as error:
+            # Under privacy to fail on data would tell of them, without noise: the change is nothing, and noised.
+            if self.frame.terms is None or isinstance(error, SecureFVIError):
+                raise
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)
-        return Answer(message.round, self._one, 0.0, zeros, False), own
+        return Answer(message.round, self._one, 0.0, zeros, False, False), own
 
     def commit(self, local: PVILocal, pending: Pending, accepted: int) -> PVILocal:
-        """The pending state in any case: whether its change counts is read off a later broadcast, which may come
-        rounds after the last one used where not all silos are asked in every round."""
-        return pending.local
+        """The pending state in any case, with the server's word on its change: with which damping it was used stands in
+        a later broadcast, which may come rounds after where not all silos are asked in every round."""
+        kept: PVILocal = pending.local
+        return kept._replace(used=pending.sum_index == accepted)
 
     def local_fit(self, local: PVILocal) -> LocalFit:
         return self.fit.local_fit(local.parts[0].own)  # models with local latents have one part
@@ -133,35 +178,67 @@ class PVISilo:
         return self._settled(message, local, silo).site
 
     def _settled(self, message: Broadcast, local: PVILocal, silo: str) -> PVILocal:
-        """With the changes that were sent taken into the sites, if the server says that it used them."""
-        mine = self.problem.silos.index(silo)
-        used = local.sent and int(message.tensors["counted"][mine]) == local.sent
-        damping = float(message.tensors["factors"][mine]) if used else 0.0
-        parts = [p._replace(site=p.site.plus(p.change, damping), change=self._one) for p in local.parts]
-        return PVILocal(tuple(parts), 0)
+        """With the changes that were sent taken into the sites, if the server has said that it used them, and with the
+        last change as short as the server says that it is by now."""
+        mine, one = self.problem.silos.index(silo), self._one
+        new, kept = (float(message.tensors[name][mine]) for name in ("factors", "kept"))
+        if not (0 <= new <= 1 and 0 <= kept <= 1):
+            raise ProtocolError(f"silo '{silo}': a change is taken in with a damping between 0 and 1")
+        parts, factor = [p._replace(change=one) for p in local.parts], local.factor
+        if local.used and new > 0:
+            parts = [p._replace(site=p.site.plus(p.change, new), taken=p.change, change=one) for p in local.parts]
+            factor = new
+        if factor > 0 and kept > 0 and kept != factor:
+            parts = [p._replace(site=p.site.plus(p.taken, kept - factor)) for p in parts]
+            factor = kept
+        return PVILocal(tuple(parts), False, factor)
 
     def _row(self, change: Natural, answer: Answer) -> FloatArray:
         """What a part adds to the blocks that are protected."""
         parts = [change.pack(), *(answer.theta[name].reshape(-1) for name in sorted(answer.theta))]
         return np.concatenate([to_numpy(p) for p in parts])
 
-    def _in_clear(self, answers: list[Answer], view: SiloView) -> list[FloatArray]:
+    def _in_clear(
+        self, message: Broadcast, parts: list[Part], answers: list[Answer], view: SiloView
+    ) -> list[FloatArray]:
         """The blocks that only a run without differential privacy has."""
-        skipped = float(not all(answer.usable for answer in answers))
+        q, age = self.frame.unpack(message.tensors["q"]), min(a.round for a in answers)
+        whole = 1 / weight(message.round - age) if age >= 0 else 1.0
+        flags = (
+            not all(answer.usable for answer in answers),
+            any(answer.tempered for answer in answers),
+            any(distance(q, q.plus(part.change, whole)) > self.config.tolerance for part in parts),
+        )
         present = [float(name == view.silo) for name in self.problem.silos]
-        return [np.array([sum(answer.value for answer in answers), float(view.size), skipped]), np.array(present)]
+        counts = [sum(answer.value for answer in answers), float(view.size), *map(float, flags)]
+        return [np.array(counts), np.array(present)]
 
     def _as_released(self, message: Broadcast, parts: list[Part], rows: FloatArray, release: Release) -> list[Part]:
-        """What counts is what was released: each part's change as it was clipped, and an even share of the rest."""
+        """What counts is what was released: the change of the one part, or, where what is protected is the silo, each
+        part's own change and an even share of the rest."""
         assert self.frame.terms is not None
         clip = message.scalars.get(CLIP, self.frame.terms.settings.clipping_norm)
         total = torch.from_numpy(self.frame.terms.in_clear(release.values, clip)[: self.frame.packed])
-        kept = torch.from_numpy(rows)
-        if self.frame.by_parts:
-            kept = kept * (clip / 2 / kept.norm(dim=1, keepdim=True)).clamp(max=1.0)
-        changes = kept[:, : self.frame.packed]
-        changes = changes + (total - changes.sum(0)) / len(parts)
+        changes = total.unsqueeze(0)
+        if len(parts) > 1:
+            own = torch.from_numpy(rows)[:, : self.frame.packed]
+            changes = own + (total - own.sum(0)) / len(parts)
         return [part._replace(change=self.frame.unpack(row)) for part, row in zip(parts, changes, strict=True)]
+
+
+def tempered(q: Natural, site: Natural, least: float = IMPROPER) -> tuple[Natural, float]:
+    """The cavity q / t^a and a: 1 where that leaves more than `least` of q's precision in every direction, else the
+    largest that leaves `MARGIN` of it. A cavity is proper whatever the site."""
+    if site.full:
+        factor = q.factor()
+        most = float(torch.linalg.eigvalsh(factor.mT @ site.precision @ factor).max())
+    else:
+        most = float((site.precision / q.precision).max())
+    cavity = q.minus(site)
+    if most < 1 - least and cavity.proper:
+        return cavity, 1.0
+    share = min(1.0, (1 - MARGIN) / most) if most > 0 else 1.0
+    return q.plus(site, -share), share
 
 
 def _product(factors: list[Natural]) -> Natural:

@@ -75,7 +75,7 @@ class NaturalSteps:
     """
 
     def __init__(self, frame: PVIFrame) -> None:
-        self.frame, self.rate, self.scale_rate = frame, frame.config.first_rate, frame.config.scale_rate
+        self.frame, self.rate, self.scale_rate = frame, frame.first_rate, frame.config.scale_rate
 
     def init(self, q: Natural, tight: bool) -> Params:
         loc, factor = _tight(q) if tight else (q.mean(), q.factor())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from secure_fvi.algorithms.schedules import SCHEDULES, check_schedule
+from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional
 from secure_fvi.optimizers import Optimizer
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.base import Problem, ServerProgram, SiloProgram
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 
+#: The phase after the last round of a run that stops by itself: all silos at the final q.
+FINISH = "finish"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
 
 
@@ -155,6 +158,19 @@ class SFVI:
             local_family=self.local_family,
             silo_family=self.silo_family,
         )
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        from secure_fvi.algorithms.base import ROUND_PHASE
+
+        what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
+        own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
+        before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
+        sums = (*(s for s in before if s.phase != FINISH), own)
+        if not private and self.iterations is None:
+            final = "its part of the bound at the final q, of that bound's slope, and its number of records"
+            sums = (*sums, Sums(FINISH, 1, final, silos))
+        because = f"participation = {self.participation:g}"
+        return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
 
     def server(self, problem: Problem) -> ServerProgram:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional
 from secure_fvi.optimizers import TRACEABLE
@@ -159,13 +160,30 @@ class SFVIAvg:
 
     @property
     def keys_a_round(self) -> int:
-        """How many numbers are set aside to name a silo's draws of one round."""
+        """How many numbers are set aside to name a silo's draws for one question."""
         return self.local_steps + BOUND_DRAWS
 
     def averaged(self, step: int, steps: int) -> int:
         """Iterates in the average of the last ones after one of `steps` local steps; at most 1 before that begins."""
         first = min(steps - 1, math.ceil(steps * (1 - self.average_last)))
         return step - first + 1
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        asked, cohort = drawn(silos, self.participation)
+        bound = "its part of the bound and its number of records"
+        merged = "the change of its own copy of q and of the model's parameters, times its weight"
+        sums = [Sums(MERGE, self.rounds, f"{merged}; {bound}", asked, cohort)]
+        if not private:
+            if self.total_records is None:
+                sums.insert(0, Sums(COUNT, 1, bound, silos))
+            if self.bures_iterations > 1 and self.family != "diagonal":
+                again = self.rounds * (self.bures_iterations - 1)
+                sums.append(Sums(BURES, again, "its covariance, as one iteration sees it", asked, cohort))
+            sums.append(Sums(FINISH, 1, f"{bound}; its part of the slope of the bound at the final q", silos))
+        keeps = "its own latents' posterior and its optimiser's state"
+        share = 1 - (1 - self.sampling_rate) ** self.local_steps
+        because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
+        return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, share, because)
 
     def server(self, problem: Problem) -> SFVIAvgServer:
         """The server's half. Raises InputError for what the model or its privacy do not allow."""

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from secure_fvi.aggregation.barycenter import ROOT, WEIGHT, Gaussian, full_contribution, next_covariance
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
-from secure_fvi.algorithms.base import Problem, cohort_size
+from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms.base import Order, Phase, Problem, choose_cohort, cohort_size
 from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, FINISH, MERGE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_trusted import LARGEST, trusted_blocks
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame
@@ -54,6 +55,22 @@ class SFVIAvgFrame:
             self._check_private()
         self.changes = self._changes()
         self.tables, self.terms = self._tables()
+        self.order = Order({p: phase for p, phase in self._phases().items() if p in self.tables}, self.cohort)
+
+    def cohort(self, round_: int, phase: str) -> tuple[str, ...]:
+        """The silos asked for one of a round's sums: all of them before the first round and after the last."""
+        if phase not in (MERGE, BURES):
+            return self.problem.silos
+        return choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, round_)
+
+    def _phases(self) -> dict[str, Phase]:
+        rounds, again = self.config.rounds, range(1, self.config.bures_iterations)
+        return {
+            COUNT: Phase(range(1), 1, counts=False),
+            MERGE: Phase(range(rounds), rounds),
+            BURES: Phase(range(rounds), rounds * len(again), again),
+            FINISH: Phase(range(1, rounds + 1), 1, ends=True, counts=False),
+        }
 
     @property
     def counts_first(self) -> bool:
@@ -100,7 +117,7 @@ class SFVIAvgFrame:
         tables[MERGE] = BlockTable((*counts, objective, *self.changes, *silos))
         if self.full and self.config.bures_iterations > 1:
             tables[BURES] = BlockTable((weight, *root))
-        tables[FINISH] = BlockTable((records, objective))
+        tables[FINISH] = BlockTable((records, objective, *stationarity.blocks(n, self.full, bound)))
         return tables, {}
 
     def _terms(self) -> Terms:

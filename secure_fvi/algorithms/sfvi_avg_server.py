@@ -12,7 +12,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.barycenter import ROOT
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step, choose_cohort
+from secure_fvi.algorithms.base import ITERATION, PRIVATE, Broadcast, Posterior, Problem, Step, Verdict
 from secure_fvi.algorithms.sfvi_avg import (
     BOUND_DRAWS,
     BURES,
@@ -38,6 +38,7 @@ from secure_fvi.algorithms.sfvi_avg_frame import (
     full_parameters,
 )
 from secure_fvi.algorithms.sfvi_avg_trusted import diagonal_parameters, merged
+from secure_fvi.algorithms.stationarity import Rest, as_natural, at_rest, final_draws, verdict
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Params
 from secure_fvi.randomness import server_draws
@@ -67,6 +68,8 @@ class SFVIAvgState(NamedTuple):
     movement: float | None  # of the last merge, posterior sds
     ways: Tensor  # (WATCHED, n) of the means in the last merges, posterior sds
     objective: float  # at the q last sent, nats; NaN where it is not released
+    absent: int  # 1 where silos that were asked for the last merge are not in it
+    rest: Rest  # what the final sum told of q, where all silos were in it
 
 
 class SFVIAvgServer:
@@ -86,15 +89,15 @@ class SFVIAvgServer:
         first = COUNT if self.frame.counts_first else MERGE
         idle = Merging(0, eta["loc"], theta, nothing, nothing)
         ways = eta["loc"].new_zeros(WATCHED, self.family.n)
-        return SFVIAvgState(0, first, eta, theta, self.config.total_records or 0, idle, 0, None, ways, math.nan)
+        return SFVIAvgState(
+            0, first, eta, theta, self.config.total_records or 0, idle, 0, None, ways, math.nan, 0, Rest()
+        )
 
     def broadcast(self, state: SFVIAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        silos, rate = self.problem.silos, self.config.decay**state.settled
+        silos, rate = self.frame.cohort(state.round, state.phase), self.config.decay**state.settled
         scalars = {"records": float(state.records), "rate": rate}
-        if state.phase in (MERGE, BURES):
-            silos = choose_cohort(silos, self.config.participation, self.problem.seed, state.round)
         if state.phase == BURES:
-            scalars["iteration"] = float(state.merging.iteration)
+            scalars[ITERATION] = float(state.merging.iteration)
             tensors = {ROOT: torch.from_numpy(state.merging.root)}
         else:
             tensors = merge(eta=state.eta, theta=state.theta)
@@ -111,7 +114,15 @@ class SFVIAvgServer:
                 raise InputError(
                     f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
                 )
-        finished = message.phase == FINISH
+        finished, silos = message.phase == FINISH, len(self.problem.silos)
+        absent = int(scale * len(message.cohort) > silos * (1 + 1e-9))
+        if finished and not absent:
+            q = as_natural(self.family, state.eta)
+            eps = final_draws(self.problem.seed, q.n, q.full)
+            rest = at_rest(q, lambda z: self._log_prior(z, state.theta), eps, blocks)
+            state = state._replace(rest=rest)
+        if message.phase == MERGE:
+            state = state._replace(absent=absent)
         if message.phase == COUNT:
             state = state._replace(records=round(scale * float(blocks[RECORDS])), phase=MERGE)
         elif message.phase == MERGE:
@@ -125,7 +136,24 @@ class SFVIAvgServer:
     def posterior(self, state: SFVIAvgState) -> Posterior:
         return Posterior(self.family, state.eta, state.theta)
 
-    def converged(self, state: SFVIAvgState) -> bool:
+    def verdict(self, state: SFVIAvgState) -> Verdict:
+        """Merges that have settled are at this algorithm's own fixed point, an average of posteriors; whether that is
+        the posterior of all records is measured by the slope of the bound there."""
+        config = self.config
+        if self.terms:
+            return Verdict(None, PRIVATE, {}, not self.settled(state))
+        advice = "sfvi-avg averages the silos' posteriors and is approximate by construction: use pvi or sfvi"
+        if not self.settled(state):
+            what = f"merges were still moving after {state.round} rounds"
+            more = f"raise rounds (now {config.rounds}) or local_steps (now {config.local_steps})"
+            return verdict(state.rest, what, "", f"{more}; {advice}")
+        against = "a silo was absent from the last merge" if state.absent else None
+        found = verdict(state.rest, against, "merges have settled", advice)
+        if not found.converged:
+            return found
+        return found._replace(reason=f"{found.reason}; sfvi-avg remains an approximation, an average of posteriors")
+
+    def settled(self, state: SFVIAvgState) -> bool:
         """Whether merges have settled; it says nothing about what averaging posteriors gets wrong."""
         return state.settled > REFINED and state.movement is not None and state.movement < self.config.tolerance
 
@@ -181,7 +209,7 @@ class SFVIAvgServer:
         state = state._replace(
             round=state.round + 1, phase=MERGE, eta=eta, theta=theta, settled=settled, movement=movement, ways=ways
         )
-        done = self.converged(state) or state.round >= self.config.rounds
+        done = self.settled(state) or state.round >= self.config.rounds
         if done and FINISH in self.tables:
             return state._replace(phase=FINISH), False
         return state, done
@@ -191,6 +219,9 @@ class SFVIAvgServer:
         moves = [(new["eta/loc"] - old["eta/loc"]).abs() / after, (after / before).log().abs()]
         moves += [((new[n] - v).abs() / (1 + v.abs())).flatten() for n, v in old.items() if n.startswith(THETA)]
         return float(torch.cat(moves).max())
+
+    def _log_prior(self, z: Tensor, theta: Params) -> Tensor:
+        return self.problem.density.log_prior(self.frame.base.move(z), theta).to("cpu", torch.float64)
 
     def _global_bound(self, sent: Params, round_: int, draws: int) -> float:
         """E[L0] = E[log p(Z_G) - log q(Z_G)] at the q that silos were sent, nats, at the draws that they use too."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from secure_fvi.aggregation.barycenter import ROOT
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
-from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, MERGE, SFVIAvg, bound_draws
+from secure_fvi.algorithms.base import ITERATION, Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
+from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, FINISH, MERGE, SFVIAvg, bound_draws
 from secure_fvi.algorithms.sfvi_avg_frame import (
     LOC,
     OBJECTIVE,
@@ -24,7 +24,7 @@ from secure_fvi.algorithms.sfvi_avg_frame import (
 )
 from secure_fvi.algorithms.sfvi_avg_steps import LocalRun, Point
 from secure_fvi.algorithms.sfvi_avg_trusted import own_row
-from secure_fvi.errors import ProtocolError
+from secure_fvi.algorithms.stationarity import final_draws
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import merge, part, to_numpy
@@ -51,7 +51,7 @@ class SFVIAvgSilo:
     def __init__(self, config: SFVIAvg, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = frame = SFVIAvgFrame(config, problem)
-        self.tables, self.terms = frame.tables, frame.terms
+        self.tables, self.terms, self.order = frame.tables, frame.terms, frame.order
         self.base = frame.base
         self.run = LocalRun(config, problem, frame)
 
@@ -76,7 +76,12 @@ class SFVIAvgSilo:
         if message.phase != COUNT:  # the last q has come: the latents' distributions refer to it from here on
             local = self._finish(message, self.anchored(local, shared["eta/loc"]), shared, view)
         values = {RECORDS: np.float64(view.size), OBJECTIVE: self._bound(message, local, shared, view)}
-        return gate.release(self._flat(message, values)), local
+        flat = self._flat(message, values)
+        if message.phase == FINISH:
+            eps = final_draws(self.problem.seed, self.frame.family.n, self.frame.full)
+            slope = self.run.slope(self._point(local, shared), eps, view)
+            flat = np.concatenate([flat, slope])
+        return gate.release(flat), local
 
     def commit(self, local: SFVIAvgLocal, pending: Pending, accepted: int) -> SFVIAvgLocal:
         kept: SFVIAvgLocal = adopt_if_used(local, pending, accepted)
@@ -118,9 +123,7 @@ class SFVIAvgSilo:
 
         A silo that missed an earlier sum of this merge has weight zero in the rest of it.
         """
-        iteration = int(message.scalars["iteration"])
-        if not 0 < iteration < self.config.bures_iterations:
-            raise ProtocolError("an iteration of a barycenter past those agreed on")
+        iteration = int(message.scalars[ITERATION])
         if (local.merged, local.iteration) != (message.round, iteration):
             return gate.release(np.zeros(self.tables[BURES].size)), local
         at = self.frame.after_iteration(local.at, to_numpy(message.tensors[ROOT]))
@@ -148,7 +151,7 @@ class SFVIAvgSilo:
             moments, record_moments, silo_moments = self.run.init_moments(shared, local.record, local.silo)
             start = start._replace(moments=moments, record_moments=record_moments, silo_moments=silo_moments)
         scalars = message.scalars
-        end, average = self.run(start, scalars["records"], scalars["rate"], message.round, view)
+        end, average = self.run(start, scalars["records"], scalars["rate"], view)
         after = local._replace(
             record=average.record, record_moments=end.record_moments, silo=average.silo, silo_moments=end.silo_moments,
             moments=end.moments, anchor=average.shared["eta/loc"],
@@ -161,7 +164,7 @@ class SFVIAvgSilo:
             return local
         moments, record_moments, silo_moments = self.run.init_moments(shared, local.record, local.silo)
         start = Point(shared, moments, local.record, record_moments, local.silo, silo_moments)
-        end = self.run.finish(start, message.round, view)
+        end = self.run.finish(start, view)
         return local._replace(record=end.record, silo=end.silo)
 
     def _bound(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> FloatArray:

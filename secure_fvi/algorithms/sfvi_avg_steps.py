@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, LEAST_RATE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_frame import SFVIAvgFrame
 from secure_fvi.algorithms.sfvi_frame import local_units, mean_units
+from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, silo_inputs
 from secure_fvi.compiled import Traced
 from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.families import Params
@@ -49,6 +51,7 @@ class LocalRun:
         self._public_draws = server_draws(problem.seed)
         self._server_gradient = server_gradient(problem.density, frame.family)
         axes = (None, None, 0, 0, None, None, 0, 0, None, 1, None, None)
+        self._slope = SiloSlope(problem, self.base.local_family, self.base.silo_family, self.base.samples)
         self._step: Callable[..., Any] = Traced(
             self.step_function, axes, problem.mode, self.base.local_family.couples_records
         )
@@ -58,25 +61,25 @@ class LocalRun:
         init = self.optimizer.init
         return init(shared), init(record, by_row=self.base.by_row), init(silo)
 
-    def __call__(self, start: Point, records: float, rate: float, round_: int, view: SiloView) -> tuple[Point, Point]:
+    def __call__(self, start: Point, records: float, rate: float, view: SiloView) -> tuple[Point, Point]:
         """A round's steps from `start`: where they ended, and the average of the last iterates (moments aside).
 
         `records`: N over all silos. `rate`: factor on the learning rate.
         """
-        return self._walk(start, self.config.local_steps, records / view.size, rate, 1.0, round_, view)
+        return self._walk(start, self.config.local_steps, records / view.size, rate, 1.0, view)
 
-    def finish(self, start: Point, round_: int, view: SiloView) -> Point:
+    def finish(self, start: Point, view: SiloView) -> Point:
         """The silo's own latents after their last steps, which leave its copy of q(Z_G) and theta as they are."""
-        average = self._walk(start, self.config.final_local_steps, 1.0, 1.0, 0.0, round_, view)[1]
+        average = self._walk(start, self.config.final_local_steps, 1.0, 1.0, 0.0, view)[1]
         return average._replace(shared=start.shared, moments=start.moments)
 
     def _walk(
-        self, start: Point, steps: int, copies: float, rate: float, moving: float, round_: int, view: SiloView
+        self, start: Point, steps: int, copies: float, rate: float, moving: float, view: SiloView
     ) -> tuple[Point, Point]:
-        """`moving`: 1, or 0 where q(Z_G) and theta stay. Keys begin where those of the round before end."""
+        """`moving`: 1, or 0 where q(Z_G) and theta stay. Keys begin where those of the question before end."""
         here, average = start, start
         for step in range(steps):
-            key = round_ * self.config.keys_a_round + BOUND_DRAWS + step
+            key = view.turn * self.config.keys_a_round + BOUND_DRAWS + step
             now = rate * (1 - (1 - LEAST_RATE) * step / steps)
             here, _ = self._call(here, view, key, None, self._batch(key, view), (copies, now, moving))
             average = _averaged(average, here, self.config.averaged(step, steps))
@@ -89,10 +92,19 @@ class LocalRun:
         """
         found = []
         for draw in range(draws):
-            key = round_ * self.config.keys_a_round + draw
+            key = view.turn * self.config.keys_a_round + draw
             eps = self._public_draws.normals(round_ * BOUND_DRAWS + draw, self.frame.family.noise_size)[0]
             found.append(self._call(at, view, key, self.base.move(eps), None, (1.0, 0.0, 0.0))[1])
         return torch.stack(found).mean()
+
+    def slope(self, at: Point, eps: Tensor, view: SiloView) -> FloatArray:
+        """The silo's terms of `stationarity` at the q(Z_G) that was sent, by all its records."""
+        base = self.base
+        theta = part(at.shared, "theta")
+        q = as_natural(self.frame.family, part(at.shared, "eta"))
+        first = (view.turn + 1) * self.config.keys_a_round  # past the last question, which this answers
+        inputs = silo_inputs(base, at.record, view, range(first, first + eps.shape[0] * eps.shape[1]))
+        return self._slope(q, eps, theta, at.silo, inputs)
 
     def _call(
         self,

@@ -27,9 +27,9 @@ def trusted_blocks(silos: int, n: int, full: bool, bound: float) -> tuple[Block,
     """A row a silo: its weight, mean (n,), and covariance as a packed triangle or, for diagonal families, sds (n,)."""
     spread = n * (n + 1) // 2 if full else n
     return (
-        Block(WEIGHTS, (silos,), 2.0**31, integer=True),
-        Block(MEANS, (silos, n), bound),
-        Block(SPREADS, (silos, spread), bound),
+        Block(WEIGHTS, (silos,), 2.0**31, integer=True, rows="silo"),
+        Block(MEANS, (silos, n), bound, rows="silo"),
+        Block(SPREADS, (silos, spread), bound, rows="silo"),
     )
 
 

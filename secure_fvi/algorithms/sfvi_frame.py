@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import ROUND_PHASE, Problem, cohort_size
-from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort, cohort_size, one_phase
+from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params, global_family
 from secure_fvi.families.amortised import ENCODER
@@ -45,6 +46,16 @@ class SFVIFrame:
         self.terms_by_phase = {ROUND_PHASE: self.terms} if self.terms is not None else {}
         self.table = self._table()
         self.tables = {ROUND_PHASE: self.table}
+        if self.terms is None and config.iterations is None and self.family.name in ("diagonal", "full"):
+            final = stationarity.blocks(self.family.n, self.family.name == "full", config.bound)
+            self.tables[FINISH] = BlockTable((*final, Block("records", (), 2.0**31, integer=True)))
+        self.order = one_phase(
+            ROUND_PHASE, config.own_rounds, self.cohort, last={FINISH} & self.tables.keys(), silos=problem.silos
+        )
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        """The silos asked in a round."""
+        return choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, round_)
 
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy

@@ -12,9 +12,19 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import stopping
-from secure_fvi.algorithms.base import Broadcast, Posterior, Problem, Step, choose_cohort
-from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.algorithms.base import (
+    PRIVATE,
+    ROUND_PHASE,
+    Broadcast,
+    Posterior,
+    Problem,
+    Step,
+    Verdict,
+    fixed_length,
+)
+from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame, mean_units
+from secure_fvi.algorithms.stationarity import Rest, as_natural, at_rest, final_draws, verdict
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
@@ -36,6 +46,9 @@ class SFVIState(NamedTuple):
     z_global: Tensor  # (n_global,) and its Z_G
     shift: Tensor  # (n_global,) d = Z_G - mu_G
     monitor: stopping.Monitor
+    lost: int  # rounds since the averaging began in which a silo that was asked was missing
+    phase: str  # of the sum to come
+    rest: Rest  # what the final sum told of q, where all silos were in it
 
 
 class SFVIServer:
@@ -65,9 +78,14 @@ class SFVIServer:
         merged = merge(eta=eta, theta=theta)
         eps = self._noise(0)
         z_global, shift = self._draw(eta, eps)
-        return SFVIState(0, eta, theta, self.optimizer.init(merged), merged, 0, eps, z_global, shift, stopping.start())
+        moments, monitor = self.optimizer.init(merged), stopping.start()
+        return SFVIState(0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest())
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        if state.phase == FINISH:
+            found = self.posterior(state)
+            shared = merge(eta=found.eta, theta=found.theta)
+            return Broadcast(state.round, index, accepted, self.problem.silos, {}, shared, FINISH)
         tensors = {"z_global": state.z_global, "shift": state.shift}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         scalars = {
@@ -75,11 +93,14 @@ class SFVIServer:
             "averaging": float(self._averages(state)),
             "stage": float(state.monitor.stage),
         }
-        cohort = choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, state.round)
-        return Broadcast(state.round, index, accepted, cohort, scalars, tensors)
+        return Broadcast(state.round, index, accepted, self.frame.cohort(state.round), scalars, tensors)
 
     def update(self, state: SFVIState, message: Broadcast, total: FloatArray, scale: float) -> tuple[SFVIState, Step]:
+        absent = scale * len(message.cohort) > len(self.problem.silos) * (1 + 1e-9)
+        if message.phase == FINISH:
+            return self._checked(state, total, absent)
         averages = self._averages(state)
+        lost = state.lost + absent if averages else 0
         averaged = state.averaged + 1 if averages else 0
         weights = [scale / self.frame.rate, message.scalars["scale"], 1.0 / max(averaged, 1)]
         factors = torch.tensor(weights, dtype=self.problem.dtype)
@@ -106,25 +127,57 @@ class SFVIServer:
             monitor = stopping.watch(monitor)
         rate = self.config.learning_rate * message.scalars["scale"]
         shown = float(objective[0]) if self._releases_objective else math.nan
-        step = Step(shown, rate, monitor.r_hat, self._phase(state), finished)
-        return SFVIState(state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor), step
+        phase = FINISH if finished and FINISH in self.tables else ROUND_PHASE
+        step = Step(shown, rate, monitor.r_hat, self._phase(state), finished and phase == ROUND_PHASE)
+        after = SFVIState(
+            state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest()
+        )
+        return after, step
 
     def posterior(self, state: SFVIState) -> Posterior:
         if state.averaged:
             return Posterior(self.family, part(state.average, "eta"), part(state.average, "theta"))
         return Posterior(self.family, state.eta, state.theta)
 
-    def converged(self, state: SFVIState) -> bool:
-        """Whether the stopping rule was met, or, in a run of fixed length, whether the iterates stopped drifting."""
-        if self.config.iterations is None:
-            return state.monitor.converged
-        return state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
+    def verdict(self, state: SFVIState) -> Verdict:
+        """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary."""
+        config, r_hat = self.config, state.monitor.r_hat
+        still = r_hat is not None and r_hat < stopping.R_HAT_BELOW
+        if self.terms:
+            return Verdict(None, PRIVATE, {"r_hat": r_hat}, not still)
+        if config.iterations is not None:
+            seen = "" if still else ", and the iterates were still drifting when it ended"
+            return fixed_length("iterations", config.iterations, seen, {"r_hat": r_hat}, not still)
+        advice = f"raise max_iterations (now {config.max_iterations}), lower learning_rate, or standardise the columns"
+        against = None
+        if not state.monitor.converged:
+            against = f"the iterates had not settled after {state.round} rounds"
+        elif state.lost:
+            against = f"silos were absent from {state.lost} of the rounds that the result averages"
+        settled = "means and sds have settled in two stages"
+        if FINISH in self.tables:
+            return verdict(state.rest, against, settled, advice)
+        return Verdict(against is None, settled if against is None else f"{against}; {advice}", {"r_hat": r_hat})
+
+    def _checked(self, state: SFVIState, total: FloatArray, absent: bool) -> tuple[SFVIState, Step]:
+        """After the final sum."""
+        rest, found = Rest(), self.posterior(state)
+        if not absent:
+            q, sums = as_natural(self.family, found.eta), self.tables[FINISH].split(total)
+            eps = final_draws(self.problem.seed, q.n, q.full)
+            rest = at_rest(q, lambda z: self._log_prior(z, found.theta), eps, sums)
+        step = Step(rest.objective, 0.0, state.monitor.r_hat, FINISH, True)
+        return state._replace(phase=ROUND_PHASE, rest=rest), step
+
+    def _log_prior(self, z: Tensor, theta: Params) -> Tensor:
+        return self.problem.density.log_prior(self.frame.move(z), theta).to("cpu", torch.float64)
 
     def rounds(self, state: SFVIState) -> int:
         return state.round
 
     def metrics(self, state: SFVIState) -> dict[str, float | None]:
-        return {"r_hat": state.monitor.r_hat}
+        found: dict[str, float | None] = {"r_hat": state.monitor.r_hat}
+        return found if FINISH not in self.tables else found | {"bound": state.rest.bound}
 
     def _noise(self, round_: int) -> Tensor:
         return self.frame.move(self._draws.normals(round_, self.family.noise_size)[0])

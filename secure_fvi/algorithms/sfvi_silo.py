@@ -7,6 +7,7 @@ its gradient is clipped together with what is shared and comes back from the gat
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,16 +18,19 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
-from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame, local_units
+from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, final_draws, silo_inputs
 from secure_fvi.compiled import Traced
 from secure_fvi.families import Params
 from secure_fvi.objective import RecordGradients, SiloGradient, flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.gate import Gate, Release
-from secure_fvi.trees import put, running_average, take
+from secure_fvi.trees import part, put, running_average, take
 
 #: Rows of per-record gradients held at once, at most.
 _LARGEST_CHUNK = 8192
+#: The first key of the draws at the final q; those of rounds are smaller.
+_FINAL = 2**30
 
 
 class SFVILocal(NamedTuple):
@@ -57,8 +61,9 @@ class SFVISilo:
     def __init__(self, config: SFVI, problem: Problem) -> None:
         self.config, self.problem = config, problem
         self.frame = frame = SFVIFrame(config, problem)
-        self.tables, self.terms = frame.tables, frame.terms_by_phase
+        self.tables, self.terms, self.order = frame.tables, frame.terms_by_phase, frame.order
         self.optimizer = frame.local_optimizer
+        self._slope = SiloSlope(problem, frame.local_family, frame.silo_family, frame.samples)
         plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
         self._gradient: Callable[..., SiloGradient] = plain
         self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, frame.couples)
@@ -85,6 +90,8 @@ class SFVISilo:
         return SFVILocal(record, record_moments, silo, self.optimizer.init(silo), record, silo, 0, 0)
 
     def contribute(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> tuple[Release, SFVILocal]:
+        if message.phase == FINISH:
+            return self._finish(message, local, view, gate), local
         release, stepped = (self._by_record if self.frame.by_record else self._together)(message, local, view, gate)
         stage, averages = int(message.scalars["stage"]), message.scalars["averaging"] > 0
         averaged = (local.averaged + 1 if stage == local.stage else 1) if averages else 0
@@ -97,6 +104,16 @@ class SFVISilo:
         )
         return release, after
 
+    def _finish(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> Release:
+        """The silo's terms of `stationarity` at the final q, with its latents as they are reported."""
+        shared = {name: self.frame.move(value) for name, value in message.tensors.items()}
+        q = as_natural(self.frame.family, part(shared, "eta"))
+        eps = final_draws(self.problem.seed, q.n, q.full)
+        keys = range(_FINAL, _FINAL + eps.shape[0] * eps.shape[1])
+        inputs = silo_inputs(self.frame, local.record_average, view, keys)
+        terms = self._slope(q, eps, part(shared, "theta"), local.silo_average, inputs)
+        return gate.release(np.append(terms, float(view.size)))
+
     def commit(self, local: SFVILocal, pending: Pending, accepted: int) -> SFVILocal:
         kept: SFVILocal = adopt_if_used(local, pending, accepted)
         return kept
@@ -108,7 +125,7 @@ class SFVISilo:
     # ---- the silo's sum at once ----
 
     def _together(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> tuple[Release, _Stepped]:
-        batch = self._batch(message.round, view)
+        batch = self._batch(view.turn, view)
         if batch is not None:
             # At least two rows, filled up with the spare one: a traced graph treats sizes 0 and 1 as special.
             batch = np.concatenate([batch, np.full(max(2 - len(batch), 0), view.size, np.int64)])
@@ -116,7 +133,7 @@ class SFVISilo:
         weights = view.weights if at is None else view.weights[at] / self.config.sampling_rate
         flat, record, record_moments, silo, silo_moments = self._step(
             *self._shared(message), take(local.record, at), local.silo, take(view.rows, at), weights,
-            self._eps_record(message.round, view, batch), self._eps_silo(message.round, view),
+            self._eps_record(view.turn, view, batch), self._eps_silo(view.turn, view),
             take(local.record_moments, at), local.silo_moments, self._scale(message),
         )  # fmt: skip
         values = flat.cpu().numpy().astype(np.float64)
@@ -140,22 +157,24 @@ class SFVISilo:
     # ---- a record at a time ----
 
     def _by_record(self, message: Broadcast, local: SFVILocal, view: SiloView, gate: Gate) -> tuple[Release, _Stepped]:
-        # Keyed by the sum, not the round: a server that asks twice in a round must meet two independent samples.
-        index, rate = message.sum_index, self.config.sampling_rate
+        turn, rate = view.turn, self.config.sampling_rate
         shared, scale = self._shared(message), self._scale(message)
-        eps_silo = self._eps_silo(index, view)
+        eps_silo = self._eps_silo(turn, view)
         record, record_moments = local.record, local.record_moments
+
+        def stepped(rows: npt.NDArray[np.int64]) -> tuple[Any, ...]:
+            at = torch.from_numpy(rows).to(self.problem.device)
+            return self._step(
+                *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
+                self._eps_record(turn, view, rows), eps_silo, take(record_moments, at), {}, scale,
+            )  # fmt: skip
 
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal record, record_moments
-            for rows in self._chunks(index, view):
-                at = torch.from_numpy(rows).to(self.problem.device)
-                gradients, values, new, moments = self._step(
-                    *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
-                    self._eps_record(index, view, rows), eps_silo, take(record_moments, at), {}, scale,
-                )  # fmt: skip
-                record, record_moments = put(record, at, new), put(record_moments, at, moments)
-                yield gradients, values
+            for rows in self._chunks(turn, view):
+                for at, (gradients, values, new, moments) in _evaluated(rows, stepped, view.size):
+                    record, record_moments = put(record, at, new), put(record_moments, at, moments)
+                    yield gradients, values
 
         own = self._own(shared, local.silo, eps_silo) if self.frame.n_silo else None
         data_free = None
@@ -235,3 +254,26 @@ class SFVISilo:
         pieces = max(1, math.ceil(len(rows) / size))
         padded = np.concatenate([rows, np.full(pieces * size - len(rows), view.size, np.int64)])
         yield from np.split(padded, pieces)
+
+
+def _evaluated(
+    rows: npt.NDArray[np.int64], step: Callable[[npt.NDArray[np.int64]], tuple[Any, ...]], size: int
+) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+    """What `step` gives for some rows, and which they are; `size` is the spare one.
+
+    Where an operation fails on them (a matrix that cannot be factorised), each record is evaluated by itself, and those
+    on which it still fails are left out, which the gate takes for zero. To fail would tell the server of them, without
+    noise, as often as it asks.
+    """
+    try:
+        found = [(rows, step(rows))]
+    except (RuntimeError, ValueError, IndexError):
+        found = []
+        for row in rows[rows < size]:
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):
+                pair = np.array([row, row])  # graphs take at least two
+                gradients, values, *state = step(pair)
+                first = [{name: value[:1] for name, value in part.items()} for part in state]
+                found.append((pair[:1], (gradients[:1], values[:1], *first)))
+    for at, values_of in found:
+        yield torch.from_numpy(at), values_of

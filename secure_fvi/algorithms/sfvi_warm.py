@@ -18,11 +18,14 @@ from secure_fvi.algorithms.base import (
     ROUND_PHASE,
     Broadcast,
     LocalFit,
+    Order,
     Pending,
+    Phase,
     Posterior,
     Problem,
     SiloView,
     Step,
+    Verdict,
     adopt_if_used,
 )
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
@@ -33,11 +36,14 @@ from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgLocal, SFVIAvgSilo
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame
 from secure_fvi.algorithms.sfvi_server import SFVIServer, SFVIState
 from secure_fvi.algorithms.sfvi_silo import SFVILocal, SFVISilo
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Terms, agree
+
+#: Numbers of SFVI's draws at a silo, after a warm start, begin here.
+OWN_DRAWS = 2**31
 
 
 def _check(problem: Problem) -> None:
@@ -51,7 +57,7 @@ def _phases(warm: SFVIAvgFrame, own: SFVIFrame) -> tuple[dict[str, BlockTable], 
     Under privacy one noise multiplier serves both algorithms, so that all their releases together cost the epsilon
     asked for. It is planned for the longer contribution: with Skellam noise that costs no less.
     """
-    tables = {**own.tables, **{phase: t for phase, t in warm.tables.items() if phase != FINISH}}
+    tables = {**{phase: t for phase, t in warm.tables.items() if phase != FINISH}, **own.tables}
     if own.terms is None:
         return tables, {}
     parts, settings = {ROUND_PHASE: own.terms, MERGE: warm.terms[MERGE]}, own.terms.settings
@@ -78,11 +84,8 @@ class WarmServer:
 
     def __init__(self, config: SFVI, problem: Problem) -> None:
         _check(problem)
-        averaging = config.averaging()
         self._rounds = config.warm_start.rounds
-        # SFVI's rounds are numbered on from there, since a silo's draws of SFVI-Avg are numbered by its local steps.
-        self._first = averaging.rounds * averaging.keys_a_round
-        self._warm = SFVIAvgServer(averaging, problem)
+        self._warm = SFVIAvgServer(config.averaging(), problem)
         self._own = SFVIServer(replace(config, warm_start=WarmStart()), problem)
         self.tables, self.terms = _phases(self._warm.frame, self._own.frame)
 
@@ -93,10 +96,10 @@ class WarmServer:
         if not self._begun(state):
             return self._warm.broadcast(state.warm, index, accepted)
         message = self._own.broadcast(state.own, index, accepted)
-        return message._replace(round=self._first + message.round)
+        return message._replace(round=self._rounds + message.round)
 
     def update(self, state: WarmState, message: Broadcast, total: FloatArray, scale: float) -> tuple[WarmState, Step]:
-        if message.phase == ROUND_PHASE:
+        if self._begun(state):
             own, step = self._own.update(state.own, message, total, scale)
             return state._replace(own=own), step
         warm, step = self._warm.update(state.warm, message, total, scale)
@@ -111,8 +114,8 @@ class WarmServer:
     def posterior(self, state: WarmState) -> Posterior:
         return self._own.posterior(state.own) if self._begun(state) else self._warm.posterior(state.warm)
 
-    def converged(self, state: WarmState) -> bool:
-        return self._begun(state) and self._own.converged(state.own)
+    def verdict(self, state: WarmState) -> Verdict:
+        return self._own.verdict(state.own)
 
     def metrics(self, state: WarmState) -> dict[str, float | None]:
         return self._own.metrics(state.own)
@@ -135,19 +138,40 @@ class WarmSilo:
 
     def __init__(self, config: SFVI, problem: Problem) -> None:
         _check(problem)
-        self._warm = SFVIAvgSilo(config.averaging(), problem)
+        averaging = config.averaging()
+        self._warm = SFVIAvgSilo(averaging, problem)
         self._own = SFVISilo(replace(config, warm_start=WarmStart()), problem)
         self.tables, self.terms = _phases(self._warm.frame, self._own.frame)
+        self._last_turn = OWN_DRAWS // averaging.keys_a_round - 1
+        rounds, before = config.warm_start.rounds, self._warm.order
+        phases = {name: phase for name, phase in before.phases.items() if name in self.tables and name != FINISH}
+        phases[ROUND_PHASE] = Phase(range(rounds, rounds + config.own_rounds), config.own_rounds)
+        own = self._own.order.phases
+        phases |= {
+            n: own[n]._replace(rounds=range(rounds + 1, rounds + config.own_rounds + 1))
+            for n in own
+            if n != ROUND_PHASE
+        }
+
+        def cohort(round_: int, phase: str) -> tuple[str, ...]:
+            if phase in self._own.tables:
+                return self._own.order.cohort(round_ - rounds, phase)
+            return before.cohort(round_, phase)
+
+        self.order = Order(phases, cohort)
 
     def init_local(self, view: SiloView) -> WarmLocal:
         return WarmLocal(self._warm.init_local(view), self._own.init_local(view), False)
 
     def contribute(self, message: Broadcast, local: WarmLocal, view: SiloView, gate: Gate) -> tuple[Release, WarmLocal]:
-        if message.phase != ROUND_PHASE:
+        if view.turn > self._last_turn:
+            raise ProtocolError(f"question {view.turn} of a warm start is past the last; begin another job")
+        if message.phase not in self._own.tables:
             release, warm = self._warm.contribute(message, local.warm, view, gate)
             return release, local._replace(warm=warm)
         local = local if local.begun else self._handed_over(message, local)
-        release, own = self._own.contribute(message, local.own, view, gate)
+        # The draws of SFVI-Avg are numbered by its local steps; these lie above all of them.
+        release, own = self._own.contribute(message, local.own, view._replace(turn=OWN_DRAWS + view.turn), gate)
         return release, local._replace(own=own)
 
     def commit(self, local: WarmLocal, pending: Pending, accepted: int) -> WarmLocal:

@@ -35,7 +35,8 @@ _INTERRUPTED = 130
 def cli() -> None:
     """Fit one Bayesian model across institutions that may not pool their data.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 3 privacy budget exhausted, 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 privacy budget exhausted, 4 a run ended without converging
+    (its results are written), 130 interrupted.
     """
 
 

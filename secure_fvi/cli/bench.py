@@ -51,6 +51,18 @@ def batch(
     command(as_json, silos, records, device, dtype, rounds, compiled)
 
 
+@bench.command()
+@click.option("--device", default="cuda", show_default=True, help="cuda, or cpu to try the command itself.")
+@click.option("--quick", is_flag=True, help="Small sizes: whether it works, not how fast.")
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The JSON to write.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def gpu(device: str, quick: bool, out: Path, debug: bool) -> None:
+    """Fit on a device and on the CPU, compare where they end, and only then time the device."""
+    from secure_fvi.cli.bench_batch import report
+
+    report(device, quick, out)
+
+
 @bench.command("local-step")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(

@@ -2,14 +2,21 @@
 
 Both are held against the roofline of the step: the time that its matrix products take at the speed of a large one, or
 that reading the images twice takes at the speed of a copy, whichever is longer; both measured here, in the same type.
+
+`report` (`make gpu`) first fits small jobs on the CPU and on the device and compares where they end; only where
+these are equal does it time anything. All of it is one JSON.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,13 +25,20 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from secure_fvi.aggregation import Plain
+from secure_fvi.algorithms.base import Algorithm
+from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 from secure_fvi.cli.bench_step import machine
 from secure_fvi.compiled import TRACE_AFTER_CALLS
-from secure_fvi.errors import ProtocolError
+from secure_fvi.errors import ProtocolError, SecureFVIWarning
 from secure_fvi.families import Conditional
-from secure_fvi.fitting import build_parties
+from secure_fvi.federated_model import FederatedModel
+from secure_fvi.files import write_atomically
+from secure_fvi.fitting import build_parties, fit
+from secure_fvi.models import six_cities
 from secure_fvi.models.hierarchical_network import hierarchical_network
+from secure_fvi.privacy.settings import RecordDP
 
 _WARM_UP = TRACE_AFTER_CALLS + 3
 _MEAN_FIELD = Conditional(scale="diagonal", coupling=False, varying_scale=False)
@@ -125,3 +139,76 @@ def _bandwidth(device: torch.device, dtype: torch.dtype) -> float:
     """Bytes a second read by a copy, which writes as many."""
     a: Tensor = torch.rand(_COPIED // (1 if device.type == "cuda" else 8), device=device, dtype=dtype)
     return float(2 * a.numel() * a.element_size() / min(_timed(a.clone, 5, device)))
+
+
+# ---- make gpu ----
+
+#: Of a mean after some rounds in float64, relative to the largest: sums are made in another order.
+_EQUAL = 1e-7
+#: What is fitted on both devices: algorithm, whether records are protected, whether silos run as one.
+_COMPARED: dict[str, tuple[Algorithm, bool, bool]] = {
+    "SFVI": (SFVI(iterations=50), False, False),
+    "SFVI, 4 samples": (SFVI(iterations=50, importance_samples=4), False, False),
+    "SFVI, batches": (SFVI(iterations=50, sampling_rate=0.25), False, False),
+    "SFVI, silos as one": (SFVI(iterations=50), False, True),
+    "SFVI, records protected": (SFVI(iterations=20, sampling_rate=0.25), True, False),
+    "SFVI-Avg": (SFVIAvg(rounds=2, local_steps=25), False, False),
+    "PVI": (PVI(rounds=2, local_steps=50), False, False),
+}
+
+
+def report(device: str, quick: bool, out: Path) -> None:
+    """Equality first, then speed; one JSON in `out`. Raises ProtocolError, and writes nothing, where they disagree."""
+    where = torch.device(device)
+    began = time.perf_counter()
+    equal = {name: _apart(*job, where) for name, job in _COMPARED.items()}
+    for name, apart in equal.items():
+        click.echo(f"{name:26} ends {apart:.1e} from the CPU's, of its largest value")
+        if not apart <= _EQUAL:
+            raise ProtocolError(f"{name}: on {device} the posterior ends {apart:.1e} from the CPU's; nothing is timed")
+    sizes = [(4, 50)] if quick else [(50, 200), (50, 1200)]
+    kinds = [torch.float32] if quick else [torch.float32, torch.float64]
+    rounds = 3 if quick else 20
+    rows = [measure(silos, n, where, kind, rounds, not quick) for silos, n in sizes for kind in kinds]
+    on_cpu = [] if where.type == "cpu" else [measure(*sizes[0], torch.device("cpu"), kinds[0], rounds, True)]
+    found = {
+        "machine": rows[0]["machine"],
+        "device": device,
+        "quick": quick,
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda},
+        "commit": _commit(),
+        "equal_within": _EQUAL,
+        "largest_relative_difference": equal,
+        "batch": rows,
+        "batch_on_the_cpu_beside": on_cpu,
+        "peak_bytes": torch.cuda.max_memory_allocated(where) if where.type == "cuda" else None,
+        "seconds": time.perf_counter() - began,
+    }
+    write_atomically(out, json.dumps(found, indent=2).encode() + b"\n")
+    click.echo(f"written: {out}")
+
+
+def _apart(algorithm: Algorithm, private: bool, batched: bool, device: torch.device) -> float:
+    """How far q's means end from the CPU's after the same rounds on six cities, as a share of their largest."""
+    data = six_cities.load().records
+    model = FederatedModel(six_cities.six_cities, record_plate="child")
+    silos = [{name: value[j::3] for name, value in data.items()} for j in range(3)]
+    privacy = RecordDP(epsilon=5.0, delta=1e-5, clipping_norm=2.0) if private else None
+    key = bytes(32) if private else None
+    ends = []
+    for where in (torch.device("cpu"), device):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SecureFVIWarning)  # a few rounds do not converge, and need not
+            result = fit(
+                model, silos, algorithm, privacy=privacy, seed=1, device=where, noise_key=key, batch_silos=batched
+            )  # fmt: skip
+        ends.append(result.variational.eta["loc"].double().cpu())
+    return float((ends[0] - ends[1]).abs().max() / ends[0].abs().max())
+
+
+def _commit() -> str | None:
+    """Of the checkout that this runs from, None where it is none."""
+    asked = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or None

@@ -110,7 +110,7 @@ def _pyro(data: Dataset) -> Block:
 
 
 def _numpyro(data: Dataset) -> Block | None:
-    """None where NumPyro is not installed; `pip install secure-fvi[benchmark]` brings it."""
+    """None where NumPyro is not installed; `pip install '.[benchmark]'` in a checkout brings it."""
     try:
         import jax
         import numpyro

@@ -165,11 +165,12 @@ class Parties:
             server, silos = Plain().local_parties(self.ids)
             return server, silos, 1
         if setting.kind == "masked":
-            kind = Masked(bits=setting.bits, consistency_check=setting.consistency_check)
+            most = max(len(self.ids) - 3, 0)
+            kind = Masked(max_missing=most, bits=setting.bits, consistency_check=setting.consistency_check)
             server, silos = kind.local_parties(self.ids, store)
             # The batch follows from the number of silos; the keys of this second roster are nobody's.
             return server, silos, kind.roster({silo: silo.encode().ljust(32) for silo in self.ids}).batch
-        inner, silos, holder = Homomorphic(batch=4).parties(self.ids, store)
+        inner, silos, holder = Homomorphic(batch=4, max_missing=max(len(self.ids) - 3, 0)).parties(self.ids, store)
         return WithHolder(inner, lambda message: self._watch("holder", holder.handle, message)), silos, 4
 
     def sum(self, length: int, lost: int = 0) -> SumTimes:

@@ -34,10 +34,13 @@ _PRELOAD = ["secure_fvi.cli.bench_warm"]
 def consortium(root: Path, silos: Sequence[str], holder: bool = False) -> dict[str, Home]:
     """The members' folders by id, with certificates and a roster that all have signed and accepted."""
     now = datetime.datetime.now(datetime.UTC)
-    authority = Authority.create(root / "authority", "bench", now)
+    authority = Authority.create(root / "authority", "bench", now, unsealed=True)
     roles: dict[str, Role] = {**dict.fromkeys(silos, "silo"), HUB: "server", **({HOLDER: "holder"} if holder else {})}
     at = {HUB: ("127.0.0.1",)}
-    homes = {name: Home.create(root / name, name, role, at.get(name, ())) for name, role in sorted(roles.items())}
+    homes = {
+        name: Home.create(root / name, name, role, at.get(name, ()), unsealed=True)
+        for name, role in sorted(roles.items())
+    }
     members = []
     for name, home in homes.items():
         request = read_request(request_text(home).encode(), "request")

@@ -27,13 +27,16 @@ budget.add_command(verify)
 @click.option("--unit", type=click.Choice(["record", "silo"]), default="record", show_default=True, help="Protected.")
 @click.option(
     "--accountant",
-    type=click.Choice(["rdp", "opacus-rdp", "prv", "pld"]),
-    help="Default: pld, or rdp for distributed noise.",
+    type=click.Choice(["ledger", "rdp", "opacus-rdp", "prv", "pld"]),
+    default="ledger",
+    show_default=True,
+    help="ledger: what a run takes and a ledger charges. The others tell what tighter accounting would say.",
 )
 @click.option("--noise", type=click.Choice(["silo", "distributed", "server"]), help="Who adds the noise.")
 @click.option("--silos", type=int, help="Silos in a round.")
 @click.option("--dropouts", type=int, default=0, show_default=True, help="Silos that a round may lose.")
 @click.option("--colluders", type=int, default=1, show_default=True, help="Silos whose noise is not counted on.")
+@click.option("--retries", type=int, default=20, show_default=True, help="Sums held in reserve, charged like rounds.")
 @click.option("--dimension", type=int, default=1000, show_default=True, help="Numbers in a release (distributed).")
 @click.option("--records", type=int, help="Size of the population; warns when delta is too large for it.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -45,11 +48,12 @@ def plan(
     rounds: int | None,
     noise_multiplier: float | None,
     unit: str,
-    accountant: str | None,
+    accountant: str,
     noise: str | None,
     silos: int | None,
     dropouts: int,
     colluders: int,
+    retries: int,
     dimension: int,
     records: int | None,
     form: str,
@@ -57,13 +61,15 @@ def plan(
 ) -> None:
     """Solve for the one of epsilon, sampling rate, rounds and noise multiplier that is left out.
 
-    The answer is on the safe side: its epsilon is at most the one asked for.
+    The answer is on the safe side: its epsilon is at most the one asked for. It is what a run of these numbers uses and
+    what its ledger charges, retries included.
     """
     from secure_fvi.cli.budget_plan import Asked, command
 
     asked = Asked(
-        epsilon, delta, sampling_rate, rounds, noise_multiplier, unit, accountant, noise, silos, dropouts, colluders
-    )
+        epsilon, delta, sampling_rate, rounds, noise_multiplier, unit, accountant, noise, silos, dropouts, colluders,
+        retries,
+    )  # fmt: skip
     command(asked, dimension, records, form)
 
 

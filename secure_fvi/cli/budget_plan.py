@@ -24,20 +24,23 @@ class Asked(NamedTuple):
     rounds: int | None
     noise_multiplier: float | None
     unit: str
-    accountant: str | None
+    accountant: str
     noise: str | None
     silos: int | None
     dropouts: int
     colluders: int
+    retries: int
 
 
 def command(asked: Asked, dimension: int, records: int | None, form: str) -> None:
     """Solve and print. Raises InputError for numbers out of range and for options that contradict each other."""
     placement = _placement(asked, dimension)
-    accountant = asked.accountant or ("rdp" if asked.noise == "distributed" else "pld")
-    if asked.noise == "distributed" and accountant != "rdp":
+    if asked.retries < 0:
+        raise InputError(f"--retries must be at least 0, not {asked.retries}")
+    if asked.noise == "distributed" and asked.accountant not in ("ledger", "rdp"):
         raise InputError(
-            f"distributed noise is Skellam noise on vectors, for which '{accountant}' has no bound; use rdp"
+            f"distributed noise is Skellam noise on vectors, for which '{asked.accountant}' has no bound; "
+            "use ledger or rdp"
         )
     rate = asked.sampling_rate
     if asked.unit == "silo":
@@ -50,7 +53,8 @@ def command(asked: Asked, dimension: int, records: int | None, form: str) -> Non
         noise_multiplier=asked.noise_multiplier,
         sampling_rate=rate,
         rounds=asked.rounds,
-        accountant=accountant,
+        accountant=asked.accountant,
+        retries=asked.retries,
         make=_make(asked, dimension),
     )
     if records is not None and asked.unit == "record":
@@ -60,6 +64,7 @@ def command(asked: Asked, dimension: int, records: int | None, form: str) -> Non
         result = {
             **asdict(found),
             "unit": asked.unit,
+            "retries": asked.retries,
             "strongest_belief": found.strongest_belief,
             **placement,
             **spread,
@@ -104,7 +109,7 @@ def _make(asked: Asked, dimension: int) -> MakeJob:
             noise="distributed",
             dropouts=asked.dropouts,
             colluders=asked.colluders,
-            retries=0,  # a plan is for the rounds that it is given
+            retries=0,  # `plan` adds them
         )
         return agree(settings, silos, sampling_rate, rounds, Extent(dimension, 0, 0)).job
 
@@ -140,6 +145,7 @@ def _text(found: Plan, asked: Asked, spread: dict[str, Any]) -> str:
     def line(label: str, name: str, value: str) -> str:
         return f"  {label:17} {value}{mark.get(name, '')}"
 
+    reserve = f" and {asked.retries} retries" if asked.retries else ""
     lines = [
         f"A job that protects each {asked.unit} (one added or removed):",
         line("epsilon", "epsilon", f"{found.epsilon:.6g}"),
@@ -151,7 +157,7 @@ def _text(found: Plan, asked: Asked, spread: dict[str, Any]) -> str:
         "",
         f"Each round adds noise with a standard deviation of {found.noise_multiplier:.4g} clipping norms "
         f"and, seen alone, costs epsilon {found.release_epsilon:.4g}.",
-        f"All {found.rounds} rounds together: someone who gives even odds to a {asked.unit} being in the data "
+        f"All {found.rounds} rounds{reserve} together: someone who gives even odds to a {asked.unit} being in the data "
         f"cannot become surer than {found.strongest_belief:.1%}, except with a probability of about delta.",
     ]
     if asked.noise == "distributed":

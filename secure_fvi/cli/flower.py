@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.serving import sandbox_option
 
 FILE = click.Path(path_type=Path)
 _debug = click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
@@ -16,7 +18,7 @@ _any_app = click.option("--any-app", is_flag=True, help="Also run apps other tha
 
 @click.group()
 def flower() -> None:
-    """Jobs that Flower launches (pip install 'secure-fvi[flower]'). docs/flower.md says how they work."""
+    """Jobs that Flower launches (pip install '.[flower]' in a checkout). docs/flower.md says how they work."""
 
 
 @flower.command()
@@ -91,20 +93,34 @@ def supernode(
 @click.option("--listen", default="0.0.0.0:8443", show_default=True, metavar="HOST:PORT", help="The stream's port.")
 @click.option("--address", metavar="HOST:PORT", help="What silos dial; --listen unless given.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
+@sandbox_option
 @_debug
+@click.pass_context
 def run(
-    config: Path, home: Path, out: Path, listen: str, address: str | None, overrides: tuple[str, ...], debug: bool
+    context: click.Context,
+    config: Path,
+    home: Path,
+    out: Path,
+    listen: str,
+    address: str | None,
+    overrides: tuple[str, ...],
+    sandbox: Literal["required", "off"],
+    debug: bool,
 ) -> None:
     """Have Flower run the job that CONFIG describes, and show its log. The SuperLink of --home must be running.
 
-    Started again with the same --out, after whatever crashed, it goes on.
+    Started again with the same --out, after whatever crashed, it goes on. Exits 4 where the job ended without
+    converging.
     """
+    from secure_fvi.cli.tables import exit_code
     from secure_fvi.engines.flower_setup import check_flower
     from secure_fvi.engines.flower_superlink import launch
     from secure_fvi.errors import SecureFVIError
+    from secure_fvi.runs.directory import RunDirectory
 
     check_flower()
-    launch(open_home(home), config, out, listen, address or listen, overrides)
+    launch(open_home(home), config, out, listen, address or listen, overrides, sandbox)
     if not (out / "result.json").exists():
         raise SecureFVIError(f"the run has ended before the job; its log says why; start it again to continue '{out}'")
     click.echo(f"report: {out / 'report.html'}")
+    context.exit(exit_code(RunDirectory(out).read_result()))

@@ -8,7 +8,7 @@ import click
 
 from secure_fvi.cli.keys_authority import authority
 from secure_fvi.cli.keys_roster import roster
-from secure_fvi.cli.keys_shared import home_option, open_home, passphrase
+from secure_fvi.cli.keys_shared import home_option, open_home, passphrase, unsealed_option
 
 FILE = click.Path(path_type=Path)
 
@@ -28,11 +28,14 @@ keys.add_command(roster)
 @home_option
 @click.option("--address", "addresses", multiple=True, help="A server's host name or IP address; may be repeated.")
 @click.option("--ask-passphrase", is_flag=True, help="Ask for a passphrase instead of taking SECURE_FVI_PASSPHRASE.")
+@unsealed_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def init(name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passphrase: bool, debug: bool) -> None:
+def init(
+    name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passphrase: bool, unsealed: bool, debug: bool
+) -> None:
     """Make this site's keys and its request to join, in a new folder. Private keys never leave it.
 
-    Keys are encrypted where a passphrase is given.
+    Keys are encrypted: with SECURE_FVI_PASSPHRASE, what the file SECURE_FVI_KEY_FILE holds, or what is typed.
     """
     from secure_fvi.deployment.home import Home
     from secure_fvi.deployment.keeping import request_text
@@ -40,8 +43,8 @@ def init(name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passp
     from secure_fvi.deployment.policy import write_template
     from secure_fvi.deployment.requests import read_request
 
-    secret = passphrase(None, ask_passphrase)
-    made = Home.create(home, name, next(r for r in ROLES if r == role), addresses, secret)
+    secret = passphrase(None, ask_passphrase, new=not unsealed)
+    made = Home.create(home, name, next(r for r in ROLES if r == role), addresses, secret, unsealed)
     if role != "server":
         write_template(made.policy_file)
     path = home / f"{name}.request.toml"
@@ -67,6 +70,21 @@ def install(files: tuple[Path, ...], home: Path, debug: bool) -> None:
     opened = open_home(home)
     for path in files:
         click.echo(f"{path}: {put(opened, path, now())}")
+
+
+@keys.command()
+@home_option
+@click.option("--ask-passphrase", is_flag=True, help="Ask for a passphrase instead of taking SECURE_FVI_PASSPHRASE.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def seal(home: Path, ask_passphrase: bool, debug: bool) -> None:
+    """Encrypt the private keys of a site that lie in its folder unsealed. End its processes first."""
+    from secure_fvi.deployment.home import Home
+
+    done = Home(home, passphrase(None, ask_passphrase, new=True)).seal()
+    for path in done:
+        click.echo(f"sealed {path}")
+    if not done:
+        click.echo("all keys were sealed before")
 
 
 @keys.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from secure_fvi.cli.keys_shared import code_option, confirm, passphrase
+from secure_fvi.cli.keys_shared import code_option, confirm, passphrase, unsealed_option
 
 FILE = click.Path(path_type=Path)
 
@@ -20,13 +20,15 @@ def authority() -> None:
 @click.argument("folder", type=FILE)
 @click.option("--consortium", required=True, help="Its name: letters, digits, dots, dashes.")
 @click.option("--ask-passphrase", is_flag=True, help="Ask for a passphrase instead of taking SECURE_FVI_PASSPHRASE.")
+@unsealed_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def create(folder: Path, consortium: str, ask_passphrase: bool, debug: bool) -> None:
-    """Make an authority in FOLDER. Its key is encrypted where a passphrase is given."""
+def create(folder: Path, consortium: str, ask_passphrase: bool, unsealed: bool, debug: bool) -> None:
+    """Make an authority in FOLDER. Its key is encrypted, as those of `keys init` are."""
     from secure_fvi.deployment.authority import Authority, authority_hash
     from secure_fvi.deployment.names import now
 
-    made = Authority.create(folder, consortium, now(), passphrase(None, ask_passphrase))
+    secret = passphrase(None, ask_passphrase, new=not unsealed)
+    made = Authority.create(folder, consortium, now(), secret, unsealed)
     click.echo(f"authority of '{consortium}', SHA-256 {authority_hash(made.certificate).hex()}")
     click.echo(f"send to every site: {folder / 'ca.crt'} {folder / 'ca.crl'}")
 

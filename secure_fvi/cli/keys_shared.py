@@ -19,25 +19,42 @@ home_option = click.option(
     required=True,
     help="This site's folder; SECURE_FVI_HOME unless given.",
 )
+unsealed_option = click.option(
+    "--unsealed", is_flag=True, help="Leave the private keys unencrypted: whoever reads the disk or a backup has them."
+)
 code_option = click.option("--yes-code", metavar="CODE", help="The code that was read out, instead of being asked.")
 
 
-def passphrase(key: Path | None, ask: bool = False) -> str | None:
+def passphrase(key: Path | None, ask: bool = False, new: bool = False) -> str | None:
     """What opens the key file, or is to encrypt a new one: asked for where a terminal is there, else the variable's."""
-    from secure_fvi.key_files import PASSPHRASE_VARIABLE, is_encrypted
+    from secure_fvi.key_files import is_encrypted
 
-    if ask:
+    if ask or (new and not _given() and sys.stdin.isatty()):
         return str(click.prompt("passphrase for the new keys", hide_input=True, confirmation_prompt=True, err=True))
-    if key is None or os.environ.get(PASSPHRASE_VARIABLE) or not key.exists() or not is_encrypted(key):
+    if key is None or _given() or not key.exists() or not is_encrypted(key):
         return None
     return str(click.prompt(f"passphrase of '{key}'", hide_input=True, err=True)) if sys.stdin.isatty() else None
 
 
+def _given() -> bool:
+    """Whether the environment has a passphrase, or names its file."""
+    from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
+
+    return bool(os.environ.get(PASSPHRASE_VARIABLE) or os.environ.get(KEY_FILE_VARIABLE))
+
+
 def open_home(path: Path) -> Home:
-    """The site in `path`."""
+    """The site in `path`; says so where its keys lie there unsealed."""
     from secure_fvi.deployment.home import Home
 
-    return Home(path, passphrase(path / "identity.pem"))
+    opened = Home(path, passphrase(path / "identity.pem"))
+    if (path / "identity.pem").exists() and not opened.sealed:
+        click.echo(
+            f"warning: the private keys in '{path}' are not encrypted; whoever reads the disk or a backup has them. "
+            "Set SECURE_FVI_PASSPHRASE or SECURE_FVI_KEY_FILE and run `secure-fvi keys seal`",
+            err=True,
+        )
+    return opened
 
 
 def confirm(code: str, given: str | None, question: str) -> None:

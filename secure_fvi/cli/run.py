@@ -15,12 +15,21 @@ import click
 @click.option("--resume", is_flag=True, help="Continue the run that --out holds.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.pass_context
 def run(
-    config: Path, out: Path, overrides: tuple[str, ...], data: Path | None, resume: bool, quiet: bool, debug: bool
+    context: click.Context,
+    config: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    data: Path | None,
+    resume: bool,
+    quiet: bool,
+    debug: bool,
 ) -> None:
     """Fit the model that CONFIG (a TOML file) describes; all parties run in this process.
 
-    Writes result.json, posterior.safetensors, metrics.jsonl and report.html to the folder --out.
+    Writes result.json, posterior.safetensors, metrics.jsonl and report.html to the folder --out. Exits 4 where the run
+    ended without converging; the files are written all the same.
     """
     from secure_fvi.runs.directory import RunDirectory
 
@@ -29,7 +38,7 @@ def run(
         folder.check_new()
 
     from secure_fvi.cli.progress import RunProgress
-    from secure_fvi.cli.tables import print_posterior
+    from secure_fvi.cli.tables import exit_code, print_posterior
     from secure_fvi.runs.config import read
     from secure_fvi.runs.running import execute
 
@@ -38,7 +47,7 @@ def run(
         result = execute(settings, folder, data, resume, progress.update)
     if result is None:
         click.echo(f"the run in '{out}' is finished; its results are in {out / 'result.json'}")
-        return
+        context.exit(exit_code(folder.read_result()))
     if not quiet:
         print_posterior(result.to_json())
         for party, rows in result.metrics.get("alignment", {}).items():
@@ -47,3 +56,4 @@ def run(
         if settings.vertical:
             click.echo(f"each silo's own posterior, for its eyes alone: a file in {out / 'silos'}")
         click.echo(f"report: {out / 'report.html'}")
+    context.exit(exit_code(result.to_json()))

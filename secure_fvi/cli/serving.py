@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
 
 FILE = click.Path(path_type=Path)
+sandbox_option = click.option(
+    "--sandbox",
+    type=click.Choice(["required", "off"]),
+    default="required",
+    show_default=True,
+    help="Where a model of one's own, a function of a file, is run to be traced: in a sandbox, which needs bubblewrap, "
+    "or in this process, which holds the site's keys.",
+)
 
 
 @click.group()
@@ -27,15 +35,19 @@ def server() -> None:
 @click.option("--out", required=True, type=FILE, help="Folder for the results; the same again to continue a job.")
 @click.option("--listen", default="0.0.0.0:8443", show_default=True, metavar="HOST:PORT", help="Where silos dial in.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
+@sandbox_option
 @log_option
 @click.option("--quiet", is_flag=True, help="No progress, no table, no log.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.pass_context
 def start(
+    context: click.Context,
     config: Path,
     home: Path,
     out: Path,
     listen: str,
     overrides: tuple[str, ...],
+    sandbox: Literal["required", "off"],
     log_format: str,
     quiet: bool,
     debug: bool,
@@ -43,10 +55,11 @@ def start(
     """Offer the job that CONFIG describes to its silos, run it with them and write the results to the folder --out.
 
     Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
+    Exits 4 where the job ended without converging; the files are written all the same.
     """
     _need_grpc()
     from secure_fvi.cli.progress import RunProgress
-    from secure_fvi.cli.tables import print_posterior
+    from secure_fvi.cli.tables import exit_code, print_posterior
     from secure_fvi.deployment.serving import remote_federation
     from secure_fvi.errors import InputError
     from secure_fvi.runs.config import read
@@ -59,7 +72,7 @@ def start(
     job = read(config, overrides)
     if job.engine is not None and job.engine.kind == "flower":
         raise InputError(f"'{config}': [engine] kind = \"flower\": start it with `secure-fvi flower run`")
-    federation = remote_federation(job, site, folder, listen)
+    federation = remote_federation(job, site, folder, listen, sandbox=sandbox)
     with RunProgress(quiet) as progress:
         result = execute_federation(federation, folder, True, progress.update)
     if result is None:
@@ -67,6 +80,7 @@ def start(
     elif not quiet:
         print_posterior(result.to_json())
         click.echo(f"report: {out / 'report.html'}")
+    context.exit(exit_code(folder.read_result() if result is None else result.to_json()))
 
 
 @click.group()
@@ -155,4 +169,4 @@ def _need_grpc() -> None:
     from secure_fvi.errors import InputError
 
     if find_spec("grpc") is None:
-        raise InputError("this needs gRPC: pip install 'secure-fvi[distributed]'")
+        raise InputError("this needs gRPC: pip install '.[distributed]' in a checkout")

@@ -9,7 +9,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from secure_fvi.runs.rows import comparison_rows, posterior_rows
+from secure_fvi.errors import NOT_CONVERGED
+from secure_fvi.runs.rows import comparison_rows, posterior_rows, reason, standing
 
 #: Rows of a table; those of a network's weights would fill screens.
 _MOST_ROWS = 60
@@ -25,12 +26,19 @@ def print_milliseconds(found: dict[str, Any], as_json: bool) -> None:
         click.echo(f"{name:44} {ms:9.4f} ms")
 
 
+def exit_code(result: dict[str, Any]) -> int:
+    """What a command exits with after the run of result.json: 0, or 4 where it ended without converging."""
+    return NOT_CONVERGED if result["converged"] is False else 0
+
+
 def print_posterior(result: dict[str, Any]) -> None:
     """The global sites of result.json."""
-    state = "converged" if result["converged"] else "not converged"
+    state = standing(result)
     title = f"{result['algorithm']}, {result['aggregation']['kind']} sums: {result['rounds']} rounds, {state}"
     console = Console()
     console.print(f"{title}, {result['seconds']:.0f} s", highlight=False)
+    if why := reason(result):
+        console.print(f"{state}: {why}", highlight=False, soft_wrap=True)
     table = Table()
     table.add_column("site")
     table.add_column("mean", justify="right")

@@ -63,7 +63,14 @@ class Authority:
         return f"Authority({self.consortium!r})"
 
     @classmethod
-    def create(cls, folder: Path, consortium: str, now: datetime.datetime, passphrase: str | None = None) -> Authority:
+    def create(
+        cls,
+        folder: Path,
+        consortium: str,
+        now: datetime.datetime,
+        passphrase: str | None = None,
+        unsealed: bool = False,
+    ) -> Authority:
         """A new authority in `folder`. Raises InputError where there is one."""
         try:
             check_id(consortium)
@@ -72,7 +79,7 @@ class Authority:
         if (folder / "ca.key").exists():
             raise InputError(f"'{folder}' holds an authority; give a new folder")
         key = generate_private_key(SECP256R1())
-        store_private(folder / "ca.key", key, passphrase)
+        store_private(folder / "ca.key", key, passphrase, unsealed)
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{consortium} authority")])
         public = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         built = (

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import Codec
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment.consortium import ConsortiumRoster
@@ -63,20 +64,15 @@ class Receipt(NamedTuple):
     receipt: bytes
 
 
-def _bytes(value: Any) -> bool:
-    return type(value) is bytes
-
-
-def _list(value: Any) -> bool:
-    return type(value) is list and len(value) <= 100 and all(_bytes(v) for v in value)
-
+_receipt = wire.binary(most=1 << 16)
+_few = wire.Listed(_receipt, 100)
 
 _CODEC = Codec(
     {
-        Seen: (1, (_list, _list)),
-        Stated: (2, (_bytes, _bytes, _list)),
-        Countersigned: (3, (_bytes, _bytes, _bytes)),
-        Receipt: (4, (_bytes,)),
+        Seen: (1, (_few, _few)),
+        Stated: (2, (wire.binary(), wire.binary(), _few)),
+        Countersigned: (3, (_receipt, _receipt, wire.binary())),
+        Receipt: (4, (_receipt,)),
     }
 )
 
@@ -116,9 +112,7 @@ def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
     keys = records_keys(home, home.roster(now()), server)
     with closing(SqliteStore(home.seen_file)) as store:
         witness = Witness(home.id, home.identity(), store, TRAIL)
-        try:
-            seen = _CODEC.unpack(message, Seen)
-        except ProtocolError:
+        if _CODEC.kind_of(message) is not Seen:
             signed = _CODEC.unpack(message, Countersigned)
             receipt = _countersigned(witness, signed.statement, keys)
             trail.add_receipt(signed.trail, keys[0])
@@ -126,6 +120,7 @@ def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
                 with closing(open_ledger(home)) as ledger:
                     ledger.add_receipt(signed.ledger, keys[0])
             return _CODEC.pack(Receipt(receipt))
+        seen = _CODEC.unpack(message, Seen)
         stated = trail.statement(_check_own(trail, keys, seen.trails))
         return _CODEC.pack(Stated(stated, _ledger(home, keys, seen.ledgers), _receipts(witness, keys)))
 

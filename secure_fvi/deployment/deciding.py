@@ -6,8 +6,10 @@ import datetime
 from typing import NamedTuple
 
 from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.fence import UNFENCED
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, read_offer
+from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
@@ -17,6 +19,13 @@ from secure_fvi.runs.config import Config
 
 #: The outcome (`Trail.close_job`) after which a job's id is spent; a job with any other may go on.
 FINISHED = "finished"
+#: How a server may say that a job ended; what a site's log has of it.
+OUTCOMES = tuple(f"{FINISHED}, {state}" for state in ("converged", "not converged", "not assessed"))
+
+
+def over(outcome: str | None) -> bool:
+    """Whether a job that a log has as `outcome` has finished, converged or not."""
+    return outcome is not None and outcome.split(",")[0] == FINISHED
 
 
 class Decision(NamedTuple):
@@ -61,17 +70,23 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
         before = jobs.get(offer.job)
         if before is not None and before.accepted and before.fields["offer"] != offer.hash:
             raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
-        if before is not None and before.outcome == FINISHED:
+        if before is not None and over(before.outcome):
             raise ProtocolError(f"job '{offer.job}' has finished; its offer was sent again")
     except SecureFVIError as error:
         trail.note("", f"a job offer was refused: {printable(str(error))}")
         raise
     try:
-        data = check(offer, policy, home.role)
+        data = check(offer, policy, home.role, roster)
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
     trail.job(job_entry(offer, policy.hash, accepted=True))
+    if home.role == "silo":
+        trail.note(
+            offer.job, f"secure_fvi here has digest {package_digest().hex()}, at the server {offer.package.hex()}"
+        )
+        if offer.config.model.function is not None and policy.sandbox == "off":
+            trail.note(offer.job, UNFENCED)
     return Decision(offer, roster, policy, data)
 
 

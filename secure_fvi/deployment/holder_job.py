@@ -24,12 +24,14 @@ from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open
 from secure_fvi.deployment.session_sums import session_of, session_roster
-from secure_fvi.deployment.site_job import job_folder
+from secure_fvi.deployment.site_job import check_supported, job_folder
+from secure_fvi.disclosure import disclose
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import SUM
-from secure_fvi.runs.options import AGGREGATIONS, build, named
+from secure_fvi.runs.options import chosen
+from secure_fvi.wire import MAX_MESSAGE_BYTES
 
 _KEY, _LOGGED = "holder/key", "holder/logged"
 
@@ -40,10 +42,12 @@ class HolderJob:
     def __init__(self, home: Home, decision: Decision, logged: Callable[[], int]) -> None:
         """logged: how many messages of the job this site's log has. Raises InputError for a job that needs no key."""
         self.home, self.decision, self._logged = home, decision, logged
-        config = decision.offer.config.aggregation
-        sums = build(named(AGGREGATIONS, "aggregation.kind", config.kind), config.options, "aggregation")
+        offer = decision.offer
+        algorithm, sums, privacy = chosen(offer.config)
         if not isinstance(sums, Homomorphic):
-            raise InputError(f"aggregation.kind = '{config.kind}' needs no key holder")
+            raise InputError(f"aggregation.kind = '{offer.config.aggregation.kind}' needs no key holder")
+        check_supported(offer.config, sums)
+        disclose(algorithm, sums, privacy, len(offer.silos))
         self.aggregation, self._scheme = sums, scheme_named(sums.scheme)
         self.folder = job_folder(home, decision.offer.job)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,6 +55,9 @@ class HolderJob:
         self._next: SecretContext | None = None  # offered, and not in use yet
         self._party: KeyHolder | None = None
         self._store: HeldStore | None = None
+
+    #: A request holds a ciphertext of each part of a table that the holder does not know.
+    longest = MAX_MESSAGE_BYTES
 
     def __repr__(self) -> str:
         return f"HolderJob({self.home.id!r}, {self.decision.offer.job!r})"
@@ -149,7 +156,7 @@ class HolderJob:
     def _roster(self, session: bytes, message: Open) -> Roster:
         """Raises InputError where the consortium's [sums] are stricter than the job's."""
         least = max(message.min_cohort, self.aggregation.min_cohort)
-        sums = dataclasses.replace(self.aggregation, min_cohort=least)
+        sums = dataclasses.replace(self.aggregation, min_cohort=least, max_missing=message.max_missing)
         return session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
 
     def _begin(self, roster: Roster, store: HeldStore, key: SecretContext) -> None:

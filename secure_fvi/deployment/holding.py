@@ -7,24 +7,26 @@ again (`SessionLost`, and all open a new one), and a silo compares its own state
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 
+from secure_fvi import wire
 from secure_fvi.aggregation.sealed_store import SealedStore
 from secure_fvi.aggregation.store import SqliteStore, Store
 from secure_fvi.algorithms.base import Pending
-from secure_fvi.errors import ProtocolError
-from secure_fvi.messages import ROUND, decode_broadcast
+from secure_fvi.errors import InputError
+from secure_fvi.messages import ROUND
 from secure_fvi.runs.checkpoint import pack_state, unpack_state
-from secure_fvi.silo import Silo
+from secure_fvi.silo import Answer, Past, Silo
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _ANSWER, _BOOT = "party/state", "party/answer", "party/boot"
+_STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
+_VERSION = 3  # of what lies there
 
 
 def boot_id() -> bytes:
@@ -35,14 +37,15 @@ def boot_id() -> bytes:
         return b""
 
 
-def open_store(path: Path) -> SqliteStore:
-    """A store that survives the process, and where the system cannot tell of its restarts, the machine too."""
-    return SqliteStore(path, power_safe=not boot_id())
+def open_store(path: Path, power_safe: bool = False) -> SqliteStore:
+    """A store that survives the process, and with power_safe, or where the system cannot tell of its restarts, the
+    machine too."""
+    return SqliteStore(path, power_safe=power_safe or not boot_id())
 
 
-def open_held(path: Path, secret: bytes) -> HeldStore:
+def open_held(path: Path, secret: bytes, power_safe: bool = False) -> HeldStore:
     """Such a store in the file `path`, its values sealed with the site's `secret` (32 bytes) for this file's name."""
-    inner = open_store(path)
+    inner = open_store(path, power_safe)
     return HeldStore(SealedStore(inner, secret, path.name.encode()), inner.close)
 
 
@@ -69,6 +72,10 @@ class HeldStore:
     def claim(self, slot: str, value: bytes) -> bytes:
         return self.inner.claim(slot, value)
 
+    def put_now(self, slots: Mapping[str, bytes]) -> None:
+        """Not held back: what has to be known whatever comes of the rest."""
+        self.inner.put(slots)
+
     def put(self, slots: Mapping[str, bytes]) -> None:
         if self._held is None:
             self.inner.put(slots)
@@ -90,25 +97,25 @@ class HeldStore:
 
 
 class DurableSilo:
-    """A silo that writes its answer down, with the state that goes with it, before the answer leaves.
+    """A silo that writes its answer down, with the state that goes with it, before the answer leaves, and before it
+    draws anything, its claim on the question.
 
     A broadcast that comes again gets the same bytes again. Messages of the secure sum need no such care: its silo half
     answers them from its own store.
     """
 
     def __init__(self, silo: Silo, store: HeldStore) -> None:
-        """Takes up what `store` holds of the silo."""
+        """Takes up what `store` holds of the silo. Raises InputError for another version's."""
         self.silo, self._store = silo, store
-        self._used = 0  # the last sum of which the silo knows that it was used with its term
         self._packed: tuple[Any, bytes] = (None, b"")  # the state packed last: what was pending is settled next
-        kept = store.get(_STATE)
+        kept, answer, claim = store.get(_STATE), store.get(_ANSWER), store.get(_CLAIM)
         if kept is not None:
-            self._used, local, index, waiting = msgpack.unpackb(kept)
-            template, source = silo.local, Path("the silo's state")
-            silo.local = unpack_state(local, template, source)
-            silo.pending = None if index < 0 else Pending(index, unpack_state(waiting, template, source))
-        answer = store.get(_ANSWER)
-        self._answered = (b"", b"") if answer is None else (answer[:32], answer[32:])
+            self._restore(kept, answer)
+        if claim is not None:
+            turn, claimed, failed = wire.own(claim, "the silo's claim")
+            if turn > silo.past.turn:  # killed before the answer was written down: it never left
+                silo.past = silo.past._replace(turn=turn, claimed=claimed, failed=failed)
+        silo.on_claim = self._claim
 
     def __repr__(self) -> str:
         return f"DurableSilo({self.silo!r})"
@@ -117,54 +124,67 @@ class DurableSilo:
         """`Silo.handle`. Raises ProtocolError as well where this silo and the server disagree on the past."""
         if message[:1] != ROUND:
             return self.silo.handle(message)
-        digest = hashlib.sha256(message).digest()
-        if digest == self._answered[0]:
-            return self._answered[1]
-        self.check_past(decode_broadcast(message[1:]).accepted.get(self.silo.name, 0))
+        before = self.silo.answer
         with self._store.together():
             reply = self.silo.handle(message)
-            self._store.put({_STATE: self._state(), _ANSWER: digest + reply})
-        self._answered = digest, reply
+            if self.silo.answer is not before:
+                self._store.put({_STATE: self._state(), _ANSWER: self._answer()})
         return reply
 
     @property
     def newest(self) -> int:
-        """The last sum to which this silo has contributed; 0 for none."""
-        return max(self._used, self.silo.pending.sum_index if self.silo.pending is not None else 0)
+        """The sum for which this silo made its last answer, and charged it; 0 for none."""
+        return self.silo.past.made
 
     def answered(self, message: bytes) -> bool:
-        """Whether this broadcast is the one whose answer is kept."""
-        return hashlib.sha256(message).digest() == self._answered[0]
-
-    def check_past(self, accepted: int) -> None:
-        """Settle with what the server has used, or raise ProtocolError: one of the two has lost what it knew."""
-        waiting = self.silo.pending.sum_index if self.silo.pending is not None else self._used
-        if accepted not in (self._used, waiting):
-            newer = self.newest
-            whose = "this silo's state is" if accepted > newer else "the server's checkpoint is"
-            raise ProtocolError(
-                f"{whose} older than the other's: the server has used sum {accepted} of silo '{self.silo.name}', which "
-                f"itself knows of sums up to {newer}; a copy was restored, or the machine lost its last writes"
-            )
-        self._used = accepted
+        """Whether the answer to this broadcast, or to its question under another index, is kept."""
+        return self.silo.answered(message)
 
     def settle(self, accepted: int) -> None:
         """At the end of a job."""
-        self.check_past(accepted)
         self.silo.settle({self.silo.name: accepted})
 
-    def carry_over(self, store: HeldStore, decided: int) -> None:
-        """Begin `store`, of a new session, with this state. A contribution to a sum after `decided`, the last that the
-        server knows, counts as never made: under other secrets it has to be made again."""
-        if self.silo.pending is not None and self.silo.pending.sum_index > decided:
-            self.silo.pending = None
-        store.put({_STATE: self._state()})
+    def carry_over(self, store: HeldStore) -> None:
+        """Begin `store`, of a new session, with this state: what was released under the old secrets is masked anew, and
+        not drawn again."""
+        past = self.silo.past
+        store.put(
+            {
+                _STATE: self._state(),
+                _CLAIM: msgpack.packb([past.turn, past.claimed, past.failed]),
+                _ANSWER: self._answer(),
+            }
+        )
+
+    def _claim(self, past: Past) -> None:
+        self._store.put_now({_CLAIM: msgpack.packb([past.turn, past.claimed, past.failed])})
+
+    def _restore(self, kept: bytes, answer: bytes | None) -> None:
+        silo, source = self.silo, Path("the silo's state")
+        fields = wire.own(kept, "the silo's state")
+        if len(fields) != 5 or fields[0] != _VERSION:
+            raise InputError("the silo's state of this job was written by another version; finish the job with it")
+        _, past, local, index, waiting = fields
+        template = silo.local
+        silo.past = unpack_state(past, Past(), source)
+        silo.local = unpack_state(local, template, source)
+        silo.pending = None if index < 0 else Pending(index, unpack_state(waiting, template, source))
+        if answer:
+            broadcast, values, reply = wire.own(answer, "the silo's answer")
+            silo.answer = Answer(broadcast, np.frombuffer(values, np.float64), reply)
 
     def _state(self) -> bytes:
         pending = self.silo.pending
         local = self._pack(self.silo.local)
         index, waiting = (-1, b"") if pending is None else (pending.sum_index, self._pack(pending.local))
-        packed: bytes = msgpack.packb([self._used, local, index, waiting])
+        packed: bytes = msgpack.packb([_VERSION, pack_state(self.silo.past), local, index, waiting])
+        return packed
+
+    def _answer(self) -> bytes:
+        answer = self.silo.answer
+        if answer is None:
+            return b""
+        packed: bytes = msgpack.packb([answer.broadcast, answer.values.astype(np.float64).tobytes(), answer.reply])
         return packed
 
     def _pack(self, state: Any) -> bytes:

@@ -11,6 +11,7 @@
     ledger.sqlite, audit-log.sqlite   its records
     seen.sqlite, state/  what it saw of others' records, and its parties' state
     state.key            seals that state
+    lock                 held by the one process that serves or runs jobs
     next/, old/          keys that are being rotated in, and that were rotated out
 
 The folder belongs to one user; group and others may not write to it.
@@ -19,10 +20,11 @@ The folder belongs to one user; group and others may not write to it.
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 import stat
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -45,7 +47,7 @@ from secure_fvi.deployment.rotation import Endorsement, pinned_key, read_endorse
 from secure_fvi.deployment.signatures import load_roster
 from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.key_files import create_key, load_key, load_private, store_private
+from secure_fvi.key_files import check_sealed, create_key, is_encrypted, load_key, load_private, seal, store_private
 from secure_fvi.runs import toml
 
 HOME_VARIABLE = "SECURE_FVI_HOME"
@@ -79,21 +81,43 @@ class Home:
 
     @classmethod
     def create(
-        cls, path: Path, name: str, role: Role, addresses: tuple[str, ...] = (), passphrase: str | None = None
+        cls,
+        path: Path,
+        name: str,
+        role: Role,
+        addresses: tuple[str, ...] = (),
+        passphrase: str | None = None,
+        unsealed: bool = False,
     ) -> Home:
-        """A new site with an identity and a TLS key. Raises InputError where the folder holds a site already."""
+        """A new site with an identity and a TLS key. Raises InputError where the folder holds a site already, and
+        without a passphrase, unless its keys may lie there `unsealed`."""
         try:
             check_id(name)
         except ValueError as error:
             raise InputError(f"id: {error}") from None
         if (path / "site.toml").exists():
             raise InputError(f"'{path}' holds the site '{cls(path).id}' already; give another folder")
+        check_sealed(passphrase, unsealed)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        create_key(path / "identity.pem", passphrase)
-        store_private(path / "tls.key", generate_private_key(SECP256R1()), passphrase)
+        create_key(path / "identity.pem", passphrase, unsealed)
+        store_private(path / "tls.key", generate_private_key(SECP256R1()), passphrase, unsealed)
         site = {"format": 1, "id": name, "role": role, "addresses": list(addresses)}
         write_bytes(path / "site.toml", toml.dumps(site).encode())
         return cls(path, passphrase)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this site's keys are encrypted; those that come later are as its identity is."""
+        return is_encrypted(self.path / "identity.pem")
+
+    def seal(self) -> list[Path]:
+        """Encrypt the keys that lie here unsealed, with the passphrase: which they were."""
+        check_sealed(self.passphrase, False)
+        folders = (self.path, self.path / "next", self.path / "old")
+        keys = [p for folder in folders for p in sorted((*folder.glob("*.pem"), *folder.glob("*.key")))]
+        # The identity last: as long as it is not sealed, this can be done again.
+        keys.sort(key=lambda p: p == self.path / "identity.pem")
+        return [p for p in keys if seal(p, self.passphrase)]
 
     @property
     def policy_file(self) -> Path:
@@ -115,6 +139,19 @@ class Home:
     @property
     def state_folder(self) -> Path:
         return self.path / "state"
+
+    def hold(self) -> IO[bytes]:
+        """Take the folder for this process, until the file that is returned is closed or the process ends, however it
+        does. Raises InputError where another process has it: two over one state would use secrets twice."""
+        file = (self.path / "lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise InputError(
+                f"'{self.path}' is in use by another process of the {self.role} '{self.id}'; stop that one first"
+            ) from None
+        return file
 
     def identity(self) -> Identity:
         """The key that the roster names. Raises InputError where it cannot be read."""
@@ -148,7 +185,7 @@ class Home:
         """32 bytes that seal what the parties keep between messages; made when first asked for."""
         path = self.path / "state.key"
         if not path.exists():
-            store_private(path, Ed25519PrivateKey.generate(), self.passphrase)
+            store_private(path, Ed25519PrivateKey.generate(), self.passphrase, not self.sealed)
         # It signs nothing: the form is that of the other keys, so that the same passphrase guards it.
         key = load_private(path, self.passphrase)
         if not isinstance(key, Ed25519PrivateKey):

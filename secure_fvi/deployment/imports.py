@@ -2,7 +2,9 @@
 
 Files of installed distributions count by name and version; all other files, and all of secure_fvi, by their bytes.
 Imports under `if TYPE_CHECKING:` are left out, those inside functions are not. Code that imports by a name which is
-worked out at run time cannot be followed, and is refused outside of secure_fvi.
+worked out at run time cannot be followed: the usual forms are refused outside of secure_fvi, so that an honest author
+learns of it early. That list is no protection, since Python has more forms than any list. The fence is one
+(`secure_fvi.deployment.fence`): there only the files that are found here can be read at all.
 """
 
 from __future__ import annotations
@@ -22,15 +24,45 @@ from secure_fvi.deployment.names import read_bytes
 from secure_fvi.errors import InputError
 
 _OURS = "secure_fvi"
-_CALLS = {"__import__", "eval", "exec", "import_module", "exec_module", "run_path", "run_module"}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Modules that run code, or load it, from what is not an import by name.
+_LOADERS = _words(
+    """
+    _ctypes _imp _pickle _posixsubprocess builtins cffi cloudpickle code codeop concurrent ctypes dill imp
+    importlib joblib marshal multiprocessing pickle pkgutil pty runpy shelve site subprocess zipimport
+    """
+)
+#: Names and attributes that do, whatever they are attributes of.
+_NAMES = _words(
+    """
+    __builtins__ __import__ __loader__ __spec__ __globals__ __subclasses__ __code__ compile eval exec
+    exec_module import_module load_module run_module run_path FunctionType CodeType find_spec load_library
+    load_inline system popen execv execve execvp execl execlp spawnv spawnl spawnvp posix_spawn fork forkpty
+    """
+)
+#: Those that are also harmless methods: `module.eval()`, `re.compile()`.
+_METHODS = frozenset(("eval", "compile", "system", "find_spec"))
+#: Attributes of modules, by module.
+_OF_MODULES = {
+    "sys": _words("path modules meta_path path_hooks path_importer_cache addaudithook"),
+    "torch": _words("load hub jit classes package"),
+    "os": frozenset(("system",)),
+}
 _MOST_BYTES = 1 << 24
 
 
 class Closure(NamedTuple):
-    """sources: content of each file by module name, without a path, so that sites agree. packages: version by name."""
+    """sources: content of each file by module name, without a path, so that sites agree. packages: version by name.
+    places: where below a folder of `sys.path` each file stands."""
 
     sources: dict[str, bytes]
     packages: dict[str, str]
+    places: dict[str, str]
 
 
 def closure(root: str, path: Path | None = None) -> Closure:
@@ -38,7 +70,7 @@ def closure(root: str, path: Path | None = None) -> Closure:
 
     Raises InputError, which names the file, for source that cannot be read or followed.
     """
-    found = Closure({}, {})
+    found = Closure({}, {}, {})
     waiting: list[tuple[str, Path]] = []
     if path is not None:
         waiting.append((root, path))
@@ -51,6 +83,7 @@ def closure(root: str, path: Path | None = None) -> Closure:
         if name in found.sources:
             continue
         found.sources[name] = content = read_bytes(file, "the source", _MOST_BYTES)
+        found.places[name] = _place(name, file)
         if file.suffix == ".py":
             is_package = file.name == "__init__.py"
             for wanted in _imports(content, name, is_package, file):
@@ -76,13 +109,63 @@ def _imports(content: bytes, module: str, is_package: bool, file: Path) -> Itera
             if base:
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and not module.startswith(_OURS):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in _CALLS:
-                raise InputError(
-                    f"'{file}', line {node.lineno}: calls {called}, so that what it runs cannot be hashed; "
-                    "import by name instead"
-                )
+        if not module.startswith(_OURS) and (what := _loads(node)):
+            raise InputError(
+                f"'{file}', line {getattr(node, 'lineno', 0)}: {what}, so that what it runs cannot be hashed; "
+                "import by name instead"
+            )
+
+
+def _loads(node: ast.AST) -> str:
+    """What of `node` may run code that no import names; empty for nothing that is known to."""
+    if isinstance(node, ast.Import):
+        return _first("imports", [n.name for n in node.names if n.name.partition(".")[0] in _LOADERS])
+    if isinstance(node, ast.ImportFrom):
+        base = (node.module or "") if node.level == 0 else ""
+        inner = _NAMES | _OF_MODULES.get(base.partition(".")[0], frozenset())
+        if base.partition(".")[0] in _LOADERS:
+            return f"imports {base}"
+        return _first("imports", [n.name for n in node.names if n.name in inner or _flag(n.name, base)])
+    if isinstance(node, ast.Call):
+        called = _called(node)
+        if called in _NAMES and not (isinstance(node.func, ast.Attribute) and called in _METHODS):
+            return f"calls {called}"
+        worked_out = called in ("getattr", "vars", "globals", "locals") and not _plain(node)
+        return f"calls {called} with a name that is worked out" if worked_out else ""
+    if isinstance(node, ast.Attribute):
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        inner = (_NAMES - _METHODS) | _OF_MODULES.get(of, frozenset())
+        stored = not isinstance(node.ctx, ast.Load) and _flag(node.attr, "")
+        return f"names {node.attr}" if node.attr in inner or stored else ""
+    if isinstance(node, ast.Name):
+        stored = not isinstance(node.ctx, ast.Load) and _flag(node.id, "")
+        return f"names {node.id}" if node.id in _NAMES or stored else ""
+    return ""
+
+
+def _first(verb: str, names: list[str]) -> str:
+    return f"{verb} {names[0]}" if names else ""
+
+
+def _flag(name: str, module: str) -> bool:
+    """Whether this would say of `TYPE_CHECKING`, by which imports are left out, that it is something else."""
+    return name == "TYPE_CHECKING" and module != "typing"
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _plain(call: ast.Call) -> bool:
+    """Whether it is `getattr(x, "name")` for a name that runs nothing."""
+    if len(call.args) < 2 or not isinstance(call.args[1], ast.Constant):
+        return False
+    return call.args[1].value not in _NAMES
+
+
+def _place(name: str, file: Path) -> str:
+    at = name.replace(".", "/")
+    return f"{at}/{file.name}" if file.name.startswith("__init__.") else at + file.name[len(name.rpartition(".")[2]) :]
 
 
 def _walk(tree: ast.AST) -> Iterator[ast.AST]:

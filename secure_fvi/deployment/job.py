@@ -9,21 +9,23 @@ from __future__ import annotations
 import datetime
 import hashlib
 import secrets
-import tomllib
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import Codec
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.deployment.names import format_time, printable
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
+from secure_fvi.runs import toml
 from secure_fvi.runs.config import Config, parse
 
-LABEL_OFFER = b"secure-fvi/job-offer/1/"
+LABEL_OFFER = b"secure-fvi/job-offer/2/"
 #: Stands where a run's configuration has a path: what it names lies at the site.
 AT_SITE = "at-site"
 _LONGEST_CONFIG = 1 << 20
@@ -40,6 +42,7 @@ class _Offer(NamedTuple):
     made: int
     expires: int
     config: str
+    package: bytes
 
 
 class _Signed(NamedTuple):
@@ -47,38 +50,26 @@ class _Signed(NamedTuple):
     signature: bytes
 
 
-def _text(value: object) -> bool:
-    return type(value) is str and 0 < len(value) <= 200 and value.isprintable()
-
-
-def _is_32(value: object) -> bool:
-    return type(value) is bytes and len(value) == 32
-
-
-def _names(value: object) -> bool:
-    return type(value) is list and 0 < len(value) <= 10_000 and all(_text(v) for v in value)
-
-
-def _seconds(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**40
-
-
-def _config(value: object) -> bool:
-    return type(value) is str and 0 < len(value) <= _LONGEST_CONFIG
-
-
-def _signature(value: object) -> bool:
-    return type(value) is bytes and len(value) == 64
-
-
-def _bytes(value: object) -> bool:
-    return type(value) is bytes and len(value) <= 2 * _LONGEST_CONFIG
-
+_text, _is_32, _seconds = wire.text(200, 1, printable=True), wire.binary(32), wire.whole(2**40)
 
 _CODEC = Codec(
     {
-        _Offer: (1, (_text, _text, _is_32, _is_32, _text, _names, _seconds, _seconds, _config)),
-        _Signed: (2, (_bytes, _signature)),
+        _Offer: (
+            1,
+            (
+                _text,
+                _text,
+                _is_32,
+                _is_32,
+                _text,
+                wire.Listed(_text, 10_000, 1),
+                _seconds,
+                _seconds,
+                wire.text(_LONGEST_CONFIG, 1),
+                _is_32,
+            ),
+        ),
+        _Signed: (2, (wire.binary(most=2 * _LONGEST_CONFIG), wire.binary(64))),
     }
 )
 
@@ -88,6 +79,7 @@ class JobOffer:
     """A job as a server describes it. Known to all members.
 
     job: an id that no other job has; a job that goes on after a crash keeps it. roster, model: hashes of 32 bytes.
+    package: the digest of the server's secure_fvi, which is part of `model`.
     data_set: which of its populations each site is to use. silos: who is asked, sorted. Times: seconds since 1970, UTC.
     """
 
@@ -100,13 +92,14 @@ class JobOffer:
     made: int
     expires: int
     config: Config
+    package: bytes
 
     @cached_property
     def encoded(self) -> bytes:
         """The one form that is signed and hashed."""
         config = self.config.to_toml()
         named = (self.job, self.server, self.roster, self.model, self.data_set, list(self.silos))
-        return _CODEC.pack(_Offer(*named, self.made, self.expires, config))
+        return _CODEC.pack(_Offer(*named, self.made, self.expires, config, self.package))
 
     @cached_property
     def hash(self) -> bytes:
@@ -142,6 +135,7 @@ def make_offer(
         int(now.timestamp()),
         int((now + VALID).timestamp()),
         portable(config, data_set),
+        package_digest(),
     )
 
 
@@ -216,6 +210,7 @@ def read_offer(
         fields.made,
         fields.expires,
         _parse(fields.config),
+        fields.package,
     )
     if offer.encoded != envelope.offer:
         raise ProtocolError("the job offer is not in its one form")
@@ -228,7 +223,7 @@ def read_offer(
 
 def _parse(text: str) -> Config:
     try:
-        table = tomllib.loads(text)
+        table = toml.loads(text)
     except (ValueError, RecursionError):
         raise ProtocolError("the job offer's configuration is no TOML") from None
     try:

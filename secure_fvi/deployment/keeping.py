@@ -146,14 +146,16 @@ def accept(home: Home, now: datetime.datetime) -> ConsortiumRoster:
 
 def rotate_tls(home: Home) -> str:
     """Make the next TLS key; the text of the request for its certificate. The present one serves until that comes."""
-    store_private(home.path / "next" / "tls.key", generate_private_key(SECP256R1()), home.passphrase)
+    home.identity()  # where the keys here are locked, that is what is wrong
+    store_private(home.path / "next" / "tls.key", generate_private_key(SECP256R1()), home.passphrase, not home.sealed)
     return request_text(home, tls="next/tls.key")
 
 
 def rotate_identity(home: Home, now: datetime.datetime) -> tuple[str, bytes]:
     """Make the next identity; the texts of its request and of its succession. The present one serves until the roster
     that names the next is accepted."""
-    following = create_key(home.path / "next" / "identity.pem", home.passphrase)
+    home.identity()
+    following = create_key(home.path / "next" / "identity.pem", home.passphrase, not home.sealed)
     return request_text(home, identity="next/identity.pem"), succeed(home.id, home.identity(), following, now)
 
 

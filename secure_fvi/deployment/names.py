@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
+from secure_fvi.runs import toml
 from secure_fvi.runs.wording import first_error
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -100,7 +100,7 @@ def read_bytes(path: Path, what: str, most: int = 1 << 20) -> bytes:
 def parse_table(content: bytes, model: type[T], source: str) -> T:
     """The table that TOML `content` holds. Raises InputError, prefixed with `source`, which names the key."""
     try:
-        table = tomllib.loads(content.decode("utf-8"))
+        table = toml.loads(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise InputError(f"{source}: not a TOML file: not UTF-8 text") from None
     except (ValueError, RecursionError) as error:  # a TOMLDecodeError, or a number beyond all measure

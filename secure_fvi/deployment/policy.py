@@ -19,6 +19,16 @@ from secure_fvi.privacy.ledger_terms import Budget
 
 R = TypeVar("R", "ModelRule", "DataRule")
 
+#: What `disclosures` may list: see `secure_fvi.disclosure.DISCLOSURES`.
+Allowed = Literal[
+    "per_silo_rows",
+    "single_silos",
+    "changing_cohorts",
+    "sampled_records",
+    "exact_counts",
+    "objective",
+    "adaptive_clipping",
+]
 #: What `aggregations` may list. The two long names are the weaker forms, which a site has to allow by name.
 Kind = Literal["plain", "masked", "homomorphic", "masked-unchecked", "homomorphic-unmasked"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -32,8 +42,15 @@ format = 1
 rosters = []        # hashes of the rosters that this site accepts: secure-fvi keys roster show
 algorithms = []     # such as "sfvi", "sfvi-avg", "pvi"
 aggregations = []   # such as "masked", "homomorphic"; "plain" shows the server each silo's numbers
-min_cohort = 3      # fewer silos in a sum: refused
+min_cohort = 3      # fewer silos in a sum, losses counted: refused
 max_rounds = 0      # more rounds than this in a job: refused
+sandbox = "required"  # "off" runs a model's own code in the process that holds keys and data
+package = "same"    # the server's secure_fvi has to be this site's, file by file; "any", or digests of both
+# silos = "all"        # or a share such as 0.5: a job that asks fewer of the roster's silos is refused
+# must_include = []    # silos without which this site takes no part
+# disclosures = []     # what `secure-fvi policy explain JOB.toml` says that a policy has to list
+# max_missing = 0      # silos that a sum may lack of those asked for it; left out, what a job's noise allows, or 0
+# max_differences = 0  # sums of a job over fewer silos than it asks: differences of totals come close to single silos
 
 [privacy]
 dp = "required"     # "optional" lets jobs without differential privacy in
@@ -42,6 +59,8 @@ max_epsilon = 1.0   # of one job; the budget of a data set holds over all jobs
 max_delta = 1e-6
 min_noise_multiplier = 0.3
 noise = ["distributed", "silo"]  # "server" trusts the server with sums before noise
+# min_colluders = 1    # silos that may know their shares of distributed noise: a job has to plan for as many
+# max_retries = 20     # sums beyond a job's rounds, paid for by the same epsilon
 
 # A model that was read and agreed to, by its hash: secure-fvi policy hash-model CONFIG
 # [[model]]
@@ -59,7 +78,8 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 
 
 class PrivacyRules(Table):
-    """The floor. max_epsilon: of one job."""
+    """The floor. max_epsilon: of one job. min_colluders: that a job with distributed noise has to plan for.
+    max_retries: sums beyond its rounds, which its epsilon pays for."""
 
     dp: Literal["required", "optional"] = "required"
     units: tuple[Literal["record", "silo"], ...] = ("record",)
@@ -67,6 +87,8 @@ class PrivacyRules(Table):
     max_delta: Delta
     min_noise_multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     noise: tuple[Literal["distributed", "silo", "server"], ...] = ("distributed", "silo")
+    min_colluders: Annotated[int, Field(ge=0)] = 1
+    max_retries: Annotated[int, Field(ge=0)] = 20
 
 
 class ModelRule(Table):
@@ -108,6 +130,13 @@ class _File(Table):
     aggregations: tuple[Kind, ...]
     min_cohort: Annotated[int, Field(ge=2)]
     max_rounds: Annotated[int, Field(ge=0)]
+    sandbox: Literal["required", "off"] = "required"
+    package: Literal["same", "any"] | tuple[Hex32, ...] = "same"
+    silos: Literal["all"] | Annotated[float, Field(gt=0, le=1)] = "all"
+    must_include: tuple[Text, ...] = ()
+    disclosures: tuple[Allowed, ...] = ()
+    max_missing: Annotated[int, Field(ge=0)] | None = None
+    max_differences: Annotated[int, Field(ge=0)] = 0
     privacy: PrivacyRules
     model: tuple[ModelRule, ...] = ()
     data: tuple[DataRule, ...] = ()
@@ -129,11 +158,20 @@ class SitePolicy:
         self.rosters = frozenset(bytes.fromhex(r) for r in file.rosters)
         self.algorithms, self.aggregations = file.algorithms, file.aggregations
         self.min_cohort, self.max_rounds, self.privacy = file.min_cohort, file.max_rounds, file.privacy
+        self.sandbox, self.package = file.sandbox, file.package
+        self.must_include, self.disclosures = file.must_include, file.disclosures
+        self.share = 1.0 if file.silos == "all" else file.silos  # of the roster's silos that a job has to ask
+        self.max_differences, self._max_missing = file.max_differences, file.max_missing
         self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): _located(m, folder) for m in file.model}
         self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
 
     def __repr__(self) -> str:
         return f"SitePolicy({self.hash.hex()[:16]})"
+
+    def max_missing(self, private: bool) -> int | None:
+        """Silos of a cohort that a total may lack. private: the job has differential privacy; None is then whatever
+        its noise allows. Without it, 0 where the file is silent."""
+        return self._max_missing if private or self._max_missing is not None else 0
 
 
 def read_policy(path: Path) -> SitePolicy:

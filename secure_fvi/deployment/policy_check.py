@@ -1,30 +1,101 @@
-"""Whether a site's policy allows a job. Asked at the site before anything of the job runs there."""
+"""Whether a site's policy allows a job. Asked at the site before anything of the job runs there.
+
+Judged is what the job discloses (`secure_fvi.disclosure`), and every option of it: one that this file does not know is
+refused, since nobody has said what it does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from secure_fvi.aggregation import Homomorphic, Masked
+from pydantic import BaseModel
+
+from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.fence import check_fence
 from secure_fvi.deployment.job import JobOffer
-from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.model_hash import manifest, package_digest
 from secure_fvi.deployment.names import Role, printable
 from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy
+from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose, kind_of
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
-from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, build, named
+from secure_fvi.runs.options import chosen
+
+_OF_LOCAL_FIT = (
+    "family importance_samples start_spread local_steps local_optimizer optimizer_options learning_rate scale_rate "
+    "decay local_learning_rate theta_learning_rate alpha early_stopping sampling_rate bound local_family silo_family "
+)
+_OF_DP = "epsilon delta noise_multiplier clipping_norm noise dropouts colluders retries "
+#: Every option that a job may have, by the class that has it. Listed here is what was judged: it shapes the estimate
+#: alone, or enters the disclosure, or is bound by the model's hash (bounds, clipping norms), or the policy has a key.
+_JUDGED = {
+    "BCM": _OF_LOCAL_FIT + "prior total_records",
+    "VCL": _OF_LOCAL_FIT + "reveal_changes",
+    "StreamingVB": _OF_LOCAL_FIT + "passes reveal_changes",
+    "PVI": _OF_LOCAL_FIT
+    + "rounds max_rounds tolerance schedule buffer delay reveal_changes damping theta_updates virtual_clients",
+    "FedAvg": "rounds local_steps learning_rate server_learning_rate server_momentum server_schedule tolerance prior "
+    "weights sampling_rate participation total_records bound",
+    "FedVI": "rounds epochs batch_size learning_rate server_learning_rate server_momentum server_schedule "
+    "participation tau gamma theta start_scale weights total_records tolerance bound",
+    "SFVI": "family rank importance_samples iterations max_iterations optimizer optimizer_options learning_rate "
+    "local_learning_rate start_spread schedule average_last sampling_rate participation bound local_family "
+    "silo_family warm_start",
+    "WarmStart": "rounds local_steps weights total_records",
+    "SFVIAvg": "rounds local_steps importance_samples family weights scale_entropy tolerance bures_iterations "
+    "barycenter optimizer optimizer_options learning_rate local_learning_rate start_spread decay average_last "
+    "persistent sampling_rate participation total_records bound final_local_steps local_family silo_family",
+    "Vertical": "model rho response family auxiliary local_steps damping weight_concentration batch_size rounds "
+    "learning_rate schedule average_last optimizer participation max_staleness bound",
+    "Soul": "model rho draws step settle decay response rounds learning_rate optimizer burn_in keep bound",
+    "Auto": "",
+    "Conditional": "scale coupling varying_scale",
+    "Amortised": "encoder features see_global block",
+    "Plain": "",
+    "Masked": "min_cohort max_missing bits consistency_check batch corrupt lost",
+    "Homomorphic": "scheme masks min_cohort max_missing batch corrupt lost",
+    "RecordDP": _OF_DP + "objective_share objective_bound public_counts",
+    "SiloDP": _OF_DP + "target_quantile quantile_rate quantile_share",
+    "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
+    "Model": "program function record_plate silo_sites start likelihood options",
+    "Partition": "sizes count ids seed by_client",
+    "SiloFile": "id data predictor",
+    "Response": "data column offset",
+    "Alignment": "column",
+    "Algorithm": "name",
+    "Aggregation": "kind",
+    "Privacy": "unit ledger data_set",
+    "Run": "device dtype compile threads batch_silos checkpoint_seconds",
+    "Engine": "kind carrier on_loss deadline",
+}
+#: The options that a disclosure follows from, for a reason that names them.
+_FOLLOWS_FROM = {
+    "per_silo_rows": "barycenter",
+    "single_silos": "schedule reveal_changes passes buffer participation",
+    "changing_cohorts": "schedule buffer participation",
+    "sampled_records": "sampling_rate local_steps",
+    "exact_counts": "public_counts",
+    "objective": "objective_share",
+    "adaptive_clipping": "target_quantile",
+}
 
 
-def check(offer: JobOffer, policy: SitePolicy, role: Role = "silo") -> DataRule | None:
+def check(
+    offer: JobOffer, policy: SitePolicy, role: Role = "silo", roster: ConsortiumRoster | None = None
+) -> DataRule | None:
     """The data that the job may use. Raises PolicyError with every reason against it and what the policy allows.
 
-    A key holder (role) runs no model and has no data: roster, sums and rounds count there, and None is returned.
+    A key holder (role) runs no model and has no data: roster, sums, silos and rounds count there, and None is returned.
     The model is hashed from this site's files. A job's noise follows from its epsilon once its model is traced:
-    `check_terms` looks at it then.
+    `check_terms` looks at it then. roster: the one in force, of whose silos the job has to ask a share; without it, as
+    where no job was offered yet, that share is not looked at.
     """
     try:
-        reasons = list(_reasons(offer, policy, role))
+        reasons = list(_reasons(offer, policy, role, roster))
     except InputError as error:
         reasons = [f"it cannot be read here: {error}"]
     if reasons:
@@ -45,22 +116,57 @@ def check_terms(terms: Mapping[str, Terms], policy: SitePolicy) -> None:
         raise PolicyError("the job is outside this site's policy: it adds no noise, and dp = 'required'")
 
 
-def _reasons(offer: JobOffer, policy: SitePolicy, role: Role) -> Iterator[str]:
+def unjudged(value: Any, where: str = "") -> Iterator[str]:
+    """Options of a configuration, or of what it stands for, that this file does not know, by their dotted names."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from unjudged(item, where)
+        return
+    if isinstance(value, BaseModel):
+        names = list(type(value).model_fields)
+    elif dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value)]
+    else:
+        return
+    known = _JUDGED.get(type(value).__name__, "").split()
+    for name in names:
+        dotted = f"{where}.{name}" if where else name
+        if name not in known:
+            yield dotted
+        else:
+            yield from unjudged(getattr(value, name), dotted)
+
+
+def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: ConsortiumRoster | None) -> Iterator[str]:
     config = offer.config
     if offer.roster not in policy.rosters:
         yield f"roster {offer.roster.hex()[:16]}... is not accepted ({_few([r.hex()[:16] for r in policy.rosters])})"
-    yield from _sums(offer, policy)
-    algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
-    if algorithm.most_rounds > policy.max_rounds:
-        yield f"it may run {algorithm.most_rounds} rounds (at most {policy.max_rounds})"
+    algorithm, sums, dp = chosen(config)
+    if kind_of(sums) not in policy.aggregations:
+        yield f"aggregation '{kind_of(sums)}' is not accepted ({_few(policy.aggregations)})"
+    for option in (
+        *unjudged(config), *unjudged(algorithm, "algorithm"), *unjudged(sums, "aggregation"), *unjudged(dp, "privacy")
+    ):  # fmt: skip
+        yield f"option '{option}' is not known to this release's policies, so that nobody has judged it"
+    try:
+        found = disclose(algorithm, sums, dp, len(offer.silos))
+    except InputError as error:
+        yield f"no engine runs it: {error}"
+        return
+    yield from _sums(found, sums, policy)
+    yield from _silos(offer, policy, roster)
+    if found.rounds > policy.max_rounds:
+        yield f"it may run {found.rounds} rounds (at most {policy.max_rounds})"
+    for p in found.phases:
+        if p.at_most > max(policy.max_rounds, found.rounds):
+            yield f"its phase '{p.phase}' may take {p.at_most} sums (at most {policy.max_rounds})"
     if role != "silo":
         return
     if config.algorithm.name not in policy.algorithms:
         yield f"algorithm '{config.algorithm.name}' is not accepted ({_few(policy.algorithms)})"
+    yield from _package(offer, policy)
     yield from _model(offer, policy)
-    dp = None
-    if config.privacy is not None:
-        dp = build(named(PRIVACIES, "privacy.unit", config.privacy.unit), config.privacy.options, "privacy")
+    yield from _disclosures(found, (algorithm, dp), policy)
     yield from _privacy(dp, policy.privacy)
     data = policy.data.get(offer.data_set)
     if data is None:
@@ -77,7 +183,9 @@ def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
     if offer.config.model.function is not None and rule.function is None:
         yield "its model is a function of a file, and the policy names no 'function' for this hash"
         return
-    here = manifest(offer.config, rule.function)
+    if offer.config.model.function is not None and policy.sandbox == "required":
+        check_fence()
+    here = manifest(offer.config, rule.function, offer.package)
     if here.hash != offer.model:
         yield (
             f"the model here hashes to {here.hash.hex()[:16]}..., not to the accepted {offer.model.hex()[:16]}...: "
@@ -85,21 +193,64 @@ def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
         )
 
 
-def _sums(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
-    config = offer.config.aggregation
-    sums = build(named(AGGREGATIONS, "aggregation.kind", config.kind), config.options, "aggregation")
-    kind = sums.kind
-    if isinstance(sums, Masked) and not sums.consistency_check:
-        kind = "masked-unchecked"
-    if isinstance(sums, Homomorphic) and not sums.masked:
-        kind = "homomorphic-unmasked"
-    if kind not in policy.aggregations:
-        yield f"aggregation '{kind}' is not accepted ({_few(policy.aggregations)})"
-    if len(offer.silos) < policy.min_cohort:
-        yield f"it has {len(offer.silos)} silos (at least {policy.min_cohort})"
-    least = getattr(sums, "min_cohort", None)
-    if least is not None and least < policy.min_cohort:
+def _package(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
+    """Whether the code that makes and guards contributions, here and at the server, is what the policy says."""
+    allowed, ours, theirs = policy.package, package_digest().hex(), offer.package.hex()
+    if allowed == "same" and ours != theirs:
+        yield (
+            f"the server's secure_fvi has digest {theirs[:16]}..., the one installed here {ours[:16]}...; install one "
+            "version at both, or list both digests as 'package'"
+        )
+    if isinstance(allowed, tuple):
+        for whose, digest in (("the server's", theirs), ("this site's", ours)):
+            if digest not in allowed:
+                yield f"{whose} secure_fvi, {digest}, is not accepted ({_few([d[:16] for d in allowed])})"
+
+
+def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[str]:
+    if found.silos < policy.min_cohort:
+        yield f"it has {found.silos} silos (at least {policy.min_cohort})"
+    if found.kind == "plain":  # single terms are seen anyway, and the policy has to name that kind
+        return
+    least = getattr(sums, "min_cohort", found.at_least)
+    if least < policy.min_cohort:
         yield f"its sums may have {least} silos (aggregation.min_cohort of at least {policy.min_cohort})"
+    for p in found.phases:
+        if p.asked < min(policy.min_cohort, found.silos):
+            yield f"its phase '{p.phase}' asks {p.asked} silos (min_cohort: at least {policy.min_cohort})"
+    allowed = policy.max_missing(private=found.privacy is not None)
+    bounded = hasattr(sums, "max_missing") or found.privacy is not None
+    if bounded and allowed is not None and found.missing > allowed:
+        option = "privacy.dropouts" if found.privacy is not None else "aggregation.max_missing"
+        yield f"its sums may lack {found.missing} of the silos asked, by {option} (max_missing: at most {allowed})"
+
+
+def _silos(offer: JobOffer, policy: SitePolicy, roster: ConsortiumRoster | None) -> Iterator[str]:
+    """A server might ask three silos of thirty, two of them its friends."""
+    for name in sorted(set(policy.must_include) - set(offer.silos)):
+        yield f"it does not ask silo '{name}', which must_include names"
+    if roster is None:
+        return
+    known = len(roster.of_role("silo"))
+    if len(offer.silos) < policy.share * known:
+        share = "all" if policy.share == 1 else f"{policy.share:g}"
+        yield f"it asks {len(offer.silos)} of the roster's {known} silos (silos = {share})"
+
+
+def _disclosures(found: Disclosure, options: Sequence[Any], policy: SitePolicy) -> Iterator[str]:
+    for name in found.kinds:
+        if name in policy.disclosures:
+            continue
+        causes = [
+            f"{option} = {getattr(o, option)!r}"
+            for option in _FOLLOWS_FROM[name].split()
+            for o in options
+            if o is not None and hasattr(o, option)
+        ]
+        yield (
+            f"it discloses '{name}' by {', '.join(causes)}: {DISCLOSURES[name]} "
+            f"(disclosures: {', '.join(policy.disclosures) or 'none is allowed'})"
+        )
 
 
 def _privacy(dp: DP | None, rules: PrivacyRules) -> Iterator[str]:
@@ -117,6 +268,10 @@ def _privacy(dp: DP | None, rules: PrivacyRules) -> Iterator[str]:
         yield f"its epsilon is {dp.epsilon:g} (at most {rules.max_epsilon:g})"
     if dp.delta > rules.max_delta:
         yield f"its delta is {dp.delta:g} (at most {rules.max_delta:g})"
+    if dp.noise == "distributed" and dp.colluders < rules.min_colluders:
+        yield f"its noise plans for colluders = {dp.colluders} (min_colluders: at least {rules.min_colluders})"
+    if dp.retries > rules.max_retries:
+        yield f"its retries are {dp.retries} (max_retries: at most {rules.max_retries})"
 
 
 def _few(allowed: Any) -> str:

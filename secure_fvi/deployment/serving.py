@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from safetensors.torch import save
 
@@ -16,10 +16,12 @@ from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.plain import PlainServer
+from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.countersigning import SEEN, countersign
-from secure_fvi.deployment.deciding import FINISHED, job_entry
+from secure_fvi.deployment.deciding import FINISHED, job_entry, over
+from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
@@ -39,12 +41,15 @@ from secure_fvi.deployment.session_messages import (
     schema_digest,
     unpack_schema,
 )  # fmt: skip
-from secure_fvi.deployment.session_sums import check_tables, key_holder_of, least_silos, server_sum, session_of
+from secure_fvi.deployment.session_sums import key_holder_of, least_silos, longest_message, server_sum, session_of
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
+from secure_fvi.disclosure import check_carried, disclose
 from secure_fvi.driving import NOTHING_DONE, Progress, drive
+from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
@@ -55,8 +60,9 @@ from secure_fvi.results import Result
 from secure_fvi.runs.checkpoint import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.runs.config import Config, Engine
 from secure_fvi.runs.directory import RunDirectory, read_json
-from secure_fvi.runs.federation import chosen, model_of
 from secure_fvi.runs.federation_base import FederationBase, written_out
+from secure_fvi.runs.options import chosen
+from secure_fvi.runs.rows import standing
 from secure_fvi.server import Server
 
 _log = logging.getLogger(__name__)
@@ -69,13 +75,19 @@ def remote_federation(
     folder: RunDirectory,
     listen: str,
     on_listening: Callable[[Hub], None] | None = None,
+    sandbox: Literal["required", "off"] = "required",
 ) -> RemoteFederation:
-    """What `config` is to the silos of the roster. Raises InputError for what runs in one process alone so far."""
+    """What `config` is to the silos of the roster. sandbox: as in a site's policy.
+
+    Raises InputError for what runs in one process alone so far.
+    """
     if home.role != "server":
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
     algorithm, aggregation, privacy = chosen(config)
     check_supported(config, aggregation)
-    model, description = model_of(config)
+    disclosed = disclose(algorithm, aggregation, privacy, len(silo_ids(config) or ()))
+    check_carried(disclosed, config.engine or Engine())
+    model, description = model_for(config, sandbox, None, None, home.path)
     threads = 1 if config.run.threads == "auto" else config.run.threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return RemoteFederation(
@@ -97,7 +109,7 @@ def remote_federation(
 class RemoteFederation(FederationBase):
     """A run whose silos are elsewhere: this process holds no data."""
 
-    model: FederatedModel
+    model: FederatedModel | Elsewhere
     silo_threads: Any  # as the user wrote it: each silo chooses by its own work
     home: Home
     folder: RunDirectory
@@ -109,15 +121,37 @@ class RemoteFederation(FederationBase):
         """Of the model: the data are the silos'."""
         return hashlib.sha256(b"remote/" + manifest(self.config).hash).hexdigest()
 
+    def provenance(self) -> dict[str, str]:
+        roster, engine = self.home.roster(now()), self.config.engine or Engine()
+        carried = "mutual-TLS streams" if engine.carrier == "stream" else "Flower's messages"
+        return {
+            "engine": f"{carried}, launched by Flower" if engine.kind == "flower" else carried,
+            "server": self.home.id,
+            "roster": roster.hash.hex(),
+            "roster_number": str(roster.serial),
+            "model": manifest(self.config).hash.hex(),
+        }
+
     def fit(self, **common: Any) -> Result:
         """Run it; `common` holds the options that all runs share."""
-        hub = Hub(self, common["on_round"])
-        if self.on_listening is not None:
-            self.on_listening(hub)
-        try:
-            return hub.run()
-        finally:
-            hub.close()
+        with self.home.hold():
+            hub = Hub(self, common["on_round"])
+            if self.on_listening is not None:
+                self.on_listening(hub)
+            try:
+                return hub.run()
+            finally:
+                hub.close()
+
+
+def program_of(federation: RemoteFederation, problem: Problem) -> ServerProgram:
+    """The server's half of the algorithm. Raises InputError for one that shows more than the job discloses, or that
+    its sums cannot carry."""
+    algorithm, aggregation = federation.algorithm, federation.aggregation
+    program: ServerProgram = algorithm.server(problem)
+    disclosed = disclose(algorithm, aggregation, federation.privacy, len(problem.silos))
+    disclosed.of_program(program.tables, program.terms, aggregation)
+    return program
 
 
 class _Parties(NamedTuple):
@@ -142,7 +176,7 @@ class Hub:
         self._checkpoints = StoreCheckpoints(self._states, self._kept)
         self._sums: Any = None
         engine = config.engine or Engine()
-        least = least_silos(federation.aggregation, len(self.offer.silos))
+        least = least_silos(federation.aggregation, len(self.offer.silos), federation.privacy is not None)
         self._patience = Patience(engine.on_loss, engine.deadline, least)
         self.engine = federation.carrier(
             self.offer.silos, federation.listen, home.credentials(), self._admit, self._roster.hash,
@@ -206,9 +240,10 @@ class Hub:
             of.model, schema, of.algorithm, offer.silos, config.seed, config.run.device, of.dtype, config.run.compile,
             of.privacy,
         )  # fmt: skip
-        program, noise = of.algorithm.server(problem), NoiseSource(None)
+        program, noise = program_of(of, problem), NoiseSource(None)
+        tables = program.tables.values()
+        self.engine.longest = max(LONGEST, longest_message(tables, len(offer.silos), of.aggregation))
         aggregation = strong_enough(of.aggregation, program.terms)
-        check_tables(aggregation, program.tables.values(), len(offer.silos))
         start = Server(problem, program, PlainServer(offer.silos), noise).state
         states = self._checkpoints.load({"server": start, "run": NOTHING_DONE})
         decided = states["server"].last_index if states is not None else 0
@@ -216,8 +251,9 @@ class Hub:
         message = self._kept_session(joined)
         going_on = message is not None
         if message is None:
-            least, holder = getattr(aggregation, "min_cohort", 1), joined[self._holder].nonce if self._holder else b""
-            message = Open(silos, [joined[s].nonce for s in silos], schema_digest(schema), decided, holder, least)
+            least, missing = getattr(aggregation, "min_cohort", 1), getattr(aggregation, "max_missing", 0)
+            holder, nonces = joined[self._holder].nonce if self._holder else b"", [joined[s].nonce for s in silos]
+            message = Open(silos, nonces, schema_digest(schema), decided, holder, least, missing)
             write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + CODEC.pack(message))
         session = self._name(message)
         replies = self._ask_holder(OPEN + CODEC.pack(message))
@@ -225,6 +261,7 @@ class Hub:
         for party, reply in replies.items():
             if CODEC.unpack(reply, Opened).session != session and not over:
                 raise ProtocolError(f"'{party}' opened another session")
+        self._patience = self._patience._replace(least=least_silos(aggregation, len(offer.silos), private=False))
         self.engine.patience = self._patience
         server = Server(problem, program, self._sum(session, aggregation, message.holder), noise)
         if program.terms and not going_on:  # what was released under old secrets is released anew, and charged
@@ -237,14 +274,14 @@ class Hub:
         tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
         self._countersign()
         posterior = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
-        accepted = server.state.accepted
-        messages = {s: END + CODEC.pack(End("finished", accepted.get(s, 0), posterior)) for s in self.offer.silos}
+        accepted, outcome = server.state.accepted, f"{FINISHED}, {standing(result.to_json())}"
+        messages = {s: END + CODEC.pack(End(outcome, accepted.get(s, 0), posterior)) for s in self.offer.silos}
         replies = self.engine.exchange(messages)
-        replies |= self._ask_holder(END + CODEC.pack(End("finished", 0, b"")))
+        replies |= self._ask_holder(END + CODEC.pack(End(outcome, 0, b"")))
         for reply in replies.values():
             CODEC.unpack(reply, Ended)
-        if self._trail.chain.jobs[self.offer.job].outcome != FINISHED:
-            self._trail.close_job(self.offer.job, FINISHED)
+        if not over(self._trail.chain.jobs[self.offer.job].outcome):
+            self._trail.close_job(self.offer.job, outcome)
 
     # ---- parts ----
 

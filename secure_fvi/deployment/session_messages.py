@@ -16,13 +16,14 @@ encryption key. Between OPEN and END it is asked for that key and for totals.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import Codec
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Schema
@@ -49,8 +50,8 @@ class Joined(NamedTuple):
 class Open(NamedTuple):
     """The session of these silos, each with its fresh bytes. decided: the last sum that the server knows.
 
-    holder: the key holder's fresh bytes, nothing where the sums need none. min_cohort: of the session's sums, for the
-    key holder, who does not know the model from which it follows under differential privacy; signatures bind it.
+    holder: the key holder's fresh bytes, nothing where the sums need none. min_cohort, max_missing: of the sums, for
+    the key holder, who does not know the model from which it follows under differential privacy; signatures bind it.
     """
 
     silos: list[str]
@@ -59,6 +60,7 @@ class Open(NamedTuple):
     decided: int
     holder: bytes = b""
     min_cohort: int = 0
+    max_missing: int = 0
 
 
 class Opened(NamedTuple):
@@ -66,7 +68,8 @@ class Opened(NamedTuple):
 
 
 class End(NamedTuple):
-    """accepted: the last sum used with this silo's term; posterior: safetensors, everyone may see it."""
+    """outcome: of `deciding.OUTCOMES`. accepted: the last sum used with this silo's term; posterior: safetensors,
+    everyone may see it."""
 
     outcome: str
     accepted: int
@@ -77,40 +80,20 @@ class Ended(NamedTuple):
     """Nothing more: the silo's own posterior stays there."""
 
 
-def _bytes(value: Any) -> bool:
-    return type(value) is bytes
-
-
-def _hash(value: Any) -> bool:
-    return type(value) is bytes and len(value) == 32
-
-
-def _hash_or_none(value: Any) -> bool:
-    return type(value) is bytes and len(value) in (0, 32)
-
-
-def _index(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str and 0 < len(value) <= 200
-
-
-def _texts(value: Any) -> bool:
-    return type(value) is list and all(_text(v) for v in value)
-
-
-def _hashes(value: Any) -> bool:
-    return type(value) is list and all(_hash(v) for v in value)
-
+#: A schema describes one record and what all silos share; it is no place for data.
+_LONGEST_SCHEMA = 64 << 20
+_hash, _hash_or_none, _index, _text = wire.binary(32), wire.binary(0, 32), wire.whole(), wire.text(200, 1)
+_texts, _hashes = wire.Listed(_text), wire.Listed(_hash)
+_SCHEMA = wire.Row(
+    wire.Listed(wire.Row(_text, wire.Listed(wire.whole(2**40), 16), _text)), wire.Mapped(wire.plain), wire.binary()
+)
 
 CODEC = Codec(
     {
-        Joined: (1, (_bytes, _hash, _hash_or_none, _index)),
-        Open: (2, (_texts, _hashes, _hash, _index, _hash_or_none, _index)),
+        Joined: (1, (wire.binary(most=_LONGEST_SCHEMA), _hash, _hash_or_none, _index)),
+        Open: (2, (_texts, _hashes, _hash, _index, _hash_or_none, _index, _index)),
         Opened: (3, (_hash,)),
-        End: (4, (_text, _index, _bytes)),
+        End: (4, (_text, _index, wire.binary())),
         Ended: (5, ()),
     }
 )
@@ -139,16 +122,11 @@ def pack_schema(schema: Schema) -> bytes:
 
 def unpack_schema(packed: bytes) -> Schema:
     """The inverse of `pack_schema`. Raises ProtocolError for anything else."""
-    try:
-        fields, plain, tensors = msgpack.unpackb(packed)
-        read = tuple((str(name), tuple(int(n) for n in shape), _DTYPES[dtype]) for name, shape, dtype in fields)
-        constants = {**{str(k): v for k, v in plain.items()}, **load(tensors)}
-    except Exception:  # whatever a malformed message makes three parsers raise
-        raise ProtocolError("a malformed schema") from None
-    if any(n < 0 for _, shape, _ in read for n in shape) or any(
-        type(v) not in (*_PLAIN, type(None), Tensor) for v in constants.values()
-    ):
+    fields, plain, packed_tensors = wire.decode(packed, _SCHEMA, wire.Limit(_LONGEST_SCHEMA), "a schema")
+    if any(dtype not in _DTYPES for _, _, dtype in fields):
         raise ProtocolError("a malformed schema")
+    read = tuple((name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in fields)
+    constants = {**plain, **wire.tensors(packed_tensors, "a schema")}
     return Schema(read, constants)
 
 

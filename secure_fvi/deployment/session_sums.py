@@ -14,7 +14,7 @@ from secure_fvi.aggregation.base import BlockTable, SecureSum, SumServer, SumSil
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import scheme_named
 from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo, SlotCodecs
+from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.plain import PlainServer, PlainSilo
@@ -92,28 +92,32 @@ def silo_sum(
     silo: str,
     identity: Identity,
     min_cohort: int,
+    max_missing: int | None = None,
+    questions: Store | None = None,
 ) -> SumSilo:
-    """The half of `silo`. min_cohort: what its site insists on, whatever the roster says."""
+    """The half of `silo`. min_cohort, max_missing: what its site insists on, whatever the roster says. questions: see
+    `MaskedSilo`."""
     if not isinstance(aggregation, Masked | Homomorphic):
         return PlainSilo(silo)
     found = session_roster(roster, session, silos, aggregation, holder)
     if isinstance(aggregation, Masked):
-        return MaskedSilo(found, silo, identity, store, min_cohort)
+        return MaskedSilo(found, silo, identity, store, min_cohort, max_missing=max_missing, questions=questions)
     scheme = scheme_named(aggregation.scheme)
-    return HomomorphicSilo(found, silo, identity, scheme, aggregation.masked, store, min_cohort)
+    masks = aggregation.masked
+    return HomomorphicSilo(found, silo, identity, scheme, masks, store, min_cohort, max_missing, questions)
 
 
-def check_tables(aggregation: SecureSum, tables: Iterable[BlockTable], silos: int) -> None:
-    """Raises InputError for a table that these sums cannot carry: CKKS takes small integers alone."""
-    if isinstance(aggregation, Homomorphic):
-        codecs = SlotCodecs(scheme_named(aggregation.scheme), silos)
-        for table in tables:
-            codecs(table)
+def longest_message(tables: Iterable[BlockTable], silos: int, aggregation: SecureSum) -> int:
+    """Bytes that no message of a job with these tables needs, either way: a broadcast holds a few vectors of a table's
+    length, a contribution at most 96 bytes a value, a refill some seeds and shares of each neighbour and index."""
+    widest = max((table.size for table in tables), default=0)
+    return (4 << 20) + 512 * widest + silos * (1024 + 256 * (getattr(aggregation, "batch", None) or 64))
 
 
-def least_silos(aggregation: SecureSum, silos: int) -> int:
-    """Silos without which no sum comes about."""
+def least_silos(aggregation: SecureSum, silos: int, private: bool) -> int:
+    """Silos without which no sum comes about. private: how many may be missing follows from noise, not known yet."""
     if not isinstance(aggregation, Masked | Homomorphic):
         return 1
     signed = isinstance(aggregation, Homomorphic) or aggregation.consistency_check
-    return max(aggregation.min_cohort, 2 * silos // 3 + 1 if signed else 0)
+    present = 0 if private else silos - aggregation.max_missing
+    return max(aggregation.min_cohort, present, 2 * silos // 3 + 1 if signed else 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from secure_fvi.deployment.consortium import Member
 from secure_fvi.deployment.countersigning import SEEN
 from secure_fvi.deployment.countersigning import answer as countersign
-from secure_fvi.deployment.deciding import FINISHED, Decision, decide
+from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
 from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
@@ -22,8 +23,9 @@ from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, 
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.engines.stream_client import StreamClient
+from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import SessionLost
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import DataError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
 
@@ -43,6 +45,7 @@ class Site:
             raise InputError(f"'{home.path}' is the folder of a server, which dials nobody")
         self.home, self.local = home, local or Local()
         self._on_end = on_end
+        self._hold = home.hold()
         self._trail = open_trail(home)
         self._server = ""
         self._job: SiteJob | HolderJob | None = None
@@ -72,10 +75,15 @@ class Site:
             self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
         return answer
 
+    def longest(self) -> int:
+        """Bytes of the longest message that the server may send by now: by the tables of the job that is open."""
+        return max(LONGEST, self._job.longest if self._job is not None else 0)
+
     def close(self) -> None:
         """Let go of the job, to be continued, and of the log."""
         self._let_go()
         self._trail.close()
+        self._hold.close()
 
     def _let_go(self) -> None:
         """Let go of the job in memory; its next message finds it in the site's folder."""
@@ -112,7 +120,9 @@ class Site:
         try:
             self._job = self._made(decision)
         except Exception as error:
-            self._trail.note(job, f"the job cannot run here: {printable(str(error))}")
+            # What the data are like goes to the process's own log alone: the trail may be shown to others.
+            why = error.TOLD if isinstance(error, DataError) else str(error)
+            self._trail.note(job, f"the job cannot run here: {printable(why)}")
             raise
         self._server = decision.offer.server
         write_atomically(self._job.folder / "offer", offer)
@@ -121,7 +131,7 @@ class Site:
     def _made(self, decision: Decision) -> SiteJob | HolderJob:
         if self.home.role == "holder":
             return HolderJob(self.home, decision, lambda: self._trail.chain.jobs[decision.offer.job].exchanges)
-        made = SiteJob(self.home, decision, self.local)
+        made = SiteJob(self.home, decision, self.local, partial(self._trail.omission, decision.offer.job))
         torch.set_num_threads(made.threads)
         return made
 
@@ -149,7 +159,7 @@ class Site:
         path = found.end(message.accepted, message.posterior)
         joined = CODEC.pack(found.join())
         write_atomically(found.folder / "ended", joined)
-        self._trail.close_job(job, FINISHED)
+        self._trail.close_job(job, message.outcome if message.outcome in OUTCOMES else FINISHED)
         found.close(FINISHED)
         self._job = None
         _log.info("job '%s' has ended%s", job, f"; this silo's own posterior: {path}" if path else "")
@@ -165,6 +175,7 @@ def run_site(
     two sites do not admit each other."""
     site = Site(home, local, lambda job, path: client.stop() if once else None)
     client = client_of(home, address, server_of(home).id, site.handle)
+    client.longest = site.longest
     if stop is not None:
 
         def watch() -> None:

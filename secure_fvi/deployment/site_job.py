@@ -10,14 +10,15 @@ results/JOB.safetensors    the silo's own posterior, for its eyes alone
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
+from secure_fvi import wire
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
@@ -25,14 +26,17 @@ from secure_fvi.aggregation.sealed_store import Sealer
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
+from secure_fvi.contracts import check_repeats
 from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.fresh_bytes import FreshBytes
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.records import open_ledger
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
-from secure_fvi.deployment.session_sums import session_of, silo_sum
+from secure_fvi.deployment.session_sums import longest_message, session_of, silo_sum
+from secure_fvi.disclosure import disclose
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import read_data
@@ -41,14 +45,19 @@ from secure_fvi.fitting import derived_secret, work_of
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.messages import ROUND, decode_broadcast
-from secure_fvi.privacy.gate import Gate
+from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.runs.config import Config
-from secure_fvi.runs.federation import chosen, model_of, silo_part
-from secure_fvi.silo import Silo
+from secure_fvi.runs.federation import silo_part
+from secure_fvi.runs.options import chosen
+from secure_fvi.silo import Limits, Silo
 from secure_fvi.silo_view import silo_view
 
 _DRAWS = 1000
+#: The survivors that were signed for each question, over all sessions.
+_QUESTIONS = "questions.signed"
+#: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
+_LEFT_OUT = 3
 
 
 class Local(NamedTuple):
@@ -83,18 +92,23 @@ def job_folder(home: Home, job: str) -> Path:
 class SiteJob:
     """A job that this site has accepted. Holds the silo's data while the process lives."""
 
-    def __init__(self, home: Home, decision: Decision, local: Local) -> None:
-        """Reads the data, agrees on terms and opens the ledger. Raises InputError, PolicyError and BudgetError."""
-        self.home, self.decision = home, decision
+    def __init__(self, home: Home, decision: Decision, local: Local, tell: Callable[[str, str], None]) -> None:
+        """Reads the data, agrees on terms and opens the ledger. Raises InputError, PolicyError and BudgetError. `tell`
+        writes into the site's log what a silo has to say of the server (`Silo.on_event`)."""
+        self.home, self.decision, self._tell = home, decision, tell
+        algorithm, aggregation, privacy = chosen(decision.offer.config)
+        check_supported(decision.offer.config, aggregation)
+        disclosed = disclose(algorithm, aggregation, privacy, len(decision.offer.silos))
         self.folder = job_folder(home, decision.offer.job)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         config = _with_data(decision.local_config(home.id), home.id, local.data)
-        algorithm, aggregation, privacy = chosen(config)
-        check_supported(config, aggregation)
-        model, _ = model_of(config)
+        hidden = [home.path, *(Path(s.data) for s in config.silo if s.id == home.id)]
+        model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
         rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
         self.schema, records = read_data(rows, home.id, dtype)
+        if not ids_are_own:
+            check_repeats(records.rows, home.id)
         work, run = work_of([rows], algorithm), config.run
         self.threads = choose_threads(work) if run.threads == "auto" else run.threads
         self.problem = build_problem(
@@ -112,6 +126,7 @@ class SiteJob:
         self.program = algorithm.silo(self.problem)
         self._family = algorithm.server(self.problem)
         noise = NoiseSource(None)
+        self.disclosed = disclosed.of_program(self.program.tables, self.program.terms, aggregation)
         check_terms(self.program.terms, decision.policy)
         warn_of_large_delta(self.program.terms, {home.id: records.size})
         self.guards = self._guards(algorithm.name, noise)
@@ -125,8 +140,14 @@ class SiteJob:
         self._fresh = FreshBytes(self.folder / "fresh")
         self.party: DurableSilo | None = None
         self._store: HeldStore | None = None
+        self._questions: HeldStore | None = None
         self.session = b""
         self._given_up = False  # the session that is open is not to be gone on with
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest message of this job that the server may send."""
+        return longest_message(self.program.tables.values(), len(self.decision.offer.silos), self.aggregation)
 
     def join(self) -> Joined:
         """What the server needs to know of this silo."""
@@ -151,9 +172,9 @@ class SiteJob:
             raise SessionLost("the session does not rest on this silo's fresh bytes")
         store = self._new_store(session)
         if self.party is not None:
-            self.party.carry_over(store, message.decided)
+            self.party.carry_over(store)
         elif (old := self._kept_store()) is not None:  # of before a restart of the machine
-            DurableSilo(self._silo(PlainSilo(self.home.id)), old).carry_over(store, message.decided)
+            DurableSilo(self._silo(PlainSilo(self.home.id)), old).carry_over(store)
             old.close()
         if self._store is not None:
             self._store.close()
@@ -190,10 +211,13 @@ class SiteJob:
             self.restore()
         if self.party is None:
             raise SessionLost("no session is open here")
-        self.party.settle(accepted)
-        tensors = load(posterior)
+        tensors = wire.tensors(posterior, "the posterior that the server sent")
         eta, theta = (_under(prefix, tensors) for prefix in ("eta/", "theta/"))
-        family = self._family.posterior(self._family.init()).family
+        expected = self._family.posterior(self._family.init())
+        family = expected.family
+        if not (wire.same_form(eta, expected.eta) and wire.same_form(theta, expected.theta)):
+            raise ProtocolError("the posterior that the server sent is not of this job's model")
+        self.party.settle(accepted)
         own = LocalPosterior(self.party.silo, self.problem, Posterior(family, eta, theta))
         folder = self.home.path / "results"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -213,11 +237,17 @@ class SiteJob:
         else:
             for ledger in self.guards.ledgers.values():
                 ledger.close()
-        if self._store is not None:
-            self._store.close()
-        self.party = self._store = None
+        for store in (self._store, self._questions):
+            if store is not None:
+                store.close()
+        self.party = self._store = self._questions = None
         if outcome is not None:
-            for path in (*self.folder.glob("*.sqlite*"), self.folder / "secret", self.folder / "fresh"):
+            for path in (
+                *self.folder.glob("*.sqlite*"),
+                *self.folder.glob(f"{_QUESTIONS}*"),
+                self.folder / "secret",
+                self.folder / "fresh",
+            ):
                 path.unlink(missing_ok=True)
 
     # ---- parts ----
@@ -243,22 +273,42 @@ class SiteJob:
             )
 
     def _silo(self, secure_sum: SumSilo) -> Silo:
-        return Silo(self.home.id, self.program, self.view, secure_sum, self.guards.gates[self.home.id])
+        policy, private = self.decision.policy, bool(self.program.terms)
+        # Under privacy the gate asks for whole cohorts: the noise was planned for them.
+        missing = policy.max_missing(private) or 0
+        # In a plain sum the server has every term anyway.
+        unused = None if isinstance(self.aggregation, Plain) else policy.max_missing(private)
+        limits = Limits(policy.max_rounds, missing, policy.max_differences, _LEFT_OUT, unused)
+        name, gate, released = self.home.id, self.guards.gates[self.home.id], self.guards.released(self.home.id)
+        silo = Silo(name, self.program, self.view, secure_sum, gate, limits, released)
+        silo.on_event = self._tell
+        return silo
 
     def _sum(self, session: bytes, store: HeldStore, holder: bytes) -> SumSilo:
         roster, least = self.decision.roster, self.decision.policy.min_cohort
         silos, identity = self.decision.offer.silos, self.home.identity_in(roster)
-        return silo_sum(roster, session, silos, self.aggregation, holder, store, self.home.id, identity, least)
+        missing = self.decision.policy.max_missing(bool(self.program.terms))
+        if self._questions is None:  # it outlives sessions: for one question one set of survivors is signed
+            self._questions = open_held(self.folder / _QUESTIONS, self.home.state_secret(), power_safe=True)
+        return silo_sum(
+            roster, session, silos, self.aggregation, holder, store, self.home.id, identity, least, missing,
+            self._questions,
+        )  # fmt: skip
 
     def _guards(self, algorithm: str, noise: NoiseSource) -> Guards:
         terms, silo, offer = self.program.terms, self.home.id, self.decision.offer
         if not terms:
-            return Guards({silo: Gate(silo, self.program.tables)})
+            return Guards({silo: self._gate(None, noise)})
         job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise)
         ledger = open_ledger(self.home, self.decision.policy)
         ledger.check_job(job, default_budget=budget)
         opened = ledger.open_job(job, default_budget=budget)
-        return Guards({silo: Gate(silo, self.program.tables, terms, opened.charge, noise)}, (opened,), {silo: ledger})
+        return Guards({silo: self._gate(opened.charge, noise)}, (opened,), {silo: ledger})
+
+    def _gate(self, charge: Charge | None, noise: NoiseSource) -> Gate:
+        silos, rows = self.decision.offer.silos, self.disclosed.rows
+        terms = self.program.terms
+        return Gate(self.home.id, self.program.tables, terms, charge, noise, silos=silos, rows_of_silos=rows)
 
     def _secret(self, wanted: bytes | None) -> bytes:
         path, job = self.folder / "secret", self.decision.offer.job

@@ -24,6 +24,7 @@ from secure_fvi.deployment.trail_rows import (
     EXCHANGE,
     JOB,
     NOTE,
+    OMISSION,
     POLICY,
     ROSTER,
     TrailChain,
@@ -117,6 +118,12 @@ class Trail:
     def note(self, job: str, what: str) -> None:
         """An event: a lost connection, a resumed session, a message that was refused and why."""
         self._durable(NOTE, {"job": job, "what": what})
+
+    def omission(self, job: str, kind: str, what: str) -> None:
+        """Something that a server left out of a sum: this silo's answer ("left out"), or silos of a cohort
+        ("difference")."""
+        self._writer.chain.check_known(job)
+        self._durable(OMISSION, {"job": job, "kind": kind, "what": what})
 
     def close_job(self, job: str, outcome: str) -> None:
         """How a job ended."""

@@ -17,6 +17,8 @@ TRAIL = ChainKind(
     each_signed=False,
 )
 ROSTER, POLICY, JOB, EXCHANGE, NOTE, CLOSE = "roster", "policy", "job", "exchange", "note", "close"
+#: What a server left out of a sum. A version that does not know such rows says so, and reads no log with them.
+OMISSION = "omission"
 
 
 class Seen(NamedTuple):
@@ -48,6 +50,7 @@ class JobRecord:
     releases: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
+    omissions: dict[str, int] = field(default_factory=dict)  # rows by kind
     outcome: str | None = None
 
 
@@ -78,6 +81,10 @@ class TrailChain(ChainReader):
             record.accepted, record.fields = fields["accepted"] is True, fields
         elif row.kind == NOTE:
             check_keys(fields, "job", "what")
+        elif row.kind == OMISSION:
+            check_keys(fields, "job", "kind", "what")
+            omitted = self.check_known(fields["job"]).omissions
+            omitted[str(fields["kind"])] = omitted.get(str(fields["kind"]), 0) + 1
         elif row.kind == CLOSE:
             check_keys(fields, "job", "outcome")
             self.check_known(fields["job"]).outcome = str(fields["outcome"])

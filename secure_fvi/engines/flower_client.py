@@ -51,7 +51,7 @@ def stay(address: str, token: bytes, node: Any) -> str:
         try:
             server = home.roster(now()).of_role("server")[0].id
             client = client_of(home, address, server, site.handle)
-            client.token, client.give_up = token, GIVE_UP
+            client.token, client.give_up, client.longest = token, GIVE_UP, site.longest
             client.run()
         finally:
             site.close()

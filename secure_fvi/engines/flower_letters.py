@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import MAX_MESSAGE_BYTES, Codec
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import Role, now
-from secure_fvi.engines.stream_messages import CHUNK_BYTES, MESSAGE, REFUSAL, RESTART
+from secure_fvi.engines.stream_messages import _STATUS, CHUNK_BYTES
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import signed
 
@@ -48,30 +49,12 @@ class Received(NamedTuple):
     digest: bytes
 
 
-def _bytes(value: Any) -> bool:
-    return type(value) is bytes
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str and len(value) <= 200 and value.isprintable()
-
-
-def _is_32(value: Any) -> bool:
-    return type(value) is bytes and len(value) == 32
-
-
-def _status(value: Any) -> bool:
-    return type(value) is int and value in (MESSAGE, REFUSAL, RESTART)
-
-
-def _signature(value: Any) -> bool:
-    return type(value) is bytes and len(value) == 64
-
+_text = wire.text(200, printable=True)
 
 _CODEC = Codec(
     {
-        Letter: (1, (_bytes, _text, _text, _is_32, _status, _bytes)),
-        _Signed: (2, (_bytes, _signature)),
+        Letter: (1, (wire.binary(most=1 << 16), _text, _text, wire.binary(32), _STATUS, wire.binary())),
+        _Signed: (2, (wire.binary(), wire.binary(64))),
     }
 )
 

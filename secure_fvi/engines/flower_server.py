@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -53,13 +53,14 @@ app = ServerApp()
 
 class FlowerJob(Table):
     """What a job's name stands for at the server. listen: where the stream's port is opened; address: what silos
-    dial. Both "host:port", the same port."""
+    dial. Both "host:port", the same port. sandbox: as of `secure-fvi server start`."""
 
     config: str
     out: str
     listen: str
     address: str
     overrides: tuple[str, ...] = Field(default=())
+    sandbox: Literal["required", "off"] = "required"
 
 
 def job_file(home: Path, name: str) -> Path:
@@ -158,10 +159,8 @@ def serve(grid: Grid, name: str) -> None:
     if engine.kind != "flower":
         raise InputError(f"'{job.config}': [engine] kind must be \"flower\" for a job under Flower")
     folder = RunDirectory(Path(job.out))
-    federation = remote_federation(config, home, folder, job.listen)
+    federation = remote_federation(config, home, folder, job.listen, sandbox=job.sandbox)
     if engine.carrier == "messages":
-        if config.aggregation.kind == "homomorphic":
-            raise InputError("carrier 'messages': a key holder keeps its key in memory and needs a stream")
         _log.warning("carrier 'messages': Flower takes some seconds for each exchange; 'stream' takes milliseconds")
         by_letters = functools.partial(FlowerMessages, grid=grid, home=home)
         execute_federation(dataclasses.replace(federation, carrier=by_letters), folder, True, _said())

@@ -62,9 +62,9 @@ def check_flower() -> None:
     try:
         version = metadata.version("flwr")
     except metadata.PackageNotFoundError:
-        raise InputError("this needs Flower: pip install 'secure-fvi[flower]'") from None
+        raise InputError("this needs Flower: pip install '.[flower]' in a checkout") from None
     if not version.startswith(SERIES):
-        raise InputError(f"flwr {version} is installed; this needs {SERIES}*: pip install 'secure-fvi[flower]'")
+        raise InputError(f"flwr {version} is installed; this needs {SERIES}*: pip install '.[flower]' in a checkout")
 
 
 def flower_folder(home: Path) -> Path:
@@ -87,7 +87,7 @@ def program(name: str) -> str:
     """Flower's program beside this Python. Raises InputError where it is not there."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
-        raise InputError(f"'{path}' is missing: pip install 'secure-fvi[flower]'")
+        raise InputError(f"'{path}' is missing: pip install '.[flower]' in a checkout")
     return str(path)
 
 

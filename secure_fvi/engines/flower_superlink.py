@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from typing import Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -28,7 +29,7 @@ from secure_fvi.engines.flower_setup import (
 )
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
-from secure_fvi.key_files import PASSPHRASE_VARIABLE
+from secure_fvi.key_files import PASSPHRASE_VARIABLE, given_passphrase
 from secure_fvi.runs import toml
 from secure_fvi.runs.config import read
 
@@ -64,14 +65,18 @@ def run_superlink(home: Home, listen: tuple[str, int], any_app: bool) -> None:
             certificate,
             home.path / "tls.key",
             home.path / "tls.crt",
-            variables.get(PASSPHRASE_VARIABLE),
+            variables.get(PASSPHRASE_VARIABLE) or given_passphrase(),
+            folder / "superlink.sqlite",
         )
     finally:
         inner.terminate()
         inner.wait(20)
 
 
-def launch(home: Home, config: Path, out: Path, listen: str, address: str, overrides: tuple[str, ...]) -> None:
+def launch(
+    home: Home, config: Path, out: Path, listen: str, address: str, overrides: tuple[str, ...],
+    sandbox: Literal["required", "off"] = "required",
+) -> None:  # fmt: skip
     """Write the job down and have Flower run it, its log on standard output, until the run ends."""
     from secure_fvi.engines.flower_server import FlowerJob, write_job
 
@@ -79,7 +84,12 @@ def launch(home: Home, config: Path, out: Path, listen: str, address: str, overr
     if engine is None or engine.kind != "flower":
         raise InputError(f"'{config}': [engine] kind must be \"flower\" for a job under Flower")
     job = FlowerJob(
-        config=str(config.resolve()), out=str(out.resolve()), listen=listen, address=address, overrides=overrides
+        config=str(config.resolve()),
+        out=str(out.resolve()),
+        listen=listen,
+        address=address,
+        overrides=overrides,
+        sandbox=sandbox,
     )
     name = out.resolve().name
     write_job(home.path, name, job)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from secure_fvi.engines.stream_messages import MESSAGE, REFUSAL, RESTART, Whole
+from secure_fvi.engines.stream_messages import LONGEST, MESSAGE, REFUSAL, RESTART, Whole
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import ProtocolError, SecureFVIError
 
@@ -41,6 +41,7 @@ class Remote(Transport):
         self.silos = {}
         self._others = frozenset(others)
         self.patience = patience or Patience()
+        self.longest = LONGEST  # bytes of an answer; more where the job's tables are known
         self._asked: dict[str, bytes] = {}
         self._answers: dict[str, Whole] = {}
         self._absent: set[str] = set()  # missed a deadline and are not waited for

@@ -20,6 +20,8 @@ import grpc
 
 from secure_fvi.engines.stream_messages import (
     CODEC,
+    GREETING,
+    LONGEST,
     MESSAGE,
     METHOD,
     OPTIONS,
@@ -34,7 +36,7 @@ from secure_fvi.engines.stream_messages import (
 )
 from secure_fvi.engines.stream_server import RECHECK, SessionLost
 from secure_fvi.engines.tls_files import TlsFiles
-from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
@@ -77,6 +79,8 @@ class StreamClient:
         self._stop = threading.Event()
         self._call: Any = None
         self._certificate, self._checked = b"", 0.0  # the server's, and when it was looked at
+        #: Bytes of the longest message that the server may send by now.
+        self.longest: Callable[[], int] = lambda: LONGEST
         #: What a launcher gave this silo to show to the server.
         self.token = b""
         #: Seconds without a connection after which `run` gives up; None: never.
@@ -152,11 +156,11 @@ class StreamClient:
                 outgoing.put(None)
 
     def _converse(self, frames: Iterator[bytes], outgoing: queue.SimpleQueue[bytes | None], roster: bytes) -> None:
-        welcome = CODEC.unpack(next(frames), Welcome)
+        welcome = CODEC.unpack(next(frames), Welcome, GREETING)
         if welcome.roster != roster:
             raise ProtocolError(f"the server goes by roster {welcome.roster.hex()[:16]}..., not by this silo's")
         _log.info("connected to %s", self._address)
-        assembler = Assembler()
+        assembler = Assembler(self.longest)
         for frame in frames:
             whole = assembler.add(frame)
             if whole is None:
@@ -192,6 +196,9 @@ def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
     except (ProtocolError, PolicyError) as error:
         _log.warning("a message was refused: %s", error)
         return REFUSAL, reason(str(error))
+    except DataError as error:  # it counts rows, which is for this site alone
+        _log.error("job '%s' is refused: %s", job, error)
+        return REFUSAL, reason(error.TOLD)
     except Exception as error:
         # What else goes wrong may tell of data, were it only their number: it stays at the site.
         _log.exception("a message could not be answered")

@@ -9,18 +9,24 @@ Part(exchange, 0, 1, MESSAGE | REFUSAL | RESTART, ...)  ->
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+from secure_fvi import wire
 from secure_fvi.aggregation.messages import MAX_MESSAGE_BYTES, Codec
 from secure_fvi.errors import ProtocolError
 
 #: The one method of the service, bytes both ways.
 SERVICE, METHOD = "secure_fvi.Stream", "Exchange"
 CHUNK_BYTES = 4 << 20
+#: Until the receiver knows its job, and at least for the records that sites countersign, a message may be so long.
+LONGEST = 64 << 20
+#: A greeting of either end.
+GREETING = wire.Limit(1024)
 #: What a part's `status` says of the whole message. RESTART: the silo needs the session to be opened anew.
 MESSAGE, REFUSAL, RESTART = 0, 1, 2
 _LONGEST_REASON = 4000
+_count, _STATUS = wire.whole(), wire.one_of(MESSAGE, REFUSAL, RESTART)
 
 #: The same at both ends. A part with its frame is somewhat longer than a chunk.
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -59,35 +65,11 @@ class Part(NamedTuple):
     body: bytes
 
 
-def _hash(value: Any) -> bool:
-    return type(value) is bytes and len(value) == 32
-
-
-def _token(value: Any) -> bool:
-    return type(value) is bytes and len(value) in (0, 32)
-
-
-def _job(value: Any) -> bool:
-    return type(value) is str and 0 < len(value) <= 200 and value.isprintable()
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _status(value: Any) -> bool:
-    return type(value) is int and value in (MESSAGE, REFUSAL, RESTART)
-
-
-def _body(value: Any) -> bool:
-    return type(value) is bytes and len(value) <= CHUNK_BYTES
-
-
 CODEC = Codec(
     {
-        Hello: (1, (_hash, _token)),
-        Welcome: (2, (_hash, _job)),
-        Part: (3, (_count, _count, _count, _status, _body)),
+        Hello: (1, (wire.binary(32), wire.binary(0, 32))),
+        Welcome: (2, (wire.binary(32), wire.text(200, 1, printable=True))),
+        Part: (3, (_count, _count, _count, _STATUS, wire.binary(most=CHUNK_BYTES))),
     }
 )
 
@@ -117,20 +99,25 @@ class Whole(NamedTuple):
 class Assembler:
     """Puts the parts of one direction together again. They come in order, since a stream keeps it."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest: Callable[[], int] = lambda: MAX_MESSAGE_BYTES) -> None:
+        """longest: bytes of the longest message that is expected by now."""
+        self._longest = longest
         self._head: tuple[int, int, int] | None = None  # exchange, pieces, status
         self._bodies: list[bytes] = []
+        self._length = 0
 
     def add(self, frame: bytes) -> Whole | None:
         """The message that `frame` completes, if it does. Raises ProtocolError for a frame out of place."""
         part = CODEC.unpack(frame, Part)
         head = (part.exchange, part.pieces, part.status)
         if self._head is None or part.number == 0:  # a sender that was cut off begins a message anew
-            self._head, self._bodies = head, []
+            self._head, self._bodies, self._length = head, [], 0
         if head != self._head or part.number != len(self._bodies) or part.number >= part.pieces:
             raise ProtocolError("a part of a message out of place")
-        if part.pieces * CHUNK_BYTES > MAX_MESSAGE_BYTES + CHUNK_BYTES:
-            raise ProtocolError("a message of more than 2 GiB")
+        longest = min(self._longest(), MAX_MESSAGE_BYTES)
+        self._length += len(part.body)
+        if self._length > longest or ((part.pieces - 1) * CHUNK_BYTES > longest and len(part.body) == CHUNK_BYTES):
+            raise ProtocolError(f"a message of more than the {longest} bytes that are expected at most")
         self._bodies.append(part.body)
         if part.number + 1 < part.pieces:
             return None

@@ -17,6 +17,7 @@ from secure_fvi.engines.remote import Remote, shown
 from secure_fvi.engines.remote import SessionLost as SessionLost
 from secure_fvi.engines.stream_messages import (
     CODEC,
+    GREETING,
     METHOD,
     OPTIONS,
     SERVICE,
@@ -31,6 +32,10 @@ from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)
 
+#: Seconds for the handshakes of a connection, and again for the greeting of a stream.
+LOGIN = 10.0
+#: Streams that a member may open at once; after that so many a second. A silo that dials again waits longer.
+_LOGINS, _LOGINS_A_SECOND = 30.0, 2.0
 #: Seconds after which it is looked again whether a certificate still counts.
 RECHECK = 60.0
 
@@ -38,8 +43,8 @@ RECHECK = 60.0
 class _Link:
     """One silo's live stream, and the certificate (PEM) with which it was opened."""
 
-    def __init__(self, certificate: bytes) -> None:
-        self.certificate = certificate
+    def __init__(self, certificate: bytes, context: Any) -> None:
+        self.certificate, self._context = certificate, context
         self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.closed = False
 
@@ -48,8 +53,18 @@ class _Link:
             self.outgoing.put(frame)
 
     def close(self) -> None:
+        """Let what is on its way arrive, and end."""
         self.closed = True
         self.outgoing.put(None)
+
+    def cut(self) -> None:
+        """End at once, whether the silo reads what it is sent or not."""
+        self.close()
+        self._context.cancel()
+
+
+class _Hasty(Exception):
+    """Streams are opened in too quick a succession."""
 
 
 class StreamServer(Remote):
@@ -76,11 +91,13 @@ class StreamServer(Remote):
         self._admit, self._roster, self._job, self._check_token = admit, roster, job, check_token
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
+        self._greeting: dict[str, Any] = {}  # by silo, the stream whose greeting is awaited
+        self._logins: dict[bytes, tuple[float, float]] = {}  # by certificate: streams it may open, and since when
         self._number = 0
         self._closing = threading.Event()
         self.refused: list[str] = []  # why connections were turned away, newest last
         self._grpc = grpc.server(
-            futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, ("grpc.so_reuseport", 0))
+            futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, *self._options())
         )
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -91,6 +108,16 @@ class StreamServer(Remote):
             raise InputError(f"cannot listen at '{listen}': the address is taken, or is not this machine's") from None
         self._grpc.start()
         threading.Thread(target=self._keep_checking, daemon=True).start()
+
+    @staticmethod
+    def _options() -> tuple[tuple[str, int], ...]:
+        """One stream a connection; no connection without one, and none that takes its time before it has one."""
+        return (
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", 1),
+            ("grpc.server_handshake_timeout_ms", int(1000 * LOGIN)),
+            ("grpc.max_connection_idle_ms", int(3000 * LOGIN)),
+        )
 
     @property
     def connected(self) -> set[str]:
@@ -121,7 +148,7 @@ class StreamServer(Remote):
                 self._admit(link.certificate)
             except SecureFVIError as error:
                 _log.warning("the stream of %s is cut: %s", self._named(silo), error)
-                link.close()
+                link.cut()
 
     def _keep_checking(self) -> None:
         while not self._closing.wait(RECHECK):
@@ -156,13 +183,15 @@ class StreamServer(Remote):
             self.refused.append(text)
             _log.warning("a connection from %s was refused: %s", context.peer(), text)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-        link = _Link(certificate)
+        except _Hasty:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams of this silo in too short a time")
+        link = _Link(certificate, context)
         context.add_callback(link.close)
         yield CODEC.pack(Welcome(self._roster, self._job))
         with self._changed:
             old = self._links.pop(silo, None)
-            if old is not None:
-                old.close()
+            if old is not None:  # a silo's newest stream is the one that counts
+                old.cut()
             self._links[silo] = link
             self._absent.discard(silo)
             if silo in self._asked and silo not in self._answers:
@@ -181,10 +210,11 @@ class StreamServer(Remote):
         certificate = seen.get("x509_pem_cert", [b""])[0]
         if version != "TLSv1.3":
             raise ProtocolError(f"TLS 1.3 is needed, not {version or 'plaintext'}")
+        self._check_pace(certificate)
         silo = self._admit(certificate)
         if silo not in self.bytes_up and silo not in self._others:
             raise ProtocolError(f"'{silo}' takes no part in this job")
-        hello = CODEC.unpack(next(requests, b""), Hello)
+        hello = CODEC.unpack(self._first(silo, requests, context), Hello, GREETING)
         if hello.roster != self._roster:
             raise ProtocolError(
                 f"'{silo}' goes by roster {hello.roster.hex()[:16]}..., this server by {self._roster.hex()[:16]}..."
@@ -193,9 +223,38 @@ class StreamServer(Remote):
             self._check_token(silo, hello.token)
         return silo, certificate
 
+    def _check_pace(self, certificate: bytes) -> None:
+        """Raises _Hasty for a certificate with which streams are opened in too quick a succession."""
+        now = time.monotonic()
+        with self._changed:
+            left, since = self._logins.get(certificate, (_LOGINS, now))
+            left = min(left + (now - since) * _LOGINS_A_SECOND, _LOGINS)
+            self._logins[certificate] = (max(left - 1, 0), now)
+        if left < 1:
+            raise _Hasty
+
+    def _first(self, silo: str, requests: Iterator[bytes], context: Any) -> bytes:
+        """The first message of a stream of `silo`. Of one silo one stream is listened to, the newest; raises
+        ProtocolError for one that is overtaken, or says nothing in time: it keeps no thread from the others."""
+        with self._changed:
+            before, self._greeting[silo] = self._greeting.get(silo), context
+        if before is not None:
+            before.cancel()
+        timer = threading.Timer(LOGIN, context.cancel)
+        timer.start()
+        try:
+            return next(requests, b"")
+        except Exception:  # gRPC raises what it likes when a stream ends
+            raise ProtocolError(f"{self._named(silo)} opened a stream and did not say in time what for") from None
+        finally:
+            timer.cancel()
+            with self._changed:
+                if self._greeting.get(silo) is context:
+                    del self._greeting[silo]
+
     def _read(self, silo: str, link: _Link, requests: Iterator[bytes]) -> None:
         """Take in what the silo answers until its stream ends."""
-        assembler = Assembler()
+        assembler = Assembler(lambda: self.longest)
         try:
             for frame in requests:
                 whole = assembler.add(frame)

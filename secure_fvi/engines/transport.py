@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from secure_fvi.aggregation.base import Exchanges, carry
 from secure_fvi.errors import SecureFVIError
 
 if TYPE_CHECKING:
-    from secure_fvi.silo import Silo
+    from secure_fvi.silo import Kept, Silo
 
 T = TypeVar("T")
 
@@ -49,18 +49,21 @@ class Transport(ABC):
 
     def run(self, exchanges: Exchanges[T]) -> T:
         """Drive a server's generator to its result."""
-        return carry(exchanges, self.exchange)
+        done = carry(exchanges, self.exchange)
+        for silo in self.silos.values():
+            silo.forget()
+        return done
 
-    def silo_states(self, accepted: Mapping[str, int]) -> dict[str, Any]:
+    def silo_states(self, accepted: Mapping[str, int]) -> dict[str, Kept]:
         """The states, by silo, that a checkpoint of this process has to hold, once `accepted` has settled them."""
         for silo in self.silos.values():
             silo.settle(accepted)
-        return {name: silo.local for name, silo in self.silos.items()}
+        return {name: silo.kept for name, silo in self.silos.items()}
 
-    def restore_silos(self, states: Mapping[str, Any]) -> None:
+    def restore_silos(self, states: Mapping[str, Kept]) -> None:
         """Put back what `silo_states` gave."""
         for name, silo in self.silos.items():
-            silo.local = states[name]
+            silo.restore(states[name])
 
     def close(self) -> None:  # noqa: B027 - a carrier without connections has nothing to close
         """Let go of connections."""

@@ -161,11 +161,12 @@ def table(content: Row) -> str:
     """The rows, narrow enough for a terminal, and the summary."""
     head = f"{'algorithm':<28}{'split':>6}{'error':>8}{'rounds':>8}{'exchanges':>11}{'bytes a silo':>14}{'s':>7}"
     lines = [f"{head}  converged"]
+    said = {True: "yes", False: "no", None: "not assessed"}
     for row in content["rows"]:
         size = row["bytes_up_per_silo"] + row["bytes_down_per_silo"]
         lines.append(
             f"{row['algorithm']:<28}{row['split']:>6}{row['error']:>8.2f}{row['rounds']:>8}{row['exchanges']:>11}"
-            f"{size:>14,}{row['seconds']:>7.0f}  {'yes' if row['converged'] else 'no'}"
+            f"{size:>14,}{row['seconds']:>7.0f}  {said[row['converged']]}"
         )
     ours = content["ours"]
     lines.append(f"median {ours['median']:.2f}, largest {ours['largest']:.2f}")

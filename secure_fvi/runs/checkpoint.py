@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from secure_fvi import wire
 from secure_fvi.aggregation.store import SqliteStore, Store
 from secure_fvi.errors import InputError
 from secure_fvi.files import sync_folder
@@ -32,6 +33,9 @@ STORE_FILE = "state.sqlite"
 _STORE_STATE, _STORE_ROUND = "state", "round"
 #: Version of `pack_state`, and its codes for a tensor and an array.
 _PACKED, _TENSOR, _ARRAY = 2, 1, 2
+_STATE = wire.Row(wire.whole(), wire.Anything(1 << 26, 64, extended=True))
+_STORED = wire.Row(wire.text(16), wire.Listed(wire.whole(), 64), wire.binary())
+_DTYPES = frozenset(np.dtype(t).str for t in ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"])
 #: Ends the folder's name where the newest checkpoint is of another phase of the same round.
 _PHASE = ".phase"
 
@@ -146,7 +150,7 @@ def pack_state(state: Any) -> bytes:
 
 def unpack_state(packed: bytes, template: Any, source: Path) -> Any:
     """The state that `pack_state` packed, shaped like `template`. Raises InputError, which names `source`."""
-    version, state = msgpack.unpackb(packed, ext_hook=_unpack_array)
+    version, state = wire.own(packed, f"the checkpoint in {source}", _STATE, ext_hook=_unpack_array)
     if version != _PACKED:
         raise _of_another(source)
     return _like(state, template, source)
@@ -165,7 +169,9 @@ def _pack_array(value: Any) -> Any:
 
 
 def _unpack_array(code: int, data: bytes) -> Any:
-    dtype, shape, content = msgpack.unpackb(data)
+    dtype, shape, content = wire.own(data, "an array of a checkpoint", _STORED)
+    if dtype not in _DTYPES:
+        raise ValueError("no array of numbers")
     array = np.frombuffer(bytearray(content), dtype).reshape(shape)
     return torch.from_numpy(array) if code == _TENSOR else array
 

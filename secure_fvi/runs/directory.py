@@ -5,15 +5,18 @@ config.toml is written first and atomically, so a folder either holds a run that
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import json
 import os
 import secrets
 import shutil
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from secure_fvi import __version__
 from secure_fvi.errors import InputError
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.config import Config, parse
@@ -92,13 +95,15 @@ class RunDirectory:
         if self.read_run()["data_sha256"] != digest:
             raise InputError(f"the data are not those that the run in '{self.path}' began with")
 
-    def begin(self, config: Config, digest: str) -> None:
-        """Take the folder and write down what runs in it. Raises InputError when another process has it."""
+    def begin(self, config: Config, digest: str, provenance: Mapping[str, str]) -> None:
+        """Take the folder and write down what runs in it, since when, by which version. `provenance`: what else the
+        report is to say of where the run comes from. Raises InputError when another process has the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
         if self.state == "empty":
-            run = {"data_sha256": digest, "job": secrets.token_hex(16)}
-            write_atomically(self.path / "run.json", json.dumps(run, indent=2).encode())
+            began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            run = {"data_sha256": digest, "job": secrets.token_hex(16), "began": began, "version": __version__}
+            write_atomically(self.path / "run.json", json.dumps({**run, **provenance}, indent=2).encode())
             write_atomically(self.path / "config.toml", config.to_toml().encode())
 
     def discard(self) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
+from secure_fvi.contracts import check_repeats
+from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
 from secure_fvi.fitting import fit, work_of
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.models.vertical_base import PROGRAMS
@@ -21,7 +24,7 @@ from secure_fvi.privacy.settings import DP
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Partition
 from secure_fvi.runs.federation_base import FederationBase, digest_of, python_function, written_out
-from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, build, named
+from secure_fvi.runs.options import chosen
 from secure_fvi.runs.tables import RECORD_ID, read_table
 from secure_fvi.runs.wording import unknown_key
 
@@ -64,18 +67,6 @@ def federate(config: Config, data_dir: Path | None = None) -> FederationBase:
     return _horizontal(config, data_dir, algorithm, aggregation, privacy)
 
 
-def chosen(config: Config) -> tuple[Any, Any, DP | None]:
-    """Algorithm, secure sum and privacy as `config` sets them. Raises InputError, naming the key."""
-    algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
-    kind = named(AGGREGATIONS, "aggregation.kind", config.aggregation.kind)
-    aggregation = build(kind, config.aggregation.options, "aggregation")
-    privacy = None
-    if config.privacy is not None:
-        cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
-        privacy = build(cls, config.privacy.options, "privacy")
-    return algorithm, aggregation, privacy
-
-
 def _horizontal(
     config: Config, data_dir: Path | None, algorithm: Any, aggregation: Any, privacy: DP | None
 ) -> Federation:
@@ -92,6 +83,33 @@ def _horizontal(
     threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return Federation(complete, description, algorithm, aggregation, privacy, model, ids, silos, record_ids)
+
+
+def disclosure_of(config: Config, data_dir: Path | None = None, traced: bool = False) -> Disclosure:
+    """What the job of `config` discloses. traced: with blocks and noise, for which every silo's data are read.
+
+    Raises InputError for a job that no engine runs.
+    """
+    algorithm, aggregation, privacy = chosen(config)
+    if config.vertical:
+        if traced:
+            raise InputError("blocks of silos with different columns follow from the number of people: a row each")
+        count = len(config.silo) or len(federate(config, data_dir).data.silos)  # type: ignore[attr-defined]
+        return disclose(algorithm, aggregation, privacy, count)
+    ids = config.partition.silo_ids if config.partition is not None else [silo.id for silo in config.silo]
+    found = disclose(algorithm, aggregation, privacy, len(ids))
+    if not traced:
+        return found
+    of = federate(config, data_dir)
+    assert isinstance(of, Federation)
+    schema = check_schemas_agree(
+        {name: read_data(rows, name, of.dtype)[0] for name, rows in zip(of.silo_ids, of.silos, strict=True)}
+    )
+    problem = build_problem(
+        of.model, schema, algorithm, sorted(ids), config.seed, config.run.device, of.dtype, False, privacy
+    )
+    program = algorithm.server(problem)
+    return found.of_program(program.tables, program.terms, aggregation)
 
 
 def silo_part(config: Config, silo: str, data_dir: Path | None = None) -> tuple[dict[str, Tensor], Tensor, bool]:
@@ -186,6 +204,8 @@ def _from_files(config: Config) -> Parts:
     if any(ids is None for ids in given):
         if not all(ids is None for ids in given):
             raise InputError(f"'{RECORD_ID}' must stand in all silos' files or in none")
+        for silo, table in zip(config.silo, tables, strict=True):
+            check_repeats(table, silo.id)
         starts = _starts([_rows(table) for table in tables])
         given = [torch.arange(a, b) for a, b in starts]
     record_ids = tuple(ids for ids in given if ids is not None)

@@ -44,6 +44,10 @@ class FederationBase(ABC):
     def digest(self) -> str:
         """SHA-256 of all silos' data, in hex: a run is continued and compared on the data it began with."""
 
+    def provenance(self) -> dict[str, str]:
+        """What carried the messages, and what all parties agreed on beforehand, for the report; no secret, no path."""
+        return {"engine": "one process"}
+
     @abstractmethod
     def fit(self, **common: Any) -> Any:
         """Run it: a `RunSummary` with `sample` and `save`."""

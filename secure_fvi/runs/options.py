@@ -8,12 +8,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from secure_fvi.errors import InputError
 from secure_fvi.runs.wording import first_error, nearest, unknown_key
+
+if TYPE_CHECKING:
+    from secure_fvi.privacy.settings import DP
+    from secure_fvi.runs.config import Config
 
 #: Key that chooses between the dataclasses of an option.
 KIND = "kind"
@@ -86,6 +90,18 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {error}") from error
     except TypeError as error:
         raise InputError(f"{where}: {str(error).replace(f'{cls.__name__}.__init__() ', '')}") from error
+
+
+def chosen(config: Config) -> tuple[Any, Any, DP | None]:
+    """Algorithm, secure sum and privacy as `config` sets them. Raises InputError, naming the key."""
+    algorithm = build(named(ALGORITHMS, "algorithm.name", config.algorithm.name), config.algorithm.options, "algorithm")
+    kind = named(AGGREGATIONS, "aggregation.kind", config.aggregation.kind)
+    aggregation = build(kind, config.aggregation.options, "aggregation")
+    privacy = None
+    if config.privacy is not None:
+        cls = named(PRIVACIES, "privacy.unit", config.privacy.unit)
+        privacy = build(cls, config.privacy.options, "privacy")
+    return algorithm, aggregation, privacy
 
 
 def checked(hint: Any, value: Any, key: str) -> Any:

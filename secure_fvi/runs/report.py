@@ -15,7 +15,7 @@ from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.metrics import read_metrics
-from secure_fvi.runs.rows import comparison_rows, posterior_rows
+from secure_fvi.runs.rows import comparison_rows, posterior_rows, reason, standing
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MOST_ROWS = 60
@@ -49,6 +49,9 @@ def write_report(directory: Path) -> None:
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(
         result=result,
+        standing=standing(result),
+        reason=reason(result),
+        run=run.read_run(),
         settings=config.model_dump(mode="json", exclude_none=True),
         toml=config.to_toml(),
         source=_source(config),

@@ -24,6 +24,16 @@ class ComparisonRow(NamedTuple):
     ratio: float  # run_sd / sd
 
 
+def standing(result: dict[str, Any]) -> str:
+    """Of result.json, in a word or two: converged, not converged, not assessed."""
+    return {True: "converged", False: "not converged", None: "not assessed"}[result["converged"]]
+
+
+def reason(result: dict[str, Any]) -> str:
+    """Why, in one line; empty in files of earlier versions."""
+    return str(result.get("convergence", {}).get("reason", ""))
+
+
 def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
     """One row for each element of each global site."""
     rows = []

@@ -55,7 +55,7 @@ def execute_federation(
             return None
     else:
         folder.check_new()
-    folder.begin(federation.config, digest)
+    folder.begin(federation.config, digest, federation.provenance())
     try:
         result = _fit(federation, folder, resume, on_round)
     except (InputError, BudgetError):

@@ -131,6 +131,9 @@ def _grouped(path: Path, header: list[str], values: Tensor) -> dict[str, Tensor]
             raise InputError(f"{path}: columns of '{name}' must be {name}[0], {name}[1], ... without a gap")
         tensors[name] = values[:, [positions[i] for i in range(len(positions))]].contiguous()
     if RECORD_ID in tensors:
+        broken = int((tensors[RECORD_ID] % 1 != 0).sum())
+        if broken:
+            raise InputError(f"{path}: column '{RECORD_ID}' holds no whole number in {broken} of {len(values)} rows")
         tensors[RECORD_ID] = tensors[RECORD_ID].to(torch.int64)
     return tensors
 

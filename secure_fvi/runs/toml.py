@@ -1,10 +1,11 @@
-"""A writer for the little TOML that a resolved configuration needs; reading is the standard library's."""
+"""A writer for the little TOML that a resolved configuration needs; the standard library reads it, within bounds."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,3 +64,24 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     raise TypeError(f"TOML cannot hold a {type(value).__name__}")
+
+
+_TOKENS = re.compile(
+    r"""(?P<part>[A-Za-z0-9_-]++|"(?:\\.|[^"\\\n])*+"?|'[^'\n]*+'?)|(?P<dot>\.)|(?P<blank>[ \t]++)|(?P<other>[^"'.])""",
+    re.DOTALL,
+)
+#: Names in a dotted key. The parser's time grows with the square: a few kilobytes of `a.a.a` would take hours.
+_DEEPEST = 32
+
+
+def loads(text: str) -> dict[str, Any]:
+    """The table that TOML `text` holds. Raises ValueError for anything else, RecursionError for what nests too deep."""
+    dots = 0
+    for token in _TOKENS.finditer(text):
+        if token.lastgroup == "dot":
+            dots += 1
+            if dots > _DEEPEST:
+                raise ValueError(f"a key of more than {_DEEPEST} parts")
+        elif token.lastgroup == "other":
+            dots = 0
+    return tomllib.loads(text)

@@ -33,7 +33,7 @@ async function refresh() {
     const state = await answer.json();
     by("problem").textContent = state.error ?? "";
     if (!state.error) {
-      for (const id of ["state", "algorithm", "aggregation", "round", "phase", "cohort", "seconds"])
+      for (const id of ["state", "convergence", "algorithm", "aggregation", "round", "phase", "cohort", "seconds"])
         by(id).textContent = state[id] ?? "not told";
       draw(state.objective);
       budgets(state.budgets);

@@ -19,6 +19,7 @@ from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.ledger_account import account, read_ledger
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.metrics import read_metrics
+from secure_fvi.runs.rows import reason, standing
 
 _PAGE, _SCRIPT = (Path(__file__).with_name(name) for name in ("watch.html", "watch.js"))
 #: Points of the curve that are sent, at most.
@@ -42,6 +43,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
     thinned = rows[:: max(1, -(-len(rows) // _POINTS))] + rows[-1:]
     return {
         "state": run.state,
+        "convergence": _convergence(run),
         "algorithm": config.algorithm.name,
         "aggregation": config.aggregation.kind,
         "round": last.get("round", 0),
@@ -51,6 +53,14 @@ def snapshot(folder: Path) -> dict[str, Any]:
         "objective": [[row["round"], row["objective"]] for row in thinned if row["objective"] is not None],
         "budgets": _budgets(folder, config),
     }
+
+
+def _convergence(run: RunDirectory) -> str:
+    """How the run ended, and why that is said."""
+    if run.state != "finished":
+        return "not finished yet"
+    result = run.read_result()
+    return f"{standing(result)}: {reason(result)}" if reason(result) else standing(result)
 
 
 def _budgets(folder: Path, config: Any) -> list[dict[str, Any]]:

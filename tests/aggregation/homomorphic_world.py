@@ -1,11 +1,14 @@
 """Honest parties of a homomorphic sum with every message in the tests' hands."""
 
+import hashlib
+
 import numpy as np
 from sum_network import CONTEXT, carry, names, random_values, table_of
 
 from secure_fvi.aggregation.homomorphic import Homomorphic, WithHolder
 from secure_fvi.aggregation.homomorphic_messages import Ciphertexts, Decrypted, DecryptRequest, pack, unpack
 from secure_fvi.aggregation.messages import Contribution
+from secure_fvi.aggregation.messages import pack as pack_masked
 from secure_fvi.aggregation.messages import unpack as unpack_masked
 from secure_fvi.aggregation.modular import PrimeRing
 
@@ -19,6 +22,7 @@ class World:
         self.ids = sorted(names(count))
         self.table = table or table_of(12)
         self.stores = {}
+        options.setdefault("max_missing", count - 2)
         self.config = Homomorphic(**options)
         self.server, self.silos, self.holder = self.config.parties(self.ids, self._store)
         self.roster = self.server._roster
@@ -45,6 +49,14 @@ class World:
 
     def total(self, messages, index=0, lost=()):
         return carry(self.local.total(index, self.ids, self.table, messages, CONTEXT), self.silos, lost)
+
+    def signed_contribution(self, silo, payload, index=0):
+        """`payload` in the name of `silo`, which signs it."""
+        inner, roster = self.silos[silo]._inner, self.roster
+        batch, everyone = inner._state.batch_of(index), roster.bitmap(frozenset(range(roster.size)))
+        fields = (everyone, self.table.digest, CONTEXT, b"", hashlib.sha256(payload).digest())
+        statement = batch.session.contribution_statement(batch.digest, index, roster.places[silo], *fields)
+        return pack_masked(Contribution(index, b"", payload, inner._identity.sign(statement)))
 
     def parts_of(self, message):
         """The ciphertexts of one contribution."""

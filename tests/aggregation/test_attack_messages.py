@@ -1,29 +1,35 @@
 """Replayed, forged and altered messages; each attack beside its control."""
 
 import hashlib
+import types
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from sum_adversary import TABLE, Tampering, World, exact, is_input
+from sum_adversary import TABLE, Tampering, World, exact, is_input, unsigned
 from sum_network import CONTEXT, carry
 
-from secure_fvi.aggregation import onetime, unmask
+from secure_fvi.aggregation import onetime, silo_batch, unmask
 from secure_fvi.aggregation.messages import (
     Contribution,
     Deliver,
     RevealRequest,
     SetSignature,
     Shares,
-    SignRequest,
     pack,
     unpack,
     unpack_any,
 )
+from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError, ProtocolError
 
 VICTIM = 1
+
+
+def unchecked(monkeypatch):
+    """Silos that take shares without a look at the commitments to them, which alone would stop what is tried here."""
+    monkeypatch.setattr(silo_batch, "hmac", types.SimpleNamespace(compare_digest=lambda one, other: True))
 
 
 class TestReplay:
@@ -45,12 +51,22 @@ class TestReplay:
         messages[world.ids[VICTIM]] = pack(unpack(old, Contribution)._replace(sum_index=1))
         return messages
 
-    def test_a_relabelled_contribution_is_noticed(self):
-        world = World(5)
-        with pytest.raises(AggregationError, match=f"what came in for '{world.ids[VICTIM]}' is not what it sent"):
+    @pytest.mark.parametrize("check", [True, False])
+    def test_a_relabelled_contribution_counts_as_a_dropout(self, check):
+        world = World(5, consistency_check=check)
+        total = world.total(self.relabelled(world), index=1)
+        rest = [s for s in world.ids if s != world.ids[VICTIM]]
+        assert total.survivors == tuple(rest)
+        assert is_input(total.values, exact(world, rest))
+        assert "did not sign" in world.server.faults[world.ids[VICTIM]]
+
+    def test_where_nobody_may_be_missing_it_ends_the_sum(self):
+        world = World(5, max_missing=0)
+        with pytest.raises(AggregationError, match=f"past max_missing = 0; nothing usable of '{world.ids[VICTIM]}'"):
             world.total(self.relabelled(world), index=1)
 
-    def test_control_without_the_consistency_check_it_spoils_the_total(self):
+    def test_control_without_signatures_on_contributions_it_spoils_the_total(self, monkeypatch):
+        unsigned(monkeypatch)
         world = World(5, consistency_check=False)
         assert not is_input(world.total(self.relabelled(world), index=1).values, exact(world))
 
@@ -97,6 +113,7 @@ class TestReplay:
         assert is_input(world.total(world.contribute(index), index=index).values, exact(world))
 
     def test_control_with_envelopes_that_do_not_name_the_batch_they_are(self, monkeypatch):
+        unchecked(monkeypatch)
         fields = onetime._envelope_fields
         monkeypatch.setattr(onetime, "_envelope_fields", lambda session, batch, *rest: fields(session, 0, *rest))
         assert self.deliver_again(World(5))
@@ -134,11 +151,12 @@ class TestAlteredShares:
             data = Cipher(algorithms.AES(key), start).decryptor().update(envelope[12:-16])
             return np.frombuffer(data, np.uint8).reshape(-1, 2, 32)
 
+        unchecked(monkeypatch)
         monkeypatch.setattr("secure_fvi.aggregation.silo_batch.open_envelope", plain_ctr)
         assert self.flip_in_transit(World(5, prepared=False))
 
     def wrong_share(self, world, liar=0):
-        """A holder reveals its first share with one bit flipped."""
+        """A holder reveals its first share with one bit flipped; without the check, all secrets come from shares."""
 
         def flip(data):
             message = unpack_any(data)
@@ -150,21 +168,21 @@ class TestAlteredShares:
         silos = world.silos | {world.ids[liar]: Tampering(world.silos[world.ids[liar]], reply=flip)}
         return carry(world.server.total(0, world.ids, TABLE, world.contribute(), CONTEXT), silos)
 
-    def test_a_wrong_share_is_worked_around(self):
-        world = World(5)
+    def test_a_wrong_share_is_recognised_and_its_holder_named(self):
+        world = World(5, consistency_check=False)
         assert is_input(self.wrong_share(world).values, exact(world))
+        assert "not the one it was dealt" in world.server.faults[world.ids[0]]
 
-    def test_too_many_wrong_shares_are_an_error(self, monkeypatch):
-        monkeypatch.setattr(unmask, "_TRIES", 1)
-        world = World(5)
-        original = unmask.shamir.recover
-        monkeypatch.setattr(unmask.shamir, "recover", lambda p, s: original(p, s) ^ np.uint8(1))
-        with pytest.raises(AggregationError, match="do not fit its commitment"):
-            world.total(world.contribute())
+    def test_control_without_commitments_to_shares_a_dealer_seems_to_be_wrong(self, monkeypatch):
+        monkeypatch.setattr(unmask.ServerBatch, "is_share", lambda *arguments: True)
+        with pytest.raises(unmask.Convicted, match="do not open its commitment"):
+            self.wrong_share(World(5, consistency_check=False))
 
-    def test_control_without_commitments_the_total_is_wrong(self, monkeypatch):
-        monkeypatch.setattr(unmask, "_matches", lambda *arguments: True)
-        world = World(5)
+    def test_control_without_any_commitments_the_total_is_wrong_or_out_of_range(self, monkeypatch):
+        monkeypatch.setattr(unmask.ServerBatch, "is_share", lambda *arguments: True)
+        monkeypatch.setattr(unmask.ServerBatch, "opens", lambda self, owner, index, kind, secret: bool(secret))
+        monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
+        world = World(5, consistency_check=False)
         assert not is_input(self.wrong_share(world).values, exact(world))
 
     def test_altered_sealed_seeds_are_an_error_not_a_wrong_total(self):
@@ -174,8 +192,11 @@ class TestAlteredShares:
         sealed[3] ^= 1
         world.batch.deposits[VICTIM] = deposit._replace(sealed_seeds=bytes(sealed))
         rest = [s for s in world.ids if s != world.ids[VICTIM]]
+        messages = world.contribute(ids=rest)
+        # Needed only for a survivor that falls silent before it has told its seeds.
         with pytest.raises(AggregationError, match=r"sealed seeds .* do not open"):
-            world.total(world.contribute(ids=rest))
+            world.total(messages, lost=[(), {world.ids[0]}])
+        assert is_input(world.total(messages).values, exact(world, rest))
 
     def test_a_forged_signature_is_left_out(self):
         world = World(7)
@@ -201,9 +222,8 @@ def test_messages_of_a_stranger_change_nothing():
     messages["stranger"] = messages[world.ids[0]]
     total = world.total(messages)
     assert is_input(total.values, exact(world))
-    request = SignRequest(1, world.roster.bitmap(frozenset(range(5))), TABLE.digest, CONTEXT)
     world.contribute(1)
-    own = unpack(world.silos[world.ids[0]].handle(pack(request)), SetSignature)
+    own = unpack(world.silos[world.ids[0]].handle(world.sign_request(range(5), index=1)), SetSignature)
     statement = hashlib.sha256(b"anything").digest()
     assert not world.roster.verify(0, stranger.sign(statement), statement)
     assert own.signature != stranger.sign(statement)

@@ -9,7 +9,7 @@ from sum_adversary import TABLE, World, is_input, payload_of
 from sum_network import CONTEXT, carry
 
 from secure_fvi.aggregation import onetime, shamir
-from secure_fvi.aggregation.messages import RevealRequest, SignRequest, pack
+from secure_fvi.aggregation.messages import RevealRequest, pack
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.silo_batch import SiloBatch
 from secure_fvi.aggregation.store import MemoryStore
@@ -42,13 +42,8 @@ class TestIndexUsedTwice:
     def test_control_without_the_rule_the_input_is_open(self, monkeypatch):
         world = World()
         silo, values = world.silos[world.ids[VICTIM]], world.values[world.ids[VICTIM]]
-        contribute = type(silo).contribute
-
-        def forgetful(self, *arguments):
-            self._last_index = -1
-            return contribute(self, *arguments)
-
-        monkeypatch.setattr(type(silo), "contribute", forgetful)
+        monkeypatch.setattr(type(silo), "_last_index", lambda self: -1)
+        monkeypatch.setattr(type(silo), "_use", lambda self, *arguments: None)
         assert is_input(self.attack(world), values)
 
 
@@ -112,9 +107,9 @@ class TestSurvivorAndDropped:
         world.contribute()
         silo = world.silos[world.ids[0]]
         everyone = frozenset(range(4))
-        silo.handle(pack(SignRequest(0, world.roster.bitmap(everyone), TABLE.digest, CONTEXT)))
+        silo.handle(world.sign_request(everyone))
         with pytest.raises(ProtocolError, match="named before"):
-            silo.handle(pack(SignRequest(0, world.roster.bitmap(everyone - {VICTIM}), TABLE.digest, CONTEXT)))
+            silo.handle(world.sign_request(everyone - {VICTIM}))
 
     def test_control_a_silo_that_forgets_opens_the_input(self, monkeypatch):
         monkeypatch.setattr(MemoryStore, "claim", lambda self, slot, value: value)
@@ -141,7 +136,7 @@ class TestSurvivorAndDropped:
                 assert share == own._held[owner][0, 0 if owner in survivors else 1].tobytes()
         # A set that names a member twice, or one past the roster, has no form.
         for bitmap in (b"\x1f", b"\x0f\x00", b""):
-            request = RevealRequest(0, bitmap, TABLE.digest, CONTEXT, b"", [], [])
+            request = world.named(RevealRequest, range(4))._replace(survivors=bitmap)
             with pytest.raises(ProtocolError, match="does not fit the roster"):
                 silo.handle(pack(request))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from sum_adversary import TABLE, World, is_input, payload_of
+from sum_adversary import World, exact, is_input, payload_of, unsigned
 from sum_fake_world import FakeWorld
 from sum_network import CONTEXT
 
@@ -13,7 +13,6 @@ from secure_fvi.aggregation.messages import (
     Activate,
     RevealRequest,
     SetSignature,
-    SignRequest,
     pack,
     unpack,
 )
@@ -53,6 +52,7 @@ class TestSmallerWorld:
         silo = world.silos[world.ids[VICTIM]]
         own = silo._state._batches[0]
         own._delivery, own.active = None, False
+        silo._store.drop(["delivery/0/0"])
         self.deliver_lie(world, (0, 1, 2, 3, 4))
         signers = sorted(world.batch.signatures)[:5]
         activate = Activate(0, world.roster.bitmap(frozenset(signers)), [world.batch.signatures[s] for s in signers])
@@ -71,7 +71,9 @@ class TestSmallerWorld:
         message = world.contribute(ids=[victim], cohort=told)[victim]
         world.contribute(ids=[s for s in world.ids if s != victim])
         request = world.reveal_request(range(len(world.ids)))
-        replies = {h: world.silos[s].handle(request) for h, s in enumerate(world.ids)}
+        with pytest.raises(ProtocolError, match="another cohort"):
+            world.silos[victim].handle(request)
+        replies = {h: world.silos[s].handle(request) for h, s in enumerate(world.ids) if s != victim}
         b = world.recover(dict(world.shares_of(VICTIM, h, r) for h, r in replies.items()))
         own = world.silos[victim]._state._batches[0]
         seeds = {m: onetime.pair_seeds(world.session, 0, own._pair_secrets[m], VICTIM, m)[:32] for m in (0, 2)}
@@ -112,11 +114,19 @@ class TestAnotherBroadcast:
         return world.total(messages).values
 
     @pytest.mark.parametrize("check", [True, False])
-    def test_the_total_is_noise(self, check):
+    def test_it_counts_as_a_dropout(self, check):
         world = World(7, consistency_check=check)
-        exact = sum(world.values.values())
+        rest = [s for s in world.ids if s != world.ids[VICTIM]]
+        assert is_input(self.total(world), exact(world, rest))
+        assert "did not sign" in world.server.faults[world.ids[VICTIM]]
+
+    @pytest.mark.parametrize("check", [True, False])
+    def test_added_all_the_same_it_makes_the_total_noise(self, check, monkeypatch):
+        unsigned(monkeypatch)
+        world = World(7, consistency_check=check)
+        truth = sum(world.values.values())
         # A uniform element lies within 1e-6 of the truth with chance below 1e-7.
-        assert np.abs(self.total(world) - exact).min() > 1e-6
+        assert np.abs(self.total(world) - truth).min() > 1e-6
 
     @pytest.mark.parametrize("check", [True, False])
     def test_the_silo_refuses_to_sign_or_reveal(self, check):
@@ -125,7 +135,7 @@ class TestAnotherBroadcast:
         world.contribute(ids=[victim], context=self.OTHER)
         request = world.reveal_request(range(7))
         if check:
-            request = pack(SignRequest(0, world.roster.bitmap(frozenset(range(7))), TABLE.digest, CONTEXT))
+            request = world.sign_request(range(7))
         with pytest.raises(ProtocolError, match="another broadcast"):
             world.silos[victim].handle(request)
 
@@ -133,6 +143,7 @@ class TestAnotherBroadcast:
         def careless(session, digest, index, table, context, seed):
             return onetime.mask_key(session, digest, index, table, bytes(32), seed)
 
+        unsigned(monkeypatch)
         monkeypatch.setattr(silo_batch, "mask_key", careless)
         monkeypatch.setattr(unmask, "mask_key", careless)
         world = World(7)
@@ -143,11 +154,10 @@ def test_a_request_that_nobody_signed_names_no_survivors():
     """Else one message on the wire to each silo would end a sum that all of them could finish."""
     world = World(5, consistency_check=True)
     messages = world.contribute()
-    three = world.roster.bitmap(frozenset({0, 1, 2}))
-    signers = world.roster.bitmap(frozenset())
+    request = world.named(RevealRequest, {0, 1, 2}, signers=world.roster.bitmap(frozenset()))
     for silo in world.silos.values():
         with pytest.raises(ProtocolError, match="0 signatures"):
-            silo.handle(pack(RevealRequest(0, three, TABLE.digest, CONTEXT, signers, [], [])))
+            silo.handle(pack(request))
     np.testing.assert_allclose(world.total(messages).values, sum(world.values.values()), atol=1e-6)
 
 
@@ -172,21 +182,11 @@ class TestTwoSurvivorSets:
 
     def signed(self, world, survivors, holders):
         """The best request the server can make for one half: with that half's signatures."""
-        bitmap = world.roster.bitmap(survivors)
-        ask = pack(SignRequest(0, bitmap, TABLE.digest, CONTEXT))
+        ask = world.sign_request(survivors)
         replies = [unpack(world.silos[world.ids[h]].handle(ask), SetSignature) for h in holders]
         signers = world.roster.bitmap(frozenset(holders))
-        return pack(
-            RevealRequest(
-                0,
-                bitmap,
-                TABLE.digest,
-                CONTEXT,
-                signers,
-                [r.contribution for r in replies],
-                [r.signature for r in replies],
-            )
-        )
+        request = world.named(RevealRequest, survivors, signers=signers, signatures=[r.signature for r in replies])
+        return pack(request)
 
     def weaken(self, monkeypatch):
         monkeypatch.setattr(session_module, "complete_threshold", lambda silos: 2)
@@ -214,7 +214,6 @@ class TestTwoSurvivorSets:
         doubled = honest._replace(
             signers=world.roster.bitmap(frozenset({0, 1, 2})),
             signatures=honest.signatures[:3] + honest.signatures[:1],
-            contributions=honest.contributions[:3] + honest.contributions[:1],
         )
         for request in (forged, short, doubled):
             with pytest.raises(ProtocolError):
@@ -234,7 +233,7 @@ class TestMinimumCohort:
         world.contribute()
         request = world.reveal_request({VICTIM, 3})
         if check:
-            request = pack(SignRequest(0, world.roster.bitmap(frozenset({VICTIM, 3})), TABLE.digest, CONTEXT))
+            request = world.sign_request({VICTIM, 3})
         for silo in world.silos.values():
             with pytest.raises(ProtocolError, match="2 survivors, below min_cohort = 3"):
                 silo.handle(request)
@@ -258,6 +257,5 @@ class TestMinimumCohort:
         world = World(5)
         others = [s for s in world.ids if s != world.ids[VICTIM]]
         world.contribute(ids=others)
-        bitmap = world.roster.bitmap(frozenset(range(5)))
         with pytest.raises(ProtocolError, match="did not contribute"):
-            world.silos[world.ids[VICTIM]].handle(pack(SignRequest(0, bitmap, TABLE.digest, CONTEXT)))
+            world.silos[world.ids[VICTIM]].handle(world.sign_request(range(5)))

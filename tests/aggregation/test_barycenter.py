@@ -106,7 +106,7 @@ def test_diagonal_gaussians_need_one_sum(kind):
 
 
 def test_a_silo_lost_on_the_way_is_left_out_from_then_on():
-    session = Session(Masked(), 4, count=5)
+    session = Session(Masked(max_missing=1), 4, count=5)
     away = session.ids[1]
     # Exchanges: five of preparation, then three a sum (contributions, signatures, shares).
     result = session.run(lost=[(), (), (), (), (), (), (), (), (away,)])
@@ -157,6 +157,11 @@ class TestCaps:
         for start in (np.zeros((3, 3)), np.ones((2, 3)), np.array([[1.0, 0.5], [0.0, 1.0]]), np.full((2, 2), np.nan)):
             with pytest.raises(InputError, match="start of a barycenter"):
                 next(secure_barycenter(Plain().local_parties(["a"])[0], ["a"], 0, start, BOUNDS))
+            own = Gaussian(np.zeros(start.shape[0]), np.ones(start.shape))
+            with pytest.raises(InputError, match="start of a barycenter"):
+                BarycenterSilo(Plain().local_parties(["a"])[1]["a"], own, start, BOUNDS)
+        with pytest.raises(InputError, match="max_iterations must be at least 1"):
+            next(secure_barycenter(Plain().local_parties(["a"])[0], ["a"], 0, np.eye(2), BOUNDS, max_iterations=0))
         with pytest.raises(InputError, match="another dimension"):
             BarycenterSilo(Plain().local_parties(["a"])[1]["a"], Gaussian(np.zeros(2), np.eye(2)), np.eye(3), BOUNDS)
 

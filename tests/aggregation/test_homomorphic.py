@@ -64,7 +64,7 @@ def test_dropout_at_each_stage(stage, masks):
 
 def test_a_silo_that_missed_the_key_drops_out_and_is_given_it_later():
     ids, table = names(5), table_of(20)
-    server, parties = Homomorphic().local_parties(ids)
+    server, parties = Homomorphic(max_missing=1).local_parties(ids)
     carry(server.prepare(0), parties, lost=[(ids[1],)])
     values = random_values(ids, table)
     with pytest.raises(ProtocolError, match="key has not come in"):

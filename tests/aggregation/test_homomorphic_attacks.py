@@ -65,7 +65,7 @@ class TestKeySubstitution:
     def test_a_roster_of_another_key_shares_no_set_up_with_the_others(self):
         # The server shows one silo a roster with its own key: what that silo signs names the other roster.
         attacker, signer = SecretContext(BFV), Identity()
-        config = Homomorphic(masks=False)
+        config = Homomorphic(masks=False, max_missing=1)
         ids = sorted(names(4))
         server, silos, holder = config.parties(ids)
         identity = silos[ids[VICTIM]]._inner._identity
@@ -154,7 +154,6 @@ class TestOneSilosCiphertext:
         return request._replace(
             signers=world.roster.bitmap(frozenset(places)),
             signatures=request.signatures[:signers],
-            contributions=request.contributions[:signers],
             parts=world.parts_of(messages[world.victim]),
         )
 
@@ -176,7 +175,7 @@ class TestOneSilosCiphertext:
             "broadcast": request._replace(context=bytes(32)),
             "key set": request._replace(key_set=bytes(32)),
             "batch": request._replace(batch=bytes(32)),
-            "contribution": request._replace(contributions=[bytes(32), *request.contributions[1:]]),
+            "question": request._replace(question=bytes(32)),
             "one bit": request._replace(
                 signatures=[bytes([request.signatures[0][0] ^ 1]) + request.signatures[0][1:], *request.signatures[1:]]
             ),
@@ -198,10 +197,11 @@ class TestOneSilosCiphertext:
         request = world.signed_request(world.contribute())
         alone = world.roster.bitmap(frozenset({VICTIM}))
         session = world.server._inner._state.session
-        statement = session.survivors_statement(request.batch, 0, alone, request.table, request.context)
+        fields = (request.cohort, alone, request.table, request.context, request.question)
+        statement = session.survivors_statement(request.batch, 0, *fields)
         signatures = [
-            world.silos[world.ids[place]]._inner._identity.sign(session.set_statement(statement, contribution))
-            for place, contribution in zip(world.roster.members_of(request.signers), request.contributions, strict=True)
+            world.silos[world.ids[place]]._inner._identity.sign(statement)
+            for place in world.roster.members_of(request.signers)
         ]
         with pytest.raises(ProtocolError, match="below min_cohort = 3"):
             world.holder.handle(pack(request._replace(survivors=alone, signatures=signatures)))

@@ -1,6 +1,7 @@
 """Malformed bytes to and from the parties of homomorphic sums: refused, without a crash of any."""
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import msgpack
@@ -9,10 +10,13 @@ import pytest
 from homomorphic_world import World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sum_network import run_sum
+from sum_network import CONTEXT, carry, run_sum
 
+from secure_fvi.aggregation.homomorphic import WithHolder
+from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS
 from secure_fvi.aggregation.homomorphic_messages import (
     Ciphertexts,
+    Decrypted,
     DecryptRequest,
     HolderKey,
     HolderKeyRequest,
@@ -20,10 +24,24 @@ from secure_fvi.aggregation.homomorphic_messages import (
     unpack,
     unpack_any,
 )
-from secure_fvi.aggregation.homomorphic_schemes import BFV, CKKS, MAX_KEY_BYTES, PublicContext, SecretContext
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    CKKS,
+    MAX_KEY_BYTES,
+    PublicContext,
+    SecretContext,
+    _check_parameters,
+)
+from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
+from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
+from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, decrypted_statement, holder_entry
 from secure_fvi.aggregation.messages import Contribution, Done
 from secure_fvi.aggregation.messages import pack as pack_masked
-from secure_fvi.errors import AggregationError, ProtocolError
+from secure_fvi.aggregation.messages import unpack as unpack_masked
+from secure_fvi.aggregation.modular import BFV_HALF
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 
 @cache
@@ -91,6 +109,9 @@ class TestCiphertexts:
         for parts, size in refused:
             with pytest.raises(ProtocolError):
                 public(scheme).read(parts, size)
+        for parts in ([good + bytes(scheme.max_ciphertext_bytes)], [b""]):
+            with pytest.raises(ProtocolError, match="of the wrong length"):
+                public(scheme).read(parts, 10)
         assert len(public(scheme).read([good], 10)) == 1
 
     def test_another_schemes_ciphertext_is_refused(self, scheme):
@@ -101,8 +122,10 @@ class TestCiphertexts:
     def test_keys_that_are_none_are_refused(self, scheme):
         good = SecretContext(scheme).public_bytes
         for bad in (b"", b"nothing", good[: len(good) // 2], bytes(1000), os.urandom(1000), bytes(MAX_KEY_BYTES + 1)):
-            with pytest.raises(ProtocolError):
+            with pytest.raises(ProtocolError, match=r"too long" if len(bad) > MAX_KEY_BYTES else r"cannot be read"):
                 PublicContext(scheme, bad)
+        with pytest.raises(ProtocolError, match="other parameters"):
+            SecretContext.from_bytes(scheme, SecretContext(CKKS if scheme is BFV else BFV).to_bytes())
 
 
 class TestMessages:
@@ -114,7 +137,7 @@ class TestMessages:
     def test_schemas_are_strict(self):
         for sample in self.samples():
             fields = msgpack.unpackb(sample)
-            variants = [[*fields, 0], fields[:-1], [2, *fields[1:]], [1, 99, *fields[2:]], fields[0], None]
+            variants = [[*fields, 0], fields[:-1], [1, *fields[1:]], [2, 99, *fields[2:]], fields[0], None]
             for at in range(2, len(fields)):
                 variants += [[*fields[:at], wrong, *fields[at + 1 :]] for wrong in (None, -1, 1.5, "text", {}, [None])]
             for variant in variants:
@@ -124,7 +147,13 @@ class TestMessages:
                 unpack_any(sample[:-1])
 
     def test_the_holder_takes_its_own_messages_only(self):
-        for message in (pack(Done()), pack(HolderKey(b"", bytes(64))), pack_masked(Contribution(0, b"")), b"", b"x"):
+        for message in (
+            pack(Done()),
+            pack(HolderKey(b"", bytes(64))),
+            pack_masked(Contribution(0, b"", b"", bytes(64))),
+            b"",
+            b"x",
+        ):
             with pytest.raises(ProtocolError):
                 world().holder.handle(message)
 
@@ -138,12 +167,12 @@ class TestMessages:
     @DAMAGE
     def test_damaged_requests_never_crash_the_holder(self, data):
         honest = unpack(world().requests[-1], DecryptRequest)
-        field = data.draw(st.sampled_from(["survivors", "signers", "parts", "contributions", "signatures", "size"]))
+        field = data.draw(st.sampled_from(["survivors", "signers", "parts", "cohort", "signatures", "size"]))
         value = {
             "survivors": st.binary(max_size=3),
             "signers": st.binary(max_size=3),
             "parts": st.lists(st.binary(max_size=30), max_size=3),
-            "contributions": st.lists(st.binary(min_size=32, max_size=32), max_size=4),
+            "cohort": st.binary(max_size=3),
             "signatures": st.lists(st.binary(min_size=64, max_size=64), max_size=4),
             "size": st.integers(0, 2**63 - 1),
         }[field]
@@ -176,7 +205,7 @@ class TestContributions:
         ]
         for index, payload in enumerate(payloads):
             messages = w.contribute(index)
-            messages[bad] = pack_masked(Contribution(index, payload))
+            messages[bad] = w.signed_contribution(bad, payload, index)
             total = w.total(messages, index)
             assert bad not in total.survivors
             np.testing.assert_allclose(total.values, sum(w.values[s] for s in total.survivors), atol=1e-12)
@@ -187,8 +216,105 @@ class TestContributions:
         w = World(4)
         messages = w.contribute()
         parts = w.server._key.encrypt(np.arange(12))
-        messages[w.ids[2]] = pack_masked(Contribution(0, pack(Ciphertexts(parts))))
-        with pytest.raises(AggregationError, match="is not what it sent"):
-            w.total(messages)
+        sent = unpack_masked(messages[w.ids[2]], Contribution)
+        messages[w.ids[2]] = pack_masked(sent._replace(payload=pack(Ciphertexts(parts))))
+        total = w.total(messages)
+        assert w.ids[2] not in total.survivors
+        assert "did not sign" in w.server.faults[w.ids[2]]
         total = run_sum(w.local, w.silos, 1, w.table, w.values)
         np.testing.assert_allclose(total.values, sum(w.values.values()), atol=1e-12)
+
+
+class TestTheServer:
+    """What the aggregator refuses of the key holder; the sum then succeeds with its true answer."""
+
+    @pytest.mark.parametrize(
+        ("values", "reason"),
+        [
+            (lambda v: v[:-8], "does not fit the sum"),
+            (lambda v: v + bytes(8), "does not fit the sum"),
+            (lambda v: (BFV_HALF + 1).to_bytes(8, "little") + v[8:], "is out of the ring"),
+            (lambda v: (-BFV_HALF - 1).to_bytes(8, "little", signed=True) + v[8:], "is out of the ring"),
+        ],
+    )
+    def test_an_answer_that_the_holder_signed_and_that_cannot_be_is_refused(self, values, reason):
+        w = World(3)
+        messages = w.contribute()
+
+        def lie(message):
+            reply = unpack(w.holder.handle(message), Decrypted)
+            changed = values(reply.values)
+            statement = decrypted_statement(w.roster, unpack(message, DecryptRequest), changed)
+            return pack(Decrypted(0, changed, w.holder._identity.sign(statement)))
+
+        with pytest.raises(AggregationError, match=reason):
+            carry(WithHolder(w.server, lie).total(0, w.ids, w.table, messages, CONTEXT), w.silos)
+        np.testing.assert_allclose(w.total(messages).values, sum(w.values.values()), atol=1e-12)
+
+    def test_another_key_than_the_rosters_ends_the_preparation(self):
+        w = World(3)
+        server = HomomorphicServer(w.roster, BFV, True)
+        key = unpack(w.holder.handle(pack(HolderKeyRequest())), HolderKey)
+        lying = WithHolder(server, lambda _: pack(key._replace(public_key=SecretContext(BFV).public_bytes)))
+        with pytest.raises(AggregationError, match="another encryption key"):
+            carry(lying.prepare(0), w.silos)
+        with pytest.raises(AggregationError, match="sum 0 was not prepared"):
+            carry(server.total(0, w.ids, w.table, {}, CONTEXT), w.silos)
+
+    def test_a_worn_key_is_found_before_anybody_contributes(self):
+        w = World(3, scheme="ckks")
+        w.server._spent = DECRYPTIONS
+        with pytest.raises(KeyWornOut, match="a new session is needed"):
+            carry(w.local.prepare(1), w.silos)
+
+
+class TestSetUp:
+    def test_a_roster_for_other_sums_is_refused_by_silo_and_server(self):
+        w = World(3)
+        silo, identity = w.ids[0], w.silos[w.ids[0]]._inner._identity
+        for roster, reason in (
+            (replace(w.roster, key_holder=b""), "must name the key holder"),
+            (replace(w.roster, consistency_check=False), "need the consistency check"),
+        ):
+            with pytest.raises(InputError, match=reason):
+                HomomorphicServer(roster, BFV, True)
+            with pytest.raises(InputError, match=reason):
+                HomomorphicSilo(roster, silo, identity, BFV, True)
+        with pytest.raises(InputError, match="masks need scheme = 'bfv'"):
+            HomomorphicSilo(w.roster, silo, identity, CKKS, True)
+
+    def test_the_holder_is_no_silo_and_keeps_to_its_session(self):
+        w = World(3)
+        key, silo = w.holder._key, w.silos[w.ids[0]]._inner._identity
+        with pytest.raises(InputError, match="another key holder, another key or other settings"):
+            KeyHolder(w.roster, Identity(), key, True)
+        roster = replace(w.roster, key_holder=holder_entry(silo.public_key, BFV, True, key.public_bytes))
+        with pytest.raises(InputError, match="must not be a silo"):
+            KeyHolder(roster, silo, key, True)
+        store = MemoryStore()
+        KeyHolder(w.roster, w.holder._identity, key, True, store)
+        with pytest.raises(InputError, match="the state of another session"):
+            KeyHolder(replace(w.roster, session=bytes(32)), w.holder._identity, key, True, store)
+
+    def test_two_holders_over_one_store_decrypt_one_total_each_index(self):
+        class Late(MemoryStore):
+            """Shows what is claimed only to who claims it: another process was between look and claim."""
+
+            def get(self, slot):
+                return None if slot.startswith(("decrypted/", "answer/")) else super().get(slot)
+
+        w = World(4)
+        request = w.signed_request(w.contribute())
+        w.holder._store = Late()
+        w.holder.handle(pack(request))
+        other = request._replace(parts=w.parts_of(w.contribute(1)[w.ids[0]]))
+        with pytest.raises(ProtocolError, match="was decrypted already"):
+            w.holder.handle(pack(other))
+
+    def test_what_seal_cannot_read_or_add_is_a_refusal(self):
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            _check_parameters(BFV, object())
+        ours = public(BFV)
+        one = ours.read([ciphertext(BFV)], 10)
+        with pytest.raises(ProtocolError, match="cannot be added"):
+            ours.add(one, [*one, *one])

@@ -4,16 +4,24 @@ from collections import defaultdict
 from functools import cache
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sum_adversary import TABLE, Tampering, World, exact, is_input
 from sum_network import CONTEXT, carry
 
+from secure_fvi.aggregation import Block, BlockTable, Masked, shamir
+from secure_fvi.aggregation.base import check_silo_ids
+from secure_fvi.aggregation.graph import Neighbourhood
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import (
+    VERSION,
     Activate,
     Contribution,
     Deliver,
+    Deposit,
     DepositRequest,
     Done,
     KeySet,
@@ -22,9 +30,12 @@ from secure_fvi.aggregation.messages import (
     RevealRequest,
     SignRequest,
     pack,
+    unpack,
     unpack_any,
 )
-from secure_fvi.errors import AggregationError, ProtocolError
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 
 @cache
@@ -75,10 +86,10 @@ class TestMalformed:
         variants = [
             [*fields, 0],
             fields[:-1],
-            [2, *fields[1:]],
+            [VERSION + 1, *fields[1:]],
             [True, *fields[1:]],
-            [1, 99, *fields[2:]],
-            [1, "2", *fields[2:]],
+            [VERSION, 99, *fields[2:]],
+            [VERSION, "2", *fields[2:]],
             {"version": 1},
             fields[0],
             None,
@@ -222,8 +233,8 @@ def test_numbers_at_the_edge_of_their_range_are_refused():
         KeysRequest(top),
         DepositRequest(top),
         Activate(top, bitmap, []),
-        SignRequest(top, bitmap, TABLE.digest, CONTEXT),
-        RevealRequest(top, bitmap, TABLE.digest, CONTEXT, bitmap, [], []),
+        world.named(SignRequest, range(5), top),
+        world.named(RevealRequest, range(5), top, signers=bitmap),
     ):
         with pytest.raises(ProtocolError):
             silo.handle(pack(request))
@@ -257,10 +268,10 @@ def test_questions_out_of_turn_are_refused():
         KeySet(0, bitmap, [], [], []),
         Nonces(0, []),
         DepositRequest(0),
-        Deliver(0, bitmap, [], []),
+        Deliver(0, bitmap, [], [], []),
         Activate(0, bitmap, []),
-        SignRequest(0, bitmap, TABLE.digest, CONTEXT),
-        Contribution(0, b""),
+        world.named(SignRequest, range(5)),
+        Contribution(0, b"", b"", bytes(64)),
         Done(),
     ]
     for request in early:
@@ -281,3 +292,200 @@ def test_a_second_delivery_with_other_content_is_refused():
     ):
         with pytest.raises(ProtocolError, match="delivered already"):
             silo.handle(pack(other))
+
+
+def ring_world():
+    """Six silos on a ring, each with its four nearest: a graph whose order follows from nonces."""
+    world = World(6, prepared=False)
+    world.roster.__dict__["neighbourhood"] = Neighbourhood(6, 4, 3, False, -40.0, -30.0, -40.0, 1, -30.0)
+    return world
+
+
+def others(bitmap, *gone):
+    """The set of five silos without `gone`."""
+    return bytes([bitmap[0] & ~sum(1 << place for place in gone)])
+
+
+#: What the first silo is told in place of the true message, and what it says; all else in it is as it should be.
+OUT_OF_SHAPE = [
+    (World, KeySet, lambda m: m._replace(attempt=1), "of another set-up"),
+    (World, KeySet, lambda m: m._replace(public_keys=m.public_keys[:-1]), "one key, commitment and signature"),
+    (World, KeySet, lambda m: m._replace(signatures=[*m.signatures, bytes(64)]), "one key, commitment and signature"),
+    (World, KeySet, lambda m: KeySet(0, others(m.members, 0), *(c[1:] for c in m[2:])), "leaves this silo out"),
+    (World, KeySet, lambda m: KeySet(0, others(m.members, 3, 4), *(c[:3] for c in m[2:])), "a key set of 3 silos"),
+    (World, KeySet, lambda m: m._replace(public_keys=[bytes([9] * 32), *m.public_keys[1:]]), "another key of this"),
+    (World, KeySet, lambda m: m._replace(signatures=[bytes(64)] * 5), "not signed with its identity"),
+    (ring_world, Nonces, lambda m: m._replace(attempt=1), "nonces before the key set, or of another"),
+    (ring_world, Nonces, lambda m: m._replace(nonces=m.nonces[:-1]), "a nonce of each member"),
+    (ring_world, Nonces, lambda m: m._replace(nonces=m.nonces[::-1]), "not what it committed to"),
+    (World, Deliver, lambda m: m._replace(depositors=others(m.depositors, 0)), "this silo among them"),
+    (World, Deliver, lambda m: m._replace(depositors=others(m.depositors, 3, 4)), "a batch of 3 silos"),
+    (World, Deliver, lambda m: m._replace(digests=m.digests[:-1]), "digests of a batch do not fit"),
+    (World, Deliver, lambda m: m._replace(digests=m.digests[::-1]), "digests of a batch do not fit"),
+    (World, Deliver, lambda m: m._replace(envelopes=m.envelopes[1:]), "one envelope, with its digest"),
+    (World, Deliver, lambda m: m._replace(share_digests=m.share_digests[1:]), "one envelope, with its digest"),
+    (World, Deliver, lambda m: m._replace(batch=1), "batch 1 is unknown"),
+    (World, Activate, lambda m: m._replace(signatures=m.signatures[1:]), "a signature of each signer"),
+    (World, Activate, lambda m: m._replace(signers=b"\x07", signatures=m.signatures[:3]), "3 signatures; 4 of"),
+    (World, Activate, lambda m: m._replace(signatures=m.signatures[::-1]), "is not valid here"),
+    (World, Activate, lambda m: m._replace(signers=b"\x80"), "does not fit the roster"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "alter", "reason"), OUT_OF_SHAPE, ids=lambda x: getattr(x, "__name__", None))
+def test_a_request_of_set_up_that_does_not_fit_is_refused_and_changes_nothing(make, kind, alter, reason):
+    world = make() if make is ring_world else World(5, prepared=False)
+    silo, met = world.silos[world.ids[0]], []
+
+    def request(data):
+        message = unpack_any(data)
+        if isinstance(message, kind) and not met:
+            met.append(message)
+            with pytest.raises(ProtocolError, match=reason):
+                silo.handle(pack(alter(message)))
+        return data
+
+    carry(world.server.prepare(0), world.silos | {world.ids[0]: Tampering(silo, request)})
+    assert met
+    assert is_input(world.total(world.contribute()).values, exact(world))
+
+
+def test_a_request_that_comes_before_what_it_follows_is_refused():
+    world = ring_world()
+    silo = world.silos[world.ids[0]]
+    silo.handle(pack(KeysRequest(0)))
+    with pytest.raises(ProtocolError, match="nonces before the key set"):
+        silo.handle(pack(Nonces(0, [bytes(32)] * 6)))
+    with pytest.raises(ProtocolError, match="keys are not exchanged"):
+        silo.handle(pack(DepositRequest(0)))
+    world = World(5, prepared=False)
+
+    def request(data):
+        if isinstance(unpack_any(data), Deliver):
+            with pytest.raises(ProtocolError, match="batch 0 is not delivered yet"):
+                world.silos[world.ids[0]].handle(pack(Activate(0, b"\x0f", [bytes(64)] * 4)))
+        return data
+
+    carry(world.server.prepare(0), world.silos | {world.ids[0]: Tampering(world.silos[world.ids[0]], request)})
+
+
+def test_survivors_are_signed_for_the_question_that_was_answered():
+    world = World(4)
+    silo = world.silos[world.ids[0]]
+    silo.contribute(0, world.ids, TABLE, world.values[world.ids[0]], CONTEXT, b"q" * 32)
+    for other in (b"", b"r" * 32):
+        with pytest.raises(ProtocolError, match="answers another question"):
+            silo.handle(world.sign_request(range(4), question=other))
+    silo.handle(world.sign_request(range(4), question=b"q" * 32))
+
+
+def test_a_refill_that_too_few_take_part_in_fails():
+    world = World(5, prepared=False, consistency_check=False, max_missing=0)
+    with pytest.raises(AggregationError, match="refill: 4 of 5 silos answered, 5 are needed"):
+        carry(world.server.prepare(0), world.silos, [(), (), (), world.ids[:1]])
+
+
+def test_a_batch_older_than_the_newest_is_not_drawn():
+    world = World(4)
+    silo = world.silos[world.ids[0]]
+    silo.handle(pack(DepositRequest(3)))
+    with pytest.raises(ProtocolError, match="an old batch"):
+        silo.handle(pack(DepositRequest(2)))
+    carry(world.server.prepare(3 * world.roster.batch), world.silos)
+    with pytest.raises(AggregationError, match="old batch"):
+        carry(world.server.prepare(2 * world.roster.batch), world.silos)
+
+
+def test_a_survivor_without_secrets_is_refused():
+    world = World(5, prepared=False)
+    late = world.ids[4]
+    carry(world.server.prepare(0), {s: p for s, p in world.silos.items() if s != late})
+    messages = world.contribute(ids=world.ids[:4])
+    with pytest.raises(ProtocolError, match="has no secrets for it"):
+        world.silos[world.ids[0]].handle(world.sign_request(range(5)))
+    assert is_input(world.total(messages).values, exact(world, world.ids[:4]))
+
+
+def test_without_the_consistency_check_nothing_is_signed():
+    world = World(4, consistency_check=False)
+    world.contribute()
+    with pytest.raises(ProtocolError, match="no consistency check"):
+        world.silos[world.ids[0]].handle(world.sign_request(range(4)))
+
+
+def test_a_silo_takes_no_roster_that_is_not_its_own():
+    world = World(4, prepared=False)
+    one, two = world.ids[:2]
+    for silo, identity, least, reason in (
+        ("stranger", world.identities[one], None, "'stranger' is not in the roster"),
+        (one, world.identities[two], None, "holds another identity key"),
+        (one, Identity(), None, "holds another identity key"),
+        (one, world.identities[one], 4, "min_cohort 3 is below this site's, 4"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            MaskedSilo(world.roster, silo, identity, MemoryStore(), least)
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda d: {"batch": 1},
+        lambda d: {"commitments": d.commitments[:-64]},
+        lambda d: {"sealed_seeds": d.sealed_seeds[:-1]},
+        lambda d: {"envelopes": d.envelopes[:-1]},
+        lambda d: {"seed_rows": [row[:-32] for row in d.seed_rows]},
+        lambda d: {"share_rows": d.share_rows[:-1]},
+        lambda d: {"signature": bytes(64)},
+    ],
+)
+def test_a_deposit_that_does_not_fit_counts_as_none(alter):
+    world = World(5, prepared=False)
+    bad = world.ids[2]
+
+    def reply(data):
+        message = unpack_any(data)
+        if not isinstance(message, Deposit):
+            return data
+        changed = message._replace(**alter(message))
+        if changed.signature == message.signature:  # its owner signs it as it is
+            statement = world.silos[bad]._state._setup.session.deposit_statement(2, changed)
+            changed = changed._replace(signature=world.identities[bad].sign(statement))
+        return pack(changed)
+
+    carry(world.server.prepare(0), world.silos | {bad: Tampering(world.silos[bad], reply=reply)})
+    assert bad in world.server.faults
+    assert 2 not in world.batch.present
+    ids = [s for s in world.ids if s != bad]
+    assert is_input(world.total(world.contribute(ids=ids)).values, exact(world, ids))
+
+
+def test_a_total_asked_for_again_needs_what_the_survivors_of_before_sent():
+    world = World(5)
+    messages = world.contribute()
+    with pytest.raises(AggregationError, match=r"revealed|answered|shares"):
+        world.total(messages, lost=[(), world.ids])
+    fewer = {s: messages[s] for s in world.ids[1:]}
+    with pytest.raises(AggregationError, match="of the survivors named before is missing"):
+        world.total(fewer)
+    assert is_input(world.total(messages).values, exact(world))
+
+
+def test_what_no_sum_can_be_made_of_is_refused():
+    for bound in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(InputError, match="bound must be positive and finite"):
+            Block("b", (1,), bound)
+    with pytest.raises(InputError, match="block names must differ"):
+        BlockTable((Block("b", (1,), 1.0), Block("b", (2,), 1.0)))
+    for ids, reason in (([], "at least one silo"), (["", "a"], "a silo id is empty"), (["a", "a"], "ids must differ")):
+        with pytest.raises(InputError, match=reason):
+            check_silo_ids(ids)
+    with pytest.raises(InputError, match="cannot be negative"):
+        next(MaskedServer(World(3).roster).prepare(-1))
+    for wrong in ({"bits": 16}, {"min_cohort": 1}, {"max_missing": -1}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Masked(**wrong)
+    with pytest.raises(ProtocolError, match="expected Done, got KeysRequest"):
+        unpack(pack(KeysRequest(0)), Done)
+    for holders, threshold in ((3, 4), (3, 0), (256, 2)):
+        with pytest.raises(ValueError, match="cannot share among"):
+            shamir.share(np.zeros((1, 32), np.uint8), holders, threshold)

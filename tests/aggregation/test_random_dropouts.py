@@ -20,7 +20,7 @@ class TestRandomDropouts:
     def test_a_sum_is_exact_or_there_is_none(self, count, check, batch, data):
         ids = sorted(names(count))
         table = table_of(6)
-        server, silos = Masked(consistency_check=check, batch=batch).local_parties(ids)
+        server, silos = Masked(consistency_check=check, batch=batch, max_missing=count).local_parties(ids)
         some = st.sets(st.sampled_from(ids), max_size=max(1, count // 2))
         order = data.draw(st.permutations(ids))
         for index in range(2):

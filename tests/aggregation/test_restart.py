@@ -18,6 +18,7 @@ class Deployment:
     """Parties over stores that outlive them."""
 
     def __init__(self, count=4, make_store=lambda name: MemoryStore(), **options):
+        options.setdefault("max_missing", 1)
         self.ids = names(count)
         self.identities = {s: Identity() for s in self.ids}
         self.roster = Masked(**options).roster({s: i.public_key for s, i in self.identities.items()})

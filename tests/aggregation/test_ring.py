@@ -27,9 +27,9 @@ def test_scale_is_the_largest_that_cannot_wrap(bound, bits, terms):
     numerator, denominator = bound.as_integer_ratio()
 
     def fits(exponent):
-        # terms * (bound * 2^e + 1) <= 2^(bits-1) - 1, in exact integers
+        # terms * (bound * 2^e + 1) <= 2^(bits-2) - 1, in exact integers
         left = terms * (numerator * 2 ** max(exponent, 0) + denominator * 2 ** max(-exponent, 0))
-        return left <= (2 ** (bits - 1) - 1) * denominator * 2 ** max(-exponent, 0)
+        return left <= (2 ** (bits - 2) - 1) * denominator * 2 ** max(-exponent, 0)
 
     assert fits(e)
     assert not fits(e + 1)
@@ -64,10 +64,10 @@ def test_all_terms_at_the_bound_do_not_wrap(bits, sign):
 
 
 def test_one_term_more_than_declared_is_what_would_wrap():
-    # The control of the test above: the room is used up, so four times the terms do leave the range.
+    # The control of the test above: the room is used up, so eight times the terms do leave the ring.
     ring = ring_of(Block("b", (1,), 0.7), bits=32, terms=1000)
-    total = sum((ring.encode(np.array([0.7])) for _ in range(4000)), np.zeros(1, ring.dtype))
-    assert abs(ring.decode(total)[0] - 2800) > 100
+    total = sum((ring.encode(np.array([0.7])) for _ in range(8000)), np.zeros(1, ring.dtype))
+    assert abs(ring.decode(total)[0] - 5600) > 100
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 10.000001, -11.0])
@@ -77,6 +77,7 @@ def test_refusal_names_block_and_bound_but_not_the_value(bad):
         ring.encode(np.array([99.0, -99.0, 1.0, bad]))
     message = str(refusal.value)
     assert "'clipped'" in message
+    assert ("past its bound" in message) == math.isfinite(bad)
     assert "10" in message.replace(repr(bad), "")
     assert repr(bad) not in message
 
@@ -143,3 +144,20 @@ def test_stochastic_rounding_is_unbiased():
 def test_wrong_shape_is_refused(shape):
     with pytest.raises(AggregationError, match="expected 4 values"):
         ring_of(Block("b", (4,), 1.0)).encode(np.zeros(shape))
+
+
+def test_a_fraction_within_a_long_integer_block_is_refused():
+    ring = ring_of(Block("n", (40_000,), 1e6, integer=True))
+    values = np.ones(40_000)
+    ring.encode(values)
+    values[20_000] += 0.5
+    with pytest.raises(AggregationError, match=r"'n'.*fraction"):
+        ring.encode(values)
+
+
+def test_a_ring_of_another_width_or_of_too_many_terms_is_refused():
+    with pytest.raises(InputError, match="bits must be 32 or 64, not 16"):
+        ring_of(Block("b", (1,), 1.0), bits=16)
+    ring_of(Block("b", (1,), 1.0), bits=32, terms=2**28)
+    with pytest.raises(InputError, match="a sum of 1073741824 terms does not fit in 32 bits"):
+        ring_of(Block("b", (1,), 1.0), bits=32, terms=2**30)

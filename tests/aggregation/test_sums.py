@@ -83,7 +83,7 @@ def test_several_tables_alternate():
 )
 def test_dropout_at_each_stage_of_a_sum(stage, check):
     ids, table = names(7), table_of(20)
-    server, parties = Masked(consistency_check=check).local_parties(ids)
+    server, parties = Masked(consistency_check=check, max_missing=2).local_parties(ids)
     values = random_values(ids, table)
     away = set(ids[2:4])
     present = {s: v for s, v in values.items() if stage != "contribute" or s not in away}
@@ -101,7 +101,7 @@ def test_dropout_at_each_stage_of_a_sum(stage, check):
 def test_dropout_at_each_stage_of_preparation(step, check):
     """Exchanges of a first `prepare`: keys, key set, deposits, delivery, activation."""
     ids, table = names(7), table_of(20)
-    server, parties = Masked(consistency_check=check).local_parties(ids)
+    server, parties = Masked(consistency_check=check, max_missing=1).local_parties(ids)
     away = ids[4]
     carry(server.prepare(0), parties, lost=[() if s != step else (away,) for s in range(5)])
     values = random_values(ids, table)
@@ -118,7 +118,7 @@ def test_dropout_at_each_stage_of_preparation(step, check):
 
 def test_a_silo_that_missed_a_delivery_catches_up():
     ids, table = names(5), table_of(20)
-    server, parties = Masked().local_parties(ids)
+    server, parties = Masked(max_missing=1).local_parties(ids)
     carry(server.prepare(0), parties, lost=[(), (), (), (ids[1],)])
     rest = {s: v for s, v in random_values(ids, table).items() if s != ids[1]}
     assert len(run_sum(server, parties, 0, table, rest).survivors) == 4
@@ -180,7 +180,9 @@ def test_two_silos_need_the_explicit_setting():
     np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"min_cohort": 1}, {"bits": 16}, {"batch": 0}, {"batch": 10_000}])
+@pytest.mark.parametrize(
+    "options", [{"min_cohort": 1}, {"max_missing": -1}, {"bits": 16}, {"batch": 0}, {"batch": 10_000}]
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(InputError):
         Masked(**options).local_parties(names(4))
@@ -276,6 +278,8 @@ def test_rosters_that_make_no_sense_are_refused():
         {"session": b"short"},
         {"bits": 16},
         {"min_cohort": 1},
+        {"max_missing": -1},
+        {"max_missing": 0.5},
     ):
         with pytest.raises(InputError):
             Roster(**{"session": session, "members": members} | arguments)
@@ -289,6 +293,7 @@ def test_a_roster_hash_covers_every_setting():
         Roster(session, members[:3]),
         Roster(session, (*members[:3], ("d", bytes([9]) * 32))),
         Roster(session, members, min_cohort=4),
+        Roster(session, members, max_missing=1),
         Roster(session, members, bits=32),
         Roster(session, members, consistency_check=False),
         Roster(session, members, batch=8),
@@ -296,13 +301,13 @@ def test_a_roster_hash_covers_every_setting():
         Roster(session, members, lost=0.2),
         Roster(session, members, key_holder=b"holder"),
     ]
-    assert len({base.hash, *(r.hash for r in others)}) == 11
+    assert len({base.hash, *(r.hash for r in others)}) == 12
     assert Roster(session, members, corrupt=0, lost=0).hash == Roster(session, members, corrupt=0.0, lost=0.0).hash
 
 
 def test_no_exchange_is_empty_while_a_silo_stays_away():
     ids, table = names(5), table_of(6)
-    server, parties = Masked().local_parties(ids)
+    server, parties = Masked(max_missing=1).local_parties(ids)
     rest = {s: p for s, p in parties.items() if s != ids[1]}
     carry(server.prepare(0), parties, lost=[(), (), (), (ids[1],)])  # it has deposited, then it is gone
     values = random_values(ids, table)

@@ -60,7 +60,7 @@ def test_a_step_is_equation_8s() -> None:
     server, engine = _parties([silo], **options)
     view, half = engine.silos["silo-1"].view, engine.silos["silo-1"].program
     assert isinstance(half, FedVISilo)
-    ((support, query),) = half._batches(0, view)
+    ((support, query),) = half._batches(view)
     assert sorted([*support.tolist(), *query.tolist()]) == list(range(12))
     eps = view.silo_draws.normals(0, 1)[0]
     x, y = silo["x"].double(), silo["y"].double()
@@ -83,7 +83,7 @@ def test_labels_of_the_support_do_not_matter() -> None:
     """What the server is sent after one step is the same to the bit; the control, a label of the query, changes it."""
     silo = clients(1)[0]
     server, engine = _parties([silo], rounds=1)
-    support, query = next(iter(engine.silos["silo-1"].program._batches(0, engine.silos["silo-1"].view)))
+    support, query = next(iter(engine.silos["silo-1"].program._batches(engine.silos["silo-1"].view)))
     engine.run(server.round())
     seen = []
     for rows in (support, query):
@@ -97,14 +97,14 @@ def test_labels_of_the_support_do_not_matter() -> None:
 
 def test_batches_use_each_record_once_an_epoch() -> None:
     silo = _parties(clients(1, size=7), rounds=1, epochs=2, batch_size=4)[1].silos["silo-1"]
-    batches = list(silo.program._batches(3, silo.view))
+    batches = list(silo.program._batches(silo.view._replace(turn=3)))
     assert len(batches) == 4
     for epoch in (batches[:2], batches[2:]):
         rows = [r for s, q in epoch for r in (*s, *q) if r < 7]
         assert sorted(rows) == list(range(7))
         assert all(len(s) == len(q) for s, q in epoch)
     silo = _parties(clients(1, size=1), rounds=1)[1].silos["silo-1"]
-    (single,) = list(silo.program._batches(0, silo.view))
+    (single,) = list(silo.program._batches(silo.view))
     assert [part.tolist() for part in single] == [[0], [0]]
 
 
@@ -222,9 +222,9 @@ def test_client_privacy_noises_the_change_and_releases_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "privacy", "message"),
     [
-        ({}, sf.RecordDP(epsilon=1.0), "fedvi takes no record privacy"),
-        ({}, sf.SiloDP(epsilon=8.0), "fedvi needs weights = 'equal'"),
-        ({"weights": "equal", "gamma": 1.0}, sf.SiloDP(epsilon=8.0), "total_records.* or gamma = 0"),
+        ({}, sf.RecordDP(epsilon=1.0, noise="silo"), "fedvi takes no record privacy"),
+        ({}, sf.SiloDP(epsilon=8.0, noise="silo"), "fedvi needs weights = 'equal'"),
+        ({"weights": "equal", "gamma": 1.0}, sf.SiloDP(epsilon=8.0, noise="silo"), "total_records.* or gamma = 0"),
     ],
 )
 def test_privacy_that_cannot_be_had_is_refused(options: dict[str, Any], privacy: Any, message: str) -> None:
@@ -287,6 +287,6 @@ def test_a_run_that_still_improves_says_so() -> None:
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     state = state._replace(average=state.average._replace(round=100))
     rising, level = (state._replace(objectives=noise + slope * torch.arange(100)) for slope in (0.04, 0.0))
-    assert [server.program.converged(s) for s in (rising, level)] == [False, True]
+    assert [server.program.verdict(s).converged for s in (rising, level)] == [False, True]
     silent = rising._replace(average=rising.average._replace(reported={}))
-    assert server.program.converged(silent)
+    assert server.program.verdict(silent).converged is None

@@ -41,7 +41,7 @@ def test_first_steps_have_the_rate_of_their_own(name: str) -> None:
     server, engine, _ = _parties(name, learning_rate=0.05, local_learning_rate=0.2)
     while not engine.run(server.round()).finished:
         pass
-    local = engine.silo_states(server.state.accepted)["silo-1"].record
+    local = engine.silo_states(server.state.accepted)["silo-1"].local.record
     starts = {"loc": 0.0, "log_scale": math.log(0.1)}
     moved = [float((local[key][:2] - start).abs().mean()) for key, start in starts.items()]
     assert moved == pytest.approx([0.2, 0.2], rel=1e-3)

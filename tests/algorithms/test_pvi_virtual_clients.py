@@ -1,4 +1,4 @@
-"""Virtual clients of PVI, and record privacy by clipping and noising the sum of their changes."""
+"""Virtual clients of PVI, which record privacy refuses, and record privacy by clipping and noising a silo's change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_virtual_clients_have_sites_of_their_own_and_reach_the_exact_posterior()
 
 
 def _private(silos: list[dict[str, Tensor]], ids: list[Tensor], noise: float, clip: float) -> World:
-    algorithm = sf.PVI(rounds=6, virtual_clients=5, damping=0.1, **EXACT)  # type: ignore[arg-type]
+    algorithm = sf.PVI(rounds=6, damping=0.1, **EXACT)  # type: ignore[arg-type]
     privacy = sf.RecordDP(noise_multiplier=noise, clipping_norm=clip, noise="silo")
     server, engine, _ = build_parties(
         REGRESSION, silos, algorithm, sf.Plain(), record_ids=ids, privacy=privacy, noise_key=b"k" * 32
@@ -79,6 +79,19 @@ def test_a_record_moves_a_release_by_no_more_than_the_clipping_norm(clip: float)
 def test_what_virtual_clients_cannot_do_is_refused() -> None:
     with pytest.raises(sf.InputError, match="virtual_clients must be a whole number"):
         sf.PVI(virtual_clients=0)
-    privacy, algorithm = sf.RecordDP(noise_multiplier=1.0, objective_share=0.1), sf.PVI(rounds=2, **EXACT)  # type: ignore[arg-type]
+    privacy, algorithm = sf.RecordDP(noise_multiplier=1.0, noise="silo", objective_share=0.1), sf.PVI(rounds=2, **EXACT)  # type: ignore[arg-type]
     with pytest.raises(sf.InputError, match="releases no objective"):
         sf.fit(REGRESSION, make_regression((5, 5, 5))[0], algorithm, sf.Plain(), privacy=privacy)
+
+
+@pytest.mark.parametrize("clients", [2, 7])
+def test_virtual_clients_are_refused_under_record_privacy(clients: int) -> None:
+    """One record would move all parts' states (`test_conditional_sensitivity`). The controls: the silo as the unit, and
+    one part."""
+    silos, algorithm = make_regression((5, 5, 5))[0], sf.PVI(rounds=1, virtual_clients=clients, **EXACT)  # type: ignore[arg-type]
+    one = sf.PVI(rounds=1, **EXACT)  # type: ignore[arg-type]
+    record, silo = (kind(noise_multiplier=1.0, noise="silo") for kind in (sf.RecordDP, sf.SiloDP))
+    with pytest.raises(sf.InputError, match="virtual_clients under record privacy"):
+        build_parties(REGRESSION, silos, algorithm, sf.Plain(), privacy=record)
+    build_parties(REGRESSION, silos, algorithm, sf.Plain(), privacy=silo)
+    build_parties(REGRESSION, silos, one, sf.Plain(), privacy=record)

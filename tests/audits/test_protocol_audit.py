@@ -86,7 +86,7 @@ class TestSecrets:
         held(attempts_row("backup", OURS, protocol_weak.forgetful(OURS), play), LEAKS)
 
     def test_larger_rosters_and_narrower_rings(self) -> None:
-        ours = replace(OURS, count=7, config=Masked(bits=32))
+        ours = replace(OURS, count=7, config=Masked(bits=32, max_missing=4))
         weak = protocol_weak.forgetful(ours)
         # Resolution of 32 bits is some 1e-8 of the bound, more than what is asked of 64.
         for subject, hits in ((ours, 0), (weak, 5)):

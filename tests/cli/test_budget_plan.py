@@ -7,9 +7,12 @@ import pytest
 import yaml
 from command_line import CommandLine
 
+from secure_fvi.errors import BudgetError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Gaussian, PoissonSampled, Repeated
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
+from secure_fvi.privacy.settings import RecordDP, SiloDP
+from secure_fvi.privacy.terms import Extent, agree
 
 BASE = ("budget", "plan", "--delta", "1e-5")
 
@@ -19,9 +22,40 @@ def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
     assert {"noise_multiplier", "epsilon", "delta", "accountant", "sampling_rate", "rounds"} <= found.keys()
-    assert (found["accountant"], found["unit"], found["rounds"]) == ("pld", "record", 40)
-    event = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40)
-    assert found["epsilon"] == accounting.epsilon(event, 1e-5, "pld") <= 1
+    assert (found["accountant"], found["unit"], found["rounds"]) == ("ledger", "record", 40)
+    event = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40 + found["retries"])
+    assert found["epsilon"] == accounting.epsilon(event, 1e-5, "ledger") <= 1
+    assert accounting.epsilon(event, 1e-5, "pld") < found["epsilon"]
+
+
+@pytest.mark.parametrize("noise", ["silo", "distributed"])
+@pytest.mark.parametrize("unit", ["record", "silo"])
+def test_plan_run_and_ledger_give_one_number(cli: CommandLine, tmp_path: Path, noise: str, unit: str) -> None:
+    """The noise that is planned is the noise that a run takes, and the ledger admits it in a budget of that epsilon and
+    in none that is 1% smaller. The control is the plan by PLD, which names a noise that this budget refuses."""
+    rate, rounds, epsilon = (0.05 if unit == "record" else 1.0), 40, 1.0
+    options = ("--rounds", str(rounds), "--epsilon", "1", "--unit", unit, "--noise", noise, "--silos", "5")
+    sampled = ("--sampling-rate", str(rate)) if unit == "record" else ()
+    found = json.loads(cli(*BASE, *options, *sampled, "--dimension", "12", "--format", "json").out)
+    kind = RecordDP if unit == "record" else SiloDP
+    terms = agree(kind(epsilon=epsilon, delta=1e-5, noise=noise), 5, rate, rounds, Extent(12, 0, 0))  # type: ignore[arg-type]
+    assert found["noise_multiplier"] == pytest.approx(terms.noise_multiplier, rel=0.01)
+    job = Job("fit", "adults", unit, 1e-5, (Term("round", terms.event, terms.releases),), {})
+    ledger = Ledger.open(tmp_path / "ledger.sqlite", "hospital-a", create=True)
+    ledger.set_budget(Budget("adults", epsilon, 1e-5, unit))
+    ledger.check_job(job)
+    tighter = Ledger.open(tmp_path / "tighter.sqlite", "hospital-a", create=True)
+    tighter.set_budget(Budget("adults", 0.99 * epsilon, 1e-5, unit))
+    with pytest.raises(BudgetError):
+        tighter.check_job(job)
+    if noise == "silo":
+        loose = json.loads(cli(*BASE, *options, *sampled, "--accountant", "pld", "--format", "json").out)
+        event = Gaussian(loose["noise_multiplier"])
+        sampled_event = PoissonSampled(rate, event) if unit == "record" else event
+        with pytest.raises(BudgetError):
+            ledger.check_job(Job("fit", "adults", unit, 1e-5, (Term("round", sampled_event, terms.releases),), {}))
+    ledger.close()
+    tighter.close()
 
 
 def test_plan_in_words_marks_what_was_solved_for(cli: CommandLine) -> None:
@@ -49,14 +83,14 @@ def test_plan_for_distributed_noise(cli: CommandLine) -> None:
     answer = cli(*BASE, *given, "--silos", "10", "--dropouts", "2", "--colluders", "3")
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
-    assert (found["accountant"], found["honest_survivors"]) == ("rdp", 5)
+    assert (found["accountant"], found["honest_survivors"]) == ("ledger", 5)
     assert found["share_multiplier"] * 5**0.5 == pytest.approx(found["noise_multiplier"])
     assert found["sum_multiplier"] == pytest.approx(found["noise_multiplier"] * 2**0.5)
-    gaussian = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40)
-    assert accounting.epsilon(gaussian, 1e-5, "rdp") < found["epsilon"] <= 1  # rounding to integers costs a little
+    gaussian = Repeated(PoissonSampled(0.05, Gaussian(found["noise_multiplier"])), 40 + found["retries"])
+    assert accounting.epsilon(gaussian, 1e-5, "ledger") < found["epsilon"] <= 1  # rounding to integers costs a little
     once = PoissonSampled(0.05, Gaussian(found["noise_multiplier"]))
-    assert found["epsilon"] == pytest.approx(accounting.epsilon(gaussian, 1e-5, "rdp"), rel=0.01)
-    assert found["release_epsilon"] == pytest.approx(accounting.epsilon(once, 1e-5, "rdp"), rel=0.01)
+    assert found["epsilon"] == pytest.approx(accounting.epsilon(gaussian, 1e-5, "ledger"), rel=0.01)
+    assert found["release_epsilon"] == pytest.approx(accounting.epsilon(once, 1e-5, "ledger"), rel=0.01)
 
 
 def test_plan_for_silos_has_no_sampling(cli: CommandLine) -> None:
@@ -87,7 +121,7 @@ def test_plan_for_silos_has_no_sampling(cli: CommandLine) -> None:
                 *("--epsilon", "1", "--sampling-rate", "1", "--rounds", "1", "--noise", "distributed"),
                 *("--silos", "5", "--accountant", "pld"),
             ),
-            "use rdp",
+            "use ledger or rdp",
         ),
     ],
 )

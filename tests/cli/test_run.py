@@ -15,6 +15,7 @@ from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.metrics import INTERVAL, MetricsLog, read_metrics
 from secure_fvi.runs.running import execute
+from secure_fvi.runs.watching import snapshot
 
 # 120 rounds of the small model are too few to converge, which the run says; the tests do not need more.
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
@@ -34,6 +35,10 @@ def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) ->
     assert result["rounds"] == 120
     assert result["metrics"]["records"] == 20
     assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 100, 120]
+    run, page = json.loads((out / "run.json").read_text()), (out / "report.html").read_text()
+    assert run["engine"] == "one process"
+    assert all(run[key] in page for key in ("job", "began", "version", "data_sha256"))
+    assert "All parties ran in one process here" in page
 
     cli.refused("finished run", "another folder")
     answer = cli.run("--resume")
@@ -102,7 +107,7 @@ def test_a_folder_with_other_files_is_left_alone(cli: CommandLine) -> None:
 def test_a_folder_in_use_is_refused(cli: CommandLine) -> None:
     interrupt(cli, after=20)
     holder = RunDirectory(cli.folder / "out")
-    holder.begin(holder.read_config(), "")
+    holder.begin(holder.read_config(), "", {})
     cli.refused("another process", more=("--resume",))
     holder.release()
 
@@ -158,8 +163,42 @@ def test_the_report_fetches_nothing(cli: CommandLine) -> None:
     sources = re.findall(r"(?:src|href)\s*=\s*[\"']([^\"']{0,30})", html)
     assert len(sources) == 3
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
-    assert "not converged" in html
+    assert "not assessed" in html
+    assert "its length was fixed (iterations = 120)" in html
     assert "sees every silo" in html  # what plain sums mean
+
+
+@pytest.mark.parametrize(
+    ("length", "code", "standing"),
+    [("max_iterations = 60", 4, "not converged"), ("iterations = 60", 0, "not assessed")],
+)
+def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code: int, standing: str) -> None:
+    """Table, result.json, report and watch page; 4 for a run that ended without converging, again on --resume.
+    Sixty rounds of a model that needs thousands."""
+    cli.change("iterations = 120", length)
+    answer = cli.run()
+    assert answer.code == code
+    assert f"60 rounds, {standing}" in answer.out
+    out = cli.folder / "out"
+    result = json.loads((out / "result.json").read_text())
+    assert result["converged"] is ({4: False, 0: None}[code])
+    reason = result["convergence"]["reason"]
+    assert reason in answer.out.replace("\n", " ")
+    html = (out / "report.html").read_text()
+    assert f"<b>{standing}</b>" in html
+    assert f"{standing.capitalize()}: {reason}" in html
+    assert snapshot(out)["convergence"] == f"{standing}: {reason}"
+    assert cli.run("--resume").code == code
+
+
+def test_a_run_that_converged_exits_0(cli: CommandLine) -> None:
+    """The control: a model that PVI fits in a few rounds."""
+    cli.change('name = "sfvi"\niterations = 120', 'name = "pvi"\nlocal_steps = 150')
+    answer = cli.run()
+    assert answer.code == 0, answer
+    assert ", converged" in answer.out
+    assert json.loads((cli.folder / "out" / "result.json").read_text())["converged"] is True
+    assert "<b>converged</b>" in (cli.folder / "out" / "report.html").read_text()
 
 
 def test_help_needs_no_torch() -> None:

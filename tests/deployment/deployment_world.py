@@ -35,7 +35,9 @@ class World:
         self.root = root
         sites = {**SITES, "escrow": "holder"} if holder or (root / "escrow").exists() else SITES
         made = (root / "authority").exists()
-        self.authority = Authority(root / "authority") if made else Authority.create(root / "authority", "study", NOW)
+        self.authority = (
+            Authority(root / "authority") if made else Authority.create(root / "authority", "study", NOW, unsealed=True)
+        )
         self.homes = {n: Home(root / n) if made else self.new_home(n, role) for n, role in sites.items()}
         self.roster: ConsortiumRoster | None = self.homes["hub"].roster(NOW) if made else None
 
@@ -45,7 +47,7 @@ class World:
         return World(root)
 
     def new_home(self, name: str, role: str) -> Home:
-        return Home.create(self.root / name, name, next(r for r in ROLES if r == role))
+        return Home.create(self.root / name, name, next(r for r in ROLES if r == role), unsealed=True)
 
     def request(self, home: Home) -> Request:
         return read_request(request_text(home).encode(), "request")

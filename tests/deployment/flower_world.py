@@ -15,7 +15,7 @@ class ReachableWorld(World):
     def new_home(self, name: str, role: str) -> Home:
         if role != "server":
             return super().new_home(name, role)
-        return Home.create(self.root / name, name, "server", ("127.0.0.1",))
+        return Home.create(self.root / name, name, "server", ("127.0.0.1",), unsealed=True)
 
 
 def reachable_world(root: Path) -> World:

@@ -48,7 +48,9 @@ def test_tls_refuses_a_server_with_another_key(world: World) -> None:
     site = world.homes["north"]
     name = site.admission(NOW).tls_name("hub")
     handshake(world.homes["hub"].credentials(), site.credentials(), name, world.root)
-    certified = Home.create(world.root / "hub2", "hub2", "server")  # another server of the same consortium
+    certified = Home.create(
+        world.root / "hub2", "hub2", "server", unsealed=True
+    )  # another server of the same consortium
     world.certify(certified)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         handshake(certified.credentials(), site.credentials(), name, world.root)
@@ -57,8 +59,8 @@ def test_tls_refuses_a_server_with_another_key(world: World) -> None:
 
 
 def test_tls_refuses_another_authority(world: World, tmp_path: Path) -> None:
-    other = Authority.create(tmp_path / "other", "study", NOW)
-    mallory = Home.create(tmp_path / "mallory", "north", "silo")
+    other = Authority.create(tmp_path / "other", "study", NOW, unsealed=True)
+    mallory = Home.create(tmp_path / "mallory", "north", "silo", unsealed=True)
     certificate = other.issue(world.request(mallory), NOW)
     (mallory.path / "tls.crt").write_bytes(certificate)
     (mallory.path / "ca.crt").write_bytes((world.root / "authority" / "ca.crt").read_bytes())
@@ -91,7 +93,7 @@ def test_an_expired_certificate_is_refused(world: World) -> None:
 
 
 def test_an_outsider_certified_by_the_authority_is_no_member(world: World, tmp_path: Path) -> None:
-    outsider = Home.create(tmp_path / "west", "west", "silo")
+    outsider = Home.create(tmp_path / "west", "west", "silo", unsealed=True)
     certificate = world.authority.issue(world.request(outsider), NOW)
     with pytest.raises(ProtocolError, match="'west' is no member of consortium 'study'"):
         world.homes["hub"].admission(NOW).member(certificate, NOW)
@@ -99,7 +101,7 @@ def test_an_outsider_certified_by_the_authority_is_no_member(world: World, tmp_p
 
 def test_the_authority_cannot_make_itself_a_member(world: World, tmp_path: Path) -> None:
     """A second certificate of 'north', for a key that north never had: the roster pins the key."""
-    imposter = Home.create(tmp_path / "north", "north", "silo")
+    imposter = Home.create(tmp_path / "north", "north", "silo", unsealed=True)
     own = world.homes["north"]
     text = make_request("north", "silo", own.identity(), imposter.tls_key())  # the authority could sign it unasked
     certificate = world.authority.issue(read_request(text.encode(), "request"), NOW)
@@ -129,7 +131,7 @@ def test_a_revocation_list_that_is_forged_stale_or_older_is_refused(world: World
     home.revocations(NOW)  # the newer one is still there
     with pytest.raises(ProtocolError, match=f"expired at {format_time(NOW + 120 * DAY)}: ask the authority"):
         home.admission(NOW + 121 * DAY)
-    other = Authority.create(tmp_path / "other", "study", NOW)
+    other = Authority.create(tmp_path / "other", "study", NOW, unsealed=True)
     (home.path / "ca.crl").write_bytes((other.folder / "ca.crl").read_bytes())
     with pytest.raises(ProtocolError, match="not signed by the consortium's authority"):
         home.revocations(NOW)
@@ -174,7 +176,7 @@ def test_a_request_counts_only_with_both_of_its_signatures(world: World) -> None
 
 
 def test_another_identity_under_a_taken_name_gets_no_certificate(world: World, tmp_path: Path) -> None:
-    imposter = Home.create(tmp_path / "north", "north", "silo")
+    imposter = Home.create(tmp_path / "north", "north", "silo", unsealed=True)
     with pytest.raises(InputError, match="'north' has a certificate under another identity; revoke it first"):
         world.authority.issue(world.request(imposter), NOW)
     with pytest.raises(InputError, match="'nobody' has no certificate that could be revoked"):
@@ -267,7 +269,7 @@ def test_keys_are_private_and_never_shown(world: World, monkeypatch: pytest.Monk
     assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
     assert "PRIVATE" not in repr(home) + repr(home.credentials()) + repr(home.identity())
     monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
-    locked = Home.create(tmp_path / "locked", "locked", "silo")
+    locked = Home.create(tmp_path / "locked", "locked", "silo", unsealed=True)
     for name in ("identity.pem", "tls.key"):
         assert b"BEGIN ENCRYPTED PRIVATE KEY" in (locked.path / name).read_bytes()
     locked.tls_key()
@@ -296,7 +298,7 @@ def test_files_that_belong_to_nobody_here_are_refused(world: World, tmp_path: Pa
             path.write_text("hello")
         with pytest.raises(InputError, match=says):
             install(home, path, NOW)
-    other = Authority.create(tmp_path / "other", "study", NOW)
+    other = Authority.create(tmp_path / "other", "study", NOW, unsealed=True)
     with pytest.raises(InputError, match="is another authority than"):
         install(home, other.folder / "ca.crt", NOW)
     with pytest.raises(InputError, match="cannot read the file"):

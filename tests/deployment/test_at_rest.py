@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from deployment_world import NOW
 
+from secure_fvi.cli.keys_shared import open_home
+from secure_fvi.deployment.authority import Authority
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.errors import InputError
@@ -15,7 +18,7 @@ from secure_fvi.errors import InputError
 def test_a_partys_state_lies_sealed_on_the_disk(tmp_path: Path) -> None:
     """That the search finds a value in a store that is not sealed, `test_sealed_store.py` shows."""
     value = os.urandom(64)
-    home, other = (Home.create(tmp_path / name, name, "silo") for name in ("north", "south"))
+    home, other = (Home.create(tmp_path / name, name, "silo", unsealed=True) for name in ("north", "south"))
     store = open_held(tmp_path / "s.sqlite", home.state_secret())
     with store.together():
         store.put({"party/state": value})
@@ -40,3 +43,42 @@ def test_the_passphrase_guards_the_key(tmp_path: Path) -> None:
     assert Home(home.path, "a long one").state_secret() == secret
     with pytest.raises(InputError, match="passphrase is wrong"):
         Home(home.path, "another").state_secret()
+
+
+def test_private_keys_are_sealed_unless_somebody_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused, and nothing is made, without a passphrase; a key file does as well; the control is `unsealed`, after
+    which the key is in clear on the disk, a warning says so at each use, and `keys seal` encrypts it."""
+    for name in ("SECURE_FVI_PASSPHRASE", "SECURE_FVI_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "north"
+    with pytest.raises(InputError, match="new private keys need a passphrase"):
+        Home.create(path, "north", "silo")
+    assert not path.exists()
+    with pytest.raises(InputError, match="new private keys need a passphrase"):
+        Authority.create(tmp_path / "authority", "study", NOW)
+    assert not list((tmp_path / "authority").glob("ca.*"))
+
+    home = Home.create(path, "north", "silo", unsealed=True)
+    secret = home.state_secret()
+    assert b"BEGIN PRIVATE" in (path / "identity.pem").read_bytes() + (path / "state.key").read_bytes()
+    open_home(path)
+    assert "secure-fvi keys seal" in capsys.readouterr().err
+    (tmp_path / "secret").write_text("a long one\n")
+    (tmp_path / "secret").chmod(0o644)
+    monkeypatch.setenv("SECURE_FVI_KEY_FILE", str(tmp_path / "secret"))
+    with pytest.raises(InputError, match="others than its owner may read"):
+        Home(path).seal()
+    (tmp_path / "secret").chmod(0o600)
+    keys = sorted(p.name for p in Home(path).seal())
+    assert keys == ["identity.pem", "state.key", "tls.key"]
+    assert all(b"BEGIN ENCRYPTED" in (path / name).read_bytes() for name in keys)
+    assert Home(path).seal() == []
+    open_home(path)
+    assert capsys.readouterr().err == ""
+    assert Home(path).state_secret() == Home(path, "a long one").state_secret() == secret
+    assert Home.create(tmp_path / "south", "south", "silo").sealed
+    monkeypatch.delenv("SECURE_FVI_KEY_FILE")
+    with pytest.raises(InputError, match="is encrypted; set"):
+        Home(path).identity()

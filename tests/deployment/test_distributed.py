@@ -12,13 +12,14 @@ from consortium_run import SILOS, Job, Sites
 from deployment_world import World
 from safetensors.torch import load_file
 
-from secure_fvi.deployment import holding, serving
+from secure_fvi.deployment import holding, serving, site_job
 from secure_fvi.deployment.session_messages import pack_schema, schema_digest, unpack_schema
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.deployment.trail_verify import compare
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Schema
+from secure_fvi.runs import federation
 
 SHORT = {"name": "sfvi", "iterations": 12, "family": "diagonal"}
 ALGORITHMS: list[dict[str, Any]] = [
@@ -45,6 +46,11 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algo
     job = Job(world, tmp_path, algorithm=algorithm)
     assert job.run() == job.local()
     ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("remote", "local"))
+    run, page = (tmp_path / "remote" / "run.json").read_text(), (tmp_path / "remote" / "report.html").read_text()
+    known = json.loads(run)
+    assert all(known[key] in page for key in ("job", "began", "version", "server", "roster", "model"))
+    assert "All parties ran in one process" not in page
+    assert "mutual-TLS streams" in page
     for key in ("algorithm", "elbo", "metrics", "posterior", "rounds", "seed", "silos", "theta"):
         assert ours[key] == theirs[key]
     for silo in SILOS:
@@ -143,6 +149,30 @@ def test_a_job_outside_a_policy_is_refused_by_name(world: World, tmp_path: Path)
     assert job.run()  # the same job, the same silos
 
 
+def test_data_that_do_not_fit_are_counted_at_their_site_alone(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One site codes its outcome 1 and 2: its own log says which column and how many rows, the server hears that it is
+    refused. No round is run."""
+
+    def miscoded(config: Any, silo: str, data_dir: Path | None = None) -> Any:
+        rows, ids, own = federation.silo_part(config, silo, data_dir)
+        return ({**rows, "wheeze": rows["wheeze"] + 1} if silo == "south" else rows), ids, own
+
+    monkeypatch.setattr(site_job, "silo_part", miscoded)
+    job = Job(world, tmp_path, algorithm=SHORT)
+    with pytest.raises(ProtocolError) as caught:
+        job.run()
+    assert str(caught.value) == "silo 'south' refused: its data do not fit the model"
+    told = [record.getMessage() for record in caplog.records if "wheeze" in record.getMessage()]
+    assert told
+    assert all("is refused: silo 'south': 'wheeze' does not fit site 'wheeze' in" in line for line in told)
+    assert not any(record.exc_info for record in caplog.records if "wheeze" in record.getMessage())
+    seen = [path.read_bytes() for path in (tmp_path / "remote").rglob("*") if path.is_file()]
+    seen += [path.read_bytes() for path in world.homes["hub"].path.rglob("*") if path.is_file()]
+    assert not any(b"does not fit site" in content for content in seen)
+
+
 def test_under_privacy_each_silos_own_ledger_is_charged(world: World, tmp_path: Path) -> None:
     privacy = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
     algorithm = {"name": "sfvi", "iterations": 6, "sampling_rate": 0.5, "family": "diagonal"}
@@ -186,5 +216,5 @@ def test_schemas_travel_without_a_number_of_records() -> None:
         pack_schema(Schema(schema.fields, {"f": lambda: 0}))
     packed = pack_schema(schema)
     for cut in range(0, len(packed), 7):
-        with pytest.raises(ProtocolError, match="malformed schema"):
+        with pytest.raises(ProtocolError, match="schema"):
             unpack_schema(packed[:cut])

@@ -130,7 +130,7 @@ def test_a_silo_that_this_run_did_not_start_is_turned_away(
 def test_an_unknown_node_and_plaintext_are_refused(flower: FlowerProcesses, tmp_path: Path) -> None:
     """Each ends with an error; a node with a registered key is let in by the same command, as in the fixture."""
     authority = flower.homes["east"].path / "ca.crt"
-    stranger = Home.create(tmp_path / "stranger", "stranger", "silo")
+    stranger = Home.create(tmp_path / "stranger", "stranger", "silo", unsealed=True)
     shutil.copy(authority, stranger.path)
     flower.start("stranger", "flower", "supernode", "--home", str(stranger.path), "--superlink", flower.nodes)
     with pytest.raises(SecureFVIError, match="refuses this site's key: it is not registered there"):

@@ -159,7 +159,7 @@ def test_a_configuration_that_is_none_is_refused(world: World, roster: Consortiu
     """Even one that the server has signed."""
     offer = offer_of(roster)
     fields = (offer.job, offer.server, offer.roster, offer.model, offer.data_set, list(offer.silos))
-    encoded = job._CODEC.pack(job._Offer(*fields, offer.made, offer.expires, text))
+    encoded = job._CODEC.pack(job._Offer(*fields, offer.made, offer.expires, text, bytes(32)))
     digest = hashlib.sha256(job.LABEL_OFFER + encoded).digest()
     signature = world.homes["hub"].identity().sign(job.LABEL_OFFER + digest)
     with pytest.raises(ProtocolError) as caught:

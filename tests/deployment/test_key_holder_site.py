@@ -160,6 +160,15 @@ class TestKeys:
         assert close_to_sum(held.total(0).values)
 
 
+def test_a_session_of_other_silos_than_the_jobs_is_refused(world: World) -> None:
+    held = Held(world)
+    message = held.opening(held.join().nonce)
+    more = message._replace(silos=[*SILOS, "west"], nonces=[*message.nonces, bytes(32)])
+    with pytest.raises(ProtocolError, match="a session of other silos than the job's"):
+        held.site.handle(held.offer.job, OPEN + CODEC.pack(more))
+    held.open()
+
+
 class TestTwice:
     """A second decryption of an index, of one silo's ciphertexts, without masks. Signatures are of the honest sum."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from secure_fvi.deployment import model_hash
 from secure_fvi.deployment.imports import closure
-from secure_fvi.deployment.model_hash import ModelManifest, manifest
+from secure_fvi.deployment.model_hash import ModelManifest, manifest, package_digest
 from secure_fvi.errors import InputError
 from secure_fvi.runs.config import parse
 
@@ -73,7 +73,7 @@ def test_the_sources_are_those_that_run(folder: Path) -> None:
         "shared_package.sibling",
         "shared_parts",
     ]
-    assert sorted(found.versions) == ["numpy", "pyro-ppl", "secure-fvi", "torch"]
+    assert sorted(found.versions) == ["numpy", "pyro-ppl", "python", "secure-fvi", "torch"]
     for name in PARTS:  # nothing of it was imported to find that out
         assert Path(name).stem not in sys.modules
 
@@ -150,12 +150,39 @@ def test_a_missing_import_counts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["__import__('os')", "import importlib\nimportlib.import_module('os')", "exec('x = 1')", "eval('1')"]
+    "line",
+    [
+        "__import__('os')",
+        "import importlib\nimportlib.import_module('os')",
+        "exec('x = 1')",
+        "eval('1')",
+        "from builtins import exec as run",
+        "import builtins",
+        "b = __builtins__",
+        "from types import FunctionType",
+        "from importlib.machinery import SourceFileLoader",
+        "import pickle",
+        "import torch\ntorch.load('x')",
+        "import ctypes",
+        "import subprocess",
+        "import sys\nsys.path.insert(0, 'x')",
+        "import os\nos.system('true')",
+        "f = getattr(object, 'ex' + 'ec')",
+        "from typing import TYPE_CHECKING\nTYPE_CHECKING = True",
+        "from elsewhere import TYPE_CHECKING",
+        "x = ().__class__.__base__.__subclasses__()",
+    ],
 )
 def test_code_that_cannot_be_followed_is_refused(folder: Path, line: str) -> None:
     (folder / "deep_parts.py").write_text(line + "\n")
-    with pytest.raises(InputError, match=r"deep_parts.py', line \d: calls"):
+    with pytest.raises(InputError, match=r"deep_parts.py', line \d: (calls|imports|names) "):
         of(folder)
+
+
+@pytest.mark.parametrize("line", ["import re\nx = re.compile('a')", "def f(net):\n    return net.eval()", "import os"])
+def test_harmless_namesakes_are_not(folder: Path, line: str) -> None:
+    (folder / "deep_parts.py").write_text(line + "\n")
+    assert of(folder)
 
 
 def test_source_that_is_none_is_named(folder: Path) -> None:
@@ -198,3 +225,26 @@ def test_a_shipped_program_that_was_altered_has_another_hash(tmp_path: Path, mon
         file.write("\n")
     after = closure("secure_fvi.models.six_cities").sources
     assert [name for name in before if before[name] != after[name]] == ["secure_fvi.models.base"]
+
+
+def test_the_installed_package_counts(folder: Path, tmp_path: Path) -> None:
+    """A gate that multiplies its noise by nothing is another gate, whichever model is fitted."""
+    import secure_fvi
+
+    copy = tmp_path / "secure_fvi"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(secure_fvi.__file__).parent, copy, ignore=ignored)
+    assert package_digest(copy) == package_digest() == of(folder).package
+    (copy / "__pycache__").mkdir()
+    (copy / "__pycache__" / "gate.cpython-311.pyc").write_bytes(b"anything")
+    (copy / "notes.md").write_text("no code")
+    package_digest.cache_clear()
+    assert package_digest(copy) == package_digest()
+    gate = copy / "privacy" / "gate.py"
+    gate.write_text(gate.read_text() + "\nNOISE = 0.0\n")
+    package_digest.cache_clear()
+    altered = package_digest(copy)
+    assert altered != package_digest()
+    config = parse({"model": {"program": "six-cities"}, "partition": {"count": 3}}, "test")
+    assert manifest(config, None, altered).hash != manifest(config).hash
+    assert manifest(config, None, altered).differences(manifest(config)) == ["the installed secure_fvi"]

@@ -95,6 +95,17 @@ def test_a_refusal_is_written_down(tmp_path: Path) -> None:
     assert verify(pair.site_file).jobs["job-2"].accepted
 
 
+def test_what_a_server_left_out_is_counted(tmp_path: Path) -> None:
+    """This silo's answers, and silos of a cohort; of a job that was decided on."""
+    pair = Pair(tmp_path)
+    for kind, what in (("left out", "sum 3: 1 in all"), ("difference", "round 4 lacks silos"), ("left out", "sum 9")):
+        pair.site.omission("job-1", kind, what)
+    with pytest.raises(ProtocolError, match="not decided on"):
+        pair.site.omission("job-2", "left out", "sum 1")
+    pair.close()
+    assert verify(pair.site_file).jobs["job-1"].omissions == {"left out": 2, "difference": 1}
+
+
 def test_messages_are_not_in_the_log(pair: Pair) -> None:
     pair.close()
     content = pair.site_file.read_bytes()

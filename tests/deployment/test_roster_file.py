@@ -183,7 +183,7 @@ def test_a_site_signs_no_roster_with_a_tls_key_that_it_has_given_up(world: World
     members = [member_of(world.request(h)) for h in world.homes.values()]
     home = world.homes["north"]
     (home.path / "tls.key").unlink()
-    Home.create(world.root / "elsewhere", "elsewhere", "silo")
+    Home.create(world.root / "elsewhere", "elsewhere", "silo", unsealed=True)
     shutil.copy(world.root / "elsewhere" / "tls.key", home.path / "tls.key")
     stale = write_roster("study", members, authority_hash(world.authority.certificate), NOW, previous=world.roster)
     home.roster_file(2).write_bytes(stale.content)

@@ -237,7 +237,9 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_
         dialer.thread.start()
         dialer.refused("goes by roster", changed.hex()[:16])
 
-        foreign = Authority.create(tmp_path / "foreign", "study", NOW)  # a certificate by another authority
+        foreign = Authority.create(
+            tmp_path / "foreign", "study", NOW, unsealed=True
+        )  # a certificate by another authority
         own = tls_of(world.homes["north"])
         forged = foreign.issue(world.request(world.homes["north"]), NOW, 30)
         dialer.client = StreamClient(

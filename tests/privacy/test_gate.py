@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
-from secure_fvi.errors import AggregationError, BudgetError, ProtocolError
+from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.privacy.events import PoissonSampled, Skellam
 from secure_fvi.privacy.gate import Gate, RecordRelease
 from secure_fvi.privacy.noise import SYSTEM_SOURCE, NoiseSource
@@ -233,23 +234,23 @@ def test_the_clipping_norm_follows_the_quantile() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(arrays(np.float64, (3, SHARED), elements=anything), arrays(np.float64, SHARED, elements=anything))
-def test_a_record_turns_its_parts_change_into_any_other(rows: np.ndarray, other: np.ndarray) -> None:
-    """Virtual clients: whatever the record's part arrives at without it, the sum moves by the norm at most."""
+@given(arrays(np.float64, SHARED, elements=anything), arrays(np.float64, SHARED, elements=anything))
+def test_a_record_turns_a_silos_change_into_any_other(change: np.ndarray, other: np.ndarray) -> None:
+    """Parameter perturbation: whatever the silo arrives at without it, the release moves by at most the norm."""
     asked = RecordDP(noise_multiplier=1.0, clipping_norm=2.0, noise="silo")
     gate = make_gate(agree(asked, 3, 1.0, 10, Extent(SHARED, 0, 0)))
-    sums = []
-    for changes in (rows, np.vstack([rows[:2], other])):
+    released = []
+    for values in (change, other):
         gate.begin(1, "round", 3)
-        sums.append(gate.release_parts(torch.from_numpy(changes)).values)
-    assert np.linalg.norm(sums[0] - sums[1]) <= 2.0 + 1e-9
+        released.append(gate.release_change(torch.from_numpy(values)).values)
+    assert np.linalg.norm(released[0] - released[1]) <= 2.0 + 1e-9
 
 
-def test_parts_need_terms_without_sampling() -> None:
+def test_one_change_needs_terms_without_sampling() -> None:
     gate = make_gate(record_terms())
     gate.begin(1, "round", 3)
-    with pytest.raises(AggregationError, match="sum over parts"):
-        gate.release_parts(torch.zeros(2, SHARED))
+    with pytest.raises(AggregationError, match="not those of one change"):
+        gate.release_change(torch.zeros(SHARED))
 
 
 def test_a_phase_that_sends_nothing_is_a_local_step_with_all_of_the_noise() -> None:
@@ -271,5 +272,38 @@ def test_a_server_cannot_set_a_norm_that_was_fixed() -> None:
     assert np.array_equal(whole(gate, [1e9, 0, 0, 0], clip=1e6), whole(gate, [1e9, 0, 0, 0]))
     adaptive = silo_gate(SiloDP(noise_multiplier=1.0, target_quantile=0.5))
     for bad in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ProtocolError, match="no positive number"):
+        with pytest.raises(ProtocolError, match="no number that the agreed one can arrive at"):
             adaptive.begin(1, "round", 4, bad)
+
+
+def test_a_server_cannot_name_a_norm_for_which_floating_point_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a norm of 1e-320 a step of the lattice is 0: what is divided by it is as large as it can be in every
+    coordinate. The control lets the norm pass: four coordinates are 2 norms long, where 1 is charged."""
+    asked = SiloDP(noise_multiplier=1.0, noise="distributed", target_quantile=0.5)
+    terms = agree(asked, 4, 1.0, 10, Extent(SHARED, 0, 1))
+
+    def shown(self: Gate, hidden: int) -> Any:
+        return lambda total: torch.from_numpy(np.clip(total.numpy() / terms.step(self._clip), -terms.room, terms.room))
+
+    def length(clip: float) -> float:
+        gate = make_gate(terms)
+        gate.begin(1, "round", 4, clip)
+        return float(np.linalg.norm(gate.release(np.ones(SHARED)).values[:SHARED])) / terms.resolution
+
+    monkeypatch.setattr(Gate, "_noiser", shown)
+    for clip in (1.0, 2.0**-20, 2.0**20):
+        assert length(clip) <= 1 + 1e-6
+    for clip in (1e-320, 2.0**-21, 2.0**21):
+        with pytest.raises(ProtocolError, match="no number that"):
+            length(clip)
+    monkeypatch.setattr(Terms, "clips_to", lambda self, clip: True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        assert length(1e-320) > 1.9
+
+
+@pytest.mark.parametrize("bad", [1e-320, 1e-31, 1e31])
+def test_norms_and_bounds_leave_room_to_floating_point(bad: float) -> None:
+    with pytest.raises(InputError, match=r"clipping_norm must lie in \[1e-30, 1e\+30\]"):
+        RecordDP(noise_multiplier=1.0, clipping_norm=bad)
+    with pytest.raises(InputError, match="objective_bound must lie in"):
+        RecordDP(noise_multiplier=1.0, objective_bound=bad)

@@ -21,6 +21,7 @@ import secure_fvi as sf
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, RecordRelease
 from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.silo import Past
 
 pytestmark = pytest.mark.slow  # both tests need hundreds of runs
 
@@ -59,7 +60,7 @@ class World(NamedTuple):
         """What the adversary adds up: the released gradients of mu, after the first rounds."""
         server, silo = self.server, self.engine.silos["silo-1"]
         server.state, silo.local = self.start
-        silo.pending, silo._sum._last_index = None, -1
+        silo.pending, silo.past, silo.answer, silo._sum._last_index = None, Past(), None, -1
         kind = NaiveGate if naive else Gate
         charge = silo.gate._charge
         silo.gate = kind("silo-1", server.program.tables, server.program.terms, charge, NoiseSource(b"%d" % trial))

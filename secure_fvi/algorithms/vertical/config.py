@@ -21,6 +21,7 @@ from secure_fvi.algorithms.schedules import SCHEDULES, Schedule, check_schedule
 from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.marginal import marginal
+from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
 
@@ -133,6 +134,9 @@ class Vertical(RunShape):
                 "the power likelihood needs every silo's slope, and a batch z_j that were sent before"
             )
 
+    def declare(self, silos: int, private: bool) -> Declaration:
+        return row_sums(self.phases, self.rounds, silos, self.participation)
+
     def resolved(self, likelihood: Likelihood) -> Vertical:
         """With the auxiliary family that is used. Raises InputError where `likelihood` cannot be integrated."""
         possible = not self.is_power and marginal(likelihood, 1.0) is not None
@@ -173,6 +177,17 @@ class Vertical(RunShape):
     def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
         weights = self.weight_concentration is not None
         return block_tables(self.model, records, columns, gamma_size, self.bound, weights)
+
+
+def row_sums(phases: tuple[str, ...], rounds: int, silos: int, participation: float) -> Declaration:
+    """What vertical sums are: every total has a row a record, what the silos' columns together say of a person."""
+    what = {
+        AUXILIARY_PHASE: "its auxiliary variable of each person, and its part of the objective",
+        SLOPE_PHASE: "its slope of the likelihood at each person",
+    }
+    sums = tuple(Sums(phase, rounds, what[phase], *drawn(silos, participation)) for phase in phases)
+    keeps = "its parameters' posterior"
+    return Declaration(rounds, sums, keeps, because=f"participation = {participation:g}")
 
 
 def check_response(model: str, response: str) -> None:

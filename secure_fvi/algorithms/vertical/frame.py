@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.algorithms.base import Order, Phase, choose_cohort
 from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.silo import Response
@@ -51,6 +52,7 @@ class VerticalView(NamedTuple):
     record_draws: KeyedDraws
     silo_draws: KeyedDraws
     start_seed: int  # of the amortising network's weights
+    turn: int = 0  # the silo's own count of questions, from 0: what keys its draws
 
 
 class VerticalFrame:
@@ -68,6 +70,20 @@ class VerticalFrame:
         self.tables: Mapping[str, BlockTable] = config.tables(self.batch_records, self.columns, self.gamma_size)
         if self.terms:
             self.tables = {AUXILIARY_PHASE: self.terms[AUXILIARY_PHASE].table(self.z_blocks, [])}
+        self._cohorts, self._last = list[tuple[str, ...]](), dict.fromkeys(problem.silos, -1)
+        phase = Phase(range(config.rounds), config.rounds)
+        self.order = Order(dict.fromkeys(config.phases, phase), lambda round_, _: self.cohort(round_))
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        """The silos asked in a round: by a public coin, and all whose last z_j has reached the bound on staleness."""
+        problem, config = self.problem, self.config
+        while len(self._cohorts) <= round_:
+            at = len(self._cohorts)
+            drawn = choose_cohort(problem.silos, config.participation, problem.seed, at)
+            due = [s for s, last in self._last.items() if last < 0 or at - last > config.max_staleness]
+            self._cohorts.append(tuple(sorted({*drawn, *due})))
+            self._last |= dict.fromkeys(self._cohorts[at], at)
+        return self._cohorts[round_]
 
     @property
     def z_blocks(self) -> list[Block]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import stopping
-from secure_fvi.algorithms.base import Broadcast, Posterior, Step, choose_cohort
+from secure_fvi.algorithms.base import PRIVATE, Broadcast, Posterior, Step, Verdict
 from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE, PULL_PHASE, VerticalFrame, VerticalProblem
 from secure_fvi.algorithms.vertical.likelihoods import slopes_by_record
@@ -48,7 +48,6 @@ class VerticalState(NamedTuple):
     total: Tensor  # (B, C) s: of this round between two phases, the running total under staleness
     mass: float  # power with learned weights: normaliser of the silos' weights
     local: float  # nats: the silos' part of the bound of this round
-    last: tuple[int, ...]  # by silo, the last round it was in
     objective: float  # the bound as estimated in the last round, nats
     unsettled: float  # silos whose parameters still drifted, nan where it is not released
     monitor: stopping.Monitor  # of gamma
@@ -76,10 +75,8 @@ class VerticalServerProgram:
         frame, gamma = self.frame, self.core.init()
         zero = frame.move(torch.zeros(frame.batch_records, frame.columns))
         gamma = ServerParams(*({k: v.to(self.problem.device) for k, v in d.items()} for d in gamma))
-        last = (-1,) * len(self.problem.silos)
         return VerticalState(
-            0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), 0.0, zero, 1.0, 0.0, last,
-            math.nan, math.nan,
+            0, AUXILIARY_PHASE, gamma, gamma.eta, 0, zero, zero.new_zeros(()), 0.0, zero, 1.0, 0.0, math.nan, math.nan,
             stopping.start(),
         )  # fmt: skip
 
@@ -92,7 +89,7 @@ class VerticalServerProgram:
         else:
             scalars["value"] = state.value
             tensors = {"pull": state.pull, "curvature": state.curvature}
-        return Broadcast(state.round, index, accepted, self._cohort(state), scalars, tensors, state.phase)
+        return Broadcast(state.round, index, accepted, self.frame.cohort(state.round), scalars, tensors, state.phase)
 
     def update(
         self, state: VerticalState, message: Broadcast, total: FloatArray, scale: float
@@ -107,12 +104,10 @@ class VerticalServerProgram:
         if message.phase == SLOPE_PHASE:
             return self._after_slopes(state, blocks)
         s = self.frame.move(blocks["auxiliary"])
-        last = tuple(state.round if n in message.cohort else r for n, r in zip(silos, state.last, strict=True))
         if self.config.max_staleness:
             s = s + state.total
         state = state._replace(
             total=s,
-            last=last,
             local=scale * float(blocks["local"]) if "local" in blocks else math.nan,
             mass=float(blocks["mass"]) if "mass" in blocks else 1.0,
             unsettled=float(blocks["unsettled"]) if "unsettled" in blocks else math.nan,
@@ -132,10 +127,18 @@ class VerticalServerProgram:
         """q(gamma); the silos' q(theta_j) stay with them."""
         return Posterior(self.core.family, state.average, {})
 
-    def converged(self, state: VerticalState) -> bool:
+    def verdict(self, state: VerticalState) -> Verdict:
         """Whether gamma and, where silos say so, their own parameters stopped drifting."""
-        settled = state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
-        return settled and (math.isnan(state.unsettled) or state.unsettled < 0.5)
+        still = state.monitor.r_hat is not None and state.monitor.r_hat < stopping.R_HAT_BELOW
+        settled = still and (math.isnan(state.unsettled) or state.unsettled < 0.5)
+        details = self.metrics(state)
+        if self.terms:
+            return Verdict(None, PRIVATE, details, not settled)
+        if settled:
+            return Verdict(True, "gamma and the silos' own parameters stopped drifting", details)
+        who = "gamma was" if not still else f"{round(state.unsettled)} silos' own parameters were"
+        advice = f"raise rounds (now {self.config.rounds}), lower learning_rate, or standardise the columns"
+        return Verdict(False, f"{who} still drifting when the rounds were over; {advice}", details)
 
     def rounds(self, state: VerticalState) -> int:
         return state.round
@@ -183,15 +186,6 @@ class VerticalServerProgram:
         pull = gate.release_rows(found.predictor)
         move = self.frame.move
         return move(pull.values).reshape(found.predictor.shape), move(in_gamma)
-
-    def _cohort(self, state: VerticalState) -> tuple[str, ...]:
-        """By a public coin, and all whose last z_j has reached the bound on staleness."""
-        silos = self.problem.silos
-        drawn = choose_cohort(silos, self.config.participation, self.problem.seed, state.round)
-        due = [
-            n for n, r in zip(silos, state.last, strict=True) if r < 0 or state.round - r > self.config.max_staleness
-        ]
-        return tuple(sorted({*drawn, *due}))
 
     def _batch(self, round_: int) -> Response:
         return Response(**take(self.response._asdict(), self.frame.batch(round_)))

@@ -23,6 +23,7 @@ from secure_fvi.algorithms.vertical.predictors import Predictor
 from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, Response, SiloParams, VerticalSilo
 from secure_fvi.algorithms.vertical.weights import logit_step, share
 from secure_fvi.compiled import Traced
+from secure_fvi.errors import ProtocolError
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import Params, part, put, running_average, take, to_numpy
@@ -46,6 +47,7 @@ class VerticalLocal(NamedTuple):
     average: Params  # of params.shared, over the last rounds
     averaged: int
     sent_round: int  # the round whose z_j the server has, -1 before the first
+    turn: int  # of the silo's own count when it drew that z_j: its noise is replayed from there
     sent: Tensor  # (N, C) that z_j under staleness, (0, C) otherwise
     logit: Tensor  # () of the likelihood weight
     answered: Answered
@@ -58,7 +60,7 @@ class VerticalSiloProgram:
     def __init__(self, config: Vertical, problem: VerticalProblem, predictor: Predictor) -> None:
         self.config, self.problem, self.predictor = config, problem, predictor
         self.frame = VerticalFrame(config, problem)
-        self.tables, self.terms = self.frame.tables, self.frame.terms
+        self.tables, self.terms, self.order = self.frame.tables, self.frame.terms, self.frame.order
         optimizer = Optimizer(config.optimizer, config.learning_rate)
         self.core = VerticalSilo(config, problem.likelihood, predictor, len(problem.silos), optimizer)
         mode = problem.mode
@@ -76,7 +78,7 @@ class VerticalSiloProgram:
         sent = zero.new_zeros(view.size, self.frame.columns) if self.config.max_staleness else zero
         gamma, scalar = zero.new_zeros(self.frame.gamma_size), zero.new_zeros(())
         answered = Answered(zero, zero, gamma, scalar, scalar)
-        return VerticalLocal(params, moments, params.shared, 0, -1, sent, scalar, answered, stopping.start())
+        return VerticalLocal(params, moments, params.shared, 0, -1, 0, sent, scalar, answered, stopping.start())
 
     def contribute(
         self, message: Broadcast, local: VerticalLocal, view: VerticalView, gate: Gate
@@ -85,16 +87,17 @@ class VerticalSiloProgram:
             return self._contribute_slope(message, local, view, gate)
         if local.sent_round >= 0:
             local = self._finish_round(message, local, view, gate)
-        draw = self._draw_at(message.round, local, view)
+        local = local._replace(sent_round=message.round, turn=view.turn)
+        draw = self._draw_at(local, view)
         if self.terms:
-            return gate.release_rows(draw.z.detach()), local._replace(sent_round=message.round)
+            return gate.release_rows(draw.z.detach()), local
         z = draw.z
         if self.config.max_staleness:
             z, local = draw.z - local.sent, local._replace(sent=draw.z)
         blocks = {"auxiliary": z, "local": draw.local, "unsettled": torch.tensor(float(not _settled(local)))}
         if self.config.weight_concentration is not None:
             blocks["mass"] = local.logit.exp()
-        return gate.release(self._flat(message.phase, blocks)), local._replace(sent_round=message.round)
+        return gate.release(self._flat(message.phase, blocks)), local
 
     def commit(self, local: VerticalLocal, pending: Pending, accepted: int) -> VerticalLocal:
         return adopt_if_used(local, pending, accepted)
@@ -116,7 +119,9 @@ class VerticalSiloProgram:
         weight = s.new_tensor(1.0 / len(self.problem.silos))
         if self.config.weight_concentration is not None:
             weight = share(local.logit, s.new_tensor(message.scalars["mass"]))
-        draw = self._draw_at(message.round, local, view)
+        if local.sent_round != message.round:
+            raise ProtocolError(f"silo '{view.silo}': slopes of round {message.round}, whose sum it is not in")
+        draw = self._draw_at(local, view)
         response = self._response(message.round, view)
         assert isinstance(response, Response)
         own, in_gamma, value, alone = self._slope(draw, response, self.frame.weights(), s, gamma, weight)
@@ -144,7 +149,7 @@ class VerticalSiloProgram:
         at = self.frame.batch(round_)
         params = SiloParams(local.params.shared, take(local.params.record, at))
         moments = Moments(local.moments.shared, take(local.moments.record, at))
-        new, new_moments = self._steps(message, params, moments, round_, view, incoming, scale, gate)
+        new, new_moments = self._steps(local, params, moments, view, incoming, scale, gate)
         local = local._replace(
             params=SiloParams(new.shared, put(local.params.record, at, new.record)),
             moments=Moments(new_moments.shared, put(local.moments.record, at, new_moments.record)),
@@ -161,17 +166,16 @@ class VerticalSiloProgram:
 
     def _steps(
         self,
-        message: Broadcast,
+        local: VerticalLocal,
         params: SiloParams,
         moments: Moments,
-        round_: int,
         view: VerticalView,
         incoming: Incoming,
         scale: Tensor,
         gate: Gate,
     ) -> tuple[SiloParams, Moments]:
-        rows, response, noise = self._rows(round_, view), self._response(round_, view), self._noise(round_, view)
-        weights = self.frame.weights()
+        rows, response = self._rows(local.sent_round, view), self._response(local.sent_round, view)
+        noise, weights = self._noise(local, view), self.frame.weights()
         if not self.terms:
             found = self._update(params, moments, rows, response, weights, noise, incoming, scale)
             return SiloParams(*found[0]), Moments(*found[1])
@@ -191,9 +195,11 @@ class VerticalSiloProgram:
         params, moments, gradient = SiloParams(*params), Moments(*moments), SiloParams(*gradient)
         return self.core.ascend(params, moments, gradient, self.core.units(params), scale)
 
-    def _draw_at(self, round_: int, local: VerticalLocal, view: VerticalView) -> Draw:
+    def _draw_at(self, local: VerticalLocal, view: VerticalView) -> Draw:
+        """The z_j of the round that `local` is in, the same however often it is asked for."""
+        round_, noise = local.sent_round, self._noise(local, view)
         params = SiloParams(local.params.shared, take(local.params.record, self.frame.batch(round_)))
-        rows, response, noise = self._rows(round_, view), self._response(round_, view), self._noise(round_, view)
+        rows, response = self._rows(round_, view), self._response(round_, view)
         return Draw(*self._draw(params, rows, response, self.frame.weights(), noise))
 
     def _rows(self, round_: int, view: VerticalView) -> Params:
@@ -204,11 +210,11 @@ class VerticalSiloProgram:
             return ()
         return Response(**take(view.response._asdict(), self.frame.batch(round_)))
 
-    def _noise(self, round_: int, view: VerticalView) -> Noise:
-        at = self.frame.batch(round_)
+    def _noise(self, local: VerticalLocal, view: VerticalView) -> Noise:
+        at = self.frame.batch(local.sent_round)
         positions = None if at is None else at.cpu().numpy()
-        theta = view.silo_draws.normals(round_, self.core.family.noise_size)[0]
-        z = view.record_draws.normals(round_, self.frame.columns, positions)
+        theta = view.silo_draws.normals(local.turn, self.core.family.noise_size)[0]
+        z = view.record_draws.normals(local.turn, self.frame.columns, positions)
         return Noise(self.frame.move(theta), self.frame.move(z))
 
     def _flat(self, phase: str, blocks: dict[str, Tensor]) -> FloatArray:

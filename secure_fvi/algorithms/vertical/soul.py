@@ -23,10 +23,11 @@ from torch.func import vmap
 
 from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.algorithms.vertical.auxiliary import log_normal
-from secure_fvi.algorithms.vertical.config import RunShape, block_tables, check_response
+from secure_fvi.algorithms.vertical.config import RunShape, block_tables, check_response, row_sums
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor
 from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.disclosure import Declaration
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.trees import Params
@@ -91,6 +92,9 @@ class Soul(RunShape):
     def averages(self, round_: int) -> bool:
         """Whether draws of `round_` are kept, and gamma averaged."""
         return round_ >= self.rounds * self.burn_in
+
+    def declare(self, silos: int, private: bool) -> Declaration:
+        return row_sums(self.phases, self.rounds, silos, self.participation)
 
     def resolved(self, likelihood: Likelihood) -> Soul:
         return self

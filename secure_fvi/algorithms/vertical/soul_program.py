@@ -45,7 +45,7 @@ class SoulSiloProgram:
     def __init__(self, config: Soul, problem: VerticalProblem, predictor: Predictor) -> None:
         self.config, self.problem, self.predictor = config, problem, predictor
         self.frame = VerticalFrame(config, problem)
-        self.tables, self.terms = self.frame.tables, self.frame.terms
+        self.tables, self.terms, self.order = self.frame.tables, self.frame.terms, self.frame.order
         self.core = SoulSilo(config, problem.likelihood, predictor, len(problem.silos))
         mode = problem.mode
         self._langevin = Traced(self.core.langevin, (None,) * 8, mode, by_shape=True)
@@ -120,7 +120,7 @@ class SoulSiloProgram:
         self, round_: int, local: SoulLocal, view: VerticalView, others: Tensor, gamma: Tensor
     ) -> tuple[Tensor, SoulLocal]:
         """The Langevin draws of a round (M, n); the last one is kept after burn-in."""
-        noise = self.frame.move(view.silo_draws.normals(round_, self.config.draws * len(local.theta))[0])
+        noise = self.frame.move(view.silo_draws.normals(view.turn, self.config.draws * len(local.theta))[0])
         noise = noise.reshape(self.config.draws, -1)
         response = view.response if self.config.is_power else ()
         thetas = self._langevin(local.theta, local.z, others, view.rows, response, gamma, noise, local.length)

@@ -1,0 +1,230 @@
+"""Is q(Z_G) a stationary point of the bound over all silos' records? One secure sum at the end of a run answers.
+
+With Z_G = mu + F eps, F F' the covariance, and s = F' grad log (p(Z_G) x product of silos' likelihoods / q(Z_G)), the
+bound's natural gradient at q is E[s] for the mean and E[eps s'] for the scale; both are zero at a fixed point of global
+VI, whoever found it (Ashman et al. 2022, equation 3). They say where one undamped step would go:
+
+    precision -> F^-T (1 - E[eps s']) F^-1,   mean -> mu + F (1 - E[eps s'])^-1 E[s]
+
+All parties use the same draws, so that at a Gaussian posterior s is zero draw by draw. The draws come in two halves,
+whose difference is the Monte-Carlo error. A silo's own latents are held where its last fit left them; its gradient in
+Z_G then is that of its marginal likelihood's bound, up to what they are from their optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.algorithms.base import Problem, SiloView, Verdict
+from secure_fvi.algorithms.natural import Natural, distance, from_moments
+from secure_fvi.compiled import Traced
+from secure_fvi.families import GlobalFamily, LocalFamily, Params
+from secure_fvi.objective import silo_gradient
+from secure_fvi.randomness import server_draws
+
+#: Keeps these draws apart from those of rounds.
+_DRAWS = 2**31
+#: Numbers of all draws of a half together, beyond which there are fewer draws.
+_MOST = 2_000_000
+#: A run may be called converged where one step from its q would go at most so far, in posterior sds.
+AT_REST = 0.15
+#: And where the step's Monte-Carlo error, 3 standard errors, is at most so large.
+PRECISE = 0.3
+#: Draws of a half where nothing else is said, in antithetic pairs.
+HALF = 128
+VALUE, SLOPE, CURVE = "value", "slope", "curve"
+
+
+class Rest(NamedTuple):
+    """What the final sum tells of q. Everyone may see it."""
+
+    step: float = math.inf  # posterior sds, or log sds, by which an undamped step would move q; infinite: it has no end
+    error: float = math.inf  # the step's Monte-Carlo error, one standard error
+    objective: float = math.nan  # the bound at q, nats, by all silos; NaN before it is known
+
+    @property
+    def known(self) -> bool:
+        """Whether all silos have answered."""
+        return not math.isnan(self.objective)
+
+    @property
+    def bound(self) -> float | None:
+        return self.objective if self.known else None
+
+    @property
+    def stationary(self) -> bool:
+        return math.isfinite(self.step) and self.step <= AT_REST + 2 * self.error and 3 * self.error <= PRECISE
+
+    def details(self) -> dict[str, float | None]:
+        finite = math.isfinite(self.step) and math.isfinite(self.error)
+        return {"step_sd": self.step if finite else None, "step_error_sd": self.error if finite else None}
+
+
+def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict:
+    """Of a run that stops by itself. settled: what is against it, None where nothing is. found: what is for it."""
+    details = rest.details()
+    if settled is not None:
+        return Verdict(False, f"{settled}; {advice}", details)
+    if not rest.known:
+        return Verdict(False, "a silo was missing when the final q was checked; run it again", details)
+    if rest.stationary:
+        slope = f"at the final q the slope of the bound over all records would move it by {rest.step:.2g} sds"
+        return Verdict(True, f"{found}, and {slope}", details)
+    if math.isinf(rest.step):
+        what = "at the final q the bound over all records is not even curved downwards: q is far from any optimum"
+        return Verdict(False, f"{found}, but {what}; {advice}", details)
+    if rest.step <= AT_REST + 2 * rest.error:
+        what = f"the slope of the bound at the final q is too noisy to tell (error {rest.error:.2g} sds)"
+        return Verdict(False, f"{what}; {advice}", details)
+    what = f"at the final q the slope of the bound over all records would still move it by {rest.step:.2g} sds"
+    return Verdict(False, f"{found}, but {what}; {advice}", details)
+
+
+def as_natural(family: GlobalFamily, eta: Params) -> Natural:
+    """q(Z_G) in natural parameters, float64 on the CPU; of a diagonal or a full family."""
+    loc = eta["loc"].to("cpu", torch.float64)
+    if family.name == "diagonal":
+        return from_moments(loc, family.stddev(eta).to("cpu", torch.float64).square())
+    return from_moments(loc, family.covariance(eta).to("cpu", torch.float64))
+
+
+def blocks(n: int, full: bool, bound: float) -> tuple[Block, ...]:
+    """What a silo adds: its part of the bound, and of E[s] and E[eps s'] in each half."""
+    curve = n * (n + 1) // 2 if full else n
+    return Block(VALUE, (), bound), Block(SLOPE, (2, n), bound), Block(CURVE, (2, curve), bound)
+
+
+def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
+    """(2 halves, count, n) standard normals in antithetic pairs, the same at all parties. few: where only the bound is
+    asked for.
+
+    The second moments of each half are exactly those of the normal: of a Gaussian posterior the step is then exact too.
+    A full covariance of n dimensions takes three pairs for each; of very many dimensions there are fewer draws.
+    """
+    pairs = 4 if few else max(3 * n if full else 0, min(HALF // 2, max(4, _MOST // n)))
+    half = server_draws(seed).normals(_DRAWS, 2 * pairs * n)[0].reshape(2, pairs, n)
+    if full and pairs > n:
+        root = torch.linalg.cholesky(half.mT @ half / pairs)
+        half = torch.linalg.solve_triangular(root.mT, half, upper=True, left=False)
+    else:
+        half = half / half.square().mean(1, keepdim=True).sqrt()
+    return torch.cat([half, -half], 1)
+
+
+class SiloSlope:
+    """A silo's terms. It holds no data, so that the silos of a process share its traces."""
+
+    def __init__(self, problem: Problem, local: LocalFamily, silo: LocalFamily, samples: int) -> None:
+        gradient = silo_gradient(problem.density, local, silo, samples)
+
+        def run(*args: Any) -> tuple[Tensor, Tensor]:
+            g = gradient(*args)
+            return g.value, g.direct + g.path
+
+        by_shape = local.couples_records
+        record, drawn = (None, None) if by_shape else (0, 1)
+        axes = (None, None, None, record, None, record, record, drawn, None)
+        mode = "traced" if problem.mode == "compiled" else problem.mode  # too few calls to pay for compiling
+        self._gradient: Callable[..., tuple[Tensor, Tensor]] = Traced(run, axes, mode, by_shape)
+        self._move: Callable[[Tensor], Tensor] = lambda t: t.to(problem.device, problem.dtype)
+
+    def __call__(
+        self, q: Natural, eps: Tensor, theta: Params, silo: Params, inputs: Iterable[tuple[Any, ...]]
+    ) -> FloatArray:
+        """eps: of `final_draws`. silo: parameters of its own latents, around q's mean. inputs: for each draw those of
+        the records, rows, weights, eps_L and eps_S."""
+        loc, factor = q.mean(), q.factor()
+        value, found = 0.0, []
+        for e, (record, rows, weights, eps_record, eps_silo) in zip(eps.flatten(0, 1), inputs, strict=True):
+            shift = self._move(_times(factor, e))
+            z = self._move(loc) + shift
+            of_draw, slope = self._gradient(z, shift, theta, record, silo, rows, weights, eps_record, eps_silo)
+            value += float(of_draw)
+            found.append(slope.to("cpu", torch.float64))
+        slopes = torch.stack(found).reshape(eps.shape)
+        return np.concatenate([[value / len(found)], *_packed(q, eps, slopes)])
+
+
+class _Frame(Protocol):
+    """What `silo_inputs` reads of an algorithm's frame."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def n_record(self) -> int: ...
+    @property
+    def n_silo(self) -> int: ...
+    def move(self, tensor: Tensor) -> Tensor: ...
+
+
+def silo_inputs(
+    frame: _Frame, record: Params, view: SiloView, keys: Iterable[int]
+) -> Iterator[tuple[Params, Params, Tensor, Tensor, Tensor]]:
+    """For `SiloSlope`, by all records of the silo; each key names a draw of eps_L and eps_S, and is used once."""
+    samples, n = frame.samples, frame.n_record
+    for key in keys:
+        eps_record = view.record_draws.normals(key, samples * n).reshape(len(view.weights), samples, n)
+        eps_silo = view.silo_draws.normals(key, frame.n_silo)
+        yield record, view.rows, view.weights, frame.move(eps_record.transpose(0, 1).contiguous()), frame.move(eps_silo)
+
+
+def at_rest(q: Natural, log_prior: Callable[[Tensor], Tensor], eps: Tensor, sums: Mapping[str, FloatArray]) -> Rest:
+    """What the silos' total says, with the server's own part: the prior and q."""
+    z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
+    gradient, value = torch.func.vmap(torch.func.grad_and_value(log_prior))(z)
+    own_slope, own_curve = _packed(q, eps, gradient.reshape(eps.shape))
+    outer = torch.stack([_lower(e.mT @ e / len(e)) if q.full else e.square().mean(0) for e in eps])
+    slopes = torch.from_numpy(np.asarray(sums[SLOPE]) + own_slope.reshape(2, -1)) + eps.mean(1)
+    curves = torch.from_numpy(np.asarray(sums[CURVE]) + own_curve.reshape(2, -1)) + outer
+    log_q = -0.5 * eps.square().sum(-1).mean() - 0.5 * q.n * math.log(2 * math.pi) - _log_det(q)
+    end = _end(q, slopes.mean(0), curves.mean(0))
+    error = distance(_end(q, slopes[0], curves[0]), _end(q, slopes[1], curves[1])) / 2
+    return Rest(distance(q, end), error, float(sums[VALUE]) + float(value.mean() - log_q))
+
+
+def _log_det(q: Natural) -> Tensor:
+    factor = q.factor()
+    return (factor.diagonal() if q.full else factor).log().sum()
+
+
+def _end(q: Natural, slope: Tensor, curve: Tensor) -> Natural:
+    """Where an undamped step ends; improper where it has no end."""
+    mean, factor = q.mean(), q.factor()
+    if not q.full:
+        precision = (1 - curve) / factor.square()
+        return Natural(slope / factor + precision * mean, precision)
+    rows, cols = torch.tril_indices(q.n, q.n)
+    white = torch.eye(q.n, dtype=torch.float64)
+    white[rows, cols] -= curve
+    white = torch.tril(white) + torch.tril(white, -1).mT
+    back = torch.linalg.solve_triangular(factor, torch.eye(q.n, dtype=torch.float64), upper=False)
+    precision = back.mT @ white @ back
+    precision = 0.5 * (precision + precision.mT)
+    return Natural(back.mT @ slope + precision @ mean, precision)
+
+
+def _packed(q: Natural, eps: Tensor, gradients: Tensor) -> tuple[FloatArray, FloatArray]:
+    """Means over each half of F' g and of the symmetric part of eps (F' g)', flattened."""
+    factor = q.factor()
+    slopes = gradients.to(torch.float64) @ factor if q.full else gradients.to(torch.float64) * factor
+    if not q.full:
+        return slopes.mean(1).flatten().numpy(), (eps * slopes).mean(1).flatten().numpy()
+    curves = [_lower(0.5 * (e.mT @ s + s.mT @ e) / len(e)) for e, s in zip(eps, slopes, strict=True)]
+    return slopes.mean(1).flatten().numpy(), torch.cat(curves).numpy()
+
+
+def _lower(matrix: Tensor) -> Tensor:
+    rows, cols = torch.tril_indices(*matrix.shape)
+    return matrix[rows, cols]
+
+
+def _times(factor: Tensor, x: Tensor) -> Tensor:
+    """F x for x (..., n)."""
+    return x @ factor.mT if factor.dim() == 2 else factor * x

@@ -1,0 +1,600 @@
+"""What a program and a silo's data have to keep to, looked at before the first round: afterwards it has been paid for.
+
+*The program* (`check_program`), on made data, at every party alike: log p is a sum over records, says the same each
+time it is run, has a gradient in every latent, and gives draws as the end of a fit does. *The data*
+(`read_at_silo`), at their silo: observed values lie in the support of their sites, labels point into what they index,
+terms are finite, and the sum over records holds on rows of the silo's own. Pyro's validation is off while a program
+runs; this stands in its place, and costs a silo one run on its data and five on eight of its rows.
+
+What is found at a silo counts that silo's rows: it is for that silo alone (`DataError`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pyro.distributions import Unit
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from secure_fvi.algorithms.base import Problem
+from secure_fvi.density import (
+    Evaluation,
+    LogDensity,
+    LogTerms,
+    Params,
+    has_no_density,
+    observed_value,
+    record_dim,
+    running,
+    site_mask,
+)
+from secure_fvi.discovery import Discovery, Start, kind_of, start_of
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.privacy.settings import RecordDP
+
+_MADE = 4  # records of made data
+_SOME = 8  # rows at a silo that are also evaluated in parts
+_SPREAD = 0.1  # of the point at which log p is compared, around the start
+_DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
+
+
+class _Point:
+    """Values of all latents around the start, in unconstrained space, the same at every party."""
+
+    def __init__(self, problem: Problem, records: int) -> None:
+        rng, start = torch.Generator().manual_seed(0), problem.start
+
+        def around(value: Tensor) -> Tensor:
+            noise = torch.randn(value.shape, generator=rng, dtype=torch.float64)
+            return value.to(problem.device) + _SPREAD * noise.to(problem.device, problem.dtype)
+
+        self.problem = problem
+        self.z_global, self.z_silo = around(start.z_global), around(start.z_silo)
+        self.z_record = around(start.z_record[:1].expand(records, -1))
+        self.theta = {name: value.to(problem.device) for name, value in start.theta.items()}
+
+    def evaluate(self, rows: Params, part: slice = slice(None), silo: float = 0.0, record: float = 0.0) -> LogTerms:
+        """Log p of some records, with the silo's or the records' latents moved by so much."""
+        return self.problem.density.evaluate(
+            self.z_global, self.z_silo + silo, self.z_record[part] + record, self.theta,
+            {name: value[part] for name, value in rows.items()},
+        )  # fmt: skip
+
+    def latents(self) -> Params:
+        split = self.problem.layout.split
+        return {**split(self.z_global, "global"), **split(self.z_silo, "silo"), **split(self.z_record, "record")}
+
+
+# ---- the program ----
+
+
+def check_program(problem: Problem, importance_samples: int = 1) -> None:
+    """Raise InputError where the program does not keep its contract, and say why; warn of a site that nothing uses.
+
+    Looks at made data alone, so that all parties come to the same answer.
+    """
+    rows = {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(_MADE).items()}
+    try:
+        _check_program(_Point(problem, _MADE), rows, importance_samples)
+    except (InputError, SecureFVIWarning):  # a warning that the user had made an error of is no fault of the program
+        raise
+    except Exception as error:  # the program is the user's: anything may come
+        said = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the model fails on made data, where gradients are taken ({type(error).__name__}: {said})"
+        ) from error
+
+
+def _check_program(point: _Point, rows: Params, importance_samples: int) -> None:
+    problem = point.problem
+    first, again = point.evaluate(rows), point.evaluate(rows)
+    if not all(_same(a, b) for a, b in zip(first, again, strict=True)):
+        raise InputError(
+            "the model gives another log density each time it is run: it draws numbers, or changes its own state; draw "
+            "with pyro.sample alone"
+        )
+    if not bool(torch.isfinite(first.shared)) or not bool(torch.isfinite(first.silo)):
+        raise InputError(
+            "the log density of the global sites is not finite near the start; look at their priors, or say where to "
+            "begin with start={...}"
+        )
+    records, shared, silo = _dependent(point, rows)
+    if records or shared or silo:
+        raise InputError(_NO_SUM if records else _PRIOR.format("global" if shared else "silo"))
+    _check_owners(point, rows, first)
+    if type(problem.density) is LogDensity:  # of a traced program's graph that was looked at when it was traced
+        _check_gradients(point, rows)
+    _check_end(point)
+    if isinstance(problem.privacy, RecordDP):
+        _check_mapped(point, rows, first.records, "record-level privacy evaluates each record alone")
+    elif importance_samples > 1:
+        _check_mapped(point, rows, first.records, "importance samples go through the model together")
+
+
+_NO_SUM = (
+    "the model's log density is not a sum over records: together and in parts, the same records have another one. A "
+    "program that standardises, lags, sorts or counts over records is another model at every silo; work such numbers "
+    "out before, over all silos, and pass them with sf.Shared"
+)
+
+
+_PRIOR = (
+    "the prior of a {} site depends on the data of records; move what depends on data into the record plate, or "
+    "share it with sf.Shared"
+)
+
+
+def _dependent(point: _Point, rows: Params) -> tuple[int, bool, bool]:
+    """How many records have another term in one half of the rows, or alone, than among all; whether global and silo
+    sites have."""
+    count = len(point.z_record)
+    if count < 2:
+        return 0, False, False
+    whole = point.evaluate(rows)
+    bad, shared, silo = torch.zeros(count, dtype=torch.bool, device=whole.records.device), False, False
+    half = count // 2
+    for part in (slice(0, half), slice(half, count), slice(0, 1), slice(count - 1, count)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # standard deviations of one record, say
+                found = point.evaluate(rows, part)
+        except Exception:
+            if part.stop - part.start > 1:
+                raise
+            continue  # a fit never runs a program on one row, but record by record, which is looked at by itself
+        bad[part] |= ~_alike(found.records, whole.records[part])
+        shared |= not _same(found.shared, whole.shared)
+        silo |= not _same(found.silo, whole.silo)
+    return int(bad.sum()), shared, silo
+
+
+def _alike(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise: equal up to rounding, or both not a number."""
+    tolerance = 1e-6 if a.dtype == torch.float64 else 1e-3
+    known = b[torch.isfinite(b)]
+    scale = float(known.abs().max()) if known.numel() else 0.0
+    return torch.isclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(_alike(a, b).all())
+
+
+def _check_owners(point: _Point, rows: Params, first: LogTerms) -> None:
+    """Global terms depend on global sites, a silo's on global and silo sites: the server computes the first alone."""
+    moved = point.evaluate(rows, silo=0.5, record=0.5)
+    if not _same(moved.shared, first.shared):
+        raise InputError(
+            "the prior of a global site, or a pyro.factor outside the record plate, depends on sites of a silo or a "
+            "record; name what belongs to a silo in silo_sites"
+        )
+    if not _same(point.evaluate(rows, record=0.5).silo, first.silo):
+        raise InputError("the prior of a silo site depends on sites of records")
+
+
+def _check_gradients(point: _Point, rows: Params) -> None:
+    """Every latent and every pyro.param moves log p, and the gradient says by how much."""
+    problem = point.problem
+    latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
+    theta = {name: value.detach().clone().requires_grad_() for name, value in point.theta.items()}
+    with torch.enable_grad():
+        run = problem.density.run(latents, theta, rows)
+        total = _others(run)
+    for name, leaf in latents.items():
+        gradient = _gradient(_others(run, name), leaf)
+        _check_slope(point, rows, name, gradient)
+        if name in run.masks:
+            _check_masked(name, run.masks[name], gradient)
+    for name, leaf in theta.items():
+        # An encoder's weights are pyro.params too, which log p does not know.
+        if problem.model.encoder is None and _gradient(total, leaf) is None:
+            hint = "; give pyro.module(..., update_module_params=True)" if "$$$" in name else ""
+            raise InputError(f"pyro.param '{name}' does not reach the log density{hint}")
+
+
+def _others(run: Evaluation, site: str | None = None) -> Tensor:
+    """The terms of all sites but one."""
+    return sum((term for name, term in run.own.items() if name != site), torch.zeros(()))
+
+
+def _gradient(value: Tensor, leaf: Tensor) -> Tensor | None:
+    """None where `leaf` has no part in `value`."""
+    if not value.requires_grad:
+        return None
+    return torch.autograd.grad(value, leaf, retain_graph=True, allow_unused=True)[0]
+
+
+def _check_slope(point: _Point, rows: Params, site: str, gradient: Tensor | None) -> None:
+    """The gradient of all but the site's own prior against a difference along a random direction."""
+    density, latents = point.problem.density, point.latents()
+    precise = point.problem.dtype == torch.float64
+    step, floor = (1e-5, 1e-6) if precise else (1e-2, 1e-2)
+    at = latents[site]
+    rng = torch.Generator().manual_seed(1)
+    direction = torch.randn(at.shape, generator=rng, dtype=torch.float64).to(at)
+
+    def value(distance: float) -> float:
+        with torch.no_grad():
+            run = density.run({**latents, site: at + distance * direction}, point.theta, rows)
+            return float(_others(run, site))
+
+    high, low = value(step), value(-step)
+    slope = (high - low) / (2 * step)
+    told = 0.0 if gradient is None else float((gradient * direction).sum())
+    if not np.isfinite([slope, told]).all():
+        return
+    if abs(slope - told) > 0.05 * (abs(slope) + abs(told)) + floor * (1 + abs(high)):
+        raise InputError(
+            f"site '{site}' does not reach the likelihood: the log density changes with its value and the gradient "
+            "does not say so. detach(), .item(), no_grad(), rounding or NumPy cuts it off; use tensor operations"
+        )
+    if gradient is None:
+        warnings.warn(
+            f"site '{site}' does not reach the likelihood: nothing that is observed depends on it, so that its "
+            "posterior is its prior. Leave it out, and draw it afterwards with result.predict",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
+
+
+def _check_masked(site: str, mask: Tensor, gradient: Tensor | None, silo: str | None = None) -> None:
+    """What a mask takes out has no prior left, so that nothing may depend on it."""
+    if gradient is None:
+        return
+    used = (gradient.reshape((*mask.shape, -1)) != 0).any(-1)
+    if bool((used & ~mask).any()):
+        error, where = (InputError, "") if silo is None else (DataError, f"silo '{silo}': ")
+        raise error(
+            f"{where}site '{site}' is masked where the rest of the model uses it: a mask takes its prior away. Give it "
+            "a wide prior instead, or mask what is observed"
+        )
+
+
+def _check_end(point: _Point) -> None:
+    """What a fit does once it has ended: draws of the global sites in the model's space, mapped if they can be."""
+    density, theta = point.problem.density, point.theta
+    draws = torch.stack([point.z_global, point.z_global + 0.3])
+
+    def values(z: Tensor) -> Params:
+        return density.constrain(z, theta)[0]
+
+    alone = [values(z) for z in draws]
+    try:
+        mapped = torch.func.vmap(values)(draws)
+    except RuntimeError:
+        return  # draws are then made one by one
+    if not all(_same(mapped[name], torch.stack([one[name] for one in alone])) for name in mapped):
+        raise InputError("the model gives other values when it is mapped over draws; use tensor operations throughout")
+
+
+def _check_mapped(point: _Point, rows: Params, expected: Tensor, why: str) -> None:
+    """Several draws of the records' latents go through the program together, or each record alone, by vmap."""
+
+    def draw(z: Tensor) -> Tensor:
+        return point.problem.density.evaluate(point.z_global, point.z_silo, z, point.theta, rows).records
+
+    def record(z: Tensor, row: Params) -> Tensor:
+        batch = {name: value.unsqueeze(0) for name, value in row.items()}
+        found = point.problem.density.evaluate(point.z_global, point.z_silo, z.unsqueeze(0), point.theta, batch)
+        return found.records[0]
+
+    try:
+        if isinstance(point.problem.privacy, RecordDP):
+            found = torch.func.vmap(record)(point.z_record, rows)
+        else:
+            found = torch.func.vmap(draw)(point.z_record.unsqueeze(0))[0]
+    except Exception as error:
+        raise InputError(
+            f"{why}, by torch.func.vmap, which this model does not allow ({type(error).__name__}): values must not "
+            "decide on its course (.item(), `if`, boolean indexing), nor may it count on several records"
+        ) from error
+    if not _same(found, expected):
+        raise InputError(_NO_SUM)
+
+
+# ---- a silo's data ----
+
+
+def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
+    """Where a silo's own latents start, from its rows, (N + 1, ...) each with a spare one at the end.
+
+    Raises DataError, which counts rows and quotes no value, for data that do not fit the model. Seen by that silo only.
+    """
+    columns = _Columns(rows, size, silo)
+    found = _AtSilo(problem, size, silo, columns)
+    try:
+        with running(problem.dtype, problem.device), torch.no_grad(), columns, found:
+            problem.model.fn(**rows, **problem.schema.constants)
+    except InputError as error:
+        raise error if isinstance(error, DataError) else DataError(f"silo '{silo}': {error}") from None
+    except Exception as error:
+        raise DataError(f"silo '{silo}': the model fails on its data ({type(error).__name__})") from None
+    _check_sites(problem, found, silo)
+    point, some = check_parts(problem, rows, size, silo)
+    if found.masked:
+        _check_masks(point, some, silo)
+    return start_of(found)
+
+
+def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[_Point, Params]:
+    """Raise DataError where global terms depend on a silo's data, or its records on each other; what was looked at."""
+    at = torch.linspace(0, size - 1, min(size, _SOME)).round().long().to(problem.device)
+    some, point = {name: value[at] for name, value in rows.items()}, _Point(problem, len(at))
+    try:
+        problem.density.check_global_density(rows, silo, problem.start.z_global)
+        dependent, _, silo_site = _dependent(point, some)
+    except InputError:
+        raise
+    except Exception as error:
+        raise DataError(f"silo '{silo}': the model fails on part of its data ({type(error).__name__})") from None
+    if silo_site:
+        raise DataError(f"silo '{silo}': {_PRIOR.format('silo')}")
+    if dependent:
+        raise DataError(f"silo '{silo}': {dependent} of {len(at)} records looked at depend on others: {_NO_SUM}")
+    return point, some
+
+
+def _check_sites(problem: Problem, found: Discovery, silo: str) -> None:
+    mine, layout = {s.name: s for s in found.sites}, {s.name: s for s in problem.layout.sites}
+    for name in sorted(mine.keys() ^ layout.keys()):
+        raise DataError(f"silo '{silo}': the data decide on whether the model has the site '{name}'; sites must not")
+    for name, site in layout.items():
+        if mine[name].shape != site.shape:
+            raise DataError(
+                f"silo '{silo}': site '{name}' has shape {mine[name].shape} on its data and {site.shape} on made data. "
+                "How many latents there are must not depend on data: pass the number of groups as a plain argument"
+            )
+
+
+def _check_masks(point: _Point, rows: Params, silo: str) -> None:
+    latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
+    with torch.enable_grad():
+        run = point.problem.density.run(latents, point.theta, rows)
+    for name, mask in run.masks.items():
+        _check_masked(name, mask, _gradient(_others(run, name), latents[name]), silo)
+
+
+class _AtSilo(Discovery):
+    """Reads the program on a silo's rows, and looks at each site in the record plate."""
+
+    def __init__(self, problem: Problem, size: int, silo: str, columns: _Columns) -> None:
+        super().__init__(problem.model, size + 1, problem.dtype, problem.device)
+        self.size, self.silo, self.columns = size, silo, columns
+        self.masked = False
+
+    def _pyro_sample(self, msg: Any) -> None:
+        super()._pyro_sample(msg)
+        if has_no_density(msg):
+            return
+        if not msg["is_observed"]:
+            self.masked |= site_mask(msg) is not None
+        if not record_dim(msg, self.model.record_plate):
+            return
+        if msg["is_observed"] and not isinstance(msg["fn"], Unit):
+            self._check_support(msg)
+        self._check_finite(msg)
+
+    def _check_support(self, msg: Any) -> None:
+        fn, value = msg["fn"], msg["value"]
+        try:
+            support = fn.support
+            inside = support.check(value)
+            if "multinomial" in str(support).lower():
+                inside = inside & (value % 1 == 0).all(-1)
+        except Exception:  # a distribution of the user's own, without one
+            return
+        count = self._count(msg, ~inside)
+        if count:
+            names = self.columns.of(value, *vars(_base(support)).values()) or f"site '{msg['name']}'"
+            raise DataError(
+                f"silo '{self.silo}': {names} does not fit site '{msg['name']}' in {count} of {self.size} rows: "
+                f"{kind_of(fn)} takes {described(support)}"
+            )
+
+    def _check_finite(self, msg: Any) -> None:
+        fn, value = msg["fn"], msg["value"]
+        term = fn.log_prob(observed_value(msg) if msg["is_observed"] and not isinstance(fn, Unit) else value)
+        count = self._count(msg, ~torch.isfinite(scale_and_mask(term, 1.0, msg["mask"])))
+        if count:
+            names = self.columns.of(value, *vars(fn).values()) or "no column"
+            raise DataError(
+                f"silo '{self.silo}': the log density of site '{msg['name']}' is not finite at the start in {count} of "
+                f"{self.size} rows, from {names}: values on the edge of what {kind_of(fn)} takes, or too large; "
+                "correct or rescale them, or say where to begin with start={...}"
+            )
+
+    def _count(self, msg: Any, bad: Tensor) -> int:
+        """Rows of the silo's with anything bad in what is not masked. bad: batch shape, and parts of an event."""
+        fn, mask = msg["fn"], site_mask(msg)
+        dim = record_dim(msg, self.model.record_plate)
+        extra = max(0, bad.dim() - len(fn.batch_shape))
+        batch = bad.reshape((*bad.shape[: bad.dim() - extra], -1)).any(-1) if extra else bad
+        batch = batch.expand(torch.broadcast_shapes(batch.shape, fn.batch_shape))
+        if mask is not None:
+            batch = batch & mask.to(batch.device)
+        rows = batch.movedim(dim, 0).reshape(batch.shape[dim], -1).any(1)
+        return int(rows[: self.size].sum())
+
+
+def _base(support: Any) -> Any:
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return support
+
+
+def described(support: Any) -> str:
+    """What a support takes, in words; bounds that are the model's numbers, not a silo's."""
+    base = _base(support)
+    low, high = (getattr(base, name, None) for name in ("lower_bound", "upper_bound"))
+    numbers = [None if b is None or (isinstance(b, Tensor) and b.numel() > 1) else f"{float(b):g}" for b in (low, high)]
+    if isinstance(base, type(constraints.boolean)):
+        return "0 and 1 alone"
+    if "multinomial" in type(base).__name__:
+        return "whole numbers of at least 0 that add up to its total_count"
+    if isinstance(base, constraints.integer_interval):
+        upper = numbers[1] if numbers[1] is not None else "its own number of trials"
+        return f"whole numbers from {numbers[0]} to {upper}"
+    if isinstance(base, type(constraints.nonnegative_integer)):
+        return f"whole numbers of at least {numbers[0]}"
+    if isinstance(base, constraints.greater_than):
+        return f"numbers above {numbers[0] or 'its bound'}"
+    if isinstance(base, constraints.greater_than_eq):
+        return f"numbers of at least {numbers[0] or 'its bound'}"
+    if isinstance(base, constraints.interval | constraints.half_open_interval):
+        return f"numbers from {numbers[0] or 'its bound'} to {numbers[1] or 'its bound'}"
+    if isinstance(base, type(constraints.simplex)):
+        return "shares of at least 0 that add up to 1"
+    return f"values in its support, {type(base).__name__.strip('_')}"
+
+
+#: The arguments of functions that look numbers up along an axis, in their order.
+_BY_AXIS = ("input", "dim", "index")
+_GATHERS = {
+    torch.index_select: _BY_AXIS, Tensor.index_select: _BY_AXIS, torch.gather: _BY_AXIS, Tensor.gather: _BY_AXIS,
+    torch.take_along_dim: ("input", "index", "dim"),
+}  # fmt: skip
+_TO_WHOLE = (Tensor.long, Tensor.int, Tensor.short, Tensor.to, Tensor.type)
+
+
+class _Columns(TorchFunctionMode):
+    """Follows columns through a program: which tensor comes from which, and whether what is used as an index can be."""
+
+    def __init__(self, rows: Params, size: int, silo: str) -> None:
+        super().__init__()
+        self.size, self.silo, self.rows = size, silo, rows
+        self._names: Any = WeakIdKeyDictionary()
+        for name, value in rows.items():
+            self._names[value] = frozenset([name])
+
+    def of(self, *values: Any) -> str:
+        """The columns that some values come from, in quotes."""
+        found = {name for value in _tensors(values) for name in self._names.get(value, ())}
+        return ", ".join(f"'{name}'" for name in sorted(found))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._look(func, args, kwargs)
+        out = func(*args, **kwargs)
+        names = frozenset().union(*(self._names.get(t, frozenset()) for t in _tensors((args, *kwargs.values()))))
+        if names:
+            for tensor in _tensors((out,)):
+                self._names[tensor] = names | self._names.get(tensor, frozenset())
+        return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is Tensor.__getitem__:
+            for index, length in _indices(args[0], args[1]):
+                self._check_index(index, length)
+        elif func in (functional.embedding, torch.embedding):
+            index, table = (args[0], args[1]) if args[0].dim() < 2 or not args[0].is_floating_point() else args[1::-1]
+            self._check_index(index, table.shape[0])
+        elif func is functional.one_hot:
+            classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+            if classes > 0:
+                self._check_index(args[0], classes)
+        elif func in _GATHERS:
+            given = {**dict(zip(_GATHERS[func], args, strict=False)), **kwargs}
+            at = given.get("index", given.get("indices"))
+            if isinstance(at, Tensor) and isinstance(given.get("dim"), int):
+                self._check_index(at, given["input"].shape[given["dim"]])
+        elif func in _TO_WHOLE and args[0].is_floating_point() and any(args[0] is row for row in self.rows.values()):
+            whole = func is not Tensor.to and func is not Tensor.type
+            whole |= any(isinstance(a, torch.dtype) and not a.is_floating_point and a != torch.bool for a in args[1:])
+            dtype = kwargs.get("dtype")
+            whole |= isinstance(dtype, torch.dtype) and not dtype.is_floating_point and dtype != torch.bool
+            if whole:
+                count = self._rows(args[0] % 1 != 0)
+                if count:
+                    raise DataError(
+                        f"silo '{self.silo}': {self.of(args[0])} holds fractions in {count} of {self.size} rows, where "
+                        "the model takes whole numbers (labels); round() or floor() them if that is meant"
+                    )
+
+    def _check_index(self, index: Tensor, length: int) -> None:
+        names = self.of(index)
+        if not names or index.dtype == torch.bool:
+            return
+        if index.is_floating_point() or index.dtype == torch.uint8:
+            raise DataError(f"silo '{self.silo}': {names} is used as an index and holds no whole numbers; use .long()")
+        count = self._rows((index < 0) | (index >= length))
+        if count:
+            raise DataError(
+                f"silo '{self.silo}': {names} points outside of what it indexes in {count} of {self.size} rows: the "
+                f"model has {length} there, so that labels are whole numbers from 0 to {length - 1}"
+            )
+
+    def _rows(self, bad: Tensor) -> int:
+        if bad.dim() and bad.shape[0] == self.size + 1:
+            bad = bad[: self.size].reshape(self.size, -1).any(1)
+        return int(bad.sum())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _indices(table: Tensor, key: Any) -> Iterator[tuple[Tensor, int]]:
+    """The tensors in `table[key]`, each with the length of the axis that it indexes."""
+    parts = key if isinstance(key, tuple) else (key,)
+    used = sum(0 if p is None or p is Ellipsis else _axes(p) for p in parts)
+    axis = 0
+    for part in parts:
+        if part is Ellipsis:
+            axis += table.dim() - used
+        elif part is not None:
+            if isinstance(part, Tensor) and axis < table.dim():
+                yield part, table.shape[axis]
+            axis += _axes(part)
+
+
+def _axes(part: Any) -> int:
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+# ---- records ----
+
+
+def check_repeats(rows: Params, silo: str) -> None:
+    """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
+    itself. Only where measured numbers, with fractions, say that it is no coincidence."""
+    columns = [value.reshape(len(value), -1).double() for value in rows.values()]
+    if not any(bool((column % 1 != 0).any()) for column in columns):
+        return
+    values = torch.cat(columns, 1)
+    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    marks = (values * weights.to(values.device)).sum(1)
+    different, counts = marks.unique(return_counts=True)
+    if len(different) >= _DIFFERENT_ROWS and int(counts.min()) > 1:
+        raise DataError(
+            f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
+            f"{', '.join(repr(name) for name in rows)}: every record is there several times. Remove the copies, or "
+            "give records ids of their own (record_ids, or a column record_id) if they are different people"
+        )
+
+
+def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
+    """A silo's record ids as int64 (N,). Raises DataError, which counts rows, where some are not whole numbers."""
+    try:
+        found = torch.as_tensor(ids).cpu().numpy()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record") from None
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
+    bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
+    if bad:
+        raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
+    return found.astype(np.int64)

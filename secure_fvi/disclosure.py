@@ -1,0 +1,413 @@
+"""What a job discloses: one statement, derived from its resolved options, by which every engine and every policy goes.
+
+    disclose(algorithm, aggregation, privacy, silos)   from the options, before a model is traced or a record is read
+    Disclosure.of_program(tables, terms, aggregation)  with the blocks and the noise, once the model is traced
+
+An algorithm declares its sums (`Declaration`); what no engine accepts is refused here and nowhere else. A site's policy
+judges the statement (deployment.policy_check), and the silo's gate holds the program to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from secure_fvi.aggregation import Homomorphic, Masked, Plain
+from secure_fvi.aggregation.base import Block, BlockTable, SecureSum
+from secure_fvi.aggregation.homomorphic_schemes import scheme_named
+from secure_fvi.aggregation.homomorphic_silo import SlotCodecs
+from secure_fvi.errors import InputError
+from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
+from secure_fvi.privacy.terms import Terms
+
+if TYPE_CHECKING:
+    from secure_fvi.runs.config import Engine
+
+#: all: every silo is asked. sampled: a part, by a coin that all can toss from the job's seed. asynchronous: whose fits
+#: are done first. sequential: one after the other.
+Cohort = Literal["all", "sampled", "asynchronous", "sequential"]
+
+#: What a policy has to allow by name, since it says more than exact or noised totals over one set of silos do.
+DISCLOSURES = {
+    "per_silo_rows": "a total has a row a silo: the server reads each silo's own values in it",
+    "single_silos": "a sum is of one silo alone: the server, and with the next broadcast all silos, learn its term",
+    "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
+    "close to single silos' terms",
+    "sampled_records": "exact sums that rest on few records, drawn anew each time: the fewer, the closer to one's own",
+    "exact_counts": "the number of records without noise, beside numbers with noise",
+    "objective": "the bound, with noise that the same epsilon pays for",
+    "adaptive_clipping": "the share of silos below the clipping norm, with noise that the same epsilon pays for",
+}
+#: An exact sum that rests on a smaller share of the records than this is "sampled_records".
+FEW = 0.5
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of one phase, as an algorithm declares them.
+
+    at_most: so many in a job, iterations within a round counted, retries not. what: of a silo's term, in words.
+    asked: silos in each, at least.
+    """
+
+    phase: str
+    at_most: int
+    what: str
+    asked: int
+    cohort: Cohort = "all"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What an algorithm's sums are, whatever the model.
+
+    rounds: at most. keeps: what stays at a silo, in words. rows: a total has a row a silo. share: of its records on
+    which a silo's term rests, at least, in expectation. because: the options, with their values, by which it shows
+    single silos' terms, or asks a part of them.
+    """
+
+    rounds: int
+    sums: tuple[Sums, ...]
+    keeps: str
+    rows: bool = False
+    share: float = 1.0
+    because: str = ""
+
+
+class Declares(Protocol):
+    """What this file needs to know of an algorithm."""
+
+    @property
+    def name(self) -> str: ...
+
+    def declare(self, silos: int, private: bool) -> Declaration: ...
+
+
+def drawn(silos: int, participation: float) -> tuple[int, Cohort]:
+    """`asked` and `cohort` of sums over a share of the silos that is drawn by a public coin."""
+    asked = max(1, round(participation * silos))
+    return asked, "all" if asked == silos else "sampled"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The sums of one phase of a job. blocks and terms are None before the model is traced; terms stay so without
+    differential privacy. at_least: silos in a total, after losses; 1 where single terms are seen anyway."""
+
+    phase: str
+    at_most: int
+    what: str
+    asked: int
+    cohort: Cohort
+    at_least: int
+    blocks: tuple[Block, ...] | None = None
+    terms: Terms | None = None
+
+    def exact(self) -> tuple[str, ...]:
+        """Blocks without noise; () before they are known."""
+        if self.blocks is None:
+            return ()
+        if self.terms is None:
+            return tuple(b.name for b in self.blocks)
+        return tuple(b.name for b in self.blocks[self._noised :])
+
+    @property
+    def _noised(self) -> int:
+        """How many of the blocks carry noise: all but the counts that were declared public, which come last."""
+        assert self.blocks is not None
+        assert self.terms is not None
+        left, count = self.terms.extent.shared + self.terms.extent.side, 0
+        while left > 0:
+            left -= self.blocks[count].size
+            count += 1
+        return count
+
+
+@dataclass(frozen=True)
+class Disclosure:
+    """What a job tells whom. Public: all parties derive the same.
+
+    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms.
+    """
+
+    algorithm: str
+    kind: str
+    silos: int
+    rounds: int
+    phases: tuple[Phase, ...]
+    keeps: str
+    rows: bool
+    share: float
+    privacy: DP | None
+
+    @property
+    def single(self) -> bool:
+        """Whether some sum is of one silo alone, of several."""
+        return any(p.asked == 1 < self.silos for p in self.phases)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which of `DISCLOSURES` this job makes."""
+        dp = self.privacy
+        found = {
+            "per_silo_rows": self.rows,
+            "single_silos": self.single,
+            "changing_cohorts": dp is None and any(1 < p.asked < self.silos for p in self.phases),
+            "sampled_records": dp is None and self.share < FEW,
+            "exact_counts": isinstance(dp, RecordDP) and dp.public_counts,
+            "objective": isinstance(dp, RecordDP) and dp.objective_share > 0,
+            "adaptive_clipping": isinstance(dp, SiloDP) and dp.target_quantile is not None,
+        }
+        return tuple(name for name in DISCLOSURES if found[name])
+
+    @property
+    def at_least(self) -> int:
+        """Silos in the smallest total that may come about."""
+        return min(p.at_least for p in self.phases)
+
+    @property
+    def missing(self) -> int:
+        """Silos that were asked and that a total may lack, at most."""
+        return max(p.asked - p.at_least for p in self.phases)
+
+    @property
+    def learn(self) -> tuple[str, ...]:
+        """Who learns a total."""
+        who = ["the server", "every silo, since each broadcast follows from the totals before it"]
+        return (*who, "the key holder") if self.kind == "homomorphic-unmasked" else tuple(who)
+
+    def of_program(
+        self, tables: Mapping[str, BlockTable], terms: Mapping[str, Terms], aggregation: SecureSum
+    ) -> Disclosure:
+        """The statement with blocks and noise. Raises InputError where the program goes beyond what was declared, or
+        where the sums cannot carry its blocks."""
+        declared = {p.phase: p for p in self.phases}
+        for name, table in tables.items():
+            if name not in declared:
+                raise InputError(f"{self.algorithm} has a phase '{name}' that it does not declare")
+            rows = [b.name for b in table.blocks if b.rows == "silo"]
+            if rows and not self.rows:
+                raise InputError(f"{self.algorithm} has a row a silo in '{rows[0]}', which it does not declare")
+            if self.privacy is not None and name not in terms:
+                raise InputError(f"phase '{name}' of {self.algorithm} has no terms of its privacy")
+            if name in terms and terms[name].cohort != declared[name].asked:
+                raise InputError(
+                    f"phase '{name}' of {self.algorithm} plans its noise for {terms[name].cohort} silos, and asks "
+                    f"{declared[name].asked}"
+                )
+        if isinstance(aggregation, Homomorphic):
+            codecs = SlotCodecs(scheme_named(aggregation.scheme), self.silos)
+            for table in tables.values():
+                codecs(table)
+        phases = tuple(
+            dataclasses.replace(p, blocks=tables[p.phase].blocks, terms=terms.get(p.phase))
+            for p in self.phases
+            if p.phase in tables
+        )
+        return dataclasses.replace(self, phases=phases)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of the statement, for programs."""
+        return {
+            "algorithm": self.algorithm,
+            "aggregation": self.kind,
+            "silos": self.silos,
+            "rounds": self.rounds,
+            "who_learns_totals": list(self.learn),
+            "single_terms_seen_by_server": self.kind == "plain",
+            "disclosures": list(self.kinds),
+            "phases": [_phase_json(p, self.privacy) for p in self.phases],
+            "privacy": None
+            if self.privacy is None
+            else {"unit": self.privacy.unit, **dataclasses.asdict(self.privacy)},
+            "kept_at_silos": self.keeps,
+        }
+
+    def lines(self) -> list[str]:
+        """The statement in plain words, a line each."""
+        return list(_lines(self))
+
+
+def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, silos: int) -> Disclosure:
+    """What a job of these options over `silos` silos discloses. Raises InputError for what no engine runs."""
+    if isinstance(aggregation, Plain | Masked | Homomorphic):
+        kind = kind_of(aggregation)
+    else:
+        raise InputError(f"aggregation '{aggregation.kind}': nobody has said what such sums disclose")
+    declared = algorithm.declare(silos, privacy is not None)
+    phases = tuple(
+        Phase(s.phase, s.at_most, s.what, s.asked, s.cohort, _at_least(s.asked, aggregation, privacy))
+        for s in declared.sums
+    )
+    found = Disclosure(
+        algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy
+    )
+    if kind != "plain":
+        _check_hidden(found, aggregation, declared.because)
+    if privacy is not None and privacy.noise == "distributed":
+        if kind == "plain":
+            raise InputError(
+                "noise = 'distributed' needs a masked or homomorphic sum: in a plain one each share of noise stands "
+                "alone"
+            )
+        if kind == "homomorphic-unmasked":
+            raise InputError("noise = 'distributed' needs exact sums with masks: use scheme = 'bfv' with masks")
+    return found
+
+
+def check_carried(found: Disclosure, engine: Engine) -> None:
+    """Raises InputError where the way in which a job is carried does not go with what it discloses."""
+    hidden = found.kind.startswith("homomorphic")
+    if engine.carrier == "messages" and hidden:
+        raise InputError(
+            "engine.carrier = 'messages': a key holder keeps its key in memory and needs a stream; use carrier = "
+            "'stream', or masked sums"
+        )
+    if engine.on_loss == "drop" and found.privacy is None and not found.missing:
+        raise InputError(
+            f"engine.on_loss = 'drop': no sum of this job may lack a silo, since each asks {found.at_least} and needs "
+            f"{found.at_least}; use on_loss = 'wait', or let sums lack some (aggregation.max_missing, min_cohort)"
+        )
+
+
+def kind_of(aggregation: SecureSum) -> str:
+    """The kind of sum; its weaker form has a name of its own."""
+    if isinstance(aggregation, Masked) and not aggregation.consistency_check:
+        return "masked-unchecked"
+    if isinstance(aggregation, Homomorphic) and not aggregation.masked:
+        return "homomorphic-unmasked"
+    return aggregation.kind
+
+
+def _check_hidden(found: Disclosure, aggregation: SecureSum, because: str) -> None:
+    if found.rows or found.single:
+        raise InputError(
+            f"{found.algorithm} is to show the server each silo's own term ({because}); a {aggregation.kind} sum would "
+            "hide it in name only. Use a plain sum, or take that option back"
+        )
+    least = getattr(aggregation, "min_cohort", 1)
+    for p in found.phases:
+        if p.asked < min(least, found.silos):
+            raise InputError(
+                f"{found.algorithm} asks {p.asked} of {found.silos} silos in phase '{p.phase}' ({because}), and a "
+                f"{aggregation.kind} sum refuses fewer than min_cohort = {least}; ask more, or lower min_cohort"
+            )
+
+
+def _at_least(asked: int, aggregation: SecureSum, privacy: DP | None) -> int:
+    """Silos that a total of `asked` silos has after losses."""
+    if isinstance(aggregation, Plain):
+        return 1
+    least: int = getattr(aggregation, "min_cohort", 1)
+    missing: int | None = getattr(aggregation, "max_missing", None)
+    if privacy is not None:
+        missing = privacy.dropouts if privacy.noise == "distributed" else None
+    if missing is not None:
+        least = max(least, asked - missing)
+    return min(least, asked)
+
+
+# ---- in words ----
+
+
+def _phase_json(p: Phase, privacy: DP | None) -> dict[str, Any]:
+    blocks = None
+    if p.blocks is not None:
+        exact = p.exact()
+        blocks = [
+            {
+                "name": b.name,
+                "shape": list(b.shape),
+                "bound": b.bound,
+                "whole_numbers": b.integer,
+                "exact": b.name in exact,
+                "rows": b.rows,
+            }
+            for b in p.blocks
+        ]
+    terms = p.terms
+    return {
+        "phase": p.phase,
+        "sums_at_most": p.at_most,
+        "retries_at_most": 0 if privacy is None else privacy.retries,
+        "term_of_a_silo": p.what,
+        "silos_asked": p.asked,
+        "cohort": p.cohort,
+        "silos_at_least": p.at_least,
+        "blocks": blocks,
+        "noise": None
+        if terms is None
+        else {
+            "mechanism": "skellam" if terms.resolution else "gaussian",
+            "multiplier": terms.noise_multiplier,
+            "added_by": terms.settings.noise,
+            "sampling_rate": terms.sampling_rate,
+        },
+    }
+
+
+_COHORTS = {
+    "all": "all {asked} silos",
+    "sampled": "{asked} of {silos} silos, drawn by a coin that follows from the job's seed, which the server chose",
+    "asynchronous": "{asked} of {silos} silos, those whose fits are done",
+    "sequential": "{asked} of {silos} silos, one after the other",
+}
+
+
+def _lines(d: Disclosure) -> Iterator[str]:
+    yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}"
+    for p in d.phases:
+        retries = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
+        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{retries}"
+        over = _COHORTS[p.cohort].format(asked=p.asked, silos=d.silos)
+        yield f"  each over {over}" + (f"; after losses over {p.at_least} at least" if p.at_least < p.asked else "")
+        yield f"  of a silo: {p.what}"
+        if p.blocks is None:
+            yield "  its blocks follow from the model, once it is traced"
+        else:
+            exact = p.exact()
+            for b in p.blocks:
+                rows = {"all": "", "silo": ", a row a silo", "presence": ", who is in the total"}[b.rows]
+                shape = " x ".join(map(str, b.shape)) or "one number"
+                how = "exact" if b.name in exact else "noised"
+                yield f"  {b.name}: {shape}{rows}; a silo's within +-{b.bound:g}; {how}"
+        if p.terms is not None:
+            mechanism = "Skellam" if p.terms.resolution else "Gaussian"
+            yield (
+                f"  noise: {mechanism}, {p.terms.noise_multiplier:.4g} times the clipping norm "
+                f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee)"
+            )
+    if d.kind == "plain":
+        yield "the server sees each silo's own contribution: a plain sum hides nothing"
+    yield f"who learns a total: {'; '.join(d.learn)}"
+    yield from _privacy_lines(d)
+    yield "public besides: the silos' names and number, who answered and when, sizes of messages"
+    yield f"stays at a silo: {d.keeps}"
+    for name in d.kinds:
+        yield f"a policy has to list '{name}': {DISCLOSURES[name]}"
+
+
+def _privacy_lines(d: Disclosure) -> Iterator[str]:
+    dp = d.privacy
+    if dp is None:
+        yield (
+            "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
+            "others, unless all of these put their own terms together; totals of several rounds, taken together, can "
+            "single out silos and records"
+        )
+        return
+    strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"
+    yield f"differential privacy of each {dp.unit}: {strength} at delta {dp.delta:g}, for all sums together"
+    where = {
+        "distributed": f"each silo adds a share; {_many(dp.colluders, 'colluder')} and "
+        f"{_many(dp.dropouts, 'loss', 'losses')} are counted on",
+        "silo": "each silo adds all of it",
+        "server": "the server adds it, and sees exact totals before",
+    }
+    yield f"noise: {where[dp.noise]}"
+
+
+def _many(count: int, one: str, more: str = "") -> str:
+    return f"{count} {one if count == 1 else more or one + 's'}"

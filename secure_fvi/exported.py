@@ -1,0 +1,727 @@
+"""A program as a graph of tensor operations: data that can be sent, checked and run, not code.
+
+`export` runs the program and traces it; only there does the author's code run, so it is called in a fence
+(`secure_fvi.deployment.fence`). What it gives is read by `read_program`, which executes nothing of what it reads: each
+node names an operation of a fixed list (`_PURE`), all of them functions of their arguments that change none, draw no
+random numbers, open no file and return no memory that they have not written. Constants are safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from pyro.distributions import Unit
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.distributions import biject_to, transform_to
+from torch.fx import GraphModule, Node
+
+from secure_fvi.algorithms.base import Problem
+from secure_fvi.compiled import agree, flatten, trace_graph
+from secure_fvi.contracts import check_parts, check_program, described
+from secure_fvi.density import (
+    Layout,
+    LogDensity,
+    LogTerms,
+    Params,
+    Role,
+    Site,
+    has_no_density,
+    param_constraint,
+    record_dim,
+    running,
+)  # fmt: skip
+from secure_fvi.discovery import Discovery, Start, _centre, _discover, as_model, kind_of, read_layout, start_of
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.federated_model import FederatedModel, Schema
+
+VERSION = 1
+_MOST_NODES = 200_000
+_MOST_BYTES = 1 << 28
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Operations of ATen that a graph may name: pure, deterministic, and bounded by the tensors that they are given.
+#: Not among them, with reason: in-place and `out=` forms, `empty` (it shows old memory), `as_strided` (it reads around
+#: its argument), `linalg_lu_solve` and `native_group_norm` (they believe the sizes and places that they are told),
+#: `from_file`, random numbers, and whatever is new in another version of PyTorch.
+_PURE = _words(
+    """
+    abs acos acosh add addbmm addcdiv addcmul addmm addmv addr alias all amax amin aminmax any arange argmax
+    argmin argsort asin asinh atan atan2 atanh baddbmm binary_cross_entropy bitwise_and bitwise_not bitwise_or
+    bitwise_xor bmm bucketize cat ceil celu cholesky cholesky_inverse cholesky_solve clamp clamp_max clamp_min
+    clone constant_pad_nd convolution copysign cos cosh cross cummax cummin cumprod cumsum deg2rad detach
+    diag_embed diagonal diagonal_scatter digamma dist div dot elu embedding eq erf erfc erfinv exp exp2 expand
+    expm1 eye fill flip floor floor_divide fmax fmin fmod frac full full_like gather ge gelu glu gt hardsigmoid
+    hardswish hardtanh heaviside hypot i0 igamma igammac index index_add index_copy index_fill index_put
+    index_select isfinite isinf isnan kthvalue le leaky_relu lerp lgamma lift_fresh lift_fresh_copy
+    linalg_cholesky_ex linalg_cross linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu
+    linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular linalg_vector_norm
+    linspace log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logcumsumexp logical_and logical_not
+    logical_or logical_xor logit logspace logsumexp lt masked_fill masked_scatter max max_pool2d_with_indices
+    maximum mean median min minimum mish mm mode mse_loss mul mv mvlgamma nan_to_num
+    native_layer_norm ne neg new_full new_ones new_zeros nextafter nonzero_static norm ones ones_like permute
+    polar polygamma pow prod rad2deg reciprocal relu remainder repeat roll round rsqrt rsub scalar_tensor
+    scatter scatter_add scatter_reduce select select_scatter sgn sigmoid sign signbit silu sin sinc sinh slice
+    slice_scatter smooth_l1_loss softplus softshrink sort special_bessel_j0 special_bessel_j1 special_entr
+    special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta
+    split split_with_sizes sqrt square squeeze stack std std_mean sub sum t tan tanh topk trace transpose
+    triangular_solve tril triu trunc unbind unfold unsqueeze upsample_nearest2d var var_mean vdot view
+    view_as_real where xlogy zeros zeros_like avg_pool2d _adaptive_avg_pool2d _linalg_check_errors _linalg_det
+    _linalg_slogdet _linalg_solve_ex _log_softmax _softmax _to_copy _unsafe_view cdist _cdist_forward
+    _euclidean_dist
+    """
+)
+#: Arithmetic of sizes, which a graph holds as whole numbers.
+_SIZES: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "truediv": operator.truediv,
+    "mod": operator.mod,
+    "neg": operator.neg,
+    "sym_float": torch.sym_float,
+    "sym_int": torch.sym_int,
+    "sym_max": torch.sym_max,
+    "sym_min": torch.sym_min,
+    "getitem": operator.getitem,
+}
+#: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
+_INSTEAD: Mapping[str, Callable[..., Any]] = {
+    "aten.sym_size.int": lambda x, axis: x.shape[axis],
+    "aten.sym_numel.default": lambda x: x.numel(),
+    "aten.view.default": torch.reshape,
+    "aten._unsafe_view.default": torch.reshape,
+    "aten.copy.default": lambda to, source, non_blocking=False: source.to(to.dtype).expand_as(to),
+    "aten.lift_fresh_copy.default": lambda x: x,
+    "aten.lift_fresh.default": lambda x: x,
+}
+#: Memory as it was found would show what this process had there: a graph has zeros instead.
+_WRITTEN_AS = {
+    "aten.empty.memory_format": "aten.zeros.default",
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten.new_empty.default": "aten.new_zeros.default",
+}
+_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}
+_MEMORY = {str(m): m for m in (torch.contiguous_format, torch.preserve_format)}
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_TRACED = "the model cannot be traced"
+_ROLES: tuple[Role, ...] = ("global", "silo", "record")
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A program whose code is not to run in this process."""
+
+    @property
+    def roles(self) -> FederatedModel:
+        """Plate and silo sites; its function refuses to be called."""
+        ...
+
+    def exported(self, schema: Schema, dtype: torch.dtype) -> Program:
+        """Raises InputError for what cannot be federated or traced."""
+        ...
+
+
+class _Ref(NamedTuple):
+    """The result of an earlier node."""
+
+    at: int
+
+
+class _Const(NamedTuple):
+    name: str
+
+
+class _Node(NamedTuple):
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    makes: bool  # takes the device on which it makes a tensor
+
+
+class TensorGraph:
+    """A function of tensors, as nodes in the order in which they run."""
+
+    def __init__(self, inputs: int, nodes: Sequence[_Node], outputs: Sequence[_Ref], constants: Params) -> None:
+        self.inputs, self._nodes, self._outputs, self._constants = inputs, nodes, outputs, constants
+        self._there: dict[torch.device, Params] = {}
+
+    def __repr__(self) -> str:
+        return f"TensorGraph({len(self._nodes)} operations)"
+
+    def __call__(self, flat: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """The outputs for these inputs, on `device`. The caller has set the default type of numbers (`running`)."""
+        if device not in self._there:
+            self._there[device] = {name: value.to(device) for name, value in self._constants.items()}
+        constants, values = self._there[device], list[Any](flat)
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, _Ref):
+                return values[value.at]
+            if isinstance(value, _Const):
+                return constants[value.name]
+            return [filled(v) for v in value] if isinstance(value, list) else value
+
+        for node in self._nodes:
+            kwargs = {name: filled(v) for name, v in node.kwargs.items()}
+            if node.makes:
+                kwargs["device"] = device
+            values.append(node.run(*map(filled, node.args), **kwargs))
+        return [values[ref.at] for ref in self._outputs]
+
+
+class Program(NamedTuple):
+    """What a party needs of a program once it is traced. Everyone may see it: it was made without data."""
+
+    layout: Layout
+    start: Start  # from made data
+    evaluate: TensorGraph  # Z_G, Z_S, Z_L, theta, rows -> shared, silo, records, constrained values
+    recentre: TensorGraph  # rows -> where a fit begins, Z_G, Z_S, Z_L; which rows fit each observed site, (N,)
+    observed: tuple[tuple[str, str], ...]  # those sites, and what each takes
+    warnings: tuple[str, ...]  # what was to be said of the program
+
+
+class _Evaluated(NamedTuple):
+    terms: dict[Role, list[Tensor]]
+    constrained: Params
+
+
+class GraphDensity(LogDensity):
+    """`LogDensity` that runs a program's graph, never the program."""
+
+    def __init__(self, program: Program, roles: FederatedModel, schema: Schema) -> None:
+        super().__init__(roles, program.layout, schema)
+        self.program = program
+
+    def start_at(self, rows: Params, size: int, silo: str) -> Start:
+        """Where a fit begins at a silo, from its own records, and whether these fit what is observed: `read_at_silo`
+        without the program. Seen by that silo only. Raises DataError, which counts rows and quotes no value."""
+        z, inside = self.centre(rows, silo)
+        for (name, words), fits in zip(self.program.observed, inside, strict=True):
+            count = int((~fits[:size]).sum())
+            if count:
+                raise DataError(f"silo '{silo}': the data do not fit site '{name}' in {count} of {size} rows: {words}")
+        start = Start(z[0], z[1], z[2], {n: v.to(z[0].device) for n, v in self.program.start.theta.items()})
+        terms = self.evaluate(*start[:3], start.theta, rows)
+        count = int((~torch.isfinite(terms.records[:size])).sum())
+        if count or not all(bool(torch.isfinite(t).all()) for t in flatten(start)):
+            raise DataError(
+                f"silo '{silo}': the log density is not finite at the start in {count} of {size} rows: values on the "
+                "edge of what the model takes, or too large; correct or rescale them, or say where to begin with "
+                "start={...}"
+            )
+        return start
+
+    def centre(self, rows: Params, silo: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Z_G, Z_S and Z_L at the centre of the prior; and which rows fit each observed site."""
+        device = next(iter(rows.values())).device
+        try:
+            with running(self.program.start.z_global.dtype, device), torch.no_grad():
+                found = self.program.recentre([rows[n] for n in sorted(rows)], device)
+        except Exception as error:  # whatever an operation says of the data stays here
+            raise DataError(f"silo '{silo}': the model fails on its data ({type(error).__name__})") from None
+        return found[:3], found[3:]
+
+    def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Any:
+        raise InputError("a program's graph says what its sites add up to, not what each of them is")
+
+    def _run(
+        self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params, densities: bool = True
+    ) -> Any:
+        flat = [z_global, z_silo, z_record, *(theta[n] for n in sorted(theta)), *(rows[n] for n in sorted(rows))]
+        with running(z_global.dtype, z_global.device):
+            shared, silo, records, *rest = self.program.evaluate(flat, z_global.device)
+        constrained = dict(zip(_constrained(self.layout), rest, strict=True))
+        return _Evaluated({"global": [shared], "silo": [silo], "record": [records]}, constrained)
+
+
+def read_graph_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
+    """`contracts.read_at_silo` for a program whose graph alone is here: rows (N + 1, ...), a spare one at the end."""
+    assert isinstance(problem.density, GraphDensity)
+    start = problem.density.start_at(rows, size, silo)
+    check_parts(problem, rows, size, silo)
+    return start
+
+
+def _theta(layout: Layout) -> list[str]:
+    return sorted(name for name, _ in layout.theta)
+
+
+def _constrained(layout: Layout) -> list[str]:
+    return sorted([*(site.name for site in layout.sites), *_theta(layout)])
+
+
+# ---- from a program to a graph: the author's code runs here ----
+
+
+class _Recentre(Discovery):
+    """A discovery that can be traced: how each site's centre is found is decided beforehand, on made data.
+
+    It also says which rows lie in the support of what is observed, (N,) a site.
+    """
+
+    def __init__(self, model: FederatedModel, rows: Params, dtype: torch.dtype, known: _Centres | None = None) -> None:
+        some = next(iter(rows.values()))
+        super().__init__(model, some.shape[0], dtype, some.device)
+        self.known = known  # None: find out
+        self.found = _Centres({}, {}, {})
+        self.inside: Params = {}
+
+    def _pyro_param(self, msg: Any) -> None:
+        if self.known is None:
+            super()._pyro_param(msg)
+            return
+        self.theta[msg["name"]] = value = self.known.theta[msg["name"]]
+        msg["value"] = transform_to(param_constraint(msg))(value)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        if self.known is None:
+            super()._pyro_sample(msg)
+        elif not has_no_density(msg) and not msg["is_observed"]:
+            value = self._value(name, fn).to(self.dtype)
+            self.values[name] = biject_to(fn.support).inv(value)
+            msg["value"], msg["done"] = value, True
+        dim = record_dim(msg, self.model.record_plate)
+        if not has_no_density(msg) and msg["is_observed"] and not isinstance(fn, Unit) and dim:
+            inside = _inside(fn, msg["value"], msg["mask"], dim)
+            if inside is not None:
+                self.inside[name] = inside
+                self.found.words[name] = f"{kind_of(fn)} takes {described(fn.support)}"
+        elif self.known is None and name in self.values:
+            how = "given" if name in self.model.start else _how(fn)
+            self.found.how[name] = how
+            if how in ("given", "draws"):
+                if how == "draws" and dim:
+                    raise _untraceable(f"record site '{name}' has a prior without mean and quantiles; give its start")
+                self.found.fixed[name] = msg["value"]
+
+    def _value(self, name: str, fn: Any) -> Tensor:
+        assert self.known is not None
+        how = self.known.how[name]
+        if how == "given":
+            given = self.model.start[name]
+            return torch.as_tensor(given, dtype=torch.float64).detach().expand(fn.shape()).clone()
+        if how == "draws":
+            return self.known.fixed[name].expand(fn.shape())
+        if how == "nowhere":
+            transform = biject_to(fn.support)
+            middle: Tensor = transform(torch.zeros(transform.inverse_shape(fn.shape()), dtype=self.dtype))
+            return middle
+        found: Tensor = fn.mean if how == "mean" else fn.icdf(torch.full(fn.shape(), 0.5))
+        return found.detach().expand(fn.shape()).clone()
+
+
+class _Centres(NamedTuple):
+    """What a discovery on made data found. how: each site's centre is found; fixed: those that a graph cannot make."""
+
+    how: dict[str, str]
+    fixed: Params
+    words: dict[str, str]  # of each observed site: what it takes
+    theta: Params = {}  # noqa: RUF012
+
+
+def _inside(fn: Any, value: Tensor, mask: Any, dim: int) -> Tensor | None:
+    """Which records lie in the support of an observed site, (N,); None where its distribution has none."""
+    try:
+        inside = fn.support.check(value)
+        if "multinomial" in str(fn.support).lower():
+            inside = inside & (value % 1 == 0).all(-1)
+    except Exception:  # a distribution of the user's own
+        return None
+    extra = max(0, inside.dim() - len(fn.batch_shape))
+    good = inside.reshape((*inside.shape[: inside.dim() - extra], -1)).all(-1) if extra else inside
+    good = good.expand(torch.broadcast_shapes(good.shape, fn.batch_shape))
+    if mask is not None:
+        good = good | ~torch.as_tensor(mask, device=good.device)
+    return good.movedim(dim, 0).reshape(good.shape[dim], -1).all(1)
+
+
+def _how(fn: Any) -> str:
+    """By which of its ways `_centre` finds a centre."""
+    centre = _centre(fn)
+    if centre is None:
+        return "nowhere"
+    for name, attempt in (("mean", lambda: fn.mean), ("median", lambda: fn.icdf(torch.full(fn.shape(), 0.5)))):
+        try:
+            if torch.equal(attempt().detach().expand(fn.shape()), centre):
+                return name
+        except (NotImplementedError, AttributeError):
+            continue
+    return "draws"
+
+
+def export(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> bytes:
+    """Run the program on made data, trace it, and write down what `read_program` reads.
+
+    Raises InputError for what cannot be federated, and for a program that cannot be traced: one that looks at values
+    to decide what to compute, draws random numbers itself or uses an operation that is not in the list.
+    """
+    if model.encoder is not None:
+        raise InputError("a program with an encoder cannot be exported")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = as_model(model, schema, dtype)
+        layout, start = read_layout(model, schema, dtype)
+        density = LogDensity(model, layout, schema)
+        cpu = start.z_global.device
+        check_program(Problem(model, schema, layout, density, start, ("silo",), 0, dtype, cpu, "eager"))
+    names = [name for name, _, _ in schema.fields]
+
+    def evaluate(*flat: Tensor) -> list[Tensor]:
+        z_global, z_silo, z_record = flat[:3]
+        theta = dict(zip(_theta(layout), flat[3:], strict=False))
+        rows = dict(zip(sorted(names), flat[3 + len(theta) :], strict=True))
+        run = density._run(z_global, z_silo, z_record, theta, rows)
+        zero = z_global.new_zeros(())
+        terms = LogTerms(
+            sum(run.terms["global"], zero),
+            sum(run.terms["silo"], zero),
+            sum(run.terms["record"], zero.expand(z_record.shape[-2])),
+        )
+        return [*terms, *(run.constrained[n] for n in _constrained(layout))]
+
+    def recentre(*flat: Tensor) -> list[Tensor]:
+        rows = dict(zip(sorted(names), flat, strict=True))
+        again = _Recentre(model, rows, dtype, known)
+        again.sites = list(layout.sites)
+        with running(dtype, flat[0].device), torch.no_grad(), again as run:
+            model.fn(**rows, **schema.constants)
+        found = [run.flat("global"), run.flat("silo"), run.flat("record")]
+        return [*found, *(run.inside[n] for n in sorted(known.words))]
+
+    rows = schema.dummy_rows(2)
+    with running(dtype, start.z_global.device), torch.no_grad(), _Recentre(model, rows, dtype) as run:
+        model.fn(**rows, **schema.constants)
+    known = run.found._replace(theta=start.theta)
+    shapes = [(layout.size("global"),), (layout.size("silo"),)]
+    rng = torch.Generator().manual_seed(0)
+
+    def inputs(records: int) -> list[Tensor]:
+        z = [torch.randn(s, generator=rng, dtype=dtype) * 0.3 for s in [*shapes, (records, layout.size("record"))]]
+        theta = [start.theta[n] + 0.1 * torch.randn(start.theta[n].shape, generator=rng, dtype=dtype)
+                 for n in _theta(layout)]  # fmt: skip
+        return [*z, *theta, *_made(schema, records, rng)]
+
+    fixed_axes: list[int | None] = [None, None, 0, *[None] * len(layout.theta), *[0] * len(names)]
+    constants: Params = {}
+    structure_of = {
+        "version": VERSION,
+        "sites": [[*site[:2], list(site.shape), *site[3:]] for site in layout.sites],
+        "theta": [[name, list(shape)] for name, shape in layout.theta],
+        "dtype": str(dtype),
+        "observed": [[name, known.words[name]] for name in sorted(known.words)],
+        "warnings": [str(w.message) for w in said if issubclass(w.category, SecureFVIWarning)],
+        "evaluate": _written("evaluate", evaluate, inputs(3), fixed_axes, constants),
+        "recentre": _written("recentre", recentre, _made(schema, 3, rng), [0] * len(names), constants),
+    }
+    kept = {f"start/{i}": t for i, t in enumerate([*start[:3], *(start.theta[n] for n in _theta(layout))])}
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in (constants | kept).items()}
+    content = _framed(structure_of, tensors)
+    _compare(read_program(content, schema), evaluate, inputs, model, schema, dtype)
+    return content
+
+
+def _made(schema: Schema, records: int, rng: torch.Generator) -> list[Tensor]:
+    """Made rows that differ, floats between 0.5 and 1.5 and whole numbers 0, by sorted name."""
+    rows = schema.dummy_rows(records)
+    for name, value in rows.items():
+        if value.is_floating_point():
+            rows[name] = value * (0.5 + torch.rand(value.shape, generator=rng, dtype=value.dtype))
+    return [rows[name] for name in sorted(rows)]
+
+
+def _untraceable(why: str) -> InputError:
+    return InputError(f"{_TRACED}: {why}")
+
+
+def _written(
+    what: str, fn: Callable[..., list[Tensor]], flat: list[Tensor], axes: list[int | None], constants: Params
+) -> dict[str, Any]:
+    """The graph of `fn` as lists and numbers; tensors that it holds go to `constants`."""
+    functional = torch.func.functionalize(fn)
+    why = ""
+    for attempt in (fn, functional):  # where the program writes into its own tensors, the second has no such writes
+        try:
+            return _encode(what, trace_graph(attempt, flat, axes), constants)
+        except InputError as error:
+            why = str(error)
+        except Exception as error:  # whatever a program does that a tracer cannot follow
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    raise _untraceable(why)
+
+
+def _encode(what: str, module: GraphModule, constants: Params) -> dict[str, Any]:
+    at: dict[Node, int] = {}
+    held: dict[Node, str] = {}
+    nodes: list[list[Any]] = []
+    outputs: list[Any] = []
+    inputs = 0
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return {"const": held[arg]} if arg in held else {"at": at[arg]}
+        if isinstance(arg, (list, tuple)):
+            return [value(a) for a in arg]
+        if isinstance(arg, torch.dtype):
+            return {"dtype": str(arg)}
+        if isinstance(arg, torch.memory_format):
+            return {"memory": str(arg)}
+        if isinstance(arg, float) and not math.isfinite(arg):
+            return {"float": str(arg)}
+        if arg is None or type(arg) in (bool, int, float, str):
+            return arg
+        raise InputError(f"an argument of type {type(arg).__name__}")
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            at[node] = inputs
+            inputs += 1
+        elif node.op == "get_attr":
+            held[node] = f"{what}/{node.target}"
+            constants[held[node]] = getattr(module, node.target)
+        elif node.op == "output":
+            outputs = [value(a) for a in node.args[0]]
+        else:
+            name = _name(node.target)
+            name, without = _WRITTEN_AS.get(name, name), "memory_format" if name in _WRITTEN_AS else ""
+            _operation(name)
+            left_out = ("device", "layout", "pin_memory", without)
+            kwargs = {k: value(v) for k, v in node.kwargs.items() if k not in left_out}
+            at[node] = inputs + len(nodes)
+            nodes.append([name, value(list(node.args)), kwargs])
+    # An output that is a constant needs a node of its own.
+    for i, found in enumerate(outputs):
+        if "const" in found:
+            nodes.append(["aten.lift_fresh_copy.default", [found], {}])
+            outputs[i] = {"at": inputs + len(nodes) - 1}
+    return {"inputs": inputs, "nodes": nodes, "outputs": [found["at"] for found in outputs]}
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return next((f"size.{name}" for name, fn in _SIZES.items() if fn is target), f"the function {target}"[:100])
+
+
+def _compare(
+    program: Program, fn: Callable[..., list[Tensor]], inputs: Callable[[int], list[Tensor]], model: FederatedModel,
+    schema: Schema, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Raises InputError where the graph and the program differ in value, gradient or start, at 1, 2 and 5 records."""
+
+    def total(values: Sequence[Tensor]) -> Tensor:
+        return values[0] + values[1] + (values[2] * torch.linspace(0.5, 1.5, len(values[2]), dtype=dtype)).sum()
+
+    cpu = torch.device("cpu")
+    for records in (1, 2, 5):
+        flat = inputs(records)
+        leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in flat]
+        wanted = [t for t in leaves if t.requires_grad]
+        with running(dtype, cpu):
+            try:
+                found = program.evaluate(leaves, cpu)
+                expected = fn(*leaves)
+            except Exception as error:
+                raise _untraceable(f"with {records} records: {type(error).__name__}") from None
+            pairs = [(found, expected)]
+            if total(expected).requires_grad and total(found).requires_grad:
+                grads = [torch.autograd.grad(total(v), wanted, allow_unused=True) for v in (found, expected)]
+                pairs.append(([_zero(g) for g in grads[0]], [_zero(g) for g in grads[1]]))
+        for got, want in pairs:
+            if not agree([g.detach() for g in got], [w.detach() for w in want]):
+                raise _untraceable(f"its graph computes something else for {records} records")
+    rows = dict(zip(sorted(f[0] for f in schema.fields), inputs(4)[-len(schema.fields) :], strict=True))
+    here, _ = GraphDensity(program, model, schema).centre(rows, "made data")
+    there = start_of(_discover(model, rows, schema.constants, dtype))
+    if not agree(here, list(there[:3])) or not agree(flatten(program.start.theta), flatten(there.theta)):
+        raise _untraceable("its start depends on values of the data")
+
+
+def _zero(gradient: Tensor | None) -> Tensor:
+    return torch.zeros(()) if gradient is None else gradient
+
+
+# ---- from bytes to a graph: nothing of what is read is executed ----
+
+
+def _framed(table: Any, tensors: Params) -> bytes:
+    text = json.dumps(table, allow_nan=False).encode()
+    return len(text).to_bytes(8, "big") + text + save(tensors)
+
+
+def read_program(content: bytes, schema: Schema) -> Program:
+    """The program in `content`, for data of this schema. Raises InputError for anything else."""
+    try:
+        return _read(content, schema)
+    except InputError as error:
+        raise InputError(f"what was traced of the model is not valid: {error}") from None
+    except Exception as error:  # whatever malformed bytes make two parsers and PyTorch raise
+        raise InputError(f"what was traced of the model is not valid ({type(error).__name__})") from None
+
+
+def _read(content: bytes, schema: Schema) -> Program:
+    _need(len(content) <= _MOST_BYTES, f"more than {_MOST_BYTES} bytes")
+    length = int.from_bytes(content[:8], "big")
+    _need(8 + length <= len(content), "cut short")
+    table = json.loads(content[8 : 8 + length])
+    tensors = load(content[8 + length :])
+    wanted = {"version", "sites", "theta", "dtype", "observed", "warnings", "evaluate", "recentre"}
+    _need(type(table) is dict and table.keys() == wanted, "other fields than those of a program")
+    _need(table["version"] == VERSION, f"version {VERSION} is read here")
+    dtype = _DTYPES[table["dtype"]]
+    layout = Layout(tuple(_site(s) for s in table["sites"]), tuple((_text(n), _shape(s)) for n, s in table["theta"]))
+    _need(len(set(_constrained(layout))) == len(_constrained(layout)), "a name stands twice")
+    starts = [tensors.pop(f"start/{i}") for i in range(3 + len(layout.theta))]
+    start = Start(starts[0], starts[1], starts[2], dict(zip(_theta(layout), starts[3:], strict=True)))
+    observed = tuple((_text(name), _text(words, 500)) for name, words in table["observed"])
+    said = tuple(_text(words, 2000) for words in table["warnings"])
+    evaluate, recentre = (_graph_of(table[name], tensors) for name in ("evaluate", "recentre"))
+    program = Program(layout, start, evaluate, recentre, observed, said)
+    _check(program, schema, dtype)
+    return program
+
+
+def _check(program: Program, schema: Schema, dtype: torch.dtype) -> None:
+    """The graphs run on made data of two sizes, and all that they give has the layout's shapes and the run's type."""
+    layout, cpu = program.layout, torch.device("cpu")
+    theta = dict(layout.theta)
+    sizes = [layout.size(role) for role in _ROLES]
+    _need(sizes[0] > 0, "no global site")
+
+    def start_shapes(records: int) -> list[tuple[int, ...]]:
+        return [(sizes[0],), (sizes[1],), (records, sizes[2]), *(theta[n] for n in _theta(layout))]
+
+    def agreed(found: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
+        return len(found) == len(shapes) and all(
+            isinstance(t, Tensor) and tuple(t.shape) == s and t.dtype == dtype
+            for t, s in zip(found, shapes, strict=True)
+        )
+
+    _need(agreed(flatten_start(program.start, layout), start_shapes(2)), "a start of other shapes than the layout's")
+    for records in (2, 3):
+        rows = schema.dummy_rows(records)
+        data = [rows[n] for n in sorted(rows)]
+        _need(program.recentre.inputs == len(data), "a start of other data")
+        with running(dtype, cpu), torch.no_grad():
+            flat = [torch.zeros(s, dtype=dtype) for s in start_shapes(records)] + data
+            _need(program.evaluate.inputs == len(flat), "a density of other arguments")
+            values = program.evaluate(flat, cpu)
+            _need(agreed(values[:3], [(), (), (records,)]), "a density of other shapes")
+            _need(len(values) == 3 + len(_constrained(layout)), "values of other sites than the layout's")
+            again = program.recentre(data, cpu)
+            _need(agreed(again[:3], start_shapes(records)[:3]), "a start of other shapes")
+            fits = all(t.dtype == torch.bool and tuple(t.shape) == (records,) for t in again[3:])
+            _need(fits and len(again) == 3 + len(program.observed), "checks of other shapes")
+        first = {s.name for s in layout.of("record")}
+        for name, value in zip(_constrained(layout), values[3:], strict=True):
+            _need(isinstance(value, Tensor), f"no values of '{name}'")
+            _need(name not in first or (value.dim() > 0 and value.shape[0] == records), f"'{name}' is of no records")
+
+
+def flatten_start(start: Start, layout: Layout) -> list[Tensor]:
+    """Z_G, Z_S, Z_L and theta by name."""
+    return [*start[:3], *(start.theta[n] for n in _theta(layout))]
+
+
+def _graph_of(table: Any, tensors: Params) -> TensorGraph:
+    _need(type(table) is dict and table.keys() == {"inputs", "nodes", "outputs"}, "a graph of other fields")
+    inputs, nodes = _whole(table["inputs"]), table["nodes"]
+    _need(type(nodes) is list and len(nodes) <= _MOST_NODES, f"more than {_MOST_NODES} operations")
+    read = []
+    for i, (name, args, kwargs) in enumerate(nodes):
+        run, makes = _operation(_text(name))
+
+        def value(arg: Any, before: int = inputs + i, depth: int = 0) -> Any:
+            return _value(arg, before, tensors, depth)
+
+        _need(type(args) is list and type(kwargs) is dict, "arguments that are none")
+        _need(
+            not {"out", "device", "layout", "pin_memory", "generator"} & kwargs.keys(), "an argument that is not taken"
+        )
+        # Of sizes and numbers alone: Python's operators would also multiply lists, and format texts.
+        _need(not name.startswith("size.") or not any(type(a) in (str, list) for a in args), "sizes that are none")
+        read.append(_Node(run, tuple(value(a) for a in args), {_text(k): value(v) for k, v in kwargs.items()}, makes))
+    outputs = [_Ref(_below(at, inputs + len(read))) for at in table["outputs"]]
+    return TensorGraph(inputs, read, outputs, tensors)
+
+
+def _operation(name: str) -> tuple[Callable[..., Any], bool]:
+    """What `name` stands for, and whether it is told a device. Raises InputError for what is not in the lists."""
+    if name in _INSTEAD:
+        return _INSTEAD[name], False
+    space, _, rest = name.partition(".")
+    if space == "size" and rest in _SIZES:
+        return _SIZES[rest], False
+    packet, _, overload = rest.partition(".")
+    if space != "aten" or packet not in _PURE:
+        raise InputError(f"it uses {name}, which is not among the operations that a traced model may use")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload) or found._schema.is_mutable:
+        raise InputError(f"it uses {name}, which PyTorch {torch.__version__} does not have, or which writes in place")
+    if not all("Tensor" in str(given.type) for given in found._schema.returns):  # forms for lists, texts, devices
+        raise InputError(f"it uses {name}, which gives no tensor")
+    return found, any(a.name == "device" for a in found._schema.arguments)
+
+
+def _value(arg: Any, before: int, tensors: Params, depth: int) -> Any:
+    if arg is None or type(arg) in (bool, float) or (type(arg) is int and abs(arg) < 2**63):
+        return arg
+    if type(arg) is str:
+        return _text(arg)
+    if type(arg) is list:
+        _need(depth < 4 and len(arg) <= _MOST_NODES, "lists too deep or too long")
+        return [_value(a, before, tensors, depth + 1) for a in arg]
+    _need(type(arg) is dict and len(arg) == 1, "an argument of no known kind")
+    ((kind, what),) = arg.items()
+    if kind == "at":
+        return _Ref(_below(what, before))
+    if kind == "const":
+        _need(what in tensors, "a constant that is not there")
+        return _Const(what)
+    kinds: Mapping[str, Mapping[str, Any]] = {"dtype": _DTYPES, "memory": _MEMORY, "float": _FLOATS}
+    _need(kind in kinds and what in kinds[kind], "an argument of no known kind")
+    return kinds[kind][what]
+
+
+def _site(fields: Any) -> Site:
+    name, role, shape, event_dim, plate_dim, support = fields
+    _need(role in _ROLES, "a site of no role")
+    _need(type(event_dim) is int and type(plate_dim) is int and -64 < plate_dim <= 0 <= event_dim < 64, "a site")
+    return Site(_text(name), role, _shape(shape), event_dim, plate_dim, _text(support, 2000))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    _need(type(value) is list and len(value) < 32, "a shape that is none")
+    return tuple(_whole(n) for n in value)
+
+
+def _whole(value: Any) -> int:
+    _need(type(value) is int and 0 <= value < 2**40, "a number that is none")
+    return int(value)
+
+
+def _below(value: Any, limit: int) -> int:
+    _need(type(value) is int and 0 <= value < limit, "a value before it is there")
+    return int(value)
+
+
+def _text(value: Any, longest: int = 200) -> str:
+    _need(type(value) is str and len(value) <= longest and value.isprintable(), "a name that is none")
+    return str(value)
+
+
+def _need(holds: bool, words: str) -> None:
+    if not holds:
+        raise InputError(words)

@@ -1,0 +1,337 @@
+"""Totals that are right or refused: wrong seeds, wrong shares, elements past their bound; each beside its control."""
+
+import os
+
+import numpy as np
+import pytest
+from sum_adversary import TABLE, Tampering, World, exact, is_input
+from sum_network import CONTEXT, carry, names, random_values, table_of
+
+from secure_fvi.aggregation import Block, BlockTable, Homomorphic, onetime, silo_state, unmask
+from secure_fvi.aggregation.homomorphic_flooding import RealSlots, step_exponent
+from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, pack, unpack, unpack_any
+from secure_fvi.aggregation.modular import PrimeRing
+from secure_fvi.aggregation.ring import Ring
+from secure_fvi.errors import AggregationError
+
+BAD = 2
+
+
+def dealing(monkeypatch, world, seeds=False, shares=(), commit=True):
+    """Let silo BAD deal garbage: its pair seeds, or its shares to `shares` (positions in its list of holders).
+
+    commit: it commits to the garbage as its own, so that only others can tell.
+    """
+    real = onetime.draw
+
+    def draw(session, me, batch, pair_secrets):
+        if me != BAD:
+            return real(session, me, batch, pair_secrets)
+        with monkeypatch.context() as patch:
+            if seeds:
+                honest = onetime.pair_seeds
+                patch.setattr(onetime, "pair_seeds", lambda *a: os.urandom(len(honest(*a))))
+            if shares:
+                share = onetime.shamir.share
+
+                def garbage(secrets, holders, threshold):
+                    out = np.array(share(secrets, holders, threshold))
+                    for at in shares:
+                        out[at] = np.frombuffer(os.urandom(out[at].size), np.uint8)
+                    return out
+
+                patch.setattr(onetime.shamir, "share", garbage)
+            if not commit:
+                row = onetime.share_row
+                patch.setattr(onetime, "share_row", lambda *a: bytes(len(row(*a))))
+            return real(session, me, batch, pair_secrets)
+
+    monkeypatch.setattr(silo_state, "draw", draw)
+    carry(world.server.prepare(0), world.silos)
+
+
+class TestAlteredOnTheWire:
+    """Somebody without any key shifts a contribution and loses the signature of its silo on the survivors."""
+
+    def attack(self, world):
+        bad = world.ids[BAD]
+        ring = Ring(TABLE, 64, len(world.ids))
+        messages = world.contribute()
+        sent = unpack(messages[bad], Contribution)
+        words = np.frombuffer(sent.payload, ring.dtype) + ring.encode(np.full(TABLE.size, 1.0))
+        messages[bad] = pack(sent._replace(payload=words.tobytes()))
+        return world.total(messages, lost=[{bad}])
+
+    def test_it_is_dropped_and_its_silo_named(self):
+        world = World(5, max_missing=1)
+        rest = [s for s in world.ids if s != world.ids[BAD]]
+        assert is_input(self.attack(world).values, exact(world, rest))
+        assert "did not sign" in world.server.faults[world.ids[BAD]]
+
+    def test_or_the_sum_is_refused(self):
+        with pytest.raises(AggregationError, match="past max_missing = 0"):
+            self.attack(World(5, max_missing=0))
+
+    def test_control_without_signatures_on_contributions_the_total_is_wrong(self, monkeypatch):
+        from sum_adversary import unsigned
+
+        unsigned(monkeypatch)
+        world = World(5)
+        off = self.attack(world).values - exact(world)
+        assert np.abs(off - 1).max() < 1e-6
+
+
+class TestWrongSeeds:
+    """A silo deposits seeds that its neighbours do not have, and sends nothing."""
+
+    def total(self, world, lost=()):
+        rest = [s for p, s in enumerate(world.ids) if p != BAD]
+        return rest, world.total(world.contribute(ids=rest), lost=lost)
+
+    def test_survivors_know_better(self, monkeypatch):
+        world = World(5, prepared=False)
+        dealing(monkeypatch, world, seeds=True)
+        rest, total = self.total(world)
+        assert is_input(total.values, exact(world, rest))
+        assert "one of the two sent wrong ones" in world.server.faults[world.ids[BAD]]
+
+    def test_where_a_survivor_is_silent_as_well_the_sum_is_refused_and_both_named(self, monkeypatch):
+        world = World(5, prepared=False)
+        dealing(monkeypatch, world, seeds=True)
+        with pytest.raises(AggregationError, match=f"'{world.ids[BAD]}' sealed is not the one that '{world.ids[0]}'"):
+            self.total(world, lost=[(), {world.ids[0]}])
+
+    def test_without_the_consistency_check_it_is_refused(self, monkeypatch):
+        world = World(5, prepared=False, consistency_check=False)
+        dealing(monkeypatch, world, seeds=True)
+        with pytest.raises(AggregationError, match=f"'{world.ids[BAD]}' sealed is not the one"):
+            self.total(world)
+
+    @pytest.mark.parametrize("check", [True, False])
+    def test_right_seeds_of_a_silent_silo_and_a_silent_survivor_are_enough(self, check):
+        world = World(6, consistency_check=check)
+        rest, total = self.total(world, lost=[(), {world.ids[0]}] if check else [{world.ids[0]}])
+        assert is_input(total.values, exact(world, rest))
+
+    def test_control_without_commitments_the_total_is_garbage(self, monkeypatch):
+        monkeypatch.setattr(unmask.ServerBatch, "is_seed", lambda *arguments: True)
+        monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
+        world = World(5, prepared=False, consistency_check=False)
+        dealing(monkeypatch, world, seeds=True)
+        rest, total = self.total(world)
+        assert not is_input(total.values, exact(world, rest))
+
+
+class TestWrongShares:
+    """poc04: one silo deals wrong shares to all others; every sum used to fail, in every batch."""
+
+    OTHERS = tuple(range(7))
+
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_sums_go_on(self, monkeypatch, silent):
+        world = World(7, prepared=False, batch=2)
+        dealing(monkeypatch, world, shares=self.OTHERS)
+        ids = [s for p, s in enumerate(world.ids) if p != BAD] if silent else world.ids
+        for index in range(5):
+            carry(world.server.prepare(index), world.silos)
+            assert is_input(world.total(world.contribute(index, ids=ids), index=index).values, exact(world, ids))
+
+    def test_needed_they_convict_it_and_the_others_go_on(self, monkeypatch):
+        """It contributes and is silent when its masks are to be opened: the others' shares are needed then."""
+        world = World(7, prepared=False, batch=2)
+        dealing(monkeypatch, world, shares=self.OTHERS)
+        bad = world.ids[BAD]
+        with pytest.raises(AggregationError, match=f"the shares that silo '{bad}' dealt do not open its commitment"):
+            world.total(world.contribute(), lost=[(), {bad}])
+        proof = world.server.proofs[bad]
+        assert unmask.convicts(world.session, BAD, proof)
+        rest = [s for s in world.ids if s != bad]
+        for index in range(1, 5):
+            carry(world.server.prepare(index), world.silos)
+            total = world.total(world.contribute(index, ids=world.ids if index == 1 else rest), index=index)
+            assert is_input(total.values, exact(world, rest))
+        # Left out of the next batch, also by a server that was started again.
+        assert BAD not in world.server._state.batches[2].present
+        again = type(world.server)(world.roster, world.server._store)
+        assert again.proofs == world.server.proofs
+
+    def test_where_nobody_may_be_missing_the_job_ends_and_names_it(self, monkeypatch):
+        world = World(7, prepared=False, batch=2, max_missing=0)
+        dealing(monkeypatch, world, shares=self.OTHERS)
+        bad = world.ids[BAD]
+        with pytest.raises(AggregationError, match=bad):
+            world.total(world.contribute(), lost=[(), {bad}])
+        with pytest.raises(AggregationError, match=f"past max_missing = 0; nothing usable of '{bad}'"):
+            world.total(world.contribute(1), index=1)
+
+    def test_no_proof_holds_against_an_honest_silo(self):
+        world = World(7)
+        deposit, t = world.batch.deposits[BAD], world.session.threshold
+        silos = list(world.silos.values())
+        shares = [silos[h]._state._batches[0]._held[BAD][0, 0].tobytes() for h in world.session.holders(BAD)[:t]]
+        import msgpack
+
+        def proof(**changed):
+            row = {"deposit": pack(deposit), "index": 0, "kind": b"b", "at": list(range(1, t + 1)), "shares": shares}
+            return msgpack.packb(list((row | changed).values()))
+
+        forged = [bytes(32), *shares[1:]]
+        rows = [bytes(len(row)) for row in deposit.share_rows]
+        first = onetime.share_row(world.session, 0, BAD, world.session.holders(BAD)[0], forged[0], 0)
+        fitting = [first + deposit.share_rows[0][len(first) :], *deposit.share_rows[1:]]
+        for attempt in (
+            proof(),
+            proof(shares=forged),
+            proof(shares=forged, deposit=pack(deposit._replace(share_rows=rows))),
+            proof(at=[1] * t),
+            proof(index=99_999),
+            proof(index=world.roster.batch),  # the same entry of another batch, whose commitments are others
+            proof(at=[1], shares=shares[:1]),  # too few open nothing
+            proof(at=[1] * t, shares=shares[:1] * t),
+            proof(shares=forged, deposit=pack(deposit._replace(share_rows=fitting))),  # unsigned
+        ):
+            assert not unmask.convicts(world.session, BAD, attempt)
+
+    def test_shares_it_did_not_commit_to_are_not_held_and_it_is_left_out(self, monkeypatch):
+        world = World(7, prepared=False, batch=2)
+        dealing(monkeypatch, world, shares=self.OTHERS, commit=False)
+        bad = world.ids[BAD]
+        assert "holders were dealt no shares that fit" in world.server.faults[bad]
+        assert BAD in world.server._state.left_out
+        rest = [s for s in world.ids if s != bad]
+        assert is_input(world.total(world.contribute()).values, exact(world, rest))
+
+    def test_complaints_of_fewer_than_n_less_t_leave_nobody_out(self, monkeypatch):
+        world = World(7, prepared=False)
+        lying = {world.ids[p] for p in (0, 1)}
+
+        def complain(data):
+            message = unpack_any(data)
+            if type(message).__name__ == "BatchSignature":
+                return pack(message._replace(unheld=world.roster.bitmap(frozenset({BAD}))))
+            return data
+
+        silos = world.silos | {s: Tampering(world.silos[s], reply=complain) for s in lying}
+        carry(world.server.prepare(0), silos)
+        assert BAD not in world.server._state.left_out
+        assert "2 of 7 holders" in world.server.faults[world.ids[BAD]]
+        assert is_input(world.total(world.contribute()).values, exact(world))
+
+    def test_a_deposit_is_signed_with_its_commitments(self):
+        world = World(5)
+        deposit = world.batch.deposits[BAD]
+        row = bytes(len(deposit.share_rows[0]))
+        for changed in (
+            deposit._replace(share_rows=[row, *deposit.share_rows[1:]]),
+            deposit._replace(seed_rows=[bytes(len(deposit.seed_rows[0])), *deposit.seed_rows[1:]]),
+        ):
+            statement = world.session.deposit_statement(BAD, changed)
+            assert isinstance(changed, Deposit)
+            assert not world.roster.verify(BAD, changed.signature, statement)
+
+
+class TestToldSecrets:
+    def reveal(self, world, place, survivors=range(5)):
+        """What one silo answers to an honest, signed request."""
+        seen = []
+        silos = dict(world.silos)
+        silos[world.ids[place]] = Tampering(world.silos[world.ids[place]], reply=lambda data: seen.append(data) or data)
+        messages = world.contribute(ids=[world.ids[p] for p in survivors])
+        carry(world.server.total(0, world.ids, TABLE, messages, CONTEXT), silos)
+        return unpack(seen[-1], Shares)
+
+    def test_a_survivor_tells_b_and_seeds_with_the_dropped_only(self):
+        reply = self.reveal(World(5), 0, survivors=(0, 1, 3, 4))
+        assert len(reply.own) == 32
+        assert len(reply.seeds) == 1
+
+    def test_who_is_missing_tells_nothing_of_its_own(self):
+        world = World(5)
+        reply = self.reveal(world, BAD, survivors=(0, 1, 3, 4))
+        assert (reply.own, reply.seeds) == (b"", [])
+
+    def test_without_the_check_a_threshold_of_shares_is_needed_as_before(self):
+        # A lying server could ask one half for b and the other for seeds, with nobody's help.
+        reply = self.reveal(World(5, consistency_check=False), 0, survivors=(0, 1, 3, 4))
+        assert (reply.own, reply.seeds) == (b"", [])
+
+
+def shifted(monkeypatch, world, by):
+    """The contributions, of which silo BAD adds `by` to each ring element."""
+    silo, ring = world.silos[world.ids[BAD]], Ring(TABLE, 64, len(world.ids))
+    encode = ring.encode
+    ring.encode = lambda values, uniforms=None: encode(values) + np.uint64(by)
+    silo._rings[TABLE.digest] = ring
+    return world.contribute()
+
+
+class TestOutOfRange:
+    def test_an_element_far_past_its_bound_is_refused_and_the_block_named(self, monkeypatch):
+        world = World(5)
+        with pytest.raises(AggregationError, match=r"sum 0: block 'gradient': the total lies outside 5 survivors"):
+            world.total(shifted(monkeypatch, world, 2**62))
+
+    def test_control_without_the_check_it_is_taken(self, monkeypatch):
+        monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
+        world = World(5)
+        assert np.abs(world.total(shifted(monkeypatch, world, 2**62)).values).max() > 5 * 10.0
+
+    def test_one_that_leaves_the_total_in_range_is_not_seen(self, monkeypatch):
+        """What no range can catch: a silo that lies within what the total could be."""
+        world = World(5)
+        world.values = {s: np.zeros(TABLE.size) for s in world.ids}
+        total = world.total(shifted(monkeypatch, world, 2**20))
+        assert np.abs(total.values[:-1]).max() > 0
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize("bits", [32, 64])
+    def test_all_at_the_bound_are_in_range(self, bits, sign):
+        for terms in (3, 7, 1000):
+            for bound in (0.7, 1.0, 3e-9, 1e9):
+                ring = Ring(BlockTable((Block("b", (2,), bound),)), bits, terms)
+                total = np.zeros(2, ring.dtype)
+                for _ in range(terms):
+                    total += ring.encode(np.full(2, sign * bound))
+                ring.decode(total, terms)
+                with pytest.raises(AggregationError, match="'b'"):
+                    ring.decode(total + np.array(sign * (terms + 1), np.int64).astype(ring.dtype), terms)
+
+    def test_a_uniform_total_passes_with_at_most_a_half_an_element(self):
+        rng, passed = np.random.default_rng(0), 0
+        ring = Ring(BlockTable((Block("b", (1,), 1.0),)), 64, 4)
+        for _ in range(2000):
+            try:
+                ring.decode(rng.integers(0, 2**64, 1, dtype=np.uint64).astype(ring.dtype), 4)
+                passed += 1
+            except AggregationError:
+                pass
+        # Share 1/4 to 1/2; 2,000 draws have an sd of at most 22, so that 1,150 is 6 sds off.
+        assert 300 < passed < 1150
+
+    def test_modulo_a_prime_and_for_reals_too(self):
+        table = BlockTable((Block("b", (3,), 2.0), Block("n", (1,), 5.0, integer=True)))
+        prime = PrimeRing(table, 3)
+        words = prime.encode(np.array([2.0, 2.0, 2.0, 5.0]), ())
+        prime.decode(words * 3, (), 3)
+        with pytest.raises(AggregationError, match="'b'"):
+            prime.decode(words * 3, (), 2)
+        with pytest.raises(AggregationError, match="'n'"):
+            prime.decode(words * 3 + np.array([0, 0, 0, 1]), (), 3)
+        reals = RealSlots(table, 3)
+        one = int(2.0 ** -step_exponent(3))
+        reals.decode(np.full(4, 3 * one), (), 3)
+        with pytest.raises(AggregationError, match="'b'"):
+            reals.decode(np.full(4, 3 * one), (), 2)
+
+    def test_an_encrypted_total_out_of_range_is_refused(self, monkeypatch):
+        ids, table = sorted(names(4)), table_of(6)
+        server, silos = Homomorphic(max_missing=1).local_parties(ids)
+        carry(server.prepare(0), silos)
+        values = random_values(ids, table)
+        bad = silos[ids[BAD]]
+        codec = bad._codecs(table)
+        encode = codec.encode
+        monkeypatch.setattr(codec, "encode", lambda v, masks: encode(v, masks) + 2**56)
+        messages = {s: silos[s].contribute(0, ids, table, values[s], CONTEXT) for s in ids}
+        with pytest.raises(AggregationError, match="sum 0: block 'gradient': the total lies outside 4 survivors"):
+            carry(server.total(0, ids, table, messages, CONTEXT), silos)

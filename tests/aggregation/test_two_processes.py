@@ -1,0 +1,220 @@
+"""Two processes of one party over one store, in whatever order; each attack beside its control."""
+
+import numpy as np
+import pytest
+from sum_adversary import TABLE, Tampering, World, exact, is_input, payload_of
+from sum_network import CONTEXT, carry
+
+from secure_fvi.aggregation import Homomorphic
+from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS
+from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.messages import Deliver, DepositRequest, KeySet, KeysRequest, pack, unpack_any
+from secure_fvi.aggregation.ring import Ring
+from secure_fvi.aggregation.silo_state import SiloState
+from secure_fvi.aggregation.store import MemoryStore, SqliteStore
+from secure_fvi.deployment.holding import HeldStore
+from secure_fvi.errors import ProtocolError
+
+VICTIM = 1
+
+
+def another(world, place=VICTIM, store=None):
+    """A second process of one silo over the same store."""
+    name = world.ids[place]
+    return MaskedSilo(world.roster, name, world.identities[name], store or world.stores[name])
+
+
+class ForgetfulStore(MemoryStore):
+    """The control: remembers no claim on an index."""
+
+    def claim(self, slot, value):
+        return value if slot.startswith("used/") else super().claim(slot, value)
+
+    def put(self, slots):
+        super().put({slot: value for slot, value in slots.items() if slot != "last"})
+
+
+class TestOneIndexTwice:
+    def difference(self, make_store=MemoryStore):
+        """What the difference of two contributions to one index gives away; ProtocolError where it is refused."""
+        world = World(prepared=False)
+        name = world.ids[VICTIM]
+        world.stores[name] = make_store()
+        world.restart_silos()
+        carry(world.server.prepare(0), world.silos)
+        second = another(world)
+        one, two = world.values[name], np.append(np.linspace(-1, 1, TABLE.size - 1), 3.0)
+        first = world.silos[name].contribute(0, world.ids, TABLE, one, CONTEXT)
+        again = second.contribute(0, world.ids, TABLE, two, CONTEXT)
+        ring = Ring(TABLE, world.roster.bits, world.roster.size)
+        words = [np.frombuffer(payload_of(m), ring.dtype) for m in (again, first)]
+        return ring.decode(words[0] - words[1]), two - one
+
+    def test_the_second_process_is_refused(self, tmp_path):
+        for make in (MemoryStore, lambda: SqliteStore(tmp_path / "silo.sqlite")):
+            with pytest.raises(ProtocolError, match="used already"):
+                self.difference(make)
+
+    def test_control_without_claims_the_difference_is_open(self):
+        assert is_input(*self.difference(ForgetfulStore))
+
+    def test_between_claim_and_write_the_other_is_refused_too(self):
+        """The first process has claimed the index, and is killed or has not written it yet."""
+        world = World()
+        name = world.ids[VICTIM]
+        held = HeldStore(world.stores[name], lambda: None)
+        first = another(world, store=held)
+        values = world.values[name]
+        sent = []
+
+        def killed():
+            with held.together():
+                sent.append(first.contribute(0, world.ids, TABLE, values, CONTEXT))
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            killed()
+        assert world.stores[name].get("last") is None
+        for context, other in ((CONTEXT, -values), (bytes(32), values)):
+            with pytest.raises(ProtocolError, match="by another process or before a crash"):
+                another(world).contribute(0, world.ids, TABLE, other, context)
+        # The same answer may be made again: it is the same bytes.
+        again = another(world).contribute(0, world.ids, TABLE, values, CONTEXT)
+        assert payload_of(again) == payload_of(sent[0])
+
+    def test_an_encrypted_answer_is_repeated_with_the_same_values_only(self):
+        stores: dict[str, MemoryStore] = {}
+        server, silos = Homomorphic().local_parties(list("abc"), lambda party: stores.setdefault(party, MemoryStore()))
+        carry(server.prepare(0), silos)
+        values = np.append(np.full(TABLE.size - 1, 0.5), 1.0)
+        silos["a"].contribute(0, list("abc"), TABLE, values, CONTEXT)
+        stores["a"].drop(["last", "contributed/0"])  # as after a kill between the claim and the write
+        with pytest.raises(ProtocolError, match="by another process or before a crash"):
+            silos["a"].contribute(0, list("abc"), TABLE, -values, CONTEXT)
+        silos["a"].contribute(0, list("abc"), TABLE, values, CONTEXT)
+
+
+class TestABatchThatIsOver:
+    """One process has gone on to newer batches and dropped the claims of the first; the other still holds it."""
+
+    def stale(self, contributed):
+        world = World(batch=1)
+        old = another(world)
+        if contributed:
+            world.total(world.contribute(0))
+        for index in (1, 2):
+            carry(world.server.prepare(index), world.silos)
+        assert world.stores[world.ids[VICTIM]].get("used/0") is None
+        return world, old
+
+    def use(self, world, old):
+        return old.contribute(0, world.ids, TABLE, -world.values[world.ids[VICTIM]], CONTEXT)
+
+    @pytest.mark.parametrize("contributed", [True, False])
+    def test_is_used_no_more(self, contributed):
+        with pytest.raises(ProtocolError, match=r"is over|used already"):
+            self.use(*self.stale(contributed))
+
+    def test_control_without_the_mark_it_is(self, monkeypatch):
+        monkeypatch.setattr(SiloState, "check_live", lambda self, batch: None)
+        assert payload_of(self.use(*self.stale(False)))
+
+    def test_is_not_drawn_again(self):
+        world = World(prepared=False, batch=1)
+        late = another(world)
+        carry(world.server.prepare(0), world.silos)
+        late = another(world)  # knows batch 0 only
+        for index in (1, 2, 3, 4):
+            carry(world.server.prepare(index), world.silos)
+        with pytest.raises(ProtocolError, match="batch 1 is over"):
+            late.handle(pack(DepositRequest(1)))
+
+
+def test_both_processes_hand_out_the_same_keys_and_deposits():
+    world = World(prepared=False)
+    place = world.ids[VICTIM]
+    twin = another(world)
+    assert twin.handle(pack(KeysRequest(0))) == world.silos[place].handle(pack(KeysRequest(0)))
+    carry(world.server.prepare(0), world.silos)
+    one, two = another(world), another(world)
+    asked = pack(DepositRequest(1))
+    assert one.handle(asked) == two.handle(asked)
+
+
+def test_two_key_holders_count_each_others_decryptions():
+    stores: dict[str, MemoryStore] = {}
+    config = Homomorphic(scheme="ckks")
+    holder = config.parties(list("abc"), lambda party: stores.setdefault(party, MemoryStore()))[2]
+    twin = KeyHolder(holder._roster, holder._identity, holder._key, config.masked, holder._store)
+    # Both read the same count; only claims tell them of each other.
+    for party in (holder, twin, holder):
+        party._store.put({"spent": bytes(8)})
+        party._count(DECRYPTIONS // 4)
+    twin._store.put({"spent": bytes(8)})
+    with pytest.raises(KeyWornOut):
+        twin._count(DECRYPTIONS // 4 + 1)
+
+
+class BlindStore(MemoryStore):
+    """Does not show what another process wrote between a look and the claim; claims are as they are."""
+
+    def __init__(self, shared, *hidden):
+        self._slots, self._hidden = shared._slots, hidden
+
+    def get(self, slot):
+        return None if slot.startswith(self._hidden) else super().get(slot)
+
+
+class TestBetweenLookAndClaim:
+    """Both processes have looked, and found nothing; the claim decides, and the later one is refused."""
+
+    @pytest.mark.parametrize("kind", [KeySet, Deliver])
+    def test_one_key_set_and_one_delivery(self, kind):
+        world = World(5, prepared=False)
+        name, seen = world.ids[0], []
+
+        def four(m):
+            if kind is KeySet:
+                return KeySet(0, b"\x0f", *(column[:4] for column in m[2:]))
+            fields = {"digests": m.digests[:4], "envelopes": m.envelopes[:3], "share_digests": m.share_digests[:3]}
+            return m._replace(depositors=b"\x0f", **fields)
+
+        def request(data):
+            message = unpack_any(data)
+            if isinstance(message, kind) and not seen:
+                seen.append((data, another(world, 0)))  # started before the first process has taken it
+            return data
+
+        carry(world.server.prepare(0), world.silos | {name: Tampering(world.silos[name], request)})
+        data, second = seen[0]
+        with pytest.raises(ProtocolError, match=r"accepted already|delivered already"):
+            second.handle(pack(four(unpack_any(data))))
+        second.handle(data)
+        total = world.total(world.contribute())
+        assert is_input(total.values, exact(world))
+
+    def test_one_set_of_survivors(self):
+        world = World(5)
+        world.contribute()
+        second = another(world, 0, BlindStore(world.stores[world.ids[0]], "survivors/"))
+        world.silos[world.ids[0]].handle(world.sign_request({0, 1, 2, 3}))
+        with pytest.raises(ProtocolError, match="other survivors of sum 0 were named before"):
+            second.handle(world.sign_request(range(5)))
+        second.handle(world.sign_request({0, 1, 2, 3}))
+
+    def test_one_use_of_the_newest_index(self):
+        """The second has claimed the older index when the first has gone on to the next one."""
+        world = World(5)
+        name = world.ids[0]
+        store = world.stores[name]
+
+        class Overtaken(BlindStore):
+            def claim(self, slot, value):
+                if slot == "used/0":
+                    world.silos[name].contribute(1, world.ids, TABLE, world.values[name], CONTEXT)
+                return super().claim(slot, value)
+
+        second = another(world, 0, Overtaken(store))
+        with pytest.raises(ProtocolError, match="used already, or skipped"):
+            second.contribute(0, world.ids, TABLE, world.values[name], CONTEXT)

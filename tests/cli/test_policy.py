@@ -1,0 +1,53 @@
+"""`secure-fvi policy explain`: what a job discloses, in words and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+
+@pytest.fixture
+def line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(tmp_path, capsys)
+
+
+def _explain(line: CommandLine, *more: str) -> str:
+    answer = line("policy", "explain", line.config, *more)
+    assert answer.code == 0, answer
+    return answer.out
+
+
+def test_a_job_is_explained_in_words_and_for_programs(line: CommandLine) -> None:
+    line.change('name = "sfvi"\niterations = 120', 'name = "sfvi-avg"\nrounds = 4\nfamily = "diagonal"')
+    text = _explain(line, "--set", "aggregation.kind=masked")
+    for words in (
+        "sfvi-avg, masked sums, 3 silos, at most 4 rounds",
+        "phase 'merge': at most 4 sums",
+        "the change of its own copy of q",
+        "every silo, since each broadcast follows",
+        "no differential privacy",
+        "its blocks follow from the model",
+    ):
+        assert words in text
+    assert "a policy has to list" not in text
+    text = _explain(line, "--set", "algorithm.barycenter=trusted")
+    assert "the server sees each silo's own contribution" in text
+    assert "a policy has to list 'per_silo_rows'" in text
+    text = _explain(line, "--set", "algorithm.barycenter=trusted", "--json")
+    assert json.loads(text)["disclosures"] == ["per_silo_rows"]
+    answer = line(
+        "policy", "explain", line.config, "--set", "algorithm.barycenter=trusted", "--set", "aggregation.kind=masked"
+    )
+    assert answer.code == 2
+    assert "barycenter = 'trusted'" in answer.err
+
+
+def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> None:
+    private = ("--set", "privacy.unit=record", "--set", "privacy.noise_multiplier=3.0", "--set", "privacy.delta=1e-3")
+    text = _explain(line, "--with-data", "--set", "aggregation.kind=masked", *private)
+    for words in ("direct: 2;", "noise: Skellam, 3 times the clipping norm 1", "1 colluder and 0 losses", "noised"):
+        assert words in text
+    assert "exact" not in text

@@ -1,0 +1,836 @@
+"""Mistaken programs are refused before the first round, in one line that says why; what only looks odd works.
+
+Nothing here runs a round, except where a positive case is held to an exact posterior.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.density import running
+from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.fitting import build_parties
+
+_rng = torch.Generator().manual_seed(0)
+_SIZES = (9, 12, 7)
+PLAIN = [{"y": torch.randn(n, generator=_rng)} for n in _SIZES]
+WIDE = [{"x": torch.randn(n, 3, generator=_rng), "y": torch.randn(n, generator=_rng)} for n in _SIZES]
+GROUPED = [{"g": torch.arange(n) % 4, "y": torch.randn(n, generator=_rng)} for n in _SIZES]
+COLUMN = [{"y": torch.randn(n, 1, generator=_rng)} for n in _SIZES]
+Program = Callable[..., Any]
+MISTAKES: list[Any] = []
+
+
+def build(model: Any, silos: list[Any], algorithm: Any = None, **options: Any) -> None:
+    build_parties(model, silos, algorithm or sf.SFVI(iterations=1), sf.Plain(), **options)
+
+
+def mistake(phrase: str, silos: list[Any] = PLAIN, run: dict[str, Any] | None = None, **roles: Any) -> Any:
+    """A program that is to be refused with `phrase`. run: of the fit. roles: of the model."""
+
+    def keep(fn: Program) -> Program:
+        model = sf.FederatedModel(fn, **{"record_plate": "r", **roles})
+        MISTAKES.append(pytest.param(model, silos, run or {}, phrase, id=f"{len(MISTAKES)} {fn.__name__}"))
+        return fn
+
+    return keep
+
+
+def _level() -> Tensor:
+    return pyro.sample("mu", dist.Normal(0.0, 10.0))
+
+
+def _observe(y: Tensor, mean: Any, scale: Any = 1.0) -> None:
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
+# ---- records that depend on each other ----
+
+SUM = "log density is not a sum over records"
+
+
+@mistake(SUM, WIDE)
+def standardises(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    _observe(y, ((x - x.mean(0)) / x.std(0)) @ b)
+
+
+@mistake(SUM)
+def centres_the_outcome(y: Tensor) -> None:
+    _observe(y - y.mean(), _level())
+
+
+@mistake(SUM)
+def lags(y: Tensor) -> None:
+    _observe(y, _level() + 0.5 * torch.cat([torch.zeros(1), y[:-1]]))
+
+
+@mistake(SUM)
+def recursion(y: Tensor) -> None:
+    mu, means, before = _level(), [], torch.zeros(())
+    for value in y:
+        before = 0.3 * before + 0.2 * value
+        means.append(mu + before)
+    _observe(y, torch.stack(means))
+
+
+@mistake(SUM)
+def adds_up(y: Tensor) -> None:
+    _observe(y, _level() + y.cumsum(0))
+
+
+@mistake(SUM, WIDE)
+def sorts(x: Tensor, y: Tensor) -> None:
+    _observe(y, _level() + x[:, 0].sort().values)
+
+
+@mistake(SUM, WIDE)
+def ranks(x: Tensor, y: Tensor) -> None:
+    _observe(y, _level() + x[:, 0].argsort().argsort())
+
+
+@mistake(SUM)
+def counts_records(y: Tensor) -> None:
+    _observe(y, _level(), len(y) ** 0.5)
+
+
+@mistake(SUM, WIDE)
+def softmax_over_records(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    _observe(y, torch.softmax(x @ b, 0))
+
+
+@mistake(SUM)
+def first_is_the_baseline(y: Tensor) -> None:
+    _observe(y, _level() + y[0])
+
+
+@mistake(SUM)
+def place_is_time(y: Tensor) -> None:
+    _observe(y, _level() * torch.arange(len(y)))
+
+
+@mistake(SUM)
+def random_walk(y: Tensor) -> None:
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    with pyro.plate("r", len(y)):
+        step = pyro.sample("step", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(step.cumsum(-1), 1.0), obs=y)
+
+
+@mistake(SUM)
+def sum_to_zero(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mu + b - b.mean(), 1.0), obs=y)
+
+
+@mistake(SUM)
+def reversed_records(y: Tensor) -> None:
+    _observe(y, _level() + 0.1 * y.flip(0))
+
+
+@mistake(SUM, WIDE)
+def batch_norm(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    _observe(y, torch.nn.functional.batch_norm(x, None, None, training=True) @ b)
+
+
+@mistake(SUM)
+def shared_factor(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.factor("f", -((y - mu) ** 2) / len(y))
+
+
+# ---- latents that do not reach the likelihood ----
+
+CUT = "site 'mu' does not reach the likelihood"
+
+
+@mistake(CUT)
+def detaches(y: Tensor) -> None:
+    _observe(y, _level().detach())
+
+
+@mistake("site 'b' does not reach the likelihood", WIDE)
+def detaches_in_part(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    _observe(y, x @ torch.cat([b[:1], b[1:].detach()]))
+
+
+@mistake(CUT)
+def item(y: Tensor) -> None:
+    _observe(y, _level().item())
+
+
+@mistake(CUT)
+def python_number(y: Tensor) -> None:
+    _observe(y, float(_level()))
+
+
+@mistake(CUT)
+def math_function(y: Tensor) -> None:
+    _observe(y, math.exp(_level() / 10))
+
+
+@mistake("fails on made data, where gradients are taken (RuntimeError: Can't call numpy()")
+def numpy_on_latents(y: Tensor) -> None:
+    _observe(y, torch.as_tensor(np.exp(_level().numpy())))
+
+
+@mistake(CUT)
+def without_gradient(y: Tensor) -> None:
+    mu = _level()
+    with torch.no_grad():
+        mean = 2 * mu
+    _observe(y, mean)
+
+
+@mistake(CUT)
+def copies(y: Tensor) -> None:
+    _observe(y, torch.tensor([float(_level())] * len(y)))
+
+
+@mistake("site 'b' does not reach the likelihood")
+def detaches_a_record_latent(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(b.detach(), 1.0), obs=y)
+
+
+@mistake("pyro.param 'tau' does not reach the log density")
+def param_unused(y: Tensor) -> None:
+    pyro.param("tau", torch.tensor(1.0), constraint=dist.constraints.positive)
+    _observe(y, _level())
+
+
+_net = torch.nn.Linear(3, 1)
+
+
+@mistake("give pyro.module(..., update_module_params=True)", WIDE)
+def module_of_fixed_weights(x: Tensor, y: Tensor) -> None:
+    net = pyro.module("net", _net)
+    _observe(y, _level() + net(x)[..., 0])
+
+
+# ---- masks ----
+
+
+@mistake("site 'b' is masked where the rest of the model uses it")
+def masked_prior(y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0).mask(False))
+    _observe(y, b)
+
+
+@mistake("site 'b' is masked where the rest of the model uses it")
+def masked_by_poutine(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)), poutine.mask(mask=torch.arange(len(y)) < 0):
+        b = pyro.sample("b", dist.Normal(mu, 1.0))
+    _observe(y, b)
+
+
+@mistake("silo 'silo-2': site 'b' is masked where the rest of the model uses it")
+def masked_by_data(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        with poutine.mask(mask=y.abs() >= 0.2):  # made data are not masked
+            b = pyro.sample("b", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+
+@mistake("latent site 'b' has a mask inside to_event")
+def masked_within_an_event(y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).mask(torch.tensor([True, False])).to_event(1))
+    _observe(y, b.sum())
+
+
+# ---- sites ----
+
+
+@mistake("latent site 'z' is discrete (Bernoulli)")
+def discrete(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
+
+
+@mistake("latent site 'k' is discrete (Poisson)")
+def discrete_global(y: Tensor) -> None:
+    _observe(y, pyro.sample("k", dist.Poisson(2.0)) + _level())
+
+
+@mistake("latent site 'b' is a point (Delta); write pyro.deterministic")
+def delta(y: Tensor) -> None:
+    _observe(y, pyro.sample("b", dist.Delta(_level())))
+
+
+@mistake("plate 'r' subsamples")
+def subsamples(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y), subsample_size=1) as at:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[at])
+
+
+@mistake("two sample statements are called 'b'")
+def same_name_twice(y: Tensor) -> None:
+    _observe(y, sum(pyro.sample("b", dist.Normal(0.0, 1.0)) for _ in range(3)))
+
+
+@mistake("two sample statements are called 'y'")
+def observed_twice(y: Tensor) -> None:
+    mu = _level()
+    _observe(y, mu)
+    _observe(y, mu)
+
+
+@mistake("other sites for 2 records than for 3")
+def a_site_a_record(y: Tensor) -> None:
+    mu = _level()
+    b = torch.stack([pyro.sample(f"b{i}", dist.Normal(mu, 1.0)) for i in range(len(y))])
+    _observe(y, b)
+
+
+@mistake("latent site 'b' grows with the number of records but is not inside the record plate")
+def local_outside(y: Tensor) -> None:
+    _observe(y, pyro.sample("b", dist.Normal(_level(), 1.0).expand([len(y)]).to_event(1)))
+
+
+@mistake("observed site 'y' is outside the record plate 'r'")
+def no_plate(y: Tensor) -> None:
+    pyro.sample("y", dist.Normal(_level(), 1.0).expand([len(y)]).to_event(1), obs=y)
+
+
+@mistake("observed site 'b' is outside the record plate 'r'")
+def another_plate(y: Tensor) -> None:
+    mu = _level()
+    _observe(y, mu)
+    with pyro.plate("s", len(y)):
+        pyro.sample("b", dist.Normal(mu, 1.0), obs=y)
+
+
+@mistake("record plate 'r' has size 3 where the data has 2 records")
+def plate_of_another_size(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y) + 1):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=torch.cat([y, y[:1]]))
+
+
+@mistake("the model has no plate 'r' with a site in it; its plates: none")
+def never_observes(y: Tensor) -> None:
+    _level()
+
+
+@mistake("the model observes nothing")
+def forgets_obs(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0))
+
+
+@mistake("no global latent site")
+def nothing_global(y: Tensor) -> None:
+    _observe(y, 0.0)
+
+
+@mistake("site 'a' has shape (4,) on its data and (1,) on made data", GROUPED)
+def groups_counted_in_the_data(g: Tensor, y: Tensor) -> None:
+    with pyro.plate("w", int(g.max()) + 1):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    _observe(y, a[g])
+
+
+@mistake("site 'a' has shape (4,) on its data and (1,) on made data", GROUPED)
+def groups_counted_by_a_tensor(g: Tensor, y: Tensor) -> None:
+    with pyro.plate("w", g.max() + 1):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    _observe(y, a[g])
+
+
+@mistake("the data decide on whether the model has the site 'extra'")
+def site_if_the_data_say_so(y: Tensor) -> None:
+    extra = pyro.sample("extra", dist.Normal(0.0, 1.0)) if y.min() < 0 else 0.0
+    _observe(y, _level() + extra)
+
+
+# ---- shapes ----
+
+
+@mistake("its data have shape (2, 1) where the distribution has (2,)", COLUMN)
+def column_beside_a_row(y: Tensor) -> None:
+    _observe(y, _level())
+
+
+@mistake("every record beside every other", WIDE)
+def everybody_with_everybody(x: Tensor, y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(b + x[:, :1], 1.0), obs=y + x[:, 1:2])
+
+
+@mistake("fails on made data of the given shapes (RuntimeError: size mismatch", WIDE)
+def wrong_size(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+    _observe(y, x @ b)
+
+
+@mistake("fails on made data of the given shapes (ValueError: Shape mismatch inside plate", WIDE)
+def event_without_to_event(x: Tensor, y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(torch.zeros(len(y), 3), 1.0))
+        pyro.sample("y", dist.Normal(mu + (b * x).sum(-1), 1.0), obs=y)
+
+
+@mistake("obs is no tensor but list")
+def observed_list(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=[0.0] * len(y))
+
+
+# ---- whose sites depend on what ----
+
+
+@mistake("the prior of a global site depends on the data")
+def prior_from_data(y: Tensor) -> None:
+    _observe(y, pyro.sample("mu", dist.Normal(y.mean(), 1.0)))
+
+
+@mistake("the prior of a global site depends on the data")
+def factor_from_data(y: Tensor) -> None:
+    mu = _level()
+    pyro.factor("f", -((y - mu) ** 2).sum())
+    _observe(y, mu)
+
+
+@mistake("the prior of a global site, or a pyro.factor outside", silo_sites=("u",))
+def global_after_silo(y: Tensor) -> None:
+    u = pyro.sample("u", dist.Normal(0.0, 1.0))
+    _observe(y, u + pyro.sample("mu", dist.Normal(u, 1.0)))
+
+
+@mistake("name what belongs to a silo in silo_sites", silo_sites=("u",))
+def factor_on_a_silo_site(y: Tensor) -> None:
+    u = pyro.sample("u", dist.Normal(0.0, 1.0))
+    pyro.factor("f", -(u**2))
+    _observe(y, u + _level())
+
+
+@mistake("the prior of a silo site depends on the data of records", silo_sites=("u",))
+def silo_prior_from_data(y: Tensor) -> None:
+    _observe(y, _level() + pyro.sample("u", dist.Normal(y.mean(), 1.0)))
+
+
+@mistake("silo site 'v' does not exist", silo_sites=("v",))
+def silo_site_missing(y: Tensor) -> None:
+    _observe(y, _level())
+
+
+@mistake("silo site 'b' is inside the record plate", silo_sites=("b",))
+def silo_site_of_a_record(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+
+# ---- parameters ----
+
+
+@mistake("pyro.param 'tau' has no initial value")
+def param_without_value(y: Tensor) -> None:
+    _observe(y, _level(), pyro.param("tau"))
+
+
+@mistake("pyro.param 'tau' begins outside or on the edge of its constraint")
+def param_outside(y: Tensor) -> None:
+    _observe(y, _level(), pyro.param("tau", torch.tensor(0.0), constraint=dist.constraints.positive))
+
+
+@mistake("pyro.param 'tau' depends on the number of records")
+def param_a_record(y: Tensor) -> None:
+    _observe(y, _level() + pyro.param("tau", torch.zeros(len(y))))
+
+
+# ---- numbers ----
+
+
+@mistake("is not finite at the start in 9 of 9 rows")
+def scale_that_may_be_negative(y: Tensor) -> None:
+    _observe(y, _level(), pyro.sample("scale", dist.Normal(-1.0, 1.0)))
+
+
+@mistake("of the global sites is not finite near the start")
+def prior_that_is_none(y: Tensor) -> None:
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    _observe(y, pyro.sample("mu", dist.Normal(0.0, -scale)))
+
+
+@mistake("another log density each time it is run")
+def draws_by_itself(y: Tensor) -> None:
+    _observe(y, _level() + torch.randn(()))
+
+
+@mistake("another log density each time it is run")
+def changes_its_data(y: Tensor) -> None:
+    y -= 1.0
+    _observe(y, _level())
+
+
+@mistake(
+    "record-level privacy evaluates each record alone", run={"privacy": sf.RecordDP(noise_multiplier=1.0, noise="silo")}
+)
+def branches_on_a_record(y: Tensor) -> None:
+    mu = _level()
+    _observe(y, mu if float(y[0]) > -100 else 2 * mu)
+
+
+@mistake(
+    "importance samples go through the model together", run={"algorithm": sf.SFVI(iterations=1, importance_samples=2)}
+)
+def branches_on_a_latent(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(mu, 1.0))
+        pyro.sample("y", dist.Normal(b if bool(b[0] > -100) else 2 * b, 1.0), obs=y)
+
+
+# ---- Python ----
+
+
+@mistake("breaks fails on made data of the given shapes (KeyError: 'no such thing')")
+def breaks(y: Tensor) -> None:
+    raise KeyError("no such thing")
+
+
+@mistake("fails on made data of the given shapes (NotImplementedError)")
+def breaks_without_a_word(y: Tensor) -> None:
+    raise NotImplementedError
+
+
+@mistake("does not take the data's names ['y']")
+def other_arguments(z: Tensor) -> None:
+    _observe(z, _level())
+
+
+@mistake("silo 'silo-1': the model fails on its data (ZeroDivisionError)")
+def breaks_on_real_data(y: Tensor) -> None:
+    _observe(y, _level() + 1 // int(y.min() > 0))
+
+
+def test_there_are_sixty() -> None:
+    assert len(MISTAKES) >= 60
+
+
+@pytest.mark.parametrize(("model", "silos", "run", "phrase"), MISTAKES)
+def test_mistaken_program(model: sf.FederatedModel, silos: list[Any], run: dict[str, Any], phrase: str) -> None:
+    """One line, of this package's own error, before any round."""
+    data = [{name: value.clone() for name, value in silo.items()} for silo in silos]
+    with pytest.raises(InputError) as caught:
+        build(model, data, **run)
+    assert "\n" not in str(caught.value)
+    assert phrase in str(caught.value)
+
+
+def test_a_program_is_looked_at_near_its_start() -> None:
+    """Not near zero, where this one cannot be evaluated: the control."""
+
+    def far_from_zero(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(50.0, 1.0))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.MultivariateNormal(torch.zeros(1), (mu - y).reshape(-1, 1, 1)), obs=y.unsqueeze(-1))
+
+    model = sf.FederatedModel(far_from_zero, "r")
+    server, engine, _ = build_parties(model, PLAIN, sf.SFVI(iterations=1), sf.Plain())
+    rows = engine.silos["silo-1"].view.rows
+    with pytest.raises(RuntimeError, match="not positive-definite"):
+        server.problem.density.check_global_density(rows, "silo-1", torch.zeros(1))
+
+
+@pytest.mark.parametrize("model", ["model", None, 3, {"y": 1}])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(InputError, match=r"the model must be an sf\.FederatedModel or a Pyro function"):
+        build(model, PLAIN)
+
+
+# ---- what works ----
+
+GOOD: list[Any] = []
+_OUTSIDE = torch.ones(3, dtype=torch.float32)
+
+
+def good(silos: list[Any] = PLAIN, **roles: Any) -> Any:
+    def keep(fn: Program) -> Program:
+        GOOD.append(pytest.param(sf.FederatedModel(fn, **{"record_plate": "r", **roles}), silos, id=fn.__name__))
+        return fn
+
+    return keep
+
+
+@good(WIDE)
+def deterministic_everywhere(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    pyro.deterministic("twice", 2 * b)
+    with pyro.plate("r", len(y)):
+        mean = pyro.deterministic("mean", x @ b)
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+@good()
+def factor_on_globals(y: Tensor) -> None:
+    mu = _level()
+    pyro.factor("prefer", -((mu - 1.0) ** 2))
+    _observe(y, mu)
+
+
+@good(silo_sites=("u", "f"))
+def factor_on_a_silo(y: Tensor) -> None:
+    u = pyro.sample("u", dist.Normal(0.0, 1.0))
+    pyro.factor("f", -(u**2))
+    _observe(y, _level() + u)
+
+
+@good()
+def likelihood_as_a_factor(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.factor("f", -((y - mu) ** 2))
+
+
+@good(WIDE)
+def literals(x: Tensor, y: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3, dtype=torch.float32), 1.0).to_event(1))
+    _observe(y, x @ b + x @ torch.zeros(3))
+
+
+@good(WIDE)
+def tensors_from_outside(x: Tensor, y: Tensor) -> None:
+    _observe(y, _level() + x @ _OUTSIDE + _net(x)[:, 0].detach())
+
+
+@good(WIDE)
+def module(x: Tensor, y: Tensor) -> None:
+    net = pyro.module("net", _net, update_module_params=True)
+    _observe(y, _level() + net(x)[..., 0])
+
+
+@good([{"y": (silo["y"] > 0)} for silo in PLAIN])
+def truth_values(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=mu), obs=y)
+
+
+@good(GROUPED)
+def whole_numbers(g: Tensor, y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(g)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        pyro.sample("g", dist.Binomial(5, logits=mu), obs=g)
+
+
+@good([{**silo, "groups": 4} for silo in GROUPED])
+def groups_as_an_argument(g: Tensor, y: Tensor, groups: int) -> None:
+    with pyro.plate("w", groups):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    _observe(y, a[g])
+
+
+@good([{**silo, "mean": sf.Shared(torch.zeros(3))} for silo in WIDE])
+def standardised_by_shared_numbers(x: Tensor, y: Tensor, mean: Tensor) -> None:
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    _observe(y, (x - mean) @ b)
+
+
+@good([{"y": silo["y"], "seen": silo["y"] > -0.5} for silo in PLAIN])
+def partly_observed(y: Tensor, seen: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y, obs_mask=seen)
+
+
+@good([{"y": torch.where(silo["y"] > 0, silo["y"], -9.0), "seen": silo["y"] > 0} for silo in PLAIN])
+def wrong_codes_that_are_masked(y: Tensor, seen: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)), poutine.mask(mask=seen):
+        pyro.sample("y", dist.LogNormal(mu, 1.0), obs=y)
+
+
+@good([{"y": torch.arange(n) % 3} for n in _SIZES])
+def cannot_be_mapped(y: Tensor) -> None:
+    """Pyro's ordered logistic works in place, which vmap refuses; draws are made one by one."""
+    mu, cut = _level(), pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 0.1).to_event(1))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.OrderedLogistic(mu, cut), obs=y)
+
+
+@good()
+def improper_prior(y: Tensor) -> None:
+    warnings.simplefilter("ignore", SecureFVIWarning)  # of its start
+    mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    _observe(y, mu)
+
+
+@good()
+def latent_branch(y: Tensor) -> None:
+    mu = _level()
+    _observe(y, mu if mu > -1e6 else 2 * mu)
+
+
+@good(COLUMN)
+def independent_columns(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y), dim=-2):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+@pytest.mark.parametrize(("model", "silos"), GOOD)
+def test_what_works(model: sf.FederatedModel, silos: list[Any]) -> None:
+    """From the first round to draws and predictions."""
+    result = sf.fit(model, silos, sf.SFVI(iterations=2), sf.Plain())
+    assert all(bool(torch.isfinite(site.mean).all()) for site in result.posterior.values())
+    result.sample(2)
+    data = silos[0]
+    predicted = result.predict(data, n=2)
+    assert all(value.shape[0] == 2 for value in predicted.values())
+    assert result.log_predictive(data, n=2).shape == (len(data["y"]),)
+    for local in result.local.values():
+        local.sample(2)
+
+
+def test_a_bare_function() -> None:
+    """Its record plate is the one around all that it observes."""
+
+    def program(g: Tensor, y: Tensor) -> None:
+        with pyro.plate("groups", 4):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with pyro.plate("patients", len(y)):
+            pyro.sample("y", dist.Normal(a[g], 1.0), obs=y)
+
+    parties = build_parties(program, GROUPED, sf.SFVI(iterations=1), sf.Plain())
+    assert parties[0].problem.model.record_plate == "patients"
+
+    def two(y: Tensor) -> None:
+        mu = _level()
+        with pyro.plate("a", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        with pyro.plate("b", len(y)):
+            pyro.sample("z", dist.Normal(mu, 1.0), obs=y)
+
+    with pytest.raises(InputError, match=r"which plate of 'two' counts records is not clear.*record_plate="):
+        build(two, PLAIN)
+
+
+class _Frame:
+    """As much of a frame as pandas and polars agree on."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns, self.columns = columns, list(columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "frame", "pandas", "polars"])
+def test_arrays_and_frames(kind: str) -> None:
+    """The same fit from tensors, from arrays and from frames; `x[0]`, `x[1]`, ... are one tensor, as in a CSV."""
+
+    def columns(silo: dict[str, Tensor]) -> dict[str, Any]:
+        parts = {f"x[{k}]": silo["x"][:, k].numpy() for k in range(3)}
+        return {**parts, "y": silo["y"].numpy()}
+
+    def as_given(silo: dict[str, Tensor]) -> Any:
+        if kind == "arrays":
+            return {name: value.numpy() for name, value in silo.items()}
+        return _Frame(columns(silo)) if kind == "frame" else pytest.importorskip(kind).DataFrame(columns(silo))
+
+    def program(x: Tensor, y: Tensor) -> None:
+        b = pyro.sample("b", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        _observe(y, x @ b)
+
+    algorithm = sf.SFVI(iterations=3, average_last=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecureFVIWarning)
+        results = [sf.fit(program, silos, algorithm, sf.Plain()) for silos in (WIDE, [as_given(silo) for silo in WIDE])]
+    assert torch.equal(results[0].posterior["b"].mean, results[1].posterior["b"].mean)
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_masks_reach_q() -> None:
+    """Half of the outcomes are missing: the posterior is that of the others, and the bound theirs, not larger."""
+    silos = [{"y": silo["y"], "seen": torch.arange(len(silo["y"])) % 2 == 0} for silo in PLAIN]
+    seen = [{"y": silo["y"][silo["seen"]]} for silo in silos]
+
+    def exact(y: Tensor) -> None:
+        _observe(y, _level())
+
+    algorithm = sf.SFVI(iterations=400, learning_rate=0.03)
+    masked = sf.fit(sf.FederatedModel(partly_observed, "r"), silos, algorithm, sf.Plain())
+    reference = sf.fit(sf.FederatedModel(exact, "r"), seen, algorithm, sf.Plain())
+    mine, theirs = masked.posterior["mu"], reference.posterior["mu"]
+    assert abs(mine.mean - theirs.mean) < 0.1 * theirs.sd
+    assert 0.9 < mine.sd / theirs.sd < 1.1
+    assert masked.elbo is not None
+    assert reference.elbo is not None
+    assert masked.elbo < reference.elbo + 0.1
+    locals_ = masked.local["silo-1"].sample(400)["y_unobserved"]
+    assert float(locals_[:, silos[0]["seen"]].std()) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_start_that_is_not_finite() -> None:
+    def program(y: Tensor) -> None:
+        variance = pyro.sample("variance", dist.InverseGamma(0.001, 0.001))
+        _observe(y, _level(), variance.sqrt())
+
+    with pytest.warns(SecureFVIWarning, match="prior of site 'variance' has no finite centre"):
+        parties = build_parties(sf.FederatedModel(program, "r"), PLAIN, sf.SFVI(iterations=1), sf.Plain())
+    assert parties[0].problem.start.z_global.tolist() == [0.0, 0.0]
+
+
+def test_a_site_that_nothing_uses() -> None:
+    def program(y: Tensor) -> None:
+        mu = _level()
+        _observe(y, mu)
+        pyro.sample("new", dist.Normal(mu, 1.0))
+
+    with pytest.warns(SecureFVIWarning, match="site 'new' does not reach the likelihood"):
+        build(sf.FederatedModel(program, "r"), PLAIN)
+
+
+def test_programs_run_one_at_a_time() -> None:
+    """Threads with other types wait for each other, and PyTorch's default type is what it was."""
+    before, seen = torch.get_default_dtype(), []
+
+    def work(dtype: torch.dtype) -> None:
+        for _ in range(50):
+            with running(dtype, torch.device("cpu")):
+                seen.append(torch.zeros(1).dtype == dtype)
+
+    threads = [threading.Thread(target=work, args=(dtype,)) for dtype in (torch.float32, torch.float64) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(seen)
+    assert torch.get_default_dtype() == before

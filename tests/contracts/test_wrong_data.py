@@ -1,0 +1,301 @@
+"""Data that do not fit the model are refused before the first round, by a line with the column and the count of rows.
+
+The cases are made: each column of each model in each wrong coding that its support has, at 3 of 12 rows of one silo of
+three. Every model also builds with the right data, so that none is refused whatever it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.errors import InputError
+from secure_fvi.fitting import build_parties
+
+N, BAD = 12, 3
+WHERE = torch.tensor([1, 4, 10])
+
+
+class Case(NamedTuple):
+    """A program, its right data, and wrong values by column."""
+
+    fn: Callable[..., None]
+    right: dict[str, Any]
+    wrong: dict[str, list[Any]]  # by column: what is written into three rows
+
+
+def _univariate(make: Callable[..., Any]) -> Callable[..., None]:
+    """y_i from `make(level)`, level real."""
+
+    def fn(y: Tensor) -> None:
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", make(level), obs=y)
+
+    return fn
+
+
+def _binomial(r: Tensor, n: Tensor) -> None:
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(r)):
+        pyro.sample("y", dist.Binomial(n, logits=level), obs=r)
+
+
+def _groups(g: Tensor, y: Tensor) -> None:
+    with pyro.plate("groups", 3):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(level[g.long()], 1.0), obs=y)
+
+
+def _two_way(g: Tensor, h: Tensor, y: Tensor) -> None:
+    """Indexed in two axes, through arithmetic and through gather."""
+    table = pyro.sample("table", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
+    shift = pyro.sample("shift", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        mean = table[g + 1, h] + torch.gather(shift, 0, index=h)
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def _one_hot(g: Tensor, y: Tensor) -> None:
+    level = pyro.sample("level", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        mean = torch.nn.functional.one_hot(g, 3).to(level.dtype) @ level
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def _scaled(offset: Tensor, y: Tensor) -> None:
+    """The exposure of a rate: its logarithm is not finite at 0."""
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Poisson((level + offset.log()).exp()), obs=y)
+
+
+def _measured(sd: Tensor, y: Tensor) -> None:
+    """Known standard errors, as in a meta-analysis."""
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(level, sd), obs=y)
+
+
+def _several(y: Tensor) -> None:
+    level = pyro.sample("level", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=level).to_event(1), obs=y)
+
+
+_rng = torch.Generator().manual_seed(0)
+_u = torch.rand(N, generator=_rng)
+_g = torch.arange(N) % 3
+_simplex = torch.softmax(torch.randn(N, 3, generator=_rng), -1)
+_counts = torch.tensor([[2.0, 1.0, 1.0], [0.0, 4.0, 0.0]]).repeat(N // 2, 1)
+_eye = torch.eye(3)
+_ONES = torch.ones(3)
+
+CASES = {
+    "bernoulli": Case(
+        _univariate(lambda m: dist.Bernoulli(logits=m)), {"y": (_u > 0.5).double()}, {"y": [2.0, -1.0, 0.5, 99.0]}
+    ),
+    "bernoulli whole": Case(_univariate(lambda m: dist.Bernoulli(logits=m)), {"y": _g % 2}, {"y": [2, -1, 9]}),
+    "three bernoullis": Case(_several, {"y": (_simplex > 0.3).double()}, {"y": [2.0, -9.0, 0.1]}),
+    "binomial": Case(
+        _binomial, {"r": _g.double(), "n": torch.full((N,), 5.0)}, {"r": [6.0, -1.0, 0.5], "n": [-1.0, -0.5]}
+    ),
+    "poisson": Case(_univariate(lambda m: dist.Poisson(m.exp())), {"y": _g.double()}, {"y": [-1.0, 0.5, 2.25, -999.0]}),
+    "poisson whole": Case(_univariate(lambda m: dist.Poisson(m.exp())), {"y": _g}, {"y": [-1, -999]}),
+    "geometric": Case(_univariate(lambda m: dist.Geometric(logits=m)), {"y": _g.double()}, {"y": [-1.0, 0.5]}),
+    "negative binomial": Case(
+        _univariate(lambda m: dist.NegativeBinomial(4.0, logits=m)), {"y": _g.double()}, {"y": [-2.0, 1.5]}
+    ),
+    "zero-inflated": Case(
+        _univariate(lambda m: dist.ZeroInflatedPoisson(m.exp(), gate=torch.tensor(0.3))),
+        {"y": _g.double()}, {"y": [-1.0, 0.5]},
+    ),
+    "categorical": Case(
+        _univariate(lambda m: dist.Categorical(logits=m * torch.arange(3.0))), {"y": _g}, {"y": [3, -1, 99]}
+    ),
+    "categorical in floats": Case(
+        _univariate(lambda m: dist.Categorical(logits=m * torch.arange(3.0))),
+        {"y": _g.double()}, {"y": [3.0, 0.5, -1.0]},
+    ),
+    "ordered": Case(
+        _univariate(lambda m: dist.OrderedLogistic(m, torch.tensor([-1.0, 1.0]))), {"y": _g}, {"y": [3, -1]}
+    ),
+    "one-hot": Case(
+        _univariate(lambda m: dist.OneHotCategorical(logits=m * torch.arange(3.0))),
+        {"y": _eye[_g]}, {"y": [_ONES, 0 * _ONES, 2 * _eye[0]]},
+    ),
+    "multinomial": Case(
+        _univariate(lambda m: dist.Multinomial(4, logits=m * torch.arange(3.0))),
+        {"y": _counts}, {"y": [2.0 * _ONES, torch.tensor([-1.0, 4.0, 1.0]), torch.tensor([0.5, 2.5, 1.0])]},
+    ),
+    "lognormal": Case(_univariate(lambda m: dist.LogNormal(m, 1.0)), {"y": _u + 0.1}, {"y": [0.0, -1.0]}),
+    "gamma": Case(_univariate(lambda m: dist.Gamma(m.exp() + 1.0, 1.0)), {"y": _u + 0.1}, {"y": [0.0, -1.0]}),
+    "exponential": Case(_univariate(lambda m: dist.Exponential(m.exp())), {"y": _u}, {"y": [-1.0, -999.0]}),
+    "weibull": Case(_univariate(lambda m: dist.Weibull(m.exp(), 1.5)), {"y": _u + 0.1}, {"y": [0.0, -1.0]}),
+    "half-normal": Case(_univariate(lambda m: dist.HalfNormal(m.exp())), {"y": _u}, {"y": [-1.0]}),
+    "half-cauchy": Case(_univariate(lambda m: dist.HalfCauchy(m.exp())), {"y": _u}, {"y": [-0.5]}),
+    "inverse gamma": Case(_univariate(lambda m: dist.InverseGamma(m.exp(), 1.0)), {"y": _u + 0.1}, {"y": [0.0, -1.0]}),
+    "pareto": Case(_univariate(lambda m: dist.Pareto(1.0, m.exp())), {"y": _u + 1.5}, {"y": [0.5, 0.0]}),
+    "beta": Case(
+        _univariate(lambda m: dist.Beta(m.exp() + 1, 2.0)),
+        {"y": _u * 0.9 + 0.05}, {"y": [0.0, 1.0, 1.5, -0.5, 50.0]},
+    ),
+    "uniform": Case(
+        _univariate(lambda m: dist.TransformedDistribution(dist.Normal(m, 1.0), [dist.transforms.SigmoidTransform()])),
+        {"y": _u * 0.9 + 0.05}, {"y": [-0.5, 1.5]},
+    ),
+    "dirichlet": Case(
+        _univariate(lambda m: dist.Dirichlet(m.exp() * torch.ones(3) + 1)),
+        {"y": _simplex}, {"y": [_ONES, torch.tensor([0.5, 0.7, -0.2]), 100 * _simplex[0]]},
+    ),
+    "groups": Case(_groups, {"g": _g, "y": _u}, {"g": [-1, 3, 99]}),
+    "groups in floats": Case(_groups, {"g": _g.double(), "y": _u}, {"g": [-1.0, 3.0, 0.5]}),
+    "two groupings": Case(_two_way, {"g": _g, "h": _g, "y": _u}, {"g": [3, -2], "h": [-1, 3]}),
+    "one-hot groups": Case(_one_hot, {"g": _g, "y": _u}, {"g": [-1, 3]}),
+    "exposure": Case(_scaled, {"offset": _u + 0.5, "y": _g.double()}, {"offset": [0.0, -1.0]}),
+    "standard errors": Case(_measured, {"sd": _u + 0.5, "y": _u}, {"sd": [0.0, -1.0]}),
+}  # fmt: skip
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+
+
+def _cases() -> Iterator[Any]:
+    for name, case in CASES.items():
+        for column, values in case.wrong.items():
+            for value in values:
+                shown = value.tolist() if isinstance(value, Tensor) else value
+                yield pytest.param(case, column, value, id=f"{name}: {column} = {shown}")
+        for column, right in case.right.items():
+            if right.is_floating_point():
+                for value in NOT_FINITE:
+                    yield pytest.param(case, column, value, id=f"{name}: {column} = {value}")
+
+
+def _build(fn: Callable[..., None], *silos: Any, **options: Any) -> None:
+    build_parties(sf.FederatedModel(fn, "r"), list(silos), sf.SFVI(iterations=1), sf.Plain(), **options)
+
+
+def _refusal(fn: Callable[..., None], *silos: Any, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        _build(fn, *silos, **options)
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(list(_cases())) >= 100
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_right_data_are_taken(case: Case) -> None:
+    _build(case.fn, case.right, case.right, case.right)
+
+
+@pytest.mark.parametrize(("case", "column", "value"), list(_cases()))
+def test_wrong_coding(case: Case, column: str, value: Any) -> None:
+    """Three rows of one silo's column: the line names silo, column and count, and quotes no value."""
+    bad = case.right[column].clone()
+    bad[WHERE] = torch.as_tensor(value, dtype=bad.dtype)
+    said = _refusal(case.fn, case.right, {**case.right, column: bad}, case.right)
+    assert said.startswith("silo 'silo-2':")
+    assert f"'{column}'" in said
+    assert f"{BAD} of {N} rows" in said
+
+
+# ---- tables ----
+
+_normal = _univariate(lambda m: dist.Normal(m, 1.0))
+_Y = _u.numpy().astype(float)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (np.array([*"abcdefghijkl"]), "'y' holds text in 12 of 12 rows; code it as numbers"),
+        (np.array([1.0, "n/a", None, *range(9)], dtype=object), "no numbers in 1 of 12 rows"),
+        (np.array([1.0, None, None, *range(9)], dtype=object), "'y' holds NaN or infinite values in 2 of 12 rows"),
+        (np.array(["2026-01-01"] * N, dtype="datetime64[D]"), "'y' holds dates in 12 of 12 rows"),
+        (_Y + 1j, "'y' holds complex numbers in 12 of 12 rows"),
+        (torch.complex(_u, _u), "'y' is a tensor of torch.complex128"),
+        (torch.eye(N).to_sparse(), "'y' is a tensor of torch.float64, torch.sparse_coo"),
+        (np.array(3.0), "'y' has no first dimension"),
+        (_u[:0], "has no records"),
+        (_u[:, None], "'y': its data have shape (2, 1) where the distribution has (2,)"),
+        (_u.reshape(3, 4), "'y': its data have shape (2, 4)"),
+        ([0.1] * N, "no tensor in its data; each record needs one row of at least one tensor ('y': a list"),
+        (np.where(np.arange(N) < 2, 1e300, 1.0), "'y' holds NaN or infinite values in 2 of 12 rows"),
+    ],
+)
+def test_malformed_column(column: Any, words: str) -> None:
+    wide = column is not None and isinstance(column, np.ndarray) and column.dtype == np.float64 and column.max() > 1e299
+    assert words in _refusal(_normal, *[{"y": column}] * 3, dtype=torch.float32 if wide else torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("silos", "words"),
+    [
+        ([{"y": _u}, {"y": _u[:, None]}], "'y' has shape () a record and type torch.float64 at silo 'silo-1'"),
+        ([{"y": _u}, {"y": _g}], "but () and torch.int64 at silo 'silo-2'"),
+        ([{"y": _u}, {"Y": _u}], "hold different tensors: ['y'] and ['Y']"),
+        (
+            [{"y": _u, "k": [1]}, {"y": _u, "k": [2]}],
+            "shared value 'k' differs between silos 'silo-1' and 'silo-2'; a list",
+        ),
+        ([{"y": _u}, [1, 2]], "silo 'silo-2': its data must be a dict of tensors"),
+        ([{"y": _u}, None], "silo 'silo-2': its data must be a dict of tensors"),
+        ([{"y": _u, 3: _u}], "columns are named by the model function's arguments, not by 3"),
+        ([{"y": _u, "z": _u}], "does not take the data's names ['y', 'z']"),
+        ([{"y": _u, "z": _u[:4]}], "'z' has 4 rows and 'y' has 12"),
+    ],
+)
+def test_malformed_silos(silos: list[Any], words: str) -> None:
+    assert words in _refusal(_normal, *silos)
+
+
+@pytest.mark.parametrize("silos", [{"a": {"y": _u}}, _u, "silos", None, 3])
+def test_silos_that_are_no_list(silos: Any) -> None:
+    with pytest.raises(InputError, match="silos is a list of each silo's data"):
+        sf.fit(sf.FederatedModel(_normal, "r"), silos)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (
+            [torch.arange(N), torch.tensor([0, 1, *range(20, 30)])],
+            "in 2 rows of silo 'silo-1', 2 rows of silo 'silo-2'",
+        ),
+        (
+            [torch.arange(N), torch.arange(N) + 20.5],
+            "silo 'silo-2': record_ids are no whole numbers of at least 0 in 12",
+        ),
+        (
+            [torch.arange(N) - 2, torch.arange(N) + 20],
+            "silo 'silo-1': record_ids are no whole numbers of at least 0 in 2",
+        ),
+        ([torch.arange(N)[:, None], torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
+        ([["a"] * N, torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
+        ([torch.arange(N), torch.arange(3) + 50], "silo 'silo-2': 3 record ids for 12 records"),
+    ],
+)
+def test_wrong_record_ids(ids: list[Any], words: str) -> None:
+    assert words in _refusal(_normal, {"y": _u}, {"y": _u}, record_ids=ids)
+
+
+def test_a_file_joined_to_itself() -> None:
+    """Refused where measurements say so; taken with ids of their own, and where values are codes that recur."""
+    twice = {"y": torch.cat([_u, _u])}
+    assert "12 of 24 rows repeat another one in all of 'y'" in _refusal(_normal, {"y": _u}, twice)
+    ids = [torch.arange(N), torch.arange(2 * N) + 100]
+    _build(_normal, {"y": _u}, twice, record_ids=ids)
+    _build(_normal, {"y": _u}, {"y": _g.repeat(2).double()})
+    _build(_normal, {"y": _u}, {"y": torch.cat([_u, _u[:5]])})

@@ -1,0 +1,415 @@
+"""Seeded mutations of valid messages of every kind, and what may come of them: an answer, or a refusal that says so.
+
+`decoders` are functions of bytes; `machines` are parties with state, which get valid, stale and mutated messages in any
+order. For as many seconds as one likes: `make fuzz SECONDS=3600`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import torch
+from consortium_run import SILOS, Job
+from deployment_world import NOW, World
+from safetensors.torch import save
+
+from secure_fvi import alignment, wire
+from secure_fvi.aggregation import homomorphic_messages, messages
+from secure_fvi.aggregation.base import Block, BlockTable, carry
+from secure_fvi.aggregation.homomorphic import Homomorphic
+from secure_fvi.aggregation.masked import Masked
+from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.building import build_problem
+from secure_fvi.deployment import countersigning, job, session_messages
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.session_sums import server_sum, session_of
+from secure_fvi.deployment.site import Site
+from secure_fvi.deployment.site_job import Local, SiteJob
+from secure_fvi.engines import flower_letters, stream_messages
+from secure_fvi.engines.remote import SessionLost
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
+from secure_fvi.federated_model import Schema
+from secure_fvi.messages import decode_broadcast, encode_broadcast
+from secure_fvi.privacy import witness
+from secure_fvi.privacy.chain import Row
+from secure_fvi.runs.checkpoint import pack_state, unpack_state
+from secure_fvi.runs.federation import chosen, model_of
+from secure_fvi.server import Server
+
+#: What a party may raise: anything else is a fault.
+REFUSALS = (ProtocolError, AggregationError, InputError, PolicyError, SessionLost)
+#: No message of some kilobytes may take longer (seconds); a busy machine takes some of it.
+LONGEST = 5.0
+
+_PIECES = [
+    b"\xdd\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdf\x00\x00\x00\x10",
+    b"\xdb\x7f\xff\xff\xff", b"\x90", b"\x80", b"\xc0", b"\xc1", b"\xc2", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7),
+    b"\xcb\x7f\xf8" + bytes(6), b"\xcb\x7f\xf0" + bytes(6), b"\xc7\x00\x05", b"\xd6\xff" + bytes(4),
+    b"\xd7\xff" + b"\xff" * 8, b"\x91" * 600, b"\x81\x00" * 300, b"\xa3\xff\xfe\xfd", b"\xcc\x01", b"\xe0",
+    b"\xc4\x20" + bytes(32), b"\xc4\x00", b"\x00", b"\xff" * 9, b"[[", b"9" * 30, b"1e999", b"a.b.", b"\"\"\"", b"0x9",
+]  # fmt: skip
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """`data` with one to eight changes: bits, bytes, pieces of MessagePack put in or over, parts lost or repeated."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
+        at, piece = rng.randrange(len(out) + 1), rng.choice(_PIECES)
+        match rng.randrange(8):
+            case 0 if out:
+                out[at % len(out)] ^= 1 << rng.randrange(8)
+            case 1 if out:
+                out[at % len(out)] = rng.randrange(256)
+            case 2:
+                out[at:at] = piece
+            case 3:
+                out[at : at + len(piece)] = piece
+            case 4:
+                del out[at : at + rng.randrange(1, 40)]
+            case 5:
+                del out[at:]
+            case 6:
+                out[at:at] = out[: rng.randrange(1, 60)]
+            case _:
+                out[at:at] = piece * rng.choice((2, 50, 3000))
+    return bytes(out)
+
+
+class Outcome(NamedTuple):
+    """What came of a number of messages. faults: what was raised that is no refusal, with an example each."""
+
+    counts: Counter[str]
+    faults: dict[str, str]
+
+    def note(self, kind: str) -> None:
+        self.counts[kind] += 1
+
+    def fault(self, what: str, example: bytes) -> None:
+        self.counts["FAULT"] += 1
+        self.faults.setdefault(what, example[:80].hex())
+
+
+def tried(act: Callable[[], Any], outcome: Outcome, example: bytes, where: str) -> bool:
+    """Whether `act` went through; a refusal is counted, all else is a fault."""
+    began = time.monotonic()
+    try:
+        act()
+    except REFUSALS:
+        outcome.note("refused")
+        return False
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        outcome.fault(f"{where}: {type(error).__name__} at {Path(last.filename).name}:{last.lineno}", example)
+        return False
+    finally:
+        if time.monotonic() - began > LONGEST:
+            outcome.fault(f"{where}: took {time.monotonic() - began:.1f} s", example)
+    outcome.note("taken")
+    return True
+
+
+# ---- decoders ----
+
+
+def sum_messages(options: Mapping[str, Any] | None = None) -> list[bytes]:
+    """Everything that is said in one masked sum, contributions included."""
+    seen: list[bytes] = []
+    ids = [f"s{i}" for i in range(4)]
+    server, silos = Masked(**(options or {"batch": 2})).local_parties(ids)
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {silo: silos[silo].handle(message) for silo, message in asked.items()}
+        seen.extend([*asked.values(), *replies.values()])
+        return replies
+
+    carry(server.prepare(0), exchange)
+    sent = {s: silos[s].contribute(0, ids, TABLE, np.zeros(3), bytes(32)) for s in ids}
+    seen.extend(sent.values())
+    carry(server.total(0, ids, TABLE, sent, bytes(32)), exchange)
+    return list(dict.fromkeys(seen))
+
+
+TABLE = BlockTable((Block("g", (3,), 1.0),))
+CONFIG = b"""seed = 3
+[model]
+program = "six-cities"
+[partition]
+ids = ["a", "b", "c"]
+sizes = [200, 180, 157]
+[algorithm]
+name = "sfvi"
+iterations = 9
+"""
+_STATE = (torch.zeros(3), {"a": np.zeros(2)}, 3)
+
+
+def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
+    """By name, what reads bytes of others, or its own files, and valid examples of each kind."""
+    h, sm, st, cs, fl = homomorphic_messages, session_messages, stream_messages, countersigning, flower_letters
+    d32, d64 = bytes(32), bytes(64)
+    request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, 4, [b"x" * 40])
+    key, parts = h.HolderKey(b"k" * 50, d64), h.Ciphertexts([b"a", b"b"])
+    kept = {"z_global": torch.zeros(3, dtype=torch.float64), "shift": torch.zeros(2, 2, dtype=torch.float32)}
+    broadcast = Broadcast(3, 4, {"a": 2, "b": 2}, ("a", "b"), {"scale": 0.1, "stage": 0.0}, kept, "round")
+    fields = (("y", (3,), torch.float64), ("x", (), torch.int64))
+    schema = sm.pack_schema(Schema(fields, {"k": 3, "t": torch.zeros(2), "s": "text"}))
+    joined, opened = sm.Joined(schema, d32, b"", 0), sm.Open(["a", "b"], [d32] * 2, d32, 0, b"", 3)
+    config = "[model]\nprogram='six-cities'\nx=[1,{y=2}]\n"
+    offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32))
+    key_of_job = alignment.AlignmentKey(d32)
+    prepared, other = (alignment.prepare(["1", "2", None], key_of_job, "job", s).message for s in "ab")
+    row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
+    letter = fl._CODEC.pack(fl.Letter(b"certificate", "job", "a", d32, 0, b"body"))
+    seen = (
+        cs.Seen([b"a"], [b"b"]),
+        cs.Stated(b"a", b"b", [b"c"]),
+        cs.Countersigned(b"a", b"b", b"c"),
+        cs.Receipt(b"a"),
+    )
+    receipt = witness.Receipt("w", d32, "a", d32, 3, d32, 0, d64)
+    ended = (sm.Opened(d32), sm.Ended(), sm.End("finished", 2, b"abc"))
+    return {
+        "masked": (messages.unpack_any, sum_messages()),
+        "homomorphic": (h.unpack_any, [h.pack(m) for m in (h.HolderKeyRequest(), key, parts, request)]),
+        "broadcast": (decode_broadcast, [encode_broadcast(broadcast)]),
+        "schema": (sm.unpack_schema, [schema]),
+        "session": (sm.CODEC.unpack_any, [sm.CODEC.pack(m) for m in (joined, opened, *ended)]),
+        "greeting": (st.CODEC.unpack_any, [st.CODEC.pack(st.Hello(d32)), st.CODEC.pack(st.Welcome(d32, "job"))]),
+        "stream": (lambda data: st.Assembler().add(data), list(st.parts(1, bytes(30)))),
+        "countersigning": (cs._CODEC.unpack_any, [cs._CODEC.pack(m) for m in seen]),
+        "witness": (
+            witness._CODEC.unpack_any,
+            [witness._CODEC.pack(m) for m in (witness.Statement("a", d32, 3, d32, 0, d64, 1, [d32] * 2), receipt)],
+        ),
+        "offer": (job._CODEC.unpack_any, [job._CODEC.pack(job._Signed(offered, d64)), offered]),
+        "configuration": (lambda data: job._parse(data.decode("utf-8", "replace")), [CONFIG]),
+        "letter": (fl._CODEC.unpack_any, [letter, fl._CODEC.pack(fl._Signed(letter, d64))]),
+        "posterior": (lambda data: wire.tensors(data, "a posterior"), [save({"eta/loc": torch.zeros(3)})]),
+        "alignment": (lambda data: alignment.match([prepared, data]), [other]),
+        "row": (lambda data: row._replace(body=data).fields(), [row.body]),
+        "own state": (lambda data: unpack_state(data, _STATE, Path("x")), [pack_state(_STATE)]),
+    }
+
+
+def fuzz_decoders(seconds: float, seed: int) -> Outcome:
+    """Mutations of all of them, for so long."""
+    rng, outcome = random.Random(seed), Outcome(Counter(), {})
+    found = list(decoders().items())
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        name, (read, pool) = rng.choice(found)
+        data = mutated(rng.choice(pool), rng)
+        tried(functools.partial(read, data), outcome, data, name)
+    return outcome
+
+
+# ---- machines ----
+
+
+def store_of(party: Any) -> dict[str, bytes]:
+    """A copy of all that a party in this process has written down."""
+    return dict(party._store._slots)
+
+
+class Machine(NamedTuple):
+    """A party: what it takes (in one of several ways), and a picture of its state."""
+
+    name: str
+    take: Callable[[bytes], Any]
+    picture: Callable[[], Any]
+
+
+def fuzz_machine(machine: Machine, bag: list[bytes], steps: int, rng: random.Random, outcome: Outcome) -> None:
+    """Valid, stale, strange and mutated messages in any order; a refusal leaves the state as it was."""
+    for _ in range(steps):
+        data = rng.choice(bag)
+        if rng.random() < 0.7:
+            data = mutated(data, rng)
+        elif rng.random() < 0.1:
+            data = os.urandom(rng.randrange(40)) if rng.random() < 0.5 else b""
+        before = machine.picture()
+        if (
+            not tried(functools.partial(machine.take, data), outcome, data, machine.name)
+            and machine.picture() != before
+        ):
+            outcome.fault(f"{machine.name}: a refusal changed its state", data)
+
+
+def masked_world(rng: random.Random) -> tuple[list[Machine], list[bytes]]:
+    """Four silos at a random point of a masked sum, and what was said on the way there."""
+    ids, bag = [f"s{i}" for i in range(4)], []
+    server, silos = Masked(batch=2, consistency_check=rng.random() < 0.8).local_parties(ids)
+    stop = rng.randrange(8)
+
+    class Stop(Exception):
+        pass
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        nonlocal stop
+        stop -= 1
+        if not stop:
+            bag.extend(asked.values())
+            raise Stop
+        replies = {s: silos[s].handle(m) for s, m in asked.items()}
+        bag.extend([*asked.values(), *replies.values()])
+        return replies
+
+    try:
+        carry(server.prepare(0), exchange)
+        sent = {s: silos[s].contribute(0, ids, TABLE, np.zeros(3), bytes(32)) for s in ids}
+        bag.extend(sent.values())
+        carry(server.total(0, ids, TABLE, sent, bytes(32)), exchange)
+    except Stop:
+        pass
+    return [Machine("masked silo", silo.handle, lambda silo=silo: store_of(silo)) for silo in silos.values()], bag
+
+
+def server_run(rng: random.Random, corpus: list[bytes], outcome: Outcome) -> None:
+    """A masked server some of whose silos answer with mutations: it ends with a total or an AggregationError."""
+    ids = [f"s{i}" for i in range(4)]
+    server, silos = Masked(batch=2).local_parties(ids)
+    liar, rate = rng.choice(ids), rng.choice((0.2, 0.6, 1.0))
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {}
+        for silo, message in asked.items():
+            try:
+                replies[silo] = silos[silo].handle(message)
+            except ProtocolError:
+                continue
+            if silo == liar and rng.random() < rate:
+                replies[silo] = mutated(rng.choice([replies[silo], rng.choice(corpus)]), rng)
+        return replies
+
+    def run() -> None:
+        carry(server.prepare(0), exchange)
+        sent = {}
+        for s in ids:
+            try:
+                sent[s] = silos[s].contribute(0, ids, TABLE, np.zeros(3), bytes(32))
+            except ProtocolError:
+                continue
+        if liar in sent and rng.random() < rate / 2:
+            sent[liar] = mutated(sent[liar], rng)
+        carry(server.total(0, ids, TABLE, sent, bytes(32)), exchange)
+
+    tried(run, outcome, b"", "masked server")
+
+
+def holder_world() -> tuple[list[Machine], list[bytes]]:
+    """A key holder and a silo of homomorphic sums after one of them, and what was said."""
+    ids, bag = [f"s{i}" for i in range(3)], []
+    stores: dict[str, MemoryStore] = {}
+    server, silos, holder = Homomorphic(batch=2).parties(ids, lambda party: stores.setdefault(party, MemoryStore()))
+    from secure_fvi.aggregation.homomorphic import WithHolder
+
+    def ask(message: bytes) -> bytes:
+        reply = holder.handle(message)
+        bag.extend([message, reply])
+        return reply
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {s: silos[s].handle(m) for s, m in asked.items()}
+        bag.extend([*asked.values(), *replies.values()])
+        return replies
+
+    local = WithHolder(server, ask)
+    carry(local.prepare(0), exchange)
+    sent = {s: silos[s].contribute(0, ids, TABLE, np.zeros(3), bytes(32)) for s in ids}
+    bag.extend(sent.values())
+    carry(local.total(0, ids, TABLE, sent, bytes(32)), exchange)
+    machines = [Machine("key holder", holder.handle, lambda: store_of(holder))]
+    machines += [Machine("homomorphic silo", s.handle, lambda s=s: store_of(s)) for s in silos.values()]
+    return machines, bag
+
+
+def fuzz_machines(seconds: float, seed: int) -> Outcome:
+    """Silos, servers and key holders of the secure sums."""
+    rng, outcome = random.Random(seed), Outcome(Counter(), {})
+    corpus, held = sum_messages(), holder_world()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        machines, bag = masked_world(rng)
+        for machine in machines:
+            fuzz_machine(machine, [*bag, rng.choice(corpus)], 25, rng, outcome)
+        server_run(rng, corpus, outcome)
+        for machine in held[0]:
+            fuzz_machine(machine, held[1], 4, rng, outcome)
+    return outcome
+
+
+def site_world(world: World, folder: Path, data: Path | None) -> tuple[list[Machine], list[bytes]]:
+    """Three sites and the silos in them after the first broadcast of a job, and what was said to them."""
+    made = Job(world, folder, algorithm={"name": "sfvi", "iterations": 5}, aggregation={"kind": "masked"})
+    hub, bag = world.homes["hub"], []
+    roster = hub.roster(NOW)
+    offer = job.make_offer(made.config, roster, "hub", manifest(made.config).hash, NOW)
+    signed = job.sign_offer(offer, hub.identity())
+    sites = {s: Site(world.homes[s], Local(data_dir=data)) for s in SILOS}
+
+    def say(site: str, message: bytes) -> bytes:
+        reply = sites[site].handle(offer.job, message)
+        bag.extend([message, reply])
+        return reply
+
+    codec = session_messages.CODEC
+    joined = {s: codec.unpack(say(s, session_messages.JOIN + signed), session_messages.Joined) for s in SILOS}
+    schema = session_messages.unpack_schema(joined["east"].schema)
+    nonces = [joined[s].nonce for s in SILOS]
+    opened = session_messages.Open(list(SILOS), nonces, session_messages.schema_digest(schema), 0)
+    for s in SILOS:
+        say(s, session_messages.OPEN + codec.pack(opened))
+    algorithm, aggregation, _ = chosen(made.config)
+    problem = build_problem(model_of(made.config)[0], schema, algorithm, SILOS, 3, "cpu", torch.float64, False, None)
+    session = session_of(roster, offer.hash, opened, aggregation)
+    sums = server_sum(roster, session, list(SILOS), aggregation, b"", MemoryStore(), lambda message: b"")
+    server = Server(problem, algorithm.server(problem), sums)
+    said: list[bytes] = []
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        said.extend(asked.values())
+        return {s: say(s, m) for s, m in asked.items()}
+
+    carry(server.round(), exchange)
+    bag.append(session_messages.END + codec.pack(session_messages.End("finished", 2, save({"eta/x": torch.zeros(2)}))))
+
+    def picture(name: str) -> Any:
+        home = world.homes[name]
+        opened = sites[name]._open_job(offer.job)  # let go of in memory, it is found in the folder
+        assert isinstance(opened, SiteJob)
+        if opened.party is None:
+            opened.restore()
+        party = opened.party
+        assert party is not None
+        silo, waiting = party.silo, party.silo.pending
+        files = [
+            p for p in sorted(home.state_folder.rglob("*")) if p.is_file() and p.suffix == "" and p.name != "fresh"
+        ]
+        past = getattr(silo, "past", getattr(party, "_used", None))
+        kept = pack_state(silo.local), None if waiting is None else waiting.sum_index, past
+        return [(p.name, p.read_bytes()) for p in files], kept
+
+    return [
+        Machine("site", functools.partial(sites[s].handle, offer.job), functools.partial(picture, s)) for s in SILOS
+    ], bag
+
+
+def fuzz_sites(world: World, folder: Path, data: Path | None, seconds: float, seed: int) -> Outcome:
+    """Sites with their silos, as the server's stream reaches them."""
+    rng, outcome = random.Random(seed), Outcome(Counter(), {})
+    machines, bag = site_world(world, folder, data)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        fuzz_machine(rng.choice(machines), bag, 10, rng, outcome)
+    return outcome

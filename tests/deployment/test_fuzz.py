@@ -1,0 +1,78 @@
+"""Mutated messages of every kind to every decoder and party: answers or refusals, in time; a refusal changes nothing.
+
+Seconds here, in every commit; an hour by `make fuzz SECONDS=3600`, or as long as FUZZ_SECONDS says.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import fuzzing
+import pytest
+from deployment_world import World
+from fuzzing import Machine, Outcome
+
+from secure_fvi.errors import ProtocolError
+
+DATA = Path(os.environ["SECURE_FVI_DATA"]) if os.environ.get("SECURE_FVI_DATA") else None
+
+
+def clean(outcome: Outcome, least: int) -> None:
+    assert not outcome.faults, outcome
+    assert outcome.counts["refused"] >= least
+
+
+def test_decoders() -> None:
+    clean(fuzzing.fuzz_decoders(2.0, 1), 100)
+
+
+def test_parties_of_secure_sums() -> None:
+    clean(fuzzing.fuzz_machines(3.0, 1), 30)
+
+
+def test_sites(world: World, tmp_path: Path) -> None:
+    clean(fuzzing.fuzz_sites(world, tmp_path, DATA, 2.0, 1), 10)
+
+
+def test_every_example_is_a_valid_one() -> None:
+    """Mutations of what is refused anyway would find nothing."""
+    for name, (read, pool) in fuzzing.decoders().items():
+        for example in pool:
+            read(example)
+        assert pool, name
+
+
+def test_the_fuzzer_finds_faults() -> None:
+    """The control: parties that stumble over a byte, or forget before they refuse."""
+    seen: list[bytes] = []
+
+    def stumbles(message: bytes) -> None:
+        if b"\x90" in message:
+            raise IndexError
+
+    def forgets(message: bytes) -> None:
+        seen.append(message)
+        raise ProtocolError("no")
+
+    outcome = Outcome(Counter(), {})
+    machines = [Machine("one", stumbles, lambda: None), Machine("other", forgets, lambda: len(seen))]
+    for machine in machines:
+        fuzzing.fuzz_machine(machine, fuzzing.sum_messages(), 100, random.Random(1), outcome)
+    assert {f.split(":")[0] for f in outcome.faults} == {"one", "other"}
+
+
+@pytest.mark.slow
+def test_for_as_long_as_one_likes(world: World, tmp_path: Path) -> None:
+    def sites(seconds: float, seed: int) -> Outcome:
+        return fuzzing.fuzz_sites(world, tmp_path, DATA, seconds, seed)
+
+    seconds, seed = float(os.environ.get("FUZZ_SECONDS", "3600")), int(os.environ.get("FUZZ_SEED", "2"))
+    found = []
+    for share, fuzz in ((0.4, fuzzing.fuzz_decoders), (0.4, fuzzing.fuzz_machines), (0.2, sites)):
+        found.append(fuzz(share * seconds, seed))
+        print(fuzz.__name__, dict(found[-1].counts), found[-1].faults, flush=True)
+    for outcome in found:
+        clean(outcome, 100)

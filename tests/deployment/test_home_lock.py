@@ -1,0 +1,51 @@
+"""A site's folder serves one process at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deployment_world import World
+
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.site import Site
+from secure_fvi.errors import InputError
+
+_HOLD = "import sys, time; from secure_fvi.deployment.home import Home; from pathlib import Path; "
+_HOLD += "held = Home(Path(sys.argv[1])).hold(); print('held', flush=True); time.sleep(60)"
+
+
+def _process(path: Path) -> subprocess.Popen[str]:
+    """Another process that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", _HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(world: World) -> None:
+    """Also where the first is killed. What only reads is not kept out; other folders are free."""
+    home = world.homes["north"]
+    other = _process(home.path)
+    try:
+        with pytest.raises(InputError, match="in use by another process of the silo 'north'"):
+            Site(home)
+        assert Home(home.path).id == "north"
+        Site(world.homes["south"]).close()
+    finally:
+        other.kill()
+        other.wait()
+    site = Site(home)
+    with pytest.raises(InputError, match="in use"):
+        Site(home)
+    site.close()
+    Site(home).close()
+
+
+def test_a_server_holds_its_folder(world: World) -> None:
+    home = world.homes["hub"]
+    with home.hold(), pytest.raises(InputError, match="in use by another process of the server 'hub'"):
+        home.hold()
+    home.hold().close()

@@ -1,0 +1,612 @@
+"""Refusals that no behaviour of the other tests needs: each bad file, certificate, row or message, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import os
+import shutil
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from deployment_world import DAY, NOW, World
+from fuzzing import site_world
+from safetensors.torch import save
+
+from secure_fvi.aggregation import Homomorphic, Masked
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment import countersigning, fence, imports, model_hash, session_messages, signatures
+from secure_fvi.deployment.admission import Admission
+from secure_fvi.deployment.authority import Authority, authority_hash
+from secure_fvi.deployment.certificates import (
+    check_certificate,
+    general_name,
+    is_p256,
+    key_hash,
+    member_uri,
+    pinned_name,
+    read_revocations,
+    revocation_number,
+    subject_of,
+)
+from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
+from secure_fvi.deployment.holding import DurableSilo
+from secure_fvi.deployment.home import Home, check_private
+from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
+from secure_fvi.deployment.keeping import install, sign
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.names import Table, parse_table, read_bytes, write_bytes
+from secure_fvi.deployment.policy import write_template
+from secure_fvi.deployment.records import open_trail, open_witness
+from secure_fvi.deployment.requests import read_request
+from secure_fvi.deployment.serving import Hub, remote_federation
+from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Joined, Open
+from secure_fvi.deployment.session_sums import session_of
+from secure_fvi.deployment.site import Site, client_of, server_of
+from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
+from secure_fvi.deployment.trail_rows import TrailChain
+from secure_fvi.deployment.trail_verify import verify
+from secure_fvi.engines.stream_server import SessionLost
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
+from secure_fvi.privacy.chain import GENESIS, make_row
+from secure_fvi.runs import toml
+from secure_fvi.runs.config import parse
+from secure_fvi.runs.directory import RunDirectory
+
+CONFIG: dict[str, Any] = {
+    "model": {"program": "six-cities"},
+    "partition": {"ids": ["east", "north", "south"], "count": 3},
+    "algorithm": {"name": "sfvi", "iterations": 5},
+}
+
+
+def raises(error: type[Exception], what: str) -> Any:
+    return pytest.raises(error, match=what)
+
+
+# Files and names
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * 11)
+    with raises(InputError, "the file '.*' has more than 10 bytes"):
+        read_bytes(tmp_path / "long", "the file", 10)
+    with raises(InputError, "here: not a TOML file: not UTF-8 text"):
+        parse_table(b"a = '\xff'", Table, "here")
+    with raises(InputError, "cannot write"):
+        write_bytes(tmp_path / "long" / "file", b"")
+    with raises(InputError, "cannot write"):
+        write_template(tmp_path / "long" / "policy.toml")
+    with raises(InputError, "neither a host name nor an IP address"):
+        general_name("a" * 64 + ".org")
+
+
+def test_job_folders_are_below_the_sites_own(world: World) -> None:
+    for bad in ("", "../../etc", "a/b", "a.b", "a b"):
+        with raises(ProtocolError, "letters, digits, dashes"):
+            job_folder(world.homes["north"], bad)
+    assert job_folder(world.homes["north"], "job-1").parent.parent == world.homes["north"].state_folder
+
+
+# Certificates
+
+
+def certificate(
+    key: Any, names: list[x509.GeneralName], issuer: Any = None, by: x509.Name | None = None, begins: Any = NOW - DAY
+) -> x509.Certificate:
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "x")])
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(by or subject)
+        .public_key(key.public_key())
+        .serial_number(5)
+        .not_valid_before(begins)
+        .not_valid_after(NOW + 9000 * DAY)
+    )
+    if names:
+        built = built.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return built.sign(issuer or key, hashes.SHA256())
+
+
+def test_a_certificate_must_name_a_member_and_carry_its_own_keys_name() -> None:
+    key, other = generate_private_key(SECP256R1()), Ed25519PrivateKey.generate()
+    pinned = x509.DNSName(pinned_name(key_hash(key.public_key())))
+    uri = x509.UniformResourceIdentifier
+    good = uri(member_uri("study", "silo", "north"))
+    assert subject_of(certificate(key, [good, pinned])).id == "north"
+    for bad in ([], [pinned], [good, good, pinned], [uri("https://study/silo/north"), pinned]):
+        with raises(ProtocolError, "names no member of a consortium"):
+            subject_of(certificate(key, bad))
+    for text in (member_uri("study", "king", "north"), member_uri("", "silo", "x"), member_uri("study", "silo", "")):
+        with raises(ProtocolError, "names no member of a consortium"):
+            subject_of(certificate(key, [uri(text), pinned]))
+    with raises(ProtocolError, "does not carry the name of its own key"):
+        subject_of(certificate(key, [good]))
+    curve = generate_private_key(SECP384R1())
+    assert [is_p256(k) for k in (key, key.public_key(), other, curve, None)] == [True, True, False, False, False]
+
+
+def test_what_an_authority_past_its_time_has_issued_is_refused(world: World) -> None:
+    home, later = world.homes["north"], world.authority.certificate.not_valid_after_utc + DAY
+    key, authority = home.tls_key(), world.authority
+    names = [
+        x509.UniformResourceIdentifier(member_uri("study", "silo", "north")),
+        x509.DNSName(pinned_name(key_hash(key.public_key()))),
+    ]
+    made = certificate(key, names, authority._key(), authority.certificate.subject)
+    with raises(ProtocolError, "the authority's certificate expired"):
+        check_certificate(made, authority.certificate, home.revocations(NOW), later)
+
+
+def test_revocation_lists_have_a_form_and_a_number(world: World) -> None:
+    with raises(InputError, "here is no revocation list in PEM form"):
+        read_revocations(b"-----BEGIN X509 CRL-----", "here")
+    built = x509.CertificateRevocationListBuilder().issuer_name(world.authority.certificate.subject)
+    bare = built.last_update(NOW).next_update(NOW + DAY).sign(world.authority._key(), hashes.SHA256())
+    with raises(InputError, "has no number"):
+        revocation_number(bare)
+
+
+def test_admission_is_for_members_of_this_consortium_while_its_roster_lasts(world: World) -> None:
+    home = world.homes["north"]
+    admission, pem = home.admission(NOW), home.certificate().public_bytes(serialization.Encoding.PEM)
+    assert admission.member(pem, NOW).id == "north"
+    short = world.write(now=NOW - 3 * DAY, days=2)
+    with raises(ProtocolError, "expired at"):
+        dataclasses.replace(admission, roster=short).member(pem, NOW)
+    members = list(short.members.values())
+    others = write_roster("trial", members, authority_hash(world.authority.certificate), NOW)
+    with raises(ProtocolError, "the certificate is of consortium 'study'"):
+        Admission(others, admission.authority, admission.revocations).member(pem, NOW)
+
+
+def test_a_certificate_for_another_key_is_not_installed(world: World, tmp_path: Path) -> None:
+    home, key = world.homes["north"], generate_private_key(SECP256R1())
+    request = world.request(home)._replace(public_key=key.public_key(), tls_key=key_hash(key.public_key()))
+    path = tmp_path / "other.crt"
+    path.write_bytes(world.authority.issue(request, NOW))
+    before = (home.path / "tls.crt").read_bytes()
+    with raises(InputError, "is for another key than this site's TLS key"):
+        install(home, path, NOW)
+    assert (home.path / "tls.crt").read_bytes() == before
+
+
+def test_requests_are_signed_with_the_key_that_they_bring(world: World) -> None:
+    from secure_fvi.deployment.keeping import request_text
+
+    text = request_text(world.homes["north"])
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("csr"))
+    with raises(InputError, "'csr' is no certificate request in PEM form"):
+        read_request("\n".join([*lines[:at], 'csr = "none"', *lines[at + 1 :]]).encode(), "request")
+    table = __import__("tomllib").loads(text)
+    csr = x509.load_pem_x509_csr(table["csr"].encode())
+    der = bytearray(csr.public_bytes(serialization.Encoding.DER))
+    der[-1] ^= 1  # the last byte of its own signature
+    broken = x509.load_der_x509_csr(bytes(der)).public_bytes(serialization.Encoding.PEM).decode()
+    with raises(ProtocolError, "is not signed with its own key"):
+        read_request(toml.dumps({**table, "csr": broken}).encode(), "request")
+
+
+# Authority and home
+
+
+def test_an_authoritys_folder(world: World, tmp_path: Path) -> None:
+    with raises(InputError, "consortium: '.*' must be"):
+        Authority.create(tmp_path / "new", "a b", NOW)
+    assert not (tmp_path / "new").exists()
+    with raises(InputError, "holds an authority; give a new folder"):
+        Authority.create(world.authority.folder, "study", NOW)
+    for days in (0, 3651):
+        with raises(InputError, "days must lie in 1..3650"):
+            world.authority.issue(world.request(world.homes["north"]), NOW, days)
+    pem = Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (world.authority.folder / "ca.key").write_bytes(pem)
+    with raises(InputError, "of another kind than P-256"):
+        world.authority.issue(world.request(world.homes["north"]), NOW)
+    (world.authority.folder / "issued.json").write_text("[]")
+    with raises(InputError, "is no authority's register"):
+        Authority(world.authority.folder)
+
+
+def test_a_sites_folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises(InputError, "id: '.*' must be"):
+        Home.create(tmp_path / "new", "a b", "silo")
+    assert not (tmp_path / "new").exists()
+    home = world.homes["north"]
+    with raises(InputError, "does not hold the identity"):
+        home.records_identity(bytes(32))
+    with raises(InputError, "no roster is in force"):
+        Home.create(tmp_path / "new", "west", "silo", passphrase="long enough").roster(NOW)
+    roster = home.roster(NOW)
+    members = [m if m.id != "north" else m.model_copy(update={"role": "holder"}) for m in roster.members.values()]
+    other = write_roster("study", members, authority_hash(world.authority.certificate), NOW, Sums(min_cohort=2))
+    with raises(ProtocolError, "the roster calls 'north' a holder, here it is a silo"):
+        home.check_own(other)
+    p256, edwards = home.path / "tls.key", home.path / "identity.pem"
+    home.state_secret()
+    (home.path / "state.key").write_bytes(p256.read_bytes())
+    with raises(InputError, "of another kind than the one that was made here"):
+        home.state_secret()
+    p256.write_bytes(edwards.read_bytes())
+    with raises(InputError, "of another kind than P-256"):
+        home.tls_key()
+    (home.path / "accepted.json").write_text("{}}")
+    with raises(InputError, "is damaged"):
+        home.roster(NOW)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    stranger = type("Stat", (), {"st_mode": 0o600, "st_uid": 777})()
+    with raises(InputError, "belongs to another user"):
+        check_private(type("Path", (), {"stat": lambda self: stranger, "__str__": lambda self: "x"})())  # type: ignore[arg-type]
+
+
+def test_a_roster_in_force_has_this_sites_own_keys_right(world: World) -> None:
+    """Signed by all and numbered right: a site whose own entry is another's still refuses it."""
+    home, key = world.homes["north"], Identity()
+    roster = home.roster(NOW)
+    changed = {"identity": key.public_key.hex()}
+    members = [m if m.id != "north" else m.model_copy(update=changed) for m in roster.members.values()]
+    forged = write_roster("study", members, authority_hash(world.authority.certificate), NOW)
+    path = home.roster_file(1)
+    path.write_bytes(forged.content)
+    for name, other in world.homes.items():
+        signer = key if name == "north" else other.identity()
+        (signatures.signature_folder(path) / f"{name}.sig").write_bytes(
+            _bytes(signatures.sign_roster(forged, name, signer))
+        )
+    home._accept(serial=1, roster=forged.hash.hex())
+    with raises(ProtocolError, "the roster names another identity for 'north'"):
+        home.check_roster(path, NOW)
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def test_a_signed_roster_past_its_time_is_not_loaded(world: World) -> None:
+    path = world.homes["north"].roster_file(1)
+    with raises(ProtocolError, "expired at"):
+        signatures.load_roster(path, NOW + 4000 * DAY)
+
+
+# The roster
+
+ROSTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "out of order": (lambda t: t["member"].reverse(), "members must be sorted by id"),
+    "of no time": (lambda t: t.update(expires=t["made"]), "'expires' must be after 'made'"),
+    "a second without a first": (lambda t: t.update(serial=2), "empty for serial 1 alone"),
+    "a first with one before": (lambda t: t.update(previous="00" * 32), "empty for serial 1 alone"),
+    "too few silos": (lambda t: t["sums"].update(min_cohort=4), "3 silos cannot make a cohort of 4"),
+}
+
+
+@pytest.mark.parametrize("case", ROSTERS)
+def test_rosters_that_contradict_themselves(world: World, case: str) -> None:
+    from secure_fvi.deployment.consortium import parse_roster
+
+    change, what = ROSTERS[case]
+    table = __import__("tomllib").loads(world.homes["hub"].roster(NOW).content.decode())
+    change(table)
+    with raises(InputError, what):
+        parse_roster(toml.dumps(table).encode(), "here")
+
+
+def test_a_roster_follows_one_of_its_own_consortium(world: World) -> None:
+    roster = world.homes["hub"].roster(NOW)
+    with raises(InputError, "the roster before is of consortium 'study', not 'trial'"):
+        write_roster("trial", list(roster.members.values()), bytes(32), NOW, previous=roster)
+
+
+# Records
+
+
+def chain() -> TrailChain:
+    made = TrailChain("north")
+    follow(made, GENESIS, {"silo": "north", "public_key": bytes(32)})
+    follow(made, "job", JOB)
+    return made
+
+
+def follow(made: TrailChain, kind: str, body: object) -> None:
+    row = make_row(made.kind, made.silo, made.length + 1, made.head, made.time + 1, kind, body)  # type: ignore[arg-type]
+    made.follow(row)
+
+
+JOB = {
+    "job": "j", "offer": bytes(32), "roster": bytes(32), "model": bytes(32), "policy": bytes(32),
+    "accepted": True, "reason": "", "data_set": "d", "epsilon": None, "delta": None,
+}  # fmt: skip
+EXCHANGE = {"job": "j", "peer": "hub", "step": "sum", "received": [1, bytes(32)], "sent": None, "release": ""}
+ROWS: dict[str, tuple[str, object, str]] = {
+    "a roster and more": ("roster", {"serial": 1, "roster": bytes(32), "more": 1}, "must have the fields"),
+    "a short roster": ("roster", {"serial": 1, "roster": bytes(31)}, "a digest has 32 bytes"),
+    "a policy and more": ("policy", {"policy": bytes(32), "more": 1}, "must have the fields"),
+    "a job and more": ("job", {**JOB, "more": 1}, "must have the fields"),
+    "a note and more": ("note", {"job": "j", "what": "x", "more": 1}, "must have the fields"),
+    "an end and more": ("close", {"job": "j", "outcome": "x", "more": 1}, "must have the fields"),
+    "a kind of tomorrow": ("dream", {}, "unknown to this version"),
+    "an exchange and more": ("exchange", {**EXCHANGE, "more": 1}, "must have the fields"),
+    "a peer without a name": ("exchange", {**EXCHANGE, "peer": 1}, "'peer' must be text"),
+    "a message of no size": ("exchange", {**EXCHANGE, "sent": [-1, bytes(32)]}, "its size and its digest"),
+    "a message of no digest": ("exchange", {**EXCHANGE, "sent": [1]}, "its size and its digest"),
+    "a short digest": ("exchange", {**EXCHANGE, "sent": [1, bytes(31)]}, "a digest has 32 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_of_a_log_that_do_not_say_what_their_kind_says(case: str) -> None:
+    kind, body, what = ROWS[case]
+    made = chain()
+    with pytest.raises((InputError, ProtocolError), match=what):
+        follow(made, kind, body)
+    follow(made, "exchange", EXCHANGE)
+
+
+def test_a_file_of_two_logs_is_none(tmp_path: Path) -> None:
+    from secure_fvi.deployment.trail import Trail
+
+    for party in ("north", "south"):
+        Trail.open(tmp_path / "log.sqlite", party, Identity(), create=True).close()
+    with raises(InputError, "holds 2 audit logs instead of one"):
+        verify(tmp_path / "log.sqlite")
+
+
+def test_statements_under_a_key_that_is_not_the_members(world: World) -> None:
+    log = open_trail(world.homes["north"])
+    witness = open_witness(world.homes["hub"])
+    with raises(ProtocolError, "not under an identity of the member that made it"):
+        countersigning._countersigned(witness, log.statement(0), (bytes(32),))
+    assert countersigning._countersigned(witness, log.statement(0), (log.chain.public_key,))
+
+
+# Jobs and sessions
+
+
+def test_an_offer_has_one_form(world: World) -> None:
+    hub = world.homes["hub"]
+    config, roster = parse(CONFIG, "test"), hub.roster(NOW)
+    offer = make_offer(config, roster, "hub", manifest(config).hash, NOW)
+
+    fields = msgpack.unpackb(offer.encoded)
+    other = msgpack.packb(fields, use_bin_type=True, use_single_float=False) + b""
+    assert other == offer.encoded
+    # A number in nine bytes says the same as in one.
+    version = msgpack.packb(fields[0])
+    at = offer.encoded.index(version, 1 if offer.encoded[0] < 0xDC else 3)
+    wide = offer.encoded[:at] + b"\xcf" + int(fields[0]).to_bytes(8, "big") + offer.encoded[at + len(version) :]
+    assert msgpack.unpackb(wide) == fields
+    padded = dataclasses.replace(offer) if dataclasses.is_dataclass(offer) else offer
+    padded.__dict__["encoded"] = wide
+    with raises(ProtocolError, "not in its one form"):
+        read_offer(sign_offer(padded, hub.identity()), roster, "north", NOW)
+
+
+def test_models_that_are_not_here() -> None:
+    with raises(InputError, "no program is called 'nothing' here"):
+        model_hash._module_of("nothing")
+    with raises(InputError, "there is no module 'nothing_of_the_kind'"):
+        imports.closure("nothing_of_the_kind")
+
+
+def test_sessions_rest_on_fresh_bytes_of_each_silo_and_on_a_key_where_there_is_one(world: World) -> None:
+    roster = world.homes["hub"].roster(NOW)
+    silos = ["east", "north", "south"]
+    opened = Open(silos, [bytes(32)] * 3, bytes(32), b"")
+    assert len(session_of(roster, bytes(32), opened, Masked())) == 32
+    with raises(ProtocolError, "32 fresh bytes of each silo"):
+        session_of(roster, bytes(32), opened._replace(nonces=[bytes(32)] * 2), Masked())
+    for message, sums in ((opened, Homomorphic()), (opened._replace(holder=bytes(32)), Masked())):
+        with raises(ProtocolError, "an encryption key where its sums are homomorphic, and there alone"):
+            session_of(roster, bytes(32), message, sums)
+
+
+def test_schemas_that_are_none() -> None:
+    for bad in (b"", b"\xc1", msgpack.packb([1]), msgpack.packb({"a": 1})):
+        with raises(ProtocolError, "schema"):
+            session_messages.unpack_schema(bad)
+    for dtype, known in (("torch.float64", True), ("torch.complex64", False), ("float128", False)):
+        packed = msgpack.packb([[["x", [3], dtype]], {}, save({})])
+        if known:
+            session_messages.unpack_schema(packed)
+        else:
+            with raises(ProtocolError, "a malformed schema"):
+                session_messages.unpack_schema(packed)
+
+
+def test_what_runs_in_one_process_alone() -> None:
+    class Other:
+        kind = "other"
+
+    with raises(InputError, "aggregation.kind = 'other' is not there between sites"):
+        check_supported(parse(CONFIG, "test"), Other())  # type: ignore[arg-type]
+    together = parse({**CONFIG, "run": {"batch_silos": True}}, "test")
+    with raises(InputError, "run.batch_silos: silos compute together in one process alone"):
+        check_supported(together, Masked())
+
+
+def test_sites_dial_the_server_of_their_roster_and_take_known_messages(world: World) -> None:
+    with raises(InputError, "is the folder of a server, which dials nobody"):
+        Site(world.homes["hub"])
+    site = Site(world.homes["north"])
+    with raises(ProtocolError, "silo 'north': a message of unknown kind"):
+        site.handle("job", b"?")
+    site.close()
+
+    class Homeless:
+        def __init__(self, roster: ConsortiumRoster) -> None:
+            self._roster = roster
+
+        def roster(self, now: datetime.datetime) -> ConsortiumRoster:
+            return self._roster
+
+    members = [m for m in world.homes["hub"].roster(NOW).members.values() if m.role == "silo"]
+    alone = write_roster("study", members, bytes(32), NOW)
+    with raises(InputError, "the roster names no server"):
+        server_of(Homeless(alone))  # type: ignore[arg-type]
+
+
+# A site in a job
+
+
+DATA = Path(os.environ["SECURE_FVI_DATA"]) if os.environ.get("SECURE_FVI_DATA") else None
+
+
+class OldLedger:
+    """A job's guards whose ledger knows of the sums up to `last_index` alone."""
+
+    def __init__(self, inner: Any, last_index: int) -> None:
+        self._inner, self.jobs, self.last_index = inner, (object(),), last_index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_site_before_its_session_is_open(world: World, tmp_path: Path) -> None:
+    machines, bag = site_world(world, tmp_path, DATA)
+    handle = machines[0].take
+    assert isinstance(handle, functools.partial)
+    site, (job,) = handle.func.__self__, handle.args
+    signed = next(m for m in bag if m[:1] == JOIN)
+    opening = next(m for m in bag if m[:1] == OPEN)
+    with raises(ProtocolError, f"an offer of job '{job}' on the stream of job 'another'"):
+        site.handle("another", signed)
+    joined = CODEC.unpack(site.handle(job, signed), Joined)  # it has taken the job up again
+    opened = CODEC.unpack(opening[1:], Open)
+    more = opened._replace(silos=[*opened.silos, "west"], nonces=[*opened.nonces, bytes(32)])
+    with raises(ProtocolError, "a session of other silos than the job's"):
+        site.handle(job, OPEN + CODEC.pack(more))
+    with raises(ProtocolError, "the schema that the server agreed on is not that of this silo's data"):
+        site.handle(job, OPEN + CODEC.pack(opened._replace(schema=bytes(32))))
+    with raises(SessionLost, "does not rest on this silo's fresh bytes"):
+        site.handle(job, OPEN + CODEC.pack(opened._replace(nonces=[bytes(32)] * 3)))
+    found = site._open_job(job)
+    assert isinstance(found, SiteJob)
+    found.restore()
+    with raises(ProtocolError, "is not of this job's model"):
+        found.end(0, save({"eta/x": torch.zeros(2)}))
+    assert found.session == joined.session != b""
+    (found.folder / "session").unlink()
+    site.close()
+    fresh = Site(world.homes["east"], Local(data_dir=DATA))
+    fresh.handle(job, signed)
+    for message in (ROUND + b"any", END + CODEC.pack(End("finished", 0, b""))):
+        with raises(SessionLost, "no session is open here"):
+            fresh._open_job(job).handle(message) if message[:1] == ROUND else fresh.handle(job, message)
+
+
+def test_a_sites_state_and_its_ledger_agree(world: World, tmp_path: Path) -> None:
+    machines, bag = site_world(world, tmp_path, DATA)
+    handle = machines[0].take
+    assert isinstance(handle, functools.partial)
+    job = handle.func.__self__._open_job(handle.args[0])
+    job.restore()
+    true = job.guards
+    job.guards = OldLedger(true, 0)
+    job.party = None
+    with raises(ProtocolError, "the ledger of 'east' is older than its state of this job, which knows of sum 1"):
+        job.restore()
+    job.guards = true
+    job.restore()
+    # Charged, and killed before the answer was kept: the session is given up, and the server told so.
+    broadcast = decode_broadcast(next(m for m in bag if m[:1] == ROUND)[1:])
+    job.guards = OldLedger(true, broadcast.sum_index + 1)
+    later = broadcast._replace(round=broadcast.round + 1, sum_index=broadcast.sum_index + 1)
+    with raises(SessionLost, f"sum {later.sum_index} was charged, and its answer is not there"):
+        job.handle(ROUND + encode_broadcast(later))
+    assert job.join().session == b""
+    # A state of another version of this package is not guessed at.
+    store, silo = job._store, job.party.silo
+    store.put({"party/state": msgpack.packb([1, *msgpack.unpackb(store.get("party/state"))[1:]])})
+    with raises(InputError, "was written by another version"):
+        DurableSilo(silo, store)
+
+
+def test_rosters_are_signed_and_accepted_in_their_time_and_order(world: World, tmp_path: Path) -> None:
+    home, roster = world.homes["north"], world.homes["north"].roster(NOW)
+    with raises(ProtocolError, "expired"):
+        sign(home, roster.expires + DAY)
+    # A signature of another member, with a byte changed on its way.
+    given = signatures.signature_folder(home.newest_roster_file()) / "east.sig"
+    row = given.read_text()
+    at = row.index("signature = ") + 20
+    (tmp_path / "east.sig").write_text(row[:at] + ("0" if row[at] != "0" else "1") + row[at + 1 :])
+    with raises(ProtocolError, "east"):
+        install(home, tmp_path / "east.sig", NOW)
+    assert given.read_text() == row
+    sign(home, NOW)
+    home._accept(serial=roster.serial + 3)
+    for act in (lambda: sign(home, NOW), lambda: home.accept(roster)):
+        with raises(ProtocolError, "is older than roster 4"):
+            act()
+    with raises(InputError, "passphrase"):
+        home.seal()
+
+
+# A server
+
+
+def test_a_server_is_one_and_is_the_one_that_was_meant(world: World, tmp_path: Path) -> None:
+    with raises(InputError, "is the folder of a silo; a server's is needed here"):
+        remote_federation(parse(CONFIG, "test"), world.homes["north"], RunDirectory(tmp_path / "run"), "127.0.0.1:0")
+    pem = world.homes["hub"].certificate().public_bytes(serialization.Encoding.PEM)
+    dials = {name: client_of(world.homes["north"], "127.0.0.1:1", name, lambda *_: b"") for name in ("hub", "other")}
+    dials["hub"]._check_server(pem)
+    with raises(ProtocolError, "the certificate is of 'hub', not of 'other'"):
+        dials["other"]._check_server(pem)
+
+
+def test_a_server_that_loses_all_sessions_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, told = Hub.__new__(Hub), []
+    vars(hub).update(
+        offer=types.SimpleNamespace(job="j"), _trail=types.SimpleNamespace(note=lambda *row: told.append(row))
+    )
+
+    def lost(_: Hub) -> Any:
+        raise SessionLost("a session was lost")
+
+    monkeypatch.setattr(Hub, "_session", lost)
+    with raises(ProtocolError, "100 sessions were lost; see the silos' logs"):
+        hub.run()
+    assert len(told) == 100
+
+    def refused(self: Hub, message: bytes) -> Any:
+        raise ProtocolError("'escrow': no")
+
+    monkeypatch.setattr(Hub, "_ask_holder", refused)
+    with raises(AggregationError, "key holder 'escrow': no"):
+        hub._ask_sum(b"")
+
+
+# The fence
+
+
+def test_a_tool_that_makes_no_namespaces_is_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    false = shutil.which("false")
+    monkeypatch.setattr(shutil, "which", lambda _: false)
+    with raises(InputError, "'bwrap' makes none here"):
+        fence._tool.__wrapped__()
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with raises(InputError, "there is no 'bwrap' here"):
+        fence._tool.__wrapped__()
+
+
+def test_what_the_fence_says_of_files_and_of_code_that_is_not_here(tmp_path: Path) -> None:
+    assert fence._missing(str(tmp_path / "none"))
+    for there in (3, str(tmp_path), str(tmp_path / "__pycache__" / "none")):
+        assert not fence._missing(there)
+    with raises(InputError, "the model's code is not in this process"):
+        fence.FencedModel(None, "f", None, None, {}).roles.fn()  # type: ignore[arg-type]

@@ -1,0 +1,487 @@
+"""Models that nobody here wrote, made-up ones that are known for trouble, and their exact posteriors.
+
+`python tests/posteriors/gallery.py` computes `exact.json` again: means and sds of the pooled records' posterior, by
+quadrature (a minute). The log density there is Pyro's own, of the program as it stands, or, where records have
+latents, of `marginal`, the same model with those integrated out; none of it is this package's. Posteriordb's data and
+the moments of its reference draws are in `posteriordb.json` (`diamonds.json`: 400 of its rows, to five digits).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+HERE = Path(__file__).parent
+POSTERIORDB: dict[str, Any] = json.loads((HERE / "posteriordb.json").read_text())["posteriors"]
+_FLAT = 1e4  # sd of what is flat in the Stan programs, a hundred times any posterior sd there
+Rows = dict[str, Tensor]
+Program = Callable[..., None]
+
+
+class Entry(NamedTuple):
+    """rows: all records. deal: the rows of each silo. marginal: the program without latents of records.
+    nodes: of the quadrature, a dimension. stated: moments of reference draws in `posteriordb.json`."""
+
+    program: Program
+    rows: Rows
+    deal: list[Tensor]
+    marginal: Program | None = None
+    nodes: int = 24
+    stated: str = ""
+    linear: tuple[float, float] | None = None  # sds of the priors of beta and of a half-normal sigma: a sum over sigma
+
+    @property
+    def silos(self) -> list[Rows]:
+        return [{name: value[part] for name, value in self.rows.items()} for part in self.deal]
+
+
+# ---- programs ----
+
+
+def linear(width: float = _FLAT, scale: float = _FLAT, prior: Any = dist.HalfNormal) -> Program:
+    def program(x: Tensor, y: Tensor) -> None:
+        beta = pyro.sample("beta", dist.Normal(torch.zeros(x.shape[1]), width).to_event(1))
+        sigma = pyro.sample("sigma", prior(scale))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+    return program
+
+
+def _glm(observe: Callable[[Tensor, Tensor | None], Any], width: float = 2.5, size: bool = False) -> Program:
+    """A regression whose likelihood is `observe(linear predictor, positive parameter)`."""
+
+    def program(x: Tensor, y: Tensor) -> None:
+        beta = pyro.sample("beta", dist.Normal(torch.zeros(x.shape[1]), width).to_event(1))
+        phi = pyro.sample("phi", dist.LogNormal(0.0, 1.0)) if size else None
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", observe(x @ beta, phi), obs=y)
+
+    return program
+
+
+def _negative_binomial(eta: Tensor, phi: Any) -> Any:
+    return dist.GammaPoisson(phi, phi * (-eta).exp())
+
+
+def _schools(y: Tensor, sigma: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("r", len(y)):
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mu + tau * theta, sigma), obs=y)
+
+
+def _schools_centred(y: Tensor, sigma: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("r", len(y)):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+        pyro.sample("y", dist.Normal(theta, sigma), obs=y)
+
+
+def _schools_marginal(y: Tensor, sigma: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    pyro.sample("y", dist.Normal(mu, (tau**2 + sigma**2).sqrt()).to_event(1), obs=y)
+
+
+def _funnel(y: Tensor) -> None:
+    v = pyro.sample("v", dist.Normal(0.0, 3.0))
+    with pyro.plate("r", len(y)):
+        z = pyro.sample("z", dist.Normal(0.0, (v / 2).exp()))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+def _funnel_marginal(y: Tensor) -> None:
+    v = pyro.sample("v", dist.Normal(0.0, 3.0))
+    pyro.sample("y", dist.Normal(torch.zeros(len(y)), (v.exp() + 1).sqrt()).to_event(1), obs=y)
+
+
+def _poisson_glmm(year: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(4), 10.0).to_event(1))
+    sigma = pyro.sample("sigma", dist.Uniform(0.0, 5.0))
+    with pyro.plate("r", len(y)):
+        eps = pyro.sample("eps", dist.Normal(0.0, sigma))
+        eta = beta[0] + beta[1] * year + beta[2] * year**2 + beta[3] * year**3 + eps
+        pyro.sample("y", dist.Poisson(eta.exp()), obs=y)
+
+
+def _poisson_glmm_marginal(year: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(4), 10.0).to_event(1))
+    sigma = pyro.sample("sigma", dist.Uniform(0.0, 5.0))
+    node, weight = _hermite(16)
+    eta = beta[0] + beta[1] * year + beta[2] * year**2 + beta[3] * year**3
+    log = dist.Poisson((eta[:, None] + sigma * node).exp()).log_prob(y[:, None])
+    pyro.factor("y", (log + weight.log()).logsumexp(1).sum())
+
+
+def _surgical(n: Tensor, r: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1000.0))
+    sigmasq = pyro.sample("sigmasq", dist.InverseGamma(0.001, 0.001))
+    with pyro.plate("r_", len(r)):
+        b = pyro.sample("b", dist.Normal(mu, sigmasq.sqrt()))
+        pyro.sample("r", dist.Binomial(n, logits=b), obs=r)
+
+
+def _surgical_marginal(n: Tensor, r: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1000.0))
+    sigmasq = pyro.sample("sigmasq", dist.InverseGamma(0.001, 0.001))
+    node, weight = _hermite(40)
+    logits = mu + sigmasq.sqrt() * node
+    log = r[:, None] * logits - n[:, None] * torch.nn.functional.softplus(logits)
+    pyro.factor("r", (log + weight.log()).logsumexp(1).sum())
+
+
+def _six_cities_marginal(smoke: Tensor, wheeze: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(4), 10.0).to_event(1))
+    omega = pyro.sample("omega", dist.Normal(0.0, 10.0))
+    node, weight = _hermite(24)
+    kinds, copies = torch.unique(torch.cat([smoke[:, None], wheeze], 1), dim=0, return_counts=True)
+    smoke, wheeze = kinds[:, 0], kinds[:, 1:]
+    age = torch.arange(-2.0, 2.0)
+    logits = (beta[0] + beta[1] * smoke)[:, None] + (beta[2] + beta[3] * smoke)[:, None] * age
+    logits = logits[:, None] + ((-omega).exp() * node)[:, None]
+    log = (wheeze[:, None] * logits - torch.nn.functional.softplus(logits)).sum(2)
+    pyro.factor("wheeze", (copies * (log + weight.log()).logsumexp(1)).sum())
+
+
+def _mixture(y: Tensor) -> None:
+    """posteriordb's low_dim_gauss_mix: the means in order."""
+    low = pyro.sample("low", dist.Normal(0.0, 2.0))
+    gap = pyro.sample("gap", dist.LogNormal(1.0, 1.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(torch.full((2,), 2.0)).to_event(1))
+    theta = pyro.sample("theta", dist.Beta(5.0, 5.0))
+    weights = dist.Categorical(torch.stack([theta, 1 - theta]))
+    with pyro.plate("r", len(y)):
+        parts = dist.Normal(torch.stack([low, low + gap]), sigma)
+        pyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+
+
+def _ordinal(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(0.0, 2.5))
+    first = pyro.sample("first", dist.Normal(0.0, 2.5))
+    gap = pyro.sample("gap", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        above = (beta * x[..., None] - torch.stack([first, first + gap])).sigmoid()  # P(y > 0), P(y > 1)
+        edge = torch.ones_like(above[..., :1])
+        probs = torch.cat([edge, above], -1) - torch.cat([above, 0 * edge], -1)
+        pyro.sample("y", dist.Categorical(probs), obs=y)
+
+
+def _beta_binomial(n: Tensor, r: Tensor) -> None:
+    share = pyro.sample("share", dist.Beta(1.0, 1.0))
+    size = pyro.sample("size", dist.LogNormal(2.0, 1.0))
+    with pyro.plate("r_", len(r)):
+        pyro.sample("r", dist.BetaBinomial(share * size, (1 - share) * size, n), obs=r)
+
+
+def _censored(x: Tensor, time: Tensor, seen: Tensor) -> None:
+    """Weibull survival: a death counts its density, a censored time its survival."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    shape = pyro.sample("shape", dist.LogNormal(0.0, 0.5))
+    hazard = (time.log() - beta[0] - beta[1] * x) * shape
+    with pyro.plate("r", len(time)):
+        pyro.factor("life", seen * (shape.log() + hazard - time.log()) - hazard.exp())
+
+
+def _two_signs(y: Tensor) -> None:
+    """The posterior of a is the same at a and -a: two modes, mean 0."""
+    a = pyro.sample("a", dist.Normal(0.0, 2.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a**2, 1.0), obs=y)
+
+
+# ---- records ----
+
+
+def _db(name: str) -> Rows:
+    return {key: torch.tensor(value, dtype=torch.float64) for key, value in POSTERIORDB[name]["data"].items()}
+
+
+def _design(*columns: Tensor) -> Tensor:
+    return torch.stack([torch.ones_like(columns[0]), *columns], 1)
+
+
+def _nes() -> Rows:
+    d = _db("nes1996")
+    ages = [(d["age_discrete"] == k).double() for k in (2, 3, 4)]
+    return {
+        "x": _design(d["real_ideo"], d["race_adj"], *ages, d["educ1"], d["gender"], d["income"]),
+        "y": d["partyid7"],
+    }
+
+
+def _radon(counties: int) -> Rows:
+    """Intercepts of the first counties, and floor: posteriordb's radon_county_intercept, reduced."""
+    d = _db("radon_mn")
+    county = torch.nn.functional.one_hot(d["county_idx"].long() - 1, counties).double()
+    return {"x": torch.cat([county, d["floor_measure"][:, None]], 1), "y": d["log_radon"]}
+
+
+def _diamonds() -> Rows:
+    d = json.loads((HERE / "diamonds.json").read_text())
+    return {"x": torch.tensor(d["X"], dtype=torch.float64), "y": torch.tensor(d["Y"], dtype=torch.float64)}
+
+
+def _every(n: int, silos: int) -> list[Tensor]:
+    return [torch.arange(j, n, silos) for j in range(silos)]
+
+
+def _sizes(*sizes: int) -> list[Tensor]:
+    return list(torch.arange(sum(sizes)).split(list(sizes)))
+
+
+def _cut(values: Tensor, silos: int) -> list[Tensor]:
+    """By value: no silo has seen what another has."""
+    return list(values.argsort().tensor_split(silos))
+
+
+def _six_cities() -> Rows:
+    from secure_fvi.models.six_cities import load
+
+    order = torch.randperm(537, generator=torch.Generator().manual_seed(1))
+    return {name: value[order] for name, value in load().records.items()}
+
+
+def _made(seed: int, n: int, d: int) -> tuple[torch.Generator, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return rng, torch.cat([torch.ones(n, 1), torch.randn(n, d - 1, generator=rng, dtype=torch.float64)], 1).double()
+
+
+def _random(seed: int, family: Any) -> Tensor:
+    """A draw, whatever the state of torch's own generator, which is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return family.sample()
+
+
+def _entries() -> dict[str, Entry]:
+    kidiq, mesquite, counts = _db("kidiq_interaction_raw"), _db("mesquite_raw"), _db("glmm_poisson")
+    schools, surgical, mixture = _db("eight_schools_noncentred"), _db("surgical"), _db("low_dim_gauss_mix")
+    hs, iq, score = kidiq["mom_hs"], kidiq["mom_iq"], kidiq["kid_score"]
+    names = ("diam1", "diam2", "canopy_height", "total_height", "density", "group")
+    logs = {name: mesquite[name].log() for name in names[:-1]}
+    volume, log_weight = logs["diam1"] + logs["diam2"] + logs["canopy_height"], mesquite["weight"].log()
+    four, three = _sizes(200, 134, 70, 30), _sizes(16, 15, 15)
+    nes = _nes()
+    ages = (nes["x"][:, 3:6] @ torch.tensor([1.0, 2.0, 3.0]).double()).long()
+    radon, diamonds = _radon(12), _diamonds()
+
+    def line(x: Tensor, y: Tensor, deal: list[Tensor], width: float = _FLAT, scale: float = _FLAT) -> Entry:
+        return Entry(linear(width, scale), {"x": x, "y": y}, deal, linear=(width, scale))
+
+    made: dict[str, Entry] = {
+        "kidiq, raw": Entry(
+            linear(_FLAT, 2.5, dist.HalfCauchy),
+            {"x": _design(hs, iq, hs * iq), "y": score},
+            four,
+            stated="kidiq_interaction_raw",
+        ),
+        "kidscore_momhs": line(_design(hs), score, four),
+        "kidscore_momiq": line(_design(iq), score, four),
+        "mesquite, raw": Entry(
+            linear(),
+            {"x": _design(*(mesquite[n] for n in names)), "y": mesquite["weight"]},
+            three,
+            stated="mesquite_raw",
+        ),
+        "logmesquite": line(_design(*logs.values(), mesquite["group"]), log_weight, three),
+        "logmesquite_logvolume": line(_design(volume), log_weight, three),
+        "nes1996, by age": Entry(
+            linear(100.0), nes, [torch.nonzero(ages == k)[:, 0] for k in range(4)], stated="nes1996"
+        ),
+        "diamonds, reduced": line(diamonds["x"], diamonds["y"], _every(len(diamonds["y"]), 4), 1.0, 10.0),
+        "radon, reduced": line(radon["x"], radon["y"], _cut(radon["x"][:, :12].argmax(1), 4), 10.0, 1.0),
+        "eight schools": Entry(_schools, schools, _sizes(3, 3, 2), _schools_marginal, 80),
+        "eight schools, centred": Entry(_schools_centred, schools, _sizes(3, 3, 2), _schools_marginal, 80),
+        "surgical": Entry(_surgical, surgical, _sizes(4, 4, 4), _surgical_marginal, 60),
+        "poisson GLMM": Entry(_poisson_glmm, counts, _sizes(14, 13, 13), _poisson_glmm_marginal, 9, "glmm_poisson"),
+        "normal mixture, cut by value": Entry(_mixture, mixture, _cut(mixture["y"], 3), None, 9),
+    }
+    from secure_fvi.models.six_cities import six_cities
+
+    cities = _six_cities()
+    made["six cities, 10 silos"] = Entry(six_cities, cities, _every(537, 10), _six_cities_marginal, 9)
+
+    rng, x = _made(1, 60, 3)
+    x = torch.cat([x, x[:, 1:2] + 0.03 * torch.randn(60, 1, generator=rng)], 1)
+    made["collinear columns"] = line(x, _random(11, dist.Normal(x[:, 0] + 2 * x[:, 1], 0.5)), _every(60, 3), 5.0, 2.0)
+    rng, x = _made(2, 60, 4)
+    x = x * torch.tensor([1.0, 1e-3, 1.0, 1e4]) + torch.tensor([0.0, 0.02, 50.0, 3e4])
+    made["raw scales"] = line(
+        x, _random(12, dist.Normal(500 * x[:, 1] + 1e-4 * x[:, 3], 1.0)), _every(60, 3), 1e3, 10.0
+    )
+    z = _random(13, dist.Normal(torch.zeros(30), 1.5))
+    made["funnel"] = Entry(
+        _funnel, {"y": z + _random(14, dist.Normal(torch.zeros(30), 1.0))}, _every(30, 3), _funnel_marginal, 80
+    )
+    _, x = _made(3, 60, 2)
+    y = x @ torch.tensor([1.0, -0.5]) + 0.3 * _random(15, dist.StudentT(2.0, torch.zeros(60)))
+    student = _glm(lambda eta, phi: dist.StudentT(4.0, eta, phi), size=True)
+    made["Student-t regression"] = Entry(student, {"x": x, "y": y}, _sizes(35, 15, 10))
+    _, x = _made(4, 80, 2)
+    y = _random(16, _negative_binomial(x @ torch.tensor([1.0, 0.5]), torch.tensor(2.0)))
+    made["negative binomial"] = Entry(_glm(_negative_binomial, size=True), {"x": x, "y": y}, _every(80, 4))
+    u = _random(17, dist.Normal(torch.zeros(80), 1.0))
+    y = _random(18, dist.OrderedLogistic(u, torch.tensor([-0.7, 0.8]))).double()
+    made["ordinal"] = Entry(_ordinal, {"x": u, "y": y}, _cut(y + 0.01 * u, 3))
+    n = torch.arange(24) % 7 + 4.0
+    made["beta-binomial"] = Entry(
+        _beta_binomial, {"n": n, "r": _random(19, dist.BetaBinomial(3.0, 5.0, n))}, _every(24, 3), nodes=40
+    )
+    _, x = _made(5, 60, 2)
+    gamma = _glm(lambda eta, phi: dist.Gamma(phi, phi * (-eta).exp()), size=True)
+    y = _random(20, dist.Gamma(3.0, 3.0 * (-(x @ torch.tensor([1.0, 0.4]))).exp()))
+    made["Gamma GLM"] = Entry(gamma, {"x": x, "y": y}, _sizes(30, 20, 10))
+    u, life = _random(21, dist.Normal(torch.zeros(60), 1.0)), _random(22, dist.Weibull(torch.ones(60), 1.5))
+    life, end = life * (0.5 * u).exp(), 0.3 + 0.03 * torch.arange(60)
+    seen = (life <= end).double()
+    rows = {"x": u, "time": torch.minimum(life, end), "seen": seen}
+    made["censored by factor"] = Entry(_censored, rows, _every(60, 3))
+    y = 2.0 + _random(23, dist.Normal(torch.zeros(12), 1.0))
+    made["two modes"] = Entry(_two_signs, {"y": y}, _every(12, 3), nodes=0)
+    _, x = _made(6, 26, 2)
+    poisson = _glm(lambda eta, _: dist.Poisson(eta.exp()))
+    y = _random(24, dist.Poisson((x @ torch.tensor([1.0, 0.5])).exp()))
+    made["tiny silos"] = Entry(poisson, {"x": x, "y": y}, _sizes(2, 3, 1, 2, 4, 2, 3, 1, 5, 3))
+    y = y.clone()
+    y[:6] = 0
+    made["a silo of zeros"] = Entry(poisson, {"x": x, "y": y}, _sizes(6, 10, 10))
+    _, x = _made(7, 40, 2)
+    logistic = _glm(lambda eta, _: dist.Bernoulli(logits=eta))
+    made["separation"] = Entry(logistic, {"x": x, "y": (x[:, 1] > 0).double()}, _every(40, 3), nodes=60)
+    return {k: v._replace(rows={name: value.double() for name, value in v.rows.items()}) for k, v in made.items()}
+
+
+ENTRIES = _entries()
+
+
+# ---- exact moments ----
+
+Moments = dict[str, tuple[Tensor, Tensor]]  # mean and sd by site
+
+
+def _hermite(count: int) -> tuple[Tensor, Tensor]:
+    """Nodes of a standard normal, and weights that add up to 1."""
+    node, weight = np.polynomial.hermite_e.hermegauss(count)
+    return torch.from_numpy(node), torch.from_numpy(weight / weight.sum())
+
+
+def _linear_moments(rows: Rows, width: float, scale: float) -> Moments:
+    """beta given sigma is normal; sigma by a fine sum over its logarithm."""
+    x, y = rows["x"], rows["y"]
+    n, d = x.shape
+    gram, cross, square = x.T @ x, x.T @ y, y @ y
+    unit = gram.diagonal().sqrt()  # columns on one scale, for raw ones
+    gram, cross = gram / torch.outer(unit, unit), cross / unit
+    prior = 1 / (width * unit) ** 2
+    rest = (y - x @ torch.linalg.lstsq(x, y[:, None]).solution[:, 0]).square().sum()
+    centre = 0.5 * (rest / (n - d)).log()
+    logs = torch.linspace(-1.5, 1.5, 1201).double() + centre
+    log_w, means, seconds = [], [], []
+    for s in logs.exp():
+        precision = gram / s**2 + prior.diag()
+        factor = torch.linalg.cholesky(precision)
+        mean = torch.cholesky_solve((cross / s**2)[:, None], factor)[:, 0]
+        residual = (square - 2 * mean @ cross + mean @ gram @ mean) / s**2 + (prior * mean**2).sum()
+        evidence = -n * s.log() - factor.diagonal().log().sum() - 0.5 * residual
+        log_w.append(evidence + s.log() - 0.5 * (s / scale) ** 2)
+        means.append(mean)
+        seconds.append(torch.cholesky_inverse(factor).diagonal() + mean**2)
+    weight = torch.stack(log_w).softmax(0)
+    beta = weight @ torch.stack(means)
+    sd = (weight @ torch.stack(seconds) - beta**2).sqrt()
+    sigma = weight @ logs.exp()
+    return {"beta": (beta / unit, sd / unit), "sigma": (sigma, (weight @ logs.exp() ** 2 - sigma**2).sqrt())}
+
+
+def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
+    """Gauss-Hermite in whitened unconstrained coordinates around the mode; over a fine grid in one dimension."""
+    with torch.random.fork_rng():
+        trace = pyro.poutine.trace(program).get_trace(**rows)
+    sites = {
+        name: (biject_to(site["fn"].support), site["value"])
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"] and type(site["fn"]).__name__ != "_Subsample"
+    }
+    shapes = {name: to.inv(value).shape for name, (to, value) in sites.items()}
+    sizes = [shape.numel() for shape in shapes.values()]
+
+    def unpack(z: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        values, log_det = {}, z.new_zeros(())
+        for (name, (to, _)), part in zip(sites.items(), z.split(sizes), strict=True):
+            u = part.reshape(shapes[name])
+            values[name] = to(u)
+            log_det = log_det + to.log_abs_det_jacobian(u, values[name]).sum()
+        return values, log_det
+
+    def log_joint(z: Tensor) -> Tensor:
+        values, log_det = unpack(z)
+        return pyro.poutine.trace(pyro.poutine.condition(program, values)).get_trace(**rows).log_prob_sum() + log_det
+
+    d = sum(sizes)
+    if d == 1:
+        z = torch.linspace(-12, 12, 4801).double()[:, None]
+        log_w = torch.stack([log_joint(one).detach() for one in z])
+    else:
+        mode = _mode(log_joint, d)
+        factor = torch.linalg.cholesky(torch.linalg.inv(-torch.func.hessian(log_joint)(mode)))
+        node, weight = _hermite(nodes)
+        keep = weight > 1e-22
+        node, weight = node[keep], weight[keep].log()
+        eps = torch.cartesian_prod(*[node] * d).double()
+        base = torch.cartesian_prod(*[weight] * d).sum(1)
+        wide = 1.25
+        z = mode + wide * eps @ factor.T
+        kept = base > base.max() - 40
+        z, base, eps = z[kept], base[kept], eps[kept]
+        log_w = torch.func.vmap(log_joint, chunk_size=500)(z).detach() + base + 0.5 * eps.square().sum(1)
+    share = log_w.softmax(0)
+    values = torch.func.vmap(lambda one: unpack(one)[0])(z)
+    found: Moments = {}
+    for name, value in values.items():
+        mean = torch.tensordot(share, value, 1)
+        found[name] = mean, (torch.tensordot(share, value**2, 1) - mean**2).sqrt()
+    return found
+
+
+def _mode(log_joint: Callable[[Tensor], Tensor], d: int) -> Tensor:
+    z = torch.zeros(d, requires_grad=True, dtype=torch.float64)
+    optimizer = torch.optim.LBFGS([z], max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = -log_joint(z)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return z.detach()
+
+
+def exact(name: str) -> Moments:
+    """Means and sds of the posterior of all records together, by site."""
+    entry = ENTRIES[name]
+    with pyro.validation_enabled(False):
+        if entry.linear:
+            return _linear_moments(entry.rows, *entry.linear)
+        return _quadrature(entry.marginal or entry.program, entry.rows, entry.nodes)
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    table = {}
+    for key, value in ENTRIES.items():
+        if not value.stated:
+            table[key] = {site: {"mean": m.tolist(), "sd": s.tolist()} for site, (m, s) in exact(key).items()}
+    (HERE / "exact.json").write_text(json.dumps(table, indent=1) + "\n")

@@ -1,0 +1,208 @@
+"""The statement of what a job discloses, and the gate that holds a program to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from programs import make_intercepts
+
+import secure_fvi as sf
+from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.deployment.policy import Allowed
+from secure_fvi.disclosure import DISCLOSURES, Declaration, Disclosure, Sums, check_carried, disclose
+from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.fitting import build_parties
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.runs.config import Engine
+
+RECORD = {"noise_multiplier": 2.0, "delta": 1e-7}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "aggregation", "privacy", "kinds"),
+    [
+        (sf.SFVI(), sf.Masked(), None, ()),
+        (sf.SFVI(sampling_rate=0.1), sf.Masked(), None, ("sampled_records",)),
+        (sf.SFVI(sampling_rate=0.1, iterations=5), sf.Masked(), sf.RecordDP(**RECORD), ()),
+        (sf.SFVI(participation=0.5), sf.Masked(), None, ("changing_cohorts",)),
+        (sf.SFVI(participation=0.01), sf.Plain(), None, ("single_silos",)),
+        (sf.FedAvg(sampling_rate=0.01, local_steps=1), sf.Masked(), None, ("sampled_records",)),
+        (sf.FedAvg(sampling_rate=0.01, local_steps=500), sf.Masked(), None, ()),
+        (sf.SFVIAvg(barycenter="trusted"), sf.Plain(), None, ("per_silo_rows",)),
+        (sf.PVI(schedule="asynchronous"), sf.Masked(), None, ("changing_cohorts",)),
+        (sf.PVI(schedule="sequential", reveal_changes=True), sf.Plain(), None, ("single_silos",)),
+        (sf.VCL(reveal_changes=True), sf.Plain(), None, ("single_silos",)),
+        (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(public_counts=True, **RECORD), ("exact_counts",)),
+        (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(objective_share=0.2, **RECORD), ("objective",)),
+        (sf.SFVI(iterations=5), sf.Masked(), sf.SiloDP(target_quantile=0.5, **RECORD), ("adaptive_clipping",)),
+    ],
+)
+def test_each_disclosure_follows_from_its_options(
+    algorithm: Any, aggregation: Any, privacy: Any, kinds: tuple[str, ...]
+) -> None:
+    found = disclose(algorithm, aggregation, privacy, 6)
+    assert found.kinds == kinds
+    assert found.to_json()["disclosures"] == list(kinds)
+    for name in kinds:
+        assert any(f"'{name}': {DISCLOSURES[name]}" in line for line in found.lines())
+
+
+def test_a_policy_may_list_each_disclosure_and_nothing_else() -> None:
+    assert set(get_args(Allowed)) == set(DISCLOSURES)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "aggregation", "privacy", "words"),
+    [
+        (sf.SFVIAvg(barycenter="trusted"), sf.Masked(), None, "barycenter = 'trusted'"),
+        (sf.SFVIAvg(barycenter="trusted"), sf.Homomorphic(), None, "hide it in name only"),
+        (sf.PVI(schedule="sequential", reveal_changes=True), sf.Masked(), None, "schedule = 'sequential'"),
+        (sf.PVI(schedule="asynchronous", buffer=1), sf.Masked(), None, "buffer = 1"),
+        (sf.VCL(reveal_changes=True), sf.Masked(), None, "reveal_changes = true"),
+        (sf.SFVI(participation=0.1), sf.Masked(), None, "participation = 0.1"),
+        (sf.SFVI(participation=0.4), sf.Masked(), None, "asks 2 of 6 silos .* min_cohort = 3"),
+        (sf.SFVI(iterations=5), sf.Plain(), sf.RecordDP(**RECORD), "needs a masked or homomorphic sum"),
+        (sf.SFVI(iterations=5), sf.Homomorphic(masks=False), sf.RecordDP(**RECORD), "exact sums with masks"),
+    ],
+)
+def test_what_a_sum_would_hide_in_name_only_is_refused(
+    algorithm: Any, aggregation: Any, privacy: Any, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        disclose(algorithm, aggregation, privacy, 6)
+    quiet = dataclasses.replace(privacy, noise="silo") if privacy is not None else None
+    disclose(algorithm, sf.Plain(), quiet, 6)  # where it is said what the server sees, it is allowed
+
+
+def test_sums_are_counted_by_phase_with_their_iterations() -> None:
+    phases = {
+        p.phase: p.at_most for p in disclose(sf.SFVIAvg(rounds=7, bures_iterations=4), sf.Masked(), None, 3).phases
+    }
+    assert phases == {"count": 1, "merge": 7, "bures": 21, "finish": 1}
+    visits = disclose(sf.StreamingVB(passes=3, reveal_changes=True), sf.Plain(), None, 5)
+    assert (visits.rounds, visits.phases[0].at_most, visits.phases[0].cohort) == (15, 15, "sequential")
+    warm = disclose(sf.SFVI(iterations=9, warm_start=sf.WarmStart(rounds=2)), sf.Masked(), None, 3)
+    assert {p.phase: p.at_most for p in warm.phases} == {"count": 1, "merge": 2, "round": 9}
+    assert warm.rounds == 11
+
+
+def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
+    settings = sf.RecordDP(dropouts=2, **RECORD)
+    assert disclose(sf.SFVI(iterations=3), sf.Masked(), settings, 10).at_least == 8
+    assert disclose(sf.SFVI(iterations=3), sf.Plain(), None, 10).at_least == 1
+
+
+def test_a_silo_is_not_dropped_where_no_sum_may_lack_one() -> None:
+    drop = Engine(on_loss="drop")
+    with pytest.raises(InputError, match="on_loss = 'drop': no sum of this job may lack a silo"):
+        check_carried(disclose(sf.SFVI(), sf.Masked(min_cohort=3), None, 3), drop)
+    check_carried(disclose(sf.SFVI(), sf.Plain(), None, 3), drop)
+    check_carried(disclose(sf.SFVI(iterations=3), sf.Masked(), sf.RecordDP(**RECORD), 3), drop)
+
+
+def test_the_statement_is_held_against_the_program() -> None:
+    found = disclose(sf.SFVI(), sf.Masked(), None, 3)
+    table = BlockTable((Block("direct", (2,), 1.0),))
+    assert found.of_program({"round": table}, {}, sf.Masked()).phases[0].exact() == ("direct",)
+    with pytest.raises(InputError, match="phase 'more' that it does not declare"):
+        found.of_program({"round": table, "more": table}, {}, sf.Masked())
+    rows = BlockTable((Block("means", (3, 2), 1.0, rows="silo"),))
+    with pytest.raises(InputError, match="a row a silo in 'means', which it does not declare"):
+        found.of_program({"round": rows}, {}, sf.Masked())
+    private = disclose(sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(**RECORD), 3)
+    with pytest.raises(InputError, match="no terms of its privacy"):
+        private.of_program({"round": table}, {}, sf.Masked())
+
+
+def test_blocks_are_exact_or_noised_as_they_leave() -> None:
+    problem = make_intercepts()
+    settings = sf.RecordDP(public_counts=True, objective_share=0.1, **RECORD)
+    found = _traced(problem, sf.SFVI(iterations=5), settings)
+    (phase,) = found.phases
+    assert phase.exact() == ("records",)
+    assert any(line.strip().startswith("objective:") and line.endswith("noised") for line in found.lines())
+    assert any(line.strip().startswith("records:") and line.endswith("exact") for line in found.lines())
+    assert any("Skellam, 2 times" in line for line in found.lines())
+
+
+def _traced(problem: Any, algorithm: Any, privacy: Any) -> Disclosure:
+    server, _, _ = build_parties(problem.model, problem.silos, algorithm, sf.Masked(), compile=False, privacy=privacy)
+    found = disclose(algorithm, sf.Masked(), privacy, len(problem.silos))
+    return found.of_program(server.program.tables, server.program.terms, sf.Masked())
+
+
+# ---- the gate ----
+
+SILOS = ("a", "b", "c")
+
+
+def test_the_gate_lets_no_row_of_a_silo_out_that_the_job_does_not_disclose() -> None:
+    tables = {"round": BlockTable((Block("means", (3, 2), 1.0, rows="silo"),))}
+    with pytest.raises(AggregationError, match="block 'means' has a row a silo, and this job discloses none"):
+        Gate("a", tables, silos=SILOS)
+    gate = Gate("a", tables, silos=SILOS, rows_of_silos=True)
+    gate.begin(1, "round")
+    gate.release(np.zeros(6))
+
+
+def test_presence_says_no_more_than_who_is_there() -> None:
+    """A program that wrote data there would name their silo: the gate takes one vector, the same whatever the data."""
+    tables = {"round": BlockTable((Block("sum", (), 9.0), Block("present", (3,), 1.0, integer=True, rows="presence")))}
+    for values in ([5.0, 0, 1, 0], [5.0, 1, 1, 0], [5.0, 0, 0, 0], [5.0, 0.5, 0, 0]):
+        gate = Gate("a", tables, silos=SILOS)
+        gate.begin(1, "round")
+        with pytest.raises(AggregationError, match="'present' must be a one in its own row alone"):
+            gate.release(np.array(values))
+    gate = Gate("a", tables, silos=SILOS)
+    gate.begin(1, "round")
+    gate.release(np.array([5.0, 1, 0, 0]))
+    for silos in ((), ("b", "c", "d"), ("a", "b")):
+        with pytest.raises(AggregationError, match="must have a row for each silo"):
+            Gate("a", tables, silos=silos)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "marked"),
+    [
+        (sf.SFVI(iterations=3), set()),
+        (sf.SFVIAvg(rounds=1, local_steps=2, total_records=18, family="diagonal"), set()),
+        (sf.SFVIAvg(rounds=1, local_steps=2, total_records=18, barycenter="trusted"), {"weights", "means", "spreads"}),
+        (sf.PVI(rounds=1, local_steps=2), {"present"}),
+        (sf.BCM(local_steps=2), set()),
+        (sf.VCL(local_steps=2, reveal_changes=True), set()),
+    ],
+)
+def test_blocks_are_symmetric_in_silos_unless_they_are_marked(algorithm: Any, marked: set[str]) -> None:
+    """The same data, draws and broadcast under another silo's name: what a block holds changes where it is marked as
+    naming silos, and nowhere else."""
+    problem = make_intercepts()
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    program, names = server.program, sorted(engine.silos)
+    silo = engine.silos[names[0]]
+    message = program.broadcast(server.state.algorithm, 1, dict.fromkeys(names, 0))
+    table = program.tables[message.phase]
+    said = []
+    for name in names[:2]:
+        gate = Gate(name, program.tables, silos=names, rows_of_silos=True)
+        gate.begin(1, message.phase)
+        view = silo.view._replace(silo=name)
+        torch.manual_seed(0)
+        said.append(silo.program.contribute(message, silo.program.init_local(view), view, gate)[0].values)
+    first, second = (table.split(values) for values in said)
+    assert {block.name for block in table.blocks if block.rows != "all"} == marked
+    assert {name for name in first if not np.array_equal(first[name], second[name])} == marked
+
+
+def test_an_algorithm_that_declares_nothing_runs_nowhere() -> None:
+    class Odd:
+        kind = "odd"
+
+    with pytest.raises(InputError, match="nobody has said what such sums disclose"):
+        disclose(sf.SFVI(), Odd(), None, 3)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="declare"):
+        disclose(object(), sf.Masked(), None, 3)  # type: ignore[arg-type]
+    assert Declaration(1, (Sums("round", 1, "", 3),), "").share == 1

@@ -1,0 +1,257 @@
+"""A program as a graph: the same numbers as the program, and nothing but tensor operations can be said in it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import programs
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.errors import InputError
+from secure_fvi.exported import Program, _framed, export, read_program
+from secure_fvi.federated_model import FederatedModel, Schema, read_data
+
+pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")  # short fits
+
+
+class Traced:
+    """What the fence is to `build_problem`, without a fence."""
+
+    def __init__(self, model: FederatedModel) -> None:
+        self._model = model
+        self.roles = FederatedModel(_never, model.record_plate, model.silo_sites)
+
+    def exported(self, schema: Schema, dtype: torch.dtype) -> Program:
+        return read_program(export(self._model, schema, dtype), schema)
+
+
+def _never(**_: Any) -> None:
+    raise AssertionError("the program's own code was run")
+
+
+def fitted(model: Any, made: programs.Conjugate, algorithm: Any, **options: Any) -> dict[str, Tensor]:
+    result = sf.fit(model, made.silos, algorithm, sf.Plain(), seed=4, compile=False, **options)
+    return {**result.variational.eta, **result.variational.theta}
+
+
+@pytest.mark.parametrize(
+    ("make", "algorithm"),
+    [
+        (programs.make_intercepts, sf.SFVI(iterations=40)),
+        (programs.make_clinics, sf.SFVI(iterations=40, importance_samples=3)),
+        (programs.make_rate, sf.SFVIAvg(rounds=2, local_steps=25)),
+        (programs.make_slopes, sf.PVI(rounds=2, local_steps=25)),
+    ],
+)
+def test_a_fit_of_the_graph_is_the_fit_of_the_program(make: Callable[[], programs.Conjugate], algorithm: Any) -> None:
+    """Past the step from which calls are traced again (`TRACE_AFTER_CALLS`)."""
+    made = make()
+    graph, program = (fitted(model, made, algorithm) for model in (Traced(made.model), made.model))
+    for name, value in program.items():
+        assert torch.allclose(graph[name], value, rtol=1e-4, atol=1e-6), name
+    assert not torch.allclose(program["loc"], fitted(made.model, made, sf.SFVI(iterations=1))["loc"])
+
+
+def test_under_record_privacy_each_record_is_alone_in_the_graph() -> None:
+    made = programs.make_intercepts()
+    algorithm = sf.SFVI(iterations=24, sampling_rate=0.5)
+    privacy = sf.RecordDP(epsilon=50.0, delta=1e-3, noise="server", clipping_norm=1.0)
+    found = [fitted(m, made, algorithm, privacy=privacy, noise_key=bytes(32)) for m in (Traced(made.model), made.model)]
+    assert torch.allclose(found[0]["loc"], found[1]["loc"], rtol=1e-4, atol=1e-6)
+
+
+def plain(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+
+def correlated(y: Tensor) -> None:
+    scale = pyro.sample("s", dist.HalfCauchy(torch.ones(2)).to_event(1))
+    factor = pyro.sample("L", dist.LKJCholesky(2, 1.5))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), scale_tril=scale.diag_embed() @ factor),
+                    obs=torch.stack([y, y], -1))  # fmt: skip
+
+
+def mixture(y: Tensor) -> None:
+    share = pyro.sample("w", dist.Dirichlet(torch.ones(3)))
+    mean = pyro.sample("m", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(share), dist.Normal(mean, 1.0)), obs=y)
+
+
+def writes(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    level = torch.zeros(3)
+    level[1] = 2.0
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.StudentT(4.0, m + level.sum(), 1.0), obs=y)
+
+
+def looks_at_values(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(m + 1 if y.sum() > 3 else m, 1.0), obs=y)
+
+
+def counts_records(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(m * 2 if len(y) > 4 else m, 1.0), obs=y)
+
+
+def draws(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(m + torch.randn(()), 1.0), obs=y)
+
+
+def schema_of(y: Tensor) -> Schema:
+    return read_data({"y": y}, "a", torch.float64)[0]
+
+
+LINE = schema_of(torch.zeros(3))
+
+
+@pytest.mark.parametrize("fn", [plain, correlated, mixture, writes])
+def test_usual_programs_can_be_traced(fn: Any) -> None:
+    """`export` compares values, gradients and starts itself, for 1, 2 and 5 records; `read_program` all shapes."""
+    model = FederatedModel(fn)
+    assert read_program(export(model, LINE, torch.float64), LINE).layout.size("global") > 0
+
+
+def looks_at_draws(y: Tensor) -> None:
+    m = pyro.sample("m", dist.Normal(0.0, 2.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(m, 1.0 if bool((y > 0.0).all()) else 2.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (looks_at_values, "is not a sum over records"),
+        (looks_at_draws, "the model cannot be traced"),
+        (counts_records, "the model cannot be traced"),
+        (draws, "gives another log density each time"),
+    ],
+)
+def test_what_a_graph_cannot_say_is_refused(fn: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        export(FederatedModel(fn), LINE, torch.float64)
+
+
+def counted(y: Tensor) -> None:
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_data_that_do_not_fit_are_refused_with_and_without_the_program(traced: bool) -> None:
+    model = FederatedModel(counted)
+    good = [{"y": torch.arange(5.0)}, {"y": torch.arange(7.0)}]
+    bad = [good[0], {"y": torch.tensor([1.0, -2.0, 0.5, 3.0])}]
+    algorithm = sf.SFVI(iterations=2)
+    assert sf.fit(Traced(model) if traced else model, good, algorithm, sf.Plain())
+    with pytest.raises(InputError, match=r"'silo-2': .*not fit site 'y' in 2 of 4 rows: Poisson takes whole"):
+        sf.fit(Traced(model) if traced else model, bad, algorithm, sf.Plain())
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return export(FederatedModel(plain), LINE, torch.float64)
+
+
+def altered(content: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    length = int.from_bytes(content[:8], "big")
+    table = json.loads(content[8 : 8 + length])
+    change(table)
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "big") + text + content[8 + length :]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["aten.from_file.default", ["/etc/passwd"], {}],
+        ["aten.empty.memory_format", [[1000]], {}],
+        ["aten.as_strided.default", [{"at": 0}, [9], [1], 0], {}],
+        ["aten.add_.Tensor", [{"at": 0}, 1], {}],
+        ["aten.add.out", [{"at": 0}, 1], {"out": {"at": 0}}],
+        ["aten.randn.default", [[3]], {}],
+        ["aten.linalg_lu_solve.default", [{"at": 0}, {"at": 0}, {"at": 0}], {}],
+        ["aten.native_group_norm.default", [{"at": 0}, None, None, 9, 9, 9, 3, 0.1], {}],
+        ["aten.mul.left_t", [[1], 10**12], {}],
+        ["aten.set_.source_Tensor", [{"at": 0}, {"at": 1}], {}],
+        ["prims.device_put.default", [{"at": 0}, "cpu"], {}],
+        ["profiler._record_function_enter.default", ["x"], {}],
+        ["size.__import__", ["os"], {}],
+        ["os.system", ["true"], {}],
+        ["size.mul", [[1], 10**12], {}],
+        ["size.mod", ["%1000000000d", 1], {}],
+        ["aten.__class__.default", [], {}],
+        ["aten.add.__init__", [], {}],
+        ["aten.zeros.default", [[2]], {"device": "cuda"}],
+        ["aten.neg.default", [{"at": 10**9}], {}],
+        ["aten.neg.default", [{"at": -1}], {}],
+        ["aten.neg.default", [{"const": "../x"}], {}],
+        ["aten.neg.default", [{"pickle": "x"}], {}],
+        ["aten.neg.default", [[[[[[{"at": 0}]]]]]], {}],
+    ],
+)
+def test_nothing_else_can_be_said(content: bytes, node: list[Any]) -> None:
+    """The control: a harmless operation in the same place is read."""
+    assert read_program(
+        altered(content, lambda t: t["evaluate"]["nodes"].append(["aten.neg.default", [{"at": 0}], {}])), LINE
+    )
+    with pytest.raises(InputError, match="what was traced of the model is not valid"):
+        read_program(altered(content, lambda t: t["evaluate"]["nodes"].append(node)), LINE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.update(version=2),
+        lambda t: t.update(extra=1),
+        lambda t: t["sites"][0].__setitem__(1, "record"),
+        lambda t: t["sites"][0].__setitem__(2, [2]),
+        lambda t: t["sites"].append(t["sites"][0]),
+        lambda t: t["evaluate"]["outputs"].pop(),
+        lambda t: t["evaluate"]["outputs"].__setitem__(2, 0),
+        lambda t: t["recentre"].update(inputs=2),
+        lambda t: t.update(dtype="complex64"),
+    ],
+)
+def test_another_shape_than_the_layouts_is_refused(content: bytes, change: Any) -> None:
+    with pytest.raises(InputError, match="what was traced of the model is not valid"):
+        read_program(altered(content, change), LINE)
+
+
+def test_spoilt_bytes_are_refused_or_harmless(content: bytes) -> None:
+    rng, refused = random.Random(0), 0
+    for _ in range(150):
+        spoilt = bytearray(content)
+        for _ in range(rng.randint(1, 4)):
+            spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
+        try:
+            read_program(bytes(spoilt[: rng.choice([len(spoilt), rng.randrange(len(spoilt))])]), LINE)
+        except InputError:
+            refused += 1
+    assert refused > 75
+    assert read_program(_framed(*_parts(content)), LINE)
+
+
+def _parts(content: bytes) -> tuple[Any, Any]:
+    from safetensors.torch import load
+
+    length = int.from_bytes(content[:8], "big")
+    return json.loads(content[8 : 8 + length]), load(content[8 + length :])

@@ -1,0 +1,487 @@
+"""A silo keeps order, whatever a server says: each question once, in order, for whom the job asks, with its own draws.
+
+The controls are honest rounds, which go on, and the numbers of a server that would have moved a draw before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from programs import make_intercepts
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.aggregation.base import FloatArray, Total, carry
+from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.deployment.holding import DurableSilo, HeldStore
+from secure_fvi.errors import AggregationError, ProtocolError
+from secure_fvi.fitting import build_parties
+from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.silo import Limits, Past, Silo
+
+NAME = "silo-1"
+DP = sf.RecordDP(noise_multiplier=1.0, clipping_norm=1.0, noise="silo", retries=20)
+
+
+def parties(algorithm: Any = None, privacy: Any = None, **options: Any) -> tuple[Any, Any, Silo]:
+    problem = make_intercepts()
+    algorithm = algorithm or sf.SFVI(iterations=6, sampling_rate=0.5 if privacy else 1.0)
+    server, engine, _ = build_parties(
+        problem.model, problem.silos, algorithm, sf.Plain(), compile=False, privacy=privacy, **options
+    )
+    return server, engine, engine.silos[NAME]
+
+
+def asked(server: Any) -> Broadcast:
+    """The next broadcast, which the server does not count as sent."""
+    state = server.state
+    messages = next(server.round())
+    server.state = state
+    return decode_broadcast(messages[NAME][1:])
+
+
+def tell(silo: Any, message: Broadcast) -> bytes:
+    reply: bytes = silo.handle(ROUND + encode_broadcast(message))
+    return reply
+
+
+def moved(message: Broadcast) -> Broadcast:
+    """The same question with another z_G: what a lying server would ask besides."""
+    tensors = {**message.tensors, "z_global": message.tensors["z_global"] + 1.0}
+    return message._replace(tensors=tensors)
+
+
+@pytest.mark.parametrize("privacy", [None, DP])
+def test_the_same_question_gets_the_same_values_and_any_other_is_refused(privacy: Any) -> None:
+    """Under another index too: no new draw, noise or charge. Another broadcast of the round, or another cohort, is
+    refused and changes nothing. The control is the next round."""
+    server, engine, silo = parties(privacy=privacy)
+    engine.run(server.round())
+    message = asked(server)
+    paid, first = silo.gate.paid, tell(silo, message)
+    assert tell(silo, message) == first
+    assert tell(silo, message._replace(sum_index=message.sum_index + 1)) == first
+    before = silo.past, silo.local, silo.pending, silo.gate.paid
+    later = message._replace(sum_index=message.sum_index + 5)
+    lies = [
+        moved(later),
+        later._replace(cohort=message.cohort[:-1]),
+        later._replace(round=0),
+        later._replace(accepted={}),
+        later._replace(accepted={NAME: later.sum_index}),
+    ]
+    for lie in lies:
+        with pytest.raises(ProtocolError):
+            tell(silo, lie)
+        assert (silo.past, silo.local, silo.pending, silo.gate.paid) == before
+    assert silo.gate.paid == paid + bool(privacy)
+    following = message._replace(round=2, sum_index=later.sum_index, accepted={NAME: message.sum_index + 1})
+    assert tell(silo, following) != first
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_two_totals_of_one_question_are_not_to_be_had(before: bool) -> None:
+    """A sum is made, then the same question comes at the next index, to leave one silo out: the difference was this
+    silo's contribution, to 8e-10. Or both are asked before any total. Sums may lack a silo here, so that it is the
+    question that stops it. The control is the one total."""
+    problem = make_intercepts()
+    server, engine, _ = build_parties(
+        problem.model, problem.silos, sf.SFVI(iterations=6), sf.Masked(min_cohort=2, max_missing=1), compile=False
+    )
+    engine.run(server.round())
+    message, silos, table = asked(server), engine.silos, server.program.tables["round"]
+    index, bodies = message.sum_index, {}
+
+    def ask(index: int) -> dict[str, bytes]:
+        carry(server.secure_sum.prepare(index), exchange)
+        bodies[index] = encode_broadcast(message._replace(sum_index=index))
+        return {s: silo.handle(ROUND + bodies[index]) for s, silo in silos.items()}
+
+    def exchange(messages: Any) -> dict[str, bytes]:
+        return {s: silos[s].handle(SUM + m) for s, m in messages.items()}
+
+    def total(index: int, answers: dict[str, bytes]) -> FloatArray:
+        context = hashlib.sha256(bodies[index]).digest()
+        found: Total = carry(server.secure_sum.total(index, message.cohort, table, answers, context), exchange)
+        return found.values
+
+    first = ask(index)
+    if not before:
+        assert np.isfinite(total(index, first)).all()
+    second = ask(index + 1)
+    if before:
+        assert np.isfinite(total(index, first)).all()
+    second.pop(NAME)
+    with pytest.raises((ProtocolError, AggregationError)):
+        total(index + 1, second)
+
+
+def test_a_server_cannot_rewind_a_silo() -> None:
+    """It may say that the last answer was used, or was not; no sum before it, after it, or besides."""
+    server, engine, silo = parties()
+    for _ in range(3):
+        engine.run(server.round())
+    message, used = asked(server), silo.past.used
+    for accepted in (0, 1, used - 1, message.sum_index, 99):
+        with pytest.raises(ProtocolError, match="older than the other's"):
+            tell(silo, message._replace(accepted={NAME: accepted}))
+    silo.settle({NAME: used})  # "it was not used"
+    with pytest.raises(ProtocolError, match="older than the other's"):
+        tell(silo, message)  # says now that it was
+    tell(silo, message._replace(accepted={NAME: used}))
+    assert silo.past.left_out == 1
+
+
+def test_rounds_come_to_an_end() -> None:
+    """The job's own rounds, and fewer where the site says so; 40 questions were answered before with a limit of 5."""
+    server, engine, silo = parties()
+    silo.limits = Limits(rounds=5)
+    for _ in range(5):
+        engine.run(server.round())
+    with pytest.raises(ProtocolError, match="5 rounds were answered"):
+        engine.run(server.round())
+    silo.limits = Limits()
+    engine.run(server.round())
+    with pytest.raises(ProtocolError, match="no round 6"):
+        engine.run(server.round())
+
+
+def test_phases_come_in_their_order_and_number() -> None:
+    """SFVI-Avg: one count, merges with their iterations, one end, and nothing after it."""
+    problem = make_intercepts()
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=2, bures_iterations=2, tolerance=0.0, family="full")
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    silo, messages = engine.silos[NAME], []
+    for _ in range(6):
+        messages.append(asked(server))
+        engine.run(server.round())
+    assert [m.phase for m in messages] == ["count", "merge", "bures", "merge", "bures", "finish"]
+    for k, old in enumerate(messages):
+        for round_ in (old.round, old.round + 1, 7):
+            again = old._replace(round=round_, sum_index=20 + k, accepted={NAME: 6})
+            with pytest.raises(ProtocolError, match=r"answered already|no round"):
+                tell(silo, again)
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(), Limits(missing=1), Limits(differences=9), Limits(missing=1, differences=2)]
+)
+def test_smaller_cohorts_are_differences(limits: Limits) -> None:
+    """None without the site's word; with it they are counted, told of, and come to an end."""
+    server, engine, silo = parties()
+    silo.limits, told = limits, list[tuple[str, str]]()
+    silo.on_event = lambda *event: told.append(event)
+    smaller = min(limits.differences, 9 * limits.missing)
+    for round_ in range(4):
+        message = asked(server)
+        fewer = message._replace(cohort=(NAME, message.cohort[1]), accepted={NAME: message.accepted[NAME]})
+        for cohort in ((NAME,), (NAME, NAME), (*message.cohort, "mallory"), (NAME, "mallory")):
+            with pytest.raises(ProtocolError):
+                tell(silo, message._replace(cohort=cohort))
+        if round_ < smaller:
+            tell(silo, fewer)
+            silo.settle({NAME: message.sum_index})
+            server.state = server.state._replace(
+                accepted=dict.fromkeys(engine.silos, message.sum_index), last_index=message.sum_index,
+                algorithm=server.state.algorithm._replace(round=round_ + 1),
+            )  # fmt: skip
+            for other in engine.silos.values():
+                other.past = other.past._replace(used=message.sum_index)
+            continue
+        with pytest.raises(ProtocolError, match=r"max_missing|max_differences"):
+            tell(silo, fewer)
+        engine.run(server.round())
+    assert silo.past.differences == len(told) == smaller
+
+
+def test_drawn_cohorts_are_recomputed() -> None:
+    """The coin is public: a server that names other silos than it shows is refused."""
+    server, engine, _ = parties(sf.SFVI(iterations=30, participation=0.67))
+    lied = 0
+    for _ in range(6):
+        messages = next(server.round())
+        name, raw = next(iter(messages.items()))
+        message, silo = decode_broadcast(raw[1:]), engine.silos[name]
+        other = tuple(sorted({*engine.silos} - {next(s for s in message.cohort if s != name)}))
+        with pytest.raises(ProtocolError, match="not the one that the job asks"):
+            tell(silo, message._replace(cohort=other))
+        lied += 1
+        engine.run(server.round())
+    assert lied == 6
+
+
+def test_a_silo_that_is_left_out_again_and_again_stops() -> None:
+    server, engine, silo = parties(sf.SFVI(iterations=60))
+    silo.limits, told = Limits(left_out=3), list[tuple[str, str]]()
+    silo.on_event = lambda *event: told.append(event)
+
+    def leave_out() -> None:
+        engine.run(server.round())
+        server.state = server.state._replace(accepted={**server.state.accepted, NAME: 0})
+
+    for _ in range(4):
+        leave_out()
+    with pytest.raises(ProtocolError, match="of its answers were not used"):
+        leave_out()
+    assert [kind for kind, _ in told] == ["left out"] * 3
+
+
+def batches(silo: Silo, messages: list[Broadcast]) -> list[list[int]]:
+    """Which records each of these questions drew."""
+    program: Any = silo.program
+    drawn, batch = [], program._batch
+
+    def noted(key: int, view: Any) -> Any:
+        drawn.append(batch(key, view).tolist())
+        return batch(key, view)
+
+    program._batch = noted
+    try:
+        for message in messages:
+            tell(silo, message)
+    finally:
+        del program._batch
+    return drawn
+
+
+def test_no_number_of_the_servers_moves_a_draw() -> None:
+    """Indices 2^32 apart met the same Poisson sample. Now each question draws anew, whatever its index, and the
+    samples are those of an honest run: the control."""
+    server, _, honest = parties(privacy=DP, noise_key=b"k" * 32)
+    first = asked(server)
+    ascending = [first._replace(round=r, sum_index=1 + r, accepted={NAME: r}) for r in range(6)]
+    wrapped = [
+        m._replace(sum_index=7 + r * 2**32, accepted={NAME: 7 + (r - 1) * 2**32 if r else 0})
+        for r, m in enumerate(ascending)
+    ]
+    _, _, other = parties(privacy=DP, noise_key=b"k" * 32)
+    drawn = batches(other, wrapped)
+    assert drawn == batches(honest, ascending)
+    assert len({tuple(batch) for batch in drawn}) == 6
+
+
+def test_a_question_is_claimed_before_anything_is_drawn() -> None:
+    """Killed between its claim and its answer, a silo draws for the same question what it drew, and for another one
+    anew; an answer that was written down is given again, in a new session too."""
+    server = parties(privacy=DP, noise_key=b"k" * 32)[0]
+    message, store = asked(server), MemoryStore()
+
+    def started() -> DurableSilo:
+        fresh = parties(privacy=DP, noise_key=b"k" * 32)[2]
+        return DurableSilo(fresh, HeldStore(store, lambda: None))
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    dying = started()
+    dying.silo._sum.contribute = die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        tell(dying, message)
+    same = started()
+    assert (same.silo.past.turn, same.silo.past.answers) == (0, ())
+    assert store.get("party/answer") is None
+    assert not same.answered(ROUND + encode_broadcast(message))
+    kept = dict(store._slots)
+    reply = tell(same, message)
+    assert same.silo.past.turn == 0
+    again = started()
+    assert tell(again, message) == reply
+    assert tell(again, message._replace(sum_index=message.sum_index + 3)) == reply  # plain: the values themselves
+    new = MemoryStore()
+    again.carry_over(HeldStore(new, lambda: None))
+    store = new
+    assert tell(started(), message._replace(sum_index=9)) == reply
+    with pytest.raises(ProtocolError, match="answered already"):
+        tell(started(), moved(message)._replace(sum_index=10))
+    store = new
+    following = message._replace(round=1, sum_index=20, accepted={NAME: 9})
+    dying = started()
+    dying.silo._sum.contribute = die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        tell(dying, following)
+    assert not started().answered(ROUND + encode_broadcast(following))
+    store = MemoryStore()
+    store.put(kept)
+    other = started()
+    tell(other, moved(message))
+    assert other.silo.past.turn == 1
+
+
+def test_a_refused_question_leaves_a_silo_as_it_was() -> None:
+    server, engine, silo = parties()
+    engine.run(server.round())
+    message = asked(server)
+    before = silo.past, silo.local, silo.pending
+    for bad in ({"scalars": {}}, {"tensors": {}}, {"phase": "merge"}, {"cohort": ()}):
+        with pytest.raises((ProtocolError, KeyError)):
+            tell(silo, message._replace(**bad))  # type: ignore[arg-type]
+        assert (silo.past, silo.local, silo.pending) == before
+    engine.run(server.round())
+
+
+def test_counts_are_not_drawn_from_again_after_a_resume(tmp_path: Path) -> None:
+    """Under privacy a round after the checkpoint was released and charged; run again, it is drawn under a count that
+    the ledger has not seen. The control is a silo that starts anew without a ledger."""
+    problem = make_intercepts()
+    algorithm = sf.SFVI(iterations=6, sampling_rate=0.5)
+    for path, first in ((tmp_path / "ledger.sqlite", 4), (None, 0)):
+        books, turns = sf.Books(path=path, job="j", block=4), []
+        for _ in range(2):
+            server, engine, guards = build_parties(
+                problem.model, problem.silos, algorithm, sf.Plain(), compile=False, privacy=DP, books=books
+            )
+            server.skip_to(guards.last_index)
+            for _ in range(2):
+                engine.run(server.round())
+            turns.append([s.past.turn for s in engine.silos.values()])
+            for ledger in guards.ledgers.values():
+                ledger.close()
+        assert turns == [[1] * 3, [first + 1] * 3]
+
+
+def test_a_checkpoint_goes_on_with_the_silos_count(tmp_path: Path) -> None:
+    problem = make_intercepts()
+    server, engine, _ = build_parties(problem.model, problem.silos, sf.SFVI(iterations=6), sf.Plain(), compile=False)
+    for _ in range(4):
+        engine.run(server.round())
+    kept = engine.silo_states(server.state.accepted)
+    again = build_parties(problem.model, problem.silos, sf.SFVI(iterations=6), sf.Plain(), compile=False)[1]
+    assert again.silos[NAME].past == Past()
+    again.restore_silos(kept)
+    assert again.silos[NAME].past.turn == 3
+    assert again.silos[NAME].kept == engine.silos[NAME].kept
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_refusals_are_no_oracle(held: bool) -> None:
+    """A silo that cannot answer says so, alone. Asked with one z_G after the other, it told where its own gradient
+    passes the bound, to any precision and without an answer. Now it fails once, also after a restart; the same question
+    may come again. The control forgets the failure."""
+    server, _, silo = parties()
+    message, store = asked(server), MemoryStore()
+    durable = DurableSilo(silo, HeldStore(store, lambda: None))
+    failures = 0
+    for power in range(60, 0, -1):
+        aimed = {**message.tensors, "z_global": torch.full_like(message.tensors["z_global"], 2.0**power)}
+        try:
+            tell(durable, message._replace(tensors=aimed))
+            break
+        except AggregationError:
+            failures += 1
+        except ProtocolError:
+            assert held
+        if not held:
+            silo.past = silo.past._replace(failed=False)
+    assert failures == 1 if held else failures > 20
+    if held:
+        fresh = DurableSilo(parties()[2], HeldStore(store, lambda: None))
+        with pytest.raises(ProtocolError, match="begin another job"):
+            tell(fresh, message)
+
+
+@pytest.mark.parametrize("unused", [0, 1, None])
+def test_a_server_cannot_call_the_others_answers_unused(unused: int | None) -> None:
+    """A silo that missed the merge sends nothing in the Bures iterations: one that is asked alone, or told that it
+    alone was used, would send its own term as the total. The controls: a site that allows it, and the honest word."""
+    problem = make_intercepts()
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=2, bures_iterations=2, tolerance=0.0, family="full")
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    silo = engine.silos[NAME]
+    silo.limits = Limits(unused=unused)
+    engine.run(server.round())
+    engine.run(server.round())
+    message = asked(server)
+    assert message.phase == "bures"
+    lie = message._replace(accepted={**dict.fromkeys(message.cohort, 1), NAME: message.accepted[NAME]})
+    if unused is None:
+        tell(silo, lie)
+        return
+    with pytest.raises(ProtocolError, match="lacks 2 silos"):
+        tell(silo, lie)
+    tell(silo, message)
+
+
+@pytest.mark.parametrize("name", ["factors", "kept"])
+def test_no_silos_site_is_blown_up(name: str) -> None:
+    """PVI's broadcast has a damping for each silo: one of -10^6 would make this silo's site the whole of a total. The
+    control is the honest broadcast."""
+    server, engine, silo = parties(sf.PVI(rounds=6, local_steps=5))
+    engine.run(server.round())
+    message = asked(server)
+    at = sorted(engine.silos).index(NAME)
+    for value in (-1e6, 1.5, float("nan")):
+        lied = message.tensors[name].clone()
+        lied[at] = value
+        with pytest.raises(ProtocolError, match="between 0 and 1"):
+            tell(silo, message._replace(tensors={**message.tensors, name: lied}))
+    tell(silo, message)
+
+
+def _thresholds(y: Tensor) -> None:
+    """A program whose factorisation fails where y is above 100 + z: what a lying server would ask about."""
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    with pyro.plate("row", len(y)):
+        covariance = (100 + z - y).reshape(-1, 1, 1)
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(1), covariance), obs=y.unsqueeze(-1))
+
+
+def _is_below(algorithm: Any, privacy: Any, least: float, most: float = 7.0) -> tuple[bool, Silo]:
+    """Whether silo 1, with `most` as its largest value, answers a server that asks whether all lie below `least`."""
+    torch.manual_seed(0)
+    silos = [{"y": torch.tensor([0.1, 0.2, most])}, {"y": torch.randn(5)}, {"y": torch.randn(5)}]
+    model = sf.FederatedModel(_thresholds, "row")
+    server, engine, _ = build_parties(model, silos, algorithm, sf.Plain(), compile=False, privacy=privacy)
+    message, silo = asked(server), engine.silos[NAME]
+    lie = torch.tensor([least - 100.0], dtype=torch.float64)
+    if "q" in message.tensors:
+        lie = torch.cat([lie * 1e4, torch.tensor([1e4], dtype=torch.float64)]).reshape(message.tensors["q"].shape)
+    name = "q" if "q" in message.tensors else "z_global"
+    try:
+        tell(silo, message._replace(tensors={**message.tensors, name: lie}))
+    except AggregationError:
+        return False, silo
+    return True, silo
+
+
+@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=3), sf.PVI(rounds=3, local_steps=2)], ids=lambda a: a.name)
+def test_a_failing_operation_is_no_answer_without_noise(algorithm: Any) -> None:
+    """A silo that fails where a value is above what the server names would tell it, unnoised and uncharged, as often
+    as it asks. Under privacy it answers and is charged in both cases. The control has no privacy, and tells."""
+    for privacy in (DP, sf.SiloDP(noise_multiplier=1.0, noise="silo")):
+        for least in (5.0, 9.0):
+            answered, silo = _is_below(algorithm, privacy, least)
+            assert answered
+            assert silo.gate.paid == 1
+    assert [_is_below(algorithm, None, least)[0] for least in (5.0, 9.0)] == [False, True]
+
+
+def test_of_records_one_fails_and_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it holds, the sum is that of the others, so that one record moves it by no more than the norm. The
+    control is a record that does not fail."""
+    sums: list[FloatArray] = []
+
+    def shown(self: Gate, hidden: int) -> Any:
+        def note(total: Tensor) -> Tensor:
+            sums.append(total.numpy().copy())
+            return total
+
+        return note
+
+    monkeypatch.setattr(Gate, "_noiser", shown)
+    for most in (7.0, 8.0, 0.3):
+        assert _is_below(sf.SFVI(iterations=3), DP, 5.0, most)[0]
+    assert np.array_equal(sums[0], sums[1])
+    assert (sums[0] != 0).any()
+    assert 1e-3 < np.linalg.norm(sums[2] - sums[0]) <= 1 + 1e-9

@@ -1,0 +1,194 @@
+"""Messages that would become far more than they are: refused by their shape, before anything is built of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from secure_fvi import wire
+from secure_fvi.aggregation import Block, BlockTable, Masked
+from secure_fvi.aggregation.base import carry
+from secure_fvi.aggregation.messages import Contribution, KeySet, Shares, pack, unpack, unpack_any
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.runs import toml
+from secure_fvi.wire import Limit
+
+ROOT = Path(__file__).parents[1]
+MANY = b"\xdd" + (1 << 20).to_bytes(4, "big") + b"\x90" * (1 << 20)
+
+# CPU seconds and megabytes that each decoder takes for 16 MB, and what it says; at last the control.
+_BOMBS = """
+import json, resource, time, msgpack
+from secure_fvi import alignment, wire
+from secure_fvi.aggregation import homomorphic_messages, messages
+from secure_fvi.deployment import countersigning, job, session_messages
+from secure_fvi.engines import flower_letters, stream_messages
+from secure_fvi.messages import decode_broadcast
+from secure_fvi.privacy import witness
+from secure_fvi.privacy.chain import Row
+
+import safetensors.torch  # loaded when tensors are first read: not a message's cost
+
+N = 16 << 20
+def many(unit, n):
+    return b"\\xdd" + (n // len(unit)).to_bytes(4, "big") + unit * (n // len(unit))
+units = [b"\\x90", b"\\x80", b"\\xa1a", b"\\xc4\\x00", b"\\x91" * 64 + b"\\xc0", b"\\xd4\\x05x", b"\\x01"]
+units.append(b"\\xc4\\x20" + bytes(32))
+codecs = {"masked": messages.unpack_any, "homomorphic": homomorphic_messages.unpack_any,
+          "session": session_messages.CODEC.unpack_any, "stream": stream_messages.CODEC.unpack_any,
+          "countersigning": countersigning._CODEC.unpack_any, "offer": job._CODEC.unpack_any,
+          "witness": witness._CODEC.unpack_any, "letter": flower_letters._CODEC.unpack_any}
+plain = {"broadcast": decode_broadcast, "schema": session_messages.unpack_schema,
+         "alignment": lambda d: alignment.match([d, d]), "tensors": lambda d: wire.tensors(d, "x"),
+         "row": lambda d: Row(1, b"", 0, "job", d, b"", b"").fields()}
+bombs = [many(u, N) for u in units]
+cases = [(name, read, bomb) for name, read in {**codecs, **plain}.items() for bomb in bombs]
+for bomb in bombs:                                 # inside a message of the right kind, where a list may stand
+    cases.append(("key set", messages.unpack_any, bytes([0x97, messages.VERSION, 3, 0]) + b"\\xc4\\x01x" + bomb))
+    cases.append(("shares", messages.unpack_any, bytes([0x94, messages.VERSION, 15, 0]) + bomb))
+    cases.append(("contribution", messages.unpack_any, bytes([0x94, messages.VERSION, 11, 0]) + bomb))
+    cases.append(("ciphertexts", homomorphic_messages.unpack_any, bytes([0x93, messages.VERSION, 34]) + bomb))
+    cohort = b"\\x98\\x03\\x01\\x01\\x80" + bomb + b"\\x80\\x80\\xa1a"
+    cases.append(("broadcast's cohort", decode_broadcast, cohort))
+one = '{"dtype":"F64","shape":[0],"data_offsets":[0,0]}'
+header = ("{" + ",".join(f'"{i}":{one}' for i in range(1 << 18)) + "}").encode()
+cases.append(("tensors", lambda d: wire.tensors(d, "x"), len(header).to_bytes(8, "little") + header))
+rows = []
+def size():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+messages.unpack_any(messages.pack(messages.Done()))
+for name, read, data in cases:
+    before, seconds = size(), []
+    for _ in range(3):                             # the shortest counts: others share the cores and their caches
+        began = time.process_time()
+        try:
+            read(data)
+            said = "taken"
+        except Exception as error:
+            said = type(error).__name__
+        seconds.append(time.process_time() - began)
+        if seconds[-1] < 0.1:
+            break
+    rows.append([name, min(seconds), size() - before, said])
+before = size()
+kept = msgpack.unpackb(many(b"\\x90", 1 << 23))
+print(json.dumps([rows, size() - before]))
+"""
+
+
+def test_sixteen_megabytes_of_nothing_cost_next_to_nothing() -> None:
+    """At most .1 s and 20 MB each, whatever they are repetitions of and wherever they stand. The control: a quarter of
+    that, read by MessagePack at once, costs more than a hundred."""
+    done = subprocess.run([sys.executable, "-c", _BOMBS], capture_output=True, text=True, check=True)
+    rows, control = json.loads(done.stdout)
+    assert len(rows) > 130
+    for name, seconds, megabytes, said in rows:
+        assert said == "ProtocolError", (name, said)
+        assert seconds < 0.1, (name, seconds)
+        assert megabytes < 20, (name, megabytes)
+    assert control > 100
+
+
+def test_nothing_else_reads_messagepack() -> None:
+    """So that no place is forgotten: whoever unpacks goes through `wire`."""
+    found = []
+    for folder in ("secure_fvi", "aggregation", "privacy", "audits", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+                if name in ("unpackb", "Unpacker", "unpack_from") and "struct" not in ast.dump(node):
+                    found.append(path.relative_to(ROOT).as_posix())
+    assert set(found) == {"secure_fvi/wire.py"}
+
+
+def test_a_receiver_bounds_a_message_by_what_it_knows() -> None:
+    long = pack(KeySet(0, b"x", [bytes(32)] * 200, [bytes(32)] * 200, [bytes(64)] * 200))
+    assert len(unpack_any(long, Limit(items=200))[2]) == 200
+    for limit in (Limit(items=199), Limit(bytes=len(long) - 1)):
+        with pytest.raises(ProtocolError):
+            unpack_any(long, limit)
+    short = pack(Shares(0, [b""] * 20, b"", []))
+    with pytest.raises(ProtocolError, match="'shares'"):
+        unpack(short, Shares, Limit(items=19))
+
+
+def test_parties_of_a_sum_know_how_long_its_messages_are() -> None:
+    """A contribution a little longer than its table is left out by its length; a silo takes no message that is longer
+    than those of so many members. The control: honest ones, of a table larger than all that, go through."""
+    ids, table, context = [f"s{i}" for i in range(4)], BlockTable((Block("g", (50_000,), 1.0),)), bytes(32)
+    server, silos = Masked(max_missing=1).local_parties(ids)
+
+    def exchange(asked: dict[str, bytes]) -> dict[str, bytes]:
+        return {s: silos[s].handle(m) for s, m in asked.items()}
+
+    carry(server.prepare(0), exchange)
+    sent = {s: silos[s].contribute(0, ids, table, np.ones(table.size), context) for s in ids}
+    fields = unpack(sent["s3"], Contribution)
+    sent["s3"] = pack(fields._replace(payload=bytes(fields.payload) + bytes(1 << 20)))
+    try:
+        survivors = carry(server.total(0, ids, table, sent, context), exchange).survivors
+        assert survivors == ("s0", "s1", "s2")
+    finally:
+        assert "bytes, where at most" in server.faults["s3"]
+    with pytest.raises(ProtocolError, match="where at most"):
+        silos["s0"].handle(pack(Shares(0, [bytes(32)] * 100_000, b"", [])))
+
+
+def test_shapes_and_values_say_the_same() -> None:
+    """What is long is walked over first, and what is short built first: both take the same."""
+    table = wire.Row(wire.whole(), wire.Listed(wire.binary(2)), wire.Mapped(wire.plain), wire.text(5), wire.flag)
+    good = [1, [b"ab", b"cd"], {"a": 1.5, "b": None}, "text", True]
+    bad = [
+        [1, [b"ab", b"c"], {}, "", True], [-1, [], {}, "", True], [1, [], {}, "", 1], [1, [], {}, "longer than", False],
+        [1, [], {"a": []}, "", True], [1, {}, {}, "", True], [1, [], {}, ""], [1, ["ab"], {}, "", True], {}, None, 3,
+    ]  # fmt: skip
+    for padding in (0, wire.SHORT):
+        shape = wire.Row(wire.binary(), table)
+        assert wire.decode(msgpack.packb([bytes(padding), good]), shape) == [bytes(padding), good]
+        for value in bad:
+            with pytest.raises(ProtocolError):
+                wire.decode(msgpack.packb([bytes(padding), value]), shape)
+        with pytest.raises(ProtocolError):
+            wire.decode(msgpack.packb([bytes(padding), good]) + b"\x00", shape)
+
+
+def test_own_files_are_checked_too() -> None:
+    assert wire.own(msgpack.packb([1, {2: b"x"}]), "the state") == [1, {2: b"x"}]
+    for damaged in (b"", b"\xc1", msgpack.packb([1])[:-1], msgpack.packb(1) + b"\x00", b"\x91" * 100 + b"\xc0"):
+        with pytest.raises(InputError, match="the state is damaged"):
+            wire.own(damaged, "the state")
+
+
+def test_safetensors_are_few_and_have_a_short_header() -> None:
+    data = save({f"eta/{i}": torch.zeros(2) for i in range(5)})
+    assert len(wire.tensors(data, "a posterior", 5)) == 5
+    for bad in (save({f"eta/{i}": torch.zeros(2) for i in range(6)}), b"", data[:20], b"\xff" * 40):
+        with pytest.raises(ProtocolError, match="a posterior"):
+            wire.tensors(bad, "a posterior", 5)
+
+
+def test_dotted_keys_of_a_table_cost_no_time() -> None:
+    """Its parser takes the square of a key's parts: the fuzzer found 12 s for 12 kB. The control: 4,000 parts take it
+    more than a hundred times what the refusal takes."""
+    for key in ("a.b", '"=".a', "'.' . x", r'"\"".a'):
+        text = "x = 1\n" + ".".join([key] * 300_000) + " = 1"
+        began = time.process_time()
+        with pytest.raises(ValueError, match="a key of more than"):
+            toml.loads(text)
+        assert time.process_time() - began < 0.1
+    began = time.process_time()
+    tomllib.loads(".".join(["a"] * 4000) + " = 1")
+    assert time.process_time() - began > 0.05
+    values = [0.1, 1.5] * 100
+    assert toml.loads(f"x = {values}\ny.z = '{'a.' * 40}'\n") == {"x": values, "y": {"z": "a." * 40}}
