@@ -1,6 +1,6 @@
 """Is every refusal held by a test? Each is removed, one at a time, and the tests that reach it must fail.
 
-    python tests/mutants.py [--only aggregation] [--workers 2] [--fresh] [--list]
+    python tests/mutants.py [--only aggregation] [--workers 2] [--fresh]
 
 A refusal is, in the folders below: a `raise`; a call of which nothing is used but that it may raise (`_require(...)`,
 `self._check_size(...)`); a `return False`, and each condition of an `and` that a function returning bool (or a lambda)
