@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 
 from secure_fvi import wire
-from secure_fvi.aggregation import Block, BlockTable, Masked
+from secure_fvi.aggregation import Block, BlockTable, Masked, messages
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.messages import Contribution, KeySet, Shares, pack, unpack, unpack_any
 from secure_fvi.errors import InputError, ProtocolError
@@ -164,6 +164,24 @@ def test_shapes_and_values_say_the_same() -> None:
                 wire.decode(msgpack.packb([bytes(padding), value]), shape)
         with pytest.raises(ProtocolError):
             wire.decode(msgpack.packb([bytes(padding), good]) + b"\x00", shape)
+
+
+def test_a_long_message_that_is_out_of_shape_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building it would come to the same refusal, and is what costs. The control: one in shape is built."""
+    built = []
+    monkeypatch.setattr(messages, "_built", lambda data: built.append(data) or msgpack.unpackb(data))
+    good = Contribution(3, b"", bytes(2 * wire.SHORT), bytes(64))
+    for bad in (
+        pack(good._replace(signature=bytes(63))),
+        pack(good._replace(sum_index="3")),  # type: ignore[arg-type]
+        pack(good) + b"\x00",
+        pack(good)[:-1],
+    ):
+        with pytest.raises(ProtocolError):
+            unpack_any(bad)
+    assert built == []
+    assert unpack_any(pack(good)) == good
+    assert len(built) == 1
 
 
 def test_own_files_are_checked_too() -> None:

@@ -163,6 +163,25 @@ class TestCohort:
             world.silos[world.ids[0]].handle(pack(request))
 
 
+def test_a_server_stores_no_survivors_that_silos_would_refuse(monkeypatch):
+    """A silo that comes late may still mend them. The control: stored first, they are the only ones."""
+
+    def apart(self, survivors):
+        if len(survivors) < 5:
+            raise ProtocolError("they could be taken apart")
+
+    monkeypatch.setattr(Session, "check_survivors", apart)
+    world = World(5)
+    messages = world.contribute()
+    four = {s: messages[s] for s in world.ids[1:]}
+    with pytest.raises(AggregationError, match=f"could be taken apart; nothing usable of '{world.ids[0]}'"):
+        world.total(four)
+    assert is_input(world.total(messages).values, exact(world))
+    world.server._store.put({"survivors/0": world.roster.bitmap(frozenset(range(1, 5)))})
+    with pytest.raises(AggregationError):
+        world.total(messages)
+
+
 class TestHomomorphic:
     """The key holder and silos of encrypted sums refuse the same."""
 

@@ -188,6 +188,7 @@ class TestWrongShares:
             proof(index=world.roster.batch),  # the same entry of another batch, whose commitments are others
             proof(at=[1], shares=shares[:1]),  # too few open nothing
             proof(at=[1] * t, shares=shares[:1] * t),
+            proof(at=[*range(1, t), len(world.session.holders(BAD)) + 1]),  # a position that nobody holds
             proof(shares=forged, deposit=pack(deposit._replace(share_rows=fitting))),  # unsigned
         ):
             assert not unmask.convicts(world.session, BAD, attempt)

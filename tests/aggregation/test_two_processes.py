@@ -218,3 +218,37 @@ class TestBetweenLookAndClaim:
         second = another(world, 0, Overtaken(store))
         with pytest.raises(ProtocolError, match="used already, or skipped"):
             second.contribute(0, world.ids, TABLE, world.values[name], CONTEXT)
+
+    @pytest.mark.parametrize("what", ["survivors", "delivery"])
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_batch_that_ends_before_the_claim(self, what, marked, monkeypatch):
+        """The other process has gone on, and dropped what was claimed: the claim finds its slot free. The control:
+        nobody looks for the mark."""
+        world, late = World(5, prepared=False, batch=1), []
+        name = world.ids[0]
+
+        class Overtaken(BlindStore):
+            def claim(self, slot, value):
+                if what in slot and len(late) == 1:
+                    late.append(slot)
+                    for index in (1, 2, 3):
+                        carry(world.server.prepare(index), world.silos)
+                return super().claim(slot, value)
+
+        def seen(data):
+            if isinstance(unpack_any(data), Deliver) and not late:
+                late.append((another(world, 0, Overtaken(world.stores[name])), data))
+            return data
+
+        carry(world.server.prepare(0), world.silos | {name: Tampering(world.silos[name], seen)})
+        second, request = late[0]
+        if what == "survivors":
+            world.contribute()
+            second, request = another(world, 0, Overtaken(world.stores[name])), world.sign_request(range(5))
+        if not marked:
+            monkeypatch.setattr(SiloState, "check_live", lambda self, batch: None)
+            assert second.handle(request)
+            return
+        with pytest.raises(ProtocolError, match="batch 0 is over"):
+            second.handle(request)
+        assert len(late) == 2
