@@ -48,7 +48,12 @@ FOLDERS = {
     "aggregation": ("secure_fvi.aggregation", ["tests/aggregation", "tests/test_parties.py", "tests/test_wire.py"]),
     "privacy": (
         "secure_fvi.privacy",
-        ["tests/privacy", "tests/cli/test_budget_ledger.py", "tests/cli/test_budget_plan.py"],
+        [
+            "tests/privacy",
+            "tests/test_disclosure.py",
+            "tests/cli/test_budget_ledger.py",
+            "tests/cli/test_budget_plan.py",
+        ],
     ),
     "secure_fvi/deployment": ("secure_fvi.deployment", ["tests/deployment", "tests/cli/test_bad_input.py"]),
 }

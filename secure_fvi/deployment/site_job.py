@@ -301,7 +301,6 @@ class SiteJob:
             return Guards({silo: self._gate(None, noise)})
         job, budget = declared_job(offer.job, offer.data_set, terms, algorithm, noise)
         ledger = open_ledger(self.home, self.decision.policy)
-        ledger.check_job(job, default_budget=budget)
         opened = ledger.open_job(job, default_budget=budget)
         return Guards({silo: self._gate(opened.charge, noise)}, (opened,), {silo: ledger})
 

@@ -65,6 +65,21 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algo
         assert sorted(p.name for p in folder.iterdir()) == ["ended", "offer", "session"]  # no secret is left
 
 
+def test_a_silo_that_opened_another_session_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys would be for sums that nobody else takes part in. The control is every other test here."""
+    opens = site_job.SiteJob.open
+
+    def opened(self: Any, message: Any) -> bytes:
+        session: bytes = opens(self, message)
+        return bytes(32) if self.home.id == "north" else session
+
+    monkeypatch.setattr(site_job.SiteJob, "open", opened)
+    with pytest.raises(ProtocolError, match="'north' opened another session"):
+        Job(world, tmp_path, algorithm=SHORT).run()
+
+
 @pytest.mark.slow
 def test_a_silos_draws_are_its_own_unless_it_says_otherwise(world: World, tmp_path: Path) -> None:
     job = Job(world, tmp_path, algorithm=SHORT)

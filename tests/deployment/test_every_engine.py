@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,7 +29,7 @@ from secure_fvi.algorithms.local_fit_options import LocalFitOptions
 from secure_fvi.building import build_problem
 from secure_fvi.deployment import holder_job, serving, site_job
 from secure_fvi.disclosure import disclose
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.federated_model import check_schemas_agree, read_data
 from secure_fvi.guarding import Guards
 from secure_fvi.privacy.noise import NoiseSource
@@ -156,6 +157,7 @@ class Doors:
 
     def __init__(self, model: sf.FederatedModel, rows: Mapping[str, dict[str, Tensor]]) -> None:
         self.model, self.rows = model, rows
+        self.floor = types.SimpleNamespace(min_noise_multiplier=0.0, dp="optional")
         self.schema = check_schemas_agree({n: read_data(r, n, torch.float64)[0] for n, r in rows.items()})
 
     def said(self, job: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -185,8 +187,7 @@ class Doors:
     def silo(self, job: Mapping[str, Any], folder: Path) -> None:
         config = _config(job)
         home = types.SimpleNamespace(id="north", path=folder, state_folder=folder, state_secret=lambda: bytes(32))
-        floor = types.SimpleNamespace(min_noise_multiplier=0.0, dp="optional")
-        policy = types.SimpleNamespace(privacy=floor, sandbox="off")
+        policy = types.SimpleNamespace(privacy=self.floor, sandbox="off")
         offer = types.SimpleNamespace(job="a", silos=SILOS, config=config, data_set="data", model=b"", package=b"")
         decision = types.SimpleNamespace(offer=offer, policy=policy, local_config=lambda _: config)
         site_job.SiteJob(home, decision, site_job.Local(), lambda *_: None)  # type: ignore[arg-type]
@@ -310,3 +311,28 @@ def test_the_exceptions_are_refused_where_they_cannot_run(algorithm: str, doors:
     assert "needs a stream" in _refusal(
         doors.carried, {"algorithm": {"name": "sfvi"}, "aggregation": SUMS[3]}, kind="flower", carrier="messages"
     )
+
+
+@pytest.mark.parametrize("algorithm", ["sfvi"])
+def test_a_site_holds_its_floor_against_the_noise_that_it_derives(algorithm: str, doors: Doors, tmp_path: Path) -> None:
+    """Whatever the offer's options were taken for. The control: at the floor itself."""
+    job = {"algorithm": {"name": "sfvi", "iterations": 3}, "aggregation": SUMS[1], "privacy": PRIVACY[1]}
+    for least, refused in ((2.0, False), (2.5, True)):
+        doors.floor.min_noise_multiplier = least
+        with pytest.raises(PolicyError, match=r"multiplier of 2, .* at least 2\.5") if refused else nullcontext():
+            doors.silo(job, tmp_path)
+    doors.floor.dp = "required"
+    with pytest.raises(PolicyError, match="adds no noise"):
+        doors.silo({**job, "privacy": None}, tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["sfvi"])
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_a_site_refuses_a_file_joined_to_itself(
+    algorithm: str, doors: Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_ids: bool
+) -> None:
+    """Unless ids of its own say that these are different people."""
+    rows = {n: v.repeat(2) for n, v in {"x": torch.randn(60), "y": torch.randn(60)}.items()}
+    monkeypatch.setattr(site_job, "silo_part", lambda *_: (rows, torch.arange(120), own_ids))
+    said = _refusal(doors.silo, {"algorithm": {"name": "sfvi", "iterations": 3}}, tmp_path)
+    assert ("60 of 120 rows repeat another one" in said) == (not own_ids)

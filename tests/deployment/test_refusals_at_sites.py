@@ -58,6 +58,7 @@ from secure_fvi.deployment.trail_rows import TrailChain
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
 from secure_fvi.runs import toml
@@ -148,6 +149,17 @@ def test_what_an_authority_past_its_time_has_issued_is_refused(world: World) -> 
     made = certificate(key, names, authority._key(), authority.certificate.subject)
     with raises(ProtocolError, "the authority's certificate expired"):
         check_certificate(made, authority.certificate, home.revocations(NOW), later)
+
+
+def test_a_certificate_is_judged_by_its_own_authoritys_list_in_force(world: World, tmp_path: Path) -> None:
+    home, authority = world.homes["north"], world.authority.certificate
+    mine, late = home.revocations(NOW), NOW + 5000 * DAY
+    Authority.create(tmp_path / "other", "study", NOW, unsealed=True)
+    other = read_revocations((tmp_path / "other" / "ca.crl").read_bytes(), "here")
+    check_certificate(home.certificate(), authority, mine, NOW)
+    for revocations, now, what in ((other, NOW, "is not signed by"), (mine, late, "expired")):
+        with raises(ProtocolError, what):
+            check_certificate(home.certificate(), authority, revocations, now)
 
 
 def test_revocation_lists_have_a_form_and_a_number(world: World) -> None:
@@ -336,6 +348,7 @@ ROWS: dict[str, tuple[str, object, str]] = {
     "a short roster": ("roster", {"serial": 1, "roster": bytes(31)}, "a digest has 32 bytes"),
     "a policy and more": ("policy", {"policy": bytes(32), "more": 1}, "must have the fields"),
     "a job and more": ("job", {**JOB, "more": 1}, "must have the fields"),
+    "an omission and more": ("omission", {"job": "j", "kind": "late", "what": "x", "more": 1}, "must have the fields"),
     "a note and more": ("note", {"job": "j", "what": "x", "more": 1}, "must have the fields"),
     "an end and more": ("close", {"job": "j", "outcome": "x", "more": 1}, "must have the fields"),
     "a kind of tomorrow": ("dream", {}, "unknown to this version"),
@@ -552,8 +565,9 @@ def test_rosters_are_signed_and_accepted_in_their_time_and_order(world: World, t
     for act in (lambda: sign(home, NOW), lambda: home.accept(roster)):
         with raises(ProtocolError, "is older than roster 4"):
             act()
-    with raises(InputError, "passphrase"):
+    with raises(InputError, "new private keys need a passphrase"):
         home.seal()
+    assert not home.sealed
 
 
 # A server
@@ -602,6 +616,19 @@ def test_a_tool_that_makes_no_namespaces_is_no_sandbox(monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with raises(InputError, "there is no 'bwrap' here"):
         fence._tool.__wrapped__()
+
+
+def test_a_graph_of_other_numbers_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fence.FencedModel(imports.Closure({"<model>": b"x"}, {}, {}), "f", None, None, {})
+    schema = Schema((("y", (), torch.float64),), {})
+    start = types.SimpleNamespace(z_global=torch.zeros(1, dtype=torch.float32))
+    monkeypatch.setattr(fence, "_answer", lambda *_: b"P")
+    monkeypatch.setattr(fence, "_answers", {})
+    traced = types.SimpleNamespace(start=start, warnings=(), evaluate=None)
+    monkeypatch.setattr(fence, "read_program", lambda *_: traced)
+    with raises(InputError, "another type of numbers than the run"):
+        made.exported(schema, torch.float64)
+    assert made.exported(schema, torch.float32) is traced
 
 
 def test_what_the_fence_says_of_files_and_of_code_that_is_not_here(tmp_path: Path) -> None:

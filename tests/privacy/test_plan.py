@@ -94,3 +94,20 @@ def test_bad_numbers_are_named(bad: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "sampling_rate": 0.01, "rounds": 10}
     with pytest.raises(InputError, match=message):
         plan(**{**good, **bad})
+
+
+def test_bad_requests_are_refused_before_anything_is_computed() -> None:
+    def make(_: float) -> Any:
+        pytest.fail("an event was asked for")
+
+    for delta, accountant, what in ((2.0, "rdp", "delta must"), (1e-5, "guess", "unknown accountant")):
+        for solve in (solve_noise, solve_rate, solve_rounds):
+            with pytest.raises(InputError, match=what):
+                solve(make, 1.0, delta, accountant)
+
+
+def test_a_rate_too_small_to_be_a_plan_is_none() -> None:
+    """So little noise that one record in billions would still cost too much. The control: more noise."""
+    with pytest.raises(InputError, match=r"no sampling rate keeps this within epsilon 1;"):
+        solve_rate(lambda rate: gaussian_job(0.5, rate, 1000), 1.0, 1e-9, "rdp")
+    assert 1e-3 < solve_rate(lambda rate: gaussian_job(2.0, rate, 1000), 1.0, 1e-9, "rdp") < 1
