@@ -1,0 +1,148 @@
+"""The bytes of every message and of what is written to disk or signed, as they were: a change of them comes with a
+change of the number by which the other side, or a later version, tells them apart.
+
+SECURE_FVI_GOLDEN=write writes them anew, but only where that number has changed, or for what is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from secure_fvi import messages
+from secure_fvi.aggregation import barycenter_parties, homomorphic_messages
+from secure_fvi.aggregation import messages as sum_messages
+from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.session import Session, advert_statement
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.deployment import countersigning, holding, job, session_messages
+from secure_fvi.engines import flower_letters, stream_messages
+from secure_fvi.federated_model import Schema
+from secure_fvi.privacy import witness
+from secure_fvi.privacy.chain import make_row
+from secure_fvi.privacy.ledger import Budget
+from secure_fvi.privacy.ledger_chain import LEDGER
+from secure_fvi.runs import checkpoint
+from secure_fvi.silo import Past
+
+GOLDEN = Path(__file__).with_name("golden.json")
+CODECS = {
+    "barycenter": barycenter_parties._CODEC,
+    "countersigning": countersigning._CODEC,
+    "homomorphic sum": homomorphic_messages._CODEC,
+    "letter": flower_letters._CODEC,
+    "masked sum": sum_messages._CODEC,
+    "offer": job._CODEC,
+    "session": session_messages.CODEC,
+    "stream": stream_messages.CODEC,
+    "witness": witness._CODEC,
+}
+#: The first that a field takes is its sample: what says most comes first.
+SAMPLES: list[Any] = [
+    [bytes([1]) * 32, bytes([2]) * 32], [bytes([3]) * 64], [b"first", b"second"], ["east", "north"], [4, 5],
+    bytes([6]) * 64, bytes([7]) * 32, b"some bytes", 8, 3, 2, 1, 0, "text", 0.5, True, [], {}, b"", None,
+]  # fmt: skip
+#: What tells the bytes below a heading apart.
+NUMBERS = {
+    "message": sum_messages.VERSION,
+    "broadcast": messages.VERSION,
+    "state": (holding._VERSION, checkpoint._PACKED),
+    "statement": sum_messages.VERSION,
+    "row": LEDGER.label("link").decode(),
+}
+
+
+def _sample(check: Callable[[Any], bool]) -> Any:
+    return next(value for value in SAMPLES if check(value))
+
+
+def _of_codecs() -> dict[str, bytes]:
+    found = {}
+    for name, codec in CODECS.items():
+        for kind, (_, checks) in codec._schemas.items():
+            made = kind(*map(_sample, checks))
+            found[f"message/{name}/{kind.__name__}"] = packed = codec.pack(made)
+            assert codec.unpack_any(packed) == made
+    return found
+
+
+def _statements() -> dict[str, bytes]:
+    """What is signed, and what keys and masks are derived with."""
+    roster = Roster(bytes([9]) * 32, tuple((s, bytes([i]) * 32) for i, s in enumerate(("a", "b", "c"), 1)))
+    session = Session(roster, bytes(32), range(3), range(3))
+    table = BlockTable((Block("g", (2, 3), 4.0), Block("n", (), 100.0, integer=True)))
+    named = (bytes([1]) * 32, 7, b"\x07", b"\x07", table.digest, bytes([2]) * 32, bytes([3]) * 32)
+    return {
+        "roster": roster.hash,
+        "table": table.digest,
+        "key": advert_statement(roster, 0, 1, bytes([4]) * 32, bytes([5]) * 32),
+        "batch": session.batch_statement(bytes([6]) * 32),
+        "survivors": session.survivors_statement(*named),
+        "contribution": session.contribution_statement(
+            named[0], 7, 1, b"\x07", table.digest, named[5], named[6], bytes([8]) * 32
+        ),
+    }
+
+
+def _stored() -> dict[str, bytes]:
+    state = {"a": torch.arange(3.0), "b": (1, "two", None, np.arange(2)), "c": {"d": True}}
+    body = Budget("adult", 1.0, 1e-5).to_body()
+    row = make_row(LEDGER, "north", 2, bytes(32), 1_700_000_000_000_000, "budget", body)
+    schema = Schema((("x", (3,), torch.float64), ("n", (), torch.int64)), {"level": 2, "at": torch.ones(2)})
+    asked = Broadcast(
+        3, 4, {"a": 2, "b": 1}, ("a", "b"), {"scale": 0.5}, {"z": torch.tensor([1.0, 2.0]), "i": torch.ones(2, 1)}
+    )
+    return {
+        "broadcast/round": messages.encode_broadcast(asked),
+        "broadcast/question": messages.question_digest(asked),
+        "broadcast/schema": session_messages.pack_schema(schema),
+        "state/any": checkpoint.pack_state(state),
+        "state/past": checkpoint.pack_state(Past()),
+        "row/budget": row.hash + row.body,
+    }
+
+
+def _found() -> dict[str, str]:
+    every = _of_codecs() | {f"statement/{k}": v for k, v in _statements().items()} | _stored()
+    return {k: v.hex() if len(v) <= 100 else hashlib.sha256(v).hexdigest() for k, v in sorted(every.items())}
+
+
+def _compared(golden: dict[str, Any], found: dict[str, str], numbers: dict[str, Any]) -> list[str]:
+    """What differs without a number that says so, or is gone."""
+    same = {h for h, n in numbers.items() if golden["numbers"].get(h) == n}
+    return [name for name, was in golden["bytes"].items() if found.get(name) != was and name.partition("/")[0] in same]
+
+
+def test_bytes_change_with_their_number_alone() -> None:
+    found = _found()
+    numbers = json.loads(json.dumps(NUMBERS))
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"numbers": {}, "bytes": {}}
+    assert _compared(golden, found, numbers) == []
+    if os.environ.get("SECURE_FVI_GOLDEN") == "write":
+        GOLDEN.write_text(json.dumps({"numbers": numbers, "bytes": found}, indent=1) + "\n")
+        golden = json.loads(GOLDEN.read_text())
+    assert golden["bytes"] == found, "what is new or has a new number: SECURE_FVI_GOLDEN=write, and say so in the log"
+    assert golden["numbers"] == numbers
+
+
+@pytest.mark.parametrize("change", ["a field", "a kind that is gone"])
+def test_the_control_finds_a_change(change: str) -> None:
+    found = _found()
+    golden = {"numbers": json.loads(json.dumps(NUMBERS)), "bytes": dict(found)}
+    name = "message/masked sum/Contribution"
+    if change == "a field":
+        found[name] = found[name][:-2] + "00"
+    else:
+        del found[name]
+    assert _compared(golden, found, golden["numbers"]) == [name]
+    golden["numbers"]["message"] -= 1
+    assert _compared(golden, found, json.loads(json.dumps(NUMBERS))) == []
