@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from scipy.optimize import brentq
+from scipy.stats import norm
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accounting
@@ -238,3 +241,17 @@ def test_bad_facts_files(tmp_path: Path, content: str) -> None:
         read_facts(file)
     with pytest.raises(InputError, match="cannot read"):
         read_facts(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 1e-5), (3.0, 1e-6), (0.5, 1e-6)])
+@pytest.mark.parametrize("m", [2, 3, 5])
+def test_one_person_in_several_institutions_is_a_group(epsilon: float, delta: float, m: int) -> None:
+    """The worst case of shared noise, a full-batch Gaussian sum, whose delta is known exactly (Balle and Wang 2018).
+    The control: that epsilons and deltas add up, as was said here once, is false."""
+
+    def exact(at: float, mu: float) -> float:
+        return float(norm.cdf(mu / 2 - at / mu) - math.exp(at + norm.logcdf(-mu / 2 - at / mu)))
+
+    mu = brentq(lambda x: exact(epsilon, x) - delta, 1e-3, 20)
+    together = exact(m * epsilon, m * mu)
+    assert m * delta < together <= delta * math.expm1(m * epsilon) / math.expm1(epsilon)
