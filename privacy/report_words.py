@@ -13,7 +13,8 @@ _ALWAYS = (
     "here or elsewhere, has those losses on top.",
     "The same person in several institutions. Each institution's guarantee is about its own records; someone in m "
     "of them is a group of m records: epsilon is m times as large and delta up to (exp(m epsilon) - 1) / "
-    "(exp(epsilon) - 1) times, since institutions that share the noise of one total do not add it m times. No ledger sees the others'.",
+    "(exp(epsilon) - 1) times, since institutions that share the noise of one total do not add it m times. No ledger "
+    "sees the others'.",
     "What can be learned about people in general. A model that shows that smoking causes cancer says something about "
     "a smoker, whether or not that person's record was used.",
     "The institution's own staff and computers, which hold the data in the clear.",
