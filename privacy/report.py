@@ -23,7 +23,7 @@ from secure_fvi.privacy.ledger_account import Account, account, read_ledger
 from secure_fvi.privacy.ledger_filter import job_curve
 from secure_fvi.privacy.ledger_state import JobRecord
 from secure_fvi.privacy.ledger_terms import Job
-from secure_fvi.privacy.report_words import adjacency, composition, not_covered
+from secure_fvi.privacy.report_words import adjacency, composition, largest_of, not_covered
 
 _POINTS = 60
 
@@ -98,7 +98,11 @@ def read_report(path: str | os.PathLike[str], silo: str | None = None, data_set:
 def make_report(of: Account) -> Report:
     """The report of an account."""
     curve = np.zeros(len(ORDERS))
-    jobs = []
+    # Those that a job may have met: what was set before the first of them was charged, and taken back, promises nothing.
+    begun = of.jobs[0].opened if of.jobs else math.inf
+    before, after = ([b for at, b in of.history if (at > begun) == late] for late in (False, True))
+    jobs, budgets = [], [*before[-1:], *after]
+    largest = largest_of(budgets)
     for record in of.jobs:
         curve = curve + job_curve(record.job)
         jobs.append(_job(record, epsilon_of_rdp(curve, of.budget.delta)))
@@ -113,14 +117,15 @@ def make_report(of: Account) -> Report:
         accountant="rdp",
         accountant_version=f"secure-fvi {version('secure-fvi')} (Renyi DP; jobs alone: dp-accounting "
         f"{version('dp-accounting')})",
-        composition=composition(of.budget),
+        composition=composition(budgets),
         budget={
             "epsilon": of.budget.epsilon,
             "delta": of.budget.delta,
+            "largest": {"epsilon": largest.epsilon, "delta": largest.delta},
             "history": [{"set": _time(at), "epsilon": b.epsilon, "delta": b.delta} for at, b in of.history],
         },
         remaining=of.remaining,
-        strongest_belief=1 / (1 + math.exp(-of.budget.epsilon)),
+        strongest_belief=1 / (1 + math.exp(-largest.epsilon)),
         not_covered=not_covered(of.budget.unit, [_facts(record.job) for record in of.jobs]),
         ledger_head=of.head.hex(),
         ledger_length=of.length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from secure_fvi.privacy.ledger_terms import Budget
@@ -48,14 +49,28 @@ def adjacency(unit: str, declared: Collection[object] = ()) -> str:
     )
 
 
-def composition(budget: Budget) -> str:
-    """How jobs add up, and which statement is the guarantee."""
+def composition(budgets: Sequence[Budget]) -> str:
+    """How jobs add up, and which statement is the guarantee; all budgets that the data set had, the last in force."""
+    largest, raised = largest_of(budgets), any(b.epsilon < c.epsilon for b, c in pairwise(budgets))
+    held = (
+        f"total fits. The budget was raised after it was set (epsilon {', '.join(f'{b.epsilon:g}' for b in budgets)}): "
+        f"all jobs so far are within {largest}, as if it had been set before the first. What is asked later is bounded "
+        "by it only if nobody raises it again once results are known."
+        if raised
+        else f"total fits: whatever was and will be asked, all jobs together are within {largest}."
+    )
     return (
         "Within a job every release was declared before the first, and its epsilon is for all of them. Across jobs, "
-        "each of which may depend on earlier results, Renyi DP curves add up and a filter admits a job only while the "
-        f"total fits: whatever was and will be asked, all jobs together are within {budget}. The epsilon spent so far "
-        "is the same sum converted at the same delta, as if this list of jobs had been fixed beforehand."
+        f"each of which may depend on earlier results, Renyi DP curves add up and a filter admits a job only while the "
+        f"{held} The epsilon spent so far is the same sum converted at the same delta, as if this list of jobs had "
+        "been fixed beforehand."
     )
+
+
+def largest_of(budgets: Sequence[Budget]) -> Budget:
+    """What bounds everything that was charged under these budgets: one that was lowered bounds none of what it met."""
+    last = budgets[-1]
+    return Budget(last.data_set, max(b.epsilon for b in budgets), max(b.delta for b in budgets), last.unit)
 
 
 def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:

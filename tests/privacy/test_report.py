@@ -255,3 +255,22 @@ def test_one_person_in_several_institutions_is_a_group(epsilon: float, delta: fl
     mu = brentq(lambda x: exact(epsilon, x) - delta, 1e-3, 20)
     together = exact(m * epsilon, m * mu)
     assert m * delta < together <= delta * math.expm1(m * epsilon) / math.expm1(epsilon)
+
+
+def test_a_budget_that_was_raised_or_lowered_promises_no_more_than_it_can(path: Path, report: Report) -> None:
+    """The control: of the one that was set once, the promise is about all that will be asked."""
+    assert "whatever was and will be asked" in report.composition
+    first = report.budget["epsilon"]
+    for epsilon, said in (
+        (4 * first, f"within epsilon {4 * first:g} "),
+        (0.5 * first, f"within epsilon {4 * first:g} "),
+    ):
+        ledger = Ledger.open(path, "hospital-a")
+        ledger.set_budget(Budget("adults", epsilon, report.delta))
+        ledger.close()
+        found = read_report(path)
+        assert "will be asked" not in found.composition
+        assert said in found.composition
+        assert found.budget["largest"]["epsilon"] == 4 * first
+        assert found.strongest_belief > report.strongest_belief
+        assert f"epsilon: {4 * first:g}" in report_registry(found)
