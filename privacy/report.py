@@ -98,7 +98,7 @@ def read_report(path: str | os.PathLike[str], silo: str | None = None, data_set:
 def make_report(of: Account) -> Report:
     """The report of an account."""
     curve = np.zeros(len(ORDERS))
-    # Those that a job may have met: what was set before the first of them was charged, and taken back, promises nothing.
+    # Those that a job may have met: what was taken back before the first was charged promises nothing.
     begun = of.jobs[0].opened if of.jobs else math.inf
     before, after = ([b for at, b in of.history if (at > begun) == late] for late in (False, True))
     jobs, budgets = [], [*before[-1:], *after]
