@@ -66,11 +66,15 @@ benchmark: .venv/.installed
 	$(BIN)/secure-fvi bench secure-sum --json --plot benchmarks/out/secure_sum.png | tee benchmarks/out/secure_sum.json
 
 # On a machine with a CUDA device, some 20 minutes: equality with the CPU first, then speed, in one JSON to commit. GPU_PYTHON
-# is a Python that has PyTorch with CUDA and this package's other dependencies.
+# is a Python that has PyTorch with CUDA and this package's other dependencies. DEVICE=cpu goes through the same commands in
+# a minute or two without one, and shows nothing of CUDA.
 GPU_PYTHON ?= $(BIN)/python
-gpu:
+DEVICE ?= cuda
+gpu: $(if $(filter cpu,$(DEVICE)),.venv/.installed)
+	mkdir -p benchmarks/out
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -m gpu
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -c "from secure_fvi.cli import main; main()" bench gpu --out benchmarks/gpu.json
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -c "from secure_fvi.cli import main; main()" bench gpu --device $(DEVICE) \
+		--out $(if $(filter cpu,$(DEVICE)),benchmarks/out/gpu-cpu.json --quick,benchmarks/gpu.json)
 
 docs: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
