@@ -80,7 +80,8 @@ docs: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
-# A wheel, its hash, and what it stands on as CycloneDX, from an environment that holds nothing else: in dist/.
+# A wheel, its hash, and what it stands on (with the extra for sites) as CycloneDX, from an environment that holds nothing
+# else: in dist/.
 release: .venv/.installed
 	rm -rf dist build/release
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
@@ -88,6 +89,8 @@ release: .venv/.installed
 	-build/release/site/bin/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
 	build/release/site/bin/pip $(LOCKED) requirements.lock
 	build/release/site/bin/pip install -q --no-deps dist/*.whl
+	build/release/site/bin/pip uninstall -q -y $$(build/release/site/bin/python .ci/unneeded.py 'secure-fvi[distributed]')
+	cd build/release && site/bin/secure-fvi --version && site/bin/python -c 'import secure_fvi.deployment.serving'
 	build/release/tool/bin/pip install -q cyclonedx-bom==7.5.0
 	build/release/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/secure-fvi.cdx.json build/release/site
