@@ -134,13 +134,15 @@ def test_python_compiles_without_names_of_nowhere(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """The words after `secure-fvi` of each command on a page, in blocks and in lines of text."""
-    text = re.sub(r"\\\n *", " ", text)
-    spans = [*re.findall(r"^```(?!python|text).*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
-    spans += [span.replace("\n", " ") for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+def _commands(text: str, page: bool = True) -> Iterator[list[str]]:
+    """The words after `secure-fvi` of each command on a page, in blocks and in lines of text; or in any other file."""
+    text = re.sub(r"\\\n[\s#]*", " ", text)
+    spans = [text]
+    if page:
+        spans = [*re.findall(r"^```(?!python|text).*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+        spans += [span.replace("\n", " ") for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     for line in "\n".join(spans).splitlines():
-        for rest in re.findall(r"(?:^|[\s(])secure-fvi ([^|;&)#]+)", line):
+        for rest in re.findall(r"(?:^|[\s(/])secure-fvi ([^|;&)#`:,]+)", line):
             yield shlex.split(re.sub(r"[\[\]'\"]|\d?>.*", "", rest))
 
 
@@ -163,6 +165,12 @@ def test_commands_on_pages_exist_with_their_options() -> None:
     pages = {**PAGES, "SECURITY.md": ROOT / "SECURITY.md"}
     found = {name: list(_commands(page.read_text())) for name, page in pages.items()}
     assert sum(map(len, found.values())) > 120
+    files = [
+        ROOT / "Makefile",
+        *(p for p in sorted((ROOT / "examples").rglob("*")) if p.suffix != ".csv" and p.is_file()),
+    ]
+    found |= {str(p.relative_to(ROOT)): list(_commands(p.read_text(), page=False)) for p in files}
+    assert len(found["Makefile"]) > 5
     wrong = {(name, " ".join(words)): _mistake(words) for name, all_ in found.items() for words in all_}
     assert not {where: what for where, what in wrong.items() if what}
     # The control: what is not there is found.
@@ -200,7 +208,7 @@ def test_no_page_promises_a_package_on_an_index() -> None:
 
 @pytest.mark.parametrize("page", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_page_runs_as_it_stands(page: str, tmp_path: Path) -> None:
-    done = _run(page, tmp_path, 900)
+    done = _run(page, tmp_path, 1800)
     for text, times in SAYS.get(page, {}).items():
         assert done.stdout.count(text) == times
 
