@@ -66,17 +66,22 @@ benchmark: .venv/.installed
 	$(BIN)/secure-fvi bench secure-sum --json --plot benchmarks/out/secure_sum.png | tee benchmarks/out/secure_sum.json
 
 # On a machine with a CUDA device, some 20 minutes: equality with the CPU first, then speed, in one JSON to commit. GPU_PYTHON
-# is a Python that has PyTorch with CUDA and this package's other dependencies.
+# is a Python that has PyTorch with CUDA and this package's other dependencies. DEVICE=cpu goes through the same commands in
+# a minute or two without one, and shows nothing of CUDA.
 GPU_PYTHON ?= $(BIN)/python
-gpu:
+DEVICE ?= cuda
+gpu: $(if $(filter cpu,$(DEVICE)),.venv/.installed)
+	mkdir -p benchmarks/out
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -m gpu
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -c "from secure_fvi.cli import main; main()" bench gpu --out benchmarks/gpu.json
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -c "from secure_fvi.cli import main; main()" bench gpu --device $(DEVICE) \
+		--out $(if $(filter cpu,$(DEVICE)),benchmarks/out/gpu-cpu.json --quick,benchmarks/gpu.json)
 
 docs: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
-# A wheel, its hash, and what it stands on as CycloneDX, from an environment that holds nothing else: in dist/.
+# A wheel, its hash, and what it stands on (with the extra for sites) as CycloneDX, from an environment that holds nothing
+# else: in dist/.
 release: .venv/.installed
 	rm -rf dist build/release
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
@@ -84,6 +89,8 @@ release: .venv/.installed
 	-build/release/site/bin/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
 	build/release/site/bin/pip $(LOCKED) requirements.lock
 	build/release/site/bin/pip install -q --no-deps dist/*.whl
+	build/release/site/bin/pip uninstall -q -y $$(build/release/site/bin/python .ci/unneeded.py 'secure-fvi[distributed]')
+	cd build/release && site/bin/secure-fvi --version && site/bin/python -c 'import secure_fvi.deployment.serving'
 	build/release/tool/bin/pip install -q cyclonedx-bom==7.5.0
 	build/release/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/secure-fvi.cdx.json build/release/site

@@ -2,14 +2,20 @@
 
 A page's `sh` blocks are one shell (`bash -euo pipefail`), its `python` blocks one program. A page with either is run
 here, or named below with the reason why not; `toml` blocks are read. Blocks without a language are not run: commands
-that need minutes, files of the reader's own, or are output.
+that need many minutes, a network or a browser, or are output. Of every command on every page, run or not, it is seen
+that it exists and has the options that it is given, and of every test that a page names that it is there.
+
+A page whose commands name `examples/` runs where these are, as in a checkout; where one reads `$SECURE_FVI_DATA`, there
+are made-up rows in the published form.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +24,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+
+from secure_fvi.cli import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
@@ -26,25 +35,26 @@ PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT
 QUICK = ("README.md", "docs/fedavg.md", "docs/ledger.md", "docs/vertical-alignment.md")
 #: Up to minutes each, on two cores shared with other work.
 SLOW = (
+    "docs/audits-data.md",
+    "docs/audits-epsilon.md",
+    "docs/audits-protocol.md",
+    "docs/audits.md",
     "docs/baselines.md",
+    "docs/fedvi.md",
     "docs/models.md",
     "docs/privacy.md",
+    "docs/prodlda.md",
     "docs/provisioning.md",
     "docs/pvi.md",
     "docs/sfvi-avg.md",
+    "docs/tutorial.md",
     "docs/vertical.md",
 )
 #: Run below by tests of their own, which look at what came out.
 LOOKED_AT = ("docs/deployment.md", "docs/end-to-end.md")
 NOT_RUN = {
-    "docs/audits-data.md": "shows calls; tests/audits/test_properties.py, test_attributes.py, test_replay.py",
-    "docs/audits-epsilon.md": "minutes of runs; tests/audits/test_canaries.py makes the same rows",
-    "docs/audits-protocol.md": "stands for a reader's own secure sum; tests/audits/test_protocol_audit.py",
-    "docs/audits.md": "stands for a reader's own model; tests/audits/test_transcript.py",
     "docs/distributed.md": "names machines that are not here; docs/deployment.md has the same commands and is run",
-    "docs/fedvi.md": "stands for a client's own images; tests/algorithms/test_fedvi.py",
     "docs/flower.md": "names machines that are not here; tests/deployment/test_flower.py starts Flower",
-    "docs/prodlda.md": "needs the posts of 20 Newsgroups; tests/models/test_prodlda.py",
 }
 
 #: What a page's commands print, and how often.
@@ -61,6 +71,22 @@ def _blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+def _made_up_adult(folder: Path) -> Path:
+    """`folder`/uci_adult: 3,000 rows of made-up people in the form of UCI Adult."""
+    rng, where = random.Random(1), folder / "uci_adult"
+    where.mkdir(parents=True)
+    rows = []
+    for _ in range(3000):
+        age, years, hours = rng.randint(17, 80), rng.randint(1, 16), rng.randint(10, 70)
+        income = ">50K" if rng.gauss(0.3 * (years - 11) + 0.03 * (age - 45), 1.5) > 0 else "<=50K"
+        rows.append(
+            f"{age}, Private, 77516, Bachelors, {years}, Divorced, Sales, Husband, White, "
+            f"{rng.choice(['Male', 'Female'])}, 0, 0, {hours}, United-States, {income}"
+        )
+    (where / "adult.data").write_text("\n".join(rows) + "\n")
+    return where
+
+
 def _run(page: str, folder: Path, timeout: float) -> subprocess.CompletedProcess[str]:
     """The blocks of `page` in `folder`. What it runs is the Python and the package that run the tests."""
     text = PAGES[page].read_text()
@@ -69,6 +95,10 @@ def _run(page: str, folder: Path, timeout: float) -> subprocess.CompletedProcess
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SECURE_FVI_")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     environment["PYTHONPATH"] = str(ROOT)
+    if "examples/" in script:
+        (folder / "examples").symlink_to(ROOT / "examples")
+    if "$SECURE_FVI_DATA" in script:
+        environment["SECURE_FVI_DATA"] = str(_made_up_adult(folder / "data").parent)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False,
@@ -104,6 +134,72 @@ def test_python_compiles_without_names_of_nowhere(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def _commands(text: str, page: bool = True) -> Iterator[list[str]]:
+    """The words after `secure-fvi` of each command on a page, in blocks and in lines of text; or in any other file."""
+    text = re.sub(r"\\\n[\s#]*", " ", text)
+    spans = [text]
+    if page:
+        spans = [*re.findall(r"^```(?!python|text).*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+        spans += [span.replace("\n", " ") for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    for line in "\n".join(spans).splitlines():
+        for rest in re.findall(r"(?:^|[\s(/])secure-fvi ([^|;&)#`:,]+)", line):
+            yield shlex.split(re.sub(r"[\[\]'\"]|\d?>.*", "", rest))
+
+
+def _mistake(words: list[str]) -> str:
+    """What is wrong with a command, or nothing. Words in capitals stand for the reader's own."""
+    command: click.Command = cli
+    context = click.Context(cli)
+    while isinstance(command, click.Group) and words and not words[0].startswith(("-", "$")):
+        if words[0] not in command.list_commands(context):
+            return f"no command '{words[0]}'" if words[0].isidentifier() or "-" in words[0] else ""
+        found = command.get_command(context, words[0])
+        assert found is not None
+        command, words = found, words[1:]
+    options = {o for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)} | {"--help", "-h"}
+    unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in options]
+    return f"{command.name} has no {', '.join(unknown)}" if unknown else ""
+
+
+def test_commands_on_pages_exist_with_their_options() -> None:
+    pages = {**PAGES, "SECURITY.md": ROOT / "SECURITY.md"}
+    found = {name: list(_commands(page.read_text())) for name, page in pages.items()}
+    assert sum(map(len, found.values())) > 120
+    files = [
+        ROOT / "Makefile",
+        *(p for p in sorted((ROOT / "examples").rglob("*")) if p.suffix != ".csv" and p.is_file()),
+    ]
+    found |= {str(p.relative_to(ROOT)): list(_commands(p.read_text(), page=False)) for p in files}
+    assert len(found["Makefile"]) > 5
+    wrong = {(name, " ".join(words)): _mistake(words) for name, all_ in found.items() for words in all_}
+    assert not {where: what for where, what in wrong.items() if what}
+    # The control: what is not there is found.
+    assert all(map(_mistake, (["runn", "a.toml"], ["run", "a.toml", "--outt", "b"], ["keys", "made"])))
+    assert list(_commands("```sh\nx=$(secure-fvi keys code a \\\n  b | cut -d: -f2)\n```")) == [
+        ["keys", "code", "a", "b"]
+    ]
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    sources = {name: path.read_text() for name, path in files.items()}
+    everything = "\n".join(sources.values())
+    named = 0
+    for page, path in {**PAGES, "SECURITY.md": ROOT / "SECURITY.md"}.items():
+        text = path.read_text()
+        for folder, name in re.findall(r"(tests/(?:\w+/)*)?(test_\w+\.py)", text):
+            named += 1
+            assert name in files, f"{page}: {name}"
+            assert not folder or (ROOT / folder / name).is_file(), f"{page}: {folder}{name}"
+        for name in re.findall(r"`(test_\w+)`", text):
+            named += 1
+            assert f"def {name}" in everything, f"{page}: {name}"
+        for name, chosen in re.findall(r"(test_\w+\.py)\s+-k \"?([\w ]+)", text):
+            words = [word for word in chosen.split() if word not in ("or", "and", "not")]
+            assert any(word in sources[name] for word in words), f"{page}: -k {chosen}"
+    assert named > 80
+
+
 def test_no_page_promises_a_package_on_an_index() -> None:
     """`pip install secure-fvi` would fetch whatever another put there: there is no such release."""
     for name, page in PAGES.items():
@@ -112,7 +208,7 @@ def test_no_page_promises_a_package_on_an_index() -> None:
 
 @pytest.mark.parametrize("page", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_page_runs_as_it_stands(page: str, tmp_path: Path) -> None:
-    done = _run(page, tmp_path, 900)
+    done = _run(page, tmp_path, 1800)
     for text, times in SAYS.get(page, {}).items():
         assert done.stdout.count(text) == times
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -30,6 +29,7 @@ from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import SFVIAvg
 from secure_fvi.cli.bench_step import machine
+from secure_fvi.cli.machine import commit
 from secure_fvi.compiled import TRACE_AFTER_CALLS
 from secure_fvi.errors import ProtocolError, SecureFVIWarning
 from secure_fvi.families import Conditional
@@ -176,7 +176,7 @@ def report(device: str, quick: bool, out: Path) -> None:
         "device": device,
         "quick": quick,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda},
-        "commit": _commit(),
+        "commit": commit(),
         "equal_within": _EQUAL,
         "largest_relative_difference": equal,
         "batch": rows,
@@ -204,11 +204,3 @@ def _apart(algorithm: Algorithm, private: bool, batched: bool, device: torch.dev
             )  # fmt: skip
         ends.append(result.variational.eta["loc"].double().cpu())
     return float((ends[0] - ends[1]).abs().max() / ends[0].abs().max())
-
-
-def _commit() -> str | None:
-    """Of the checkout that this runs from, None where it is none."""
-    asked = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip() or None

@@ -1,8 +1,9 @@
-"""What the machine of a measurement is called."""
+"""What the machine of a measurement is called, and of which code it is."""
 
 from __future__ import annotations
 
 import platform
+import subprocess
 from pathlib import Path
 
 
@@ -13,3 +14,14 @@ def processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Of the checkout that this runs from, None where it is none; ends in "+" where files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        asked = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return (asked.stdout.strip() + ("+" if changed.stdout else "")) or None

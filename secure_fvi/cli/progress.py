@@ -55,7 +55,7 @@ class RunProgress:
                 TextColumn("{task.completed}/{task.total} rounds{task.fields[objective]}"),
                 TextColumn("rate {task.fields[rate]:.2g}{task.fields[r_hat]}"),
                 TimeElapsedColumn(),
-                TextColumn("at most"),
+                TextColumn("to the last round about"),
                 TimeRemainingColumn(),
                 console=self._console,
                 transient=True,
@@ -73,7 +73,9 @@ class RunProgress:
 
     def _show_line(self, progress: driving.Progress, seconds: float) -> None:
         done = progress.round - self._first_round
-        left = f", at most {seconds / done * (progress.max_rounds - progress.round):.0f} s left" if done else ""
+        # An estimate: rounds to come may be slower, and a run that converges ends before its last round.
+        rest = seconds / done * (progress.max_rounds - progress.round) if done else 0.0
+        left = f", about {rest:.0f} s to round {progress.max_rounds} at this pace" if done else ""
         click.echo(
             f"round {progress.round}/{progress.max_rounds} ({progress.phase}){self._bound}, "
             f"rate {progress.learning_rate:.2g}{_r_hat(progress)}{left}",

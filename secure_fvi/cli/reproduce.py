@@ -26,6 +26,7 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool)
 
     Stopped and called again with the same --out, it goes on where it was.
     """
+    from secure_fvi.cli.machine import commit
     from secure_fvi.runs.checkpoint import write_atomically
     from secure_fvi.runs.wording import nearest
 
@@ -36,7 +37,7 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool)
     experiment = importlib.import_module(REPRODUCTIONS[name])
     keep = out / f"{name}.partial"
     content, picture = experiment.reproduce(Request(quick, data, lambda text: click.echo(text, err=True), keep))
-    content["quick"] = quick
+    content |= {"quick": quick, "commit": commit()}
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{name}.png", picture)
     write_atomically(out / f"{name}.json", json.dumps(content, indent=2).encode())

@@ -19,7 +19,13 @@ _HEAD = """# Results
 
 Made by `secure-fvi results {folders} --out FILE` from what `secure-fvi reproduce NAME` wrote, without a hand.
 What "ours" is the mean of is said with each experiment; sd: over seeds. Seconds are of machines that had other work to
-do, and compare within one experiment only. `reproduce` that was stopped goes on where it was.
+do, and compare within one experiment only. Bytes are those of messages, or, where an experiment's setting says so,
+counted at 8 bytes a number and never sent. `reproduce` that was stopped goes on where it was.
+
+A column or line "paper" has the paper's own numbers: of its data, networks, rounds and splits, which differ from these
+as each setting and page says. That a number here is above one there shows nothing about methods; lines of one table, at
+equal rounds, can be compared. Numbers are of the commit that is named; "stored in": the file came with that commit and
+was measured shortly before it. What has changed in the code since may change them.
 
 | experiment | ours, mean (sd) | seeds | seconds | bytes a silo |
 |---|---:|---:|---:|---:|
@@ -92,6 +98,7 @@ def _section(content: Row) -> str:
         lines.append(f"- Paper: {paper}.")
     lines += [f"- Ours: {ours['what']}."] if "what" in ours else []
     lines += [f"- Setting: {content['setting']}.", f"- Machine: {content['machine']}."]
+    lines += [f"- Commit: {content['commit']}."] if content.get("commit") else []
     table: str = importlib.import_module(REPRODUCTIONS[content["name"]]).table(content)
     # What the list above says already is left out of the table.
     said = (content["setting"], f"paper: {paper}")

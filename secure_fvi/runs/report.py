@@ -10,15 +10,23 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from secure_fvi.disclosure import kind_of
+from secure_fvi.privacy.terms import REPLACE
 from secure_fvi.runs import plots
 from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.metrics import read_metrics
+from secure_fvi.runs.options import chosen
 from secure_fvi.runs.rows import comparison_rows, posterior_rows, reason, standing
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MOST_ROWS = 60
+
+
+class Note(NamedTuple):
+    text: str
+    warns: bool = False
 
 
 class Picture(NamedTuple):
@@ -51,8 +59,11 @@ def write_report(directory: Path) -> None:
         result=result,
         standing=standing(result),
         reason=reason(result),
-        run=run.read_run(),
-        settings=config.model_dump(mode="json", exclude_none=True),
+        run=(about := run.read_run()),
+        left=what_left(config),
+        seen_by=f"{_privacy_words(result)} {_engine_words(about, result)}",
+        kept=_kept_words(config, about),
+        neighbours=_neighbours(result),
         toml=config.to_toml(),
         source=_source(config),
         posterior=posterior_rows(result)[:_MOST_ROWS],
@@ -63,6 +74,93 @@ def write_report(directory: Path) -> None:
         pictures=pictures,
     )
     write_atomically(directory / "report.html", text.encode())
+
+
+def what_left(config: Config) -> list[Note]:
+    """What the secure sum of a run shows whom, where its parties are apart."""
+    aggregation = chosen(config)[1]
+    kind = kind_of(aggregation)
+    if kind == "plain":
+        alone = "Contributions were sent as they are: the server sees each silo's own."
+        return [Note(f"{alone} This kind is for a trusted server and for tests.", warns=True)]
+    learns = "the server, and with its next broadcast every silo, learns the total over the silos that answered"
+    masked = f"Every contribution was masked before it left its silo: {learns}, and of a single silo"
+    text, warns = {
+        "masked": (
+            f"{masked} nothing beyond what totals tell, as long as fewer than a third of the silos are in league.",
+            False,
+        ),
+        "masked-unchecked": (
+            f"{masked} nothing beyond what totals tell. This holds for a server that tells all silos the same: the "
+            "consistency check, which catches it lying, was off.",
+            True,
+        ),
+        "homomorphic": (
+            "Contributions were masked and encrypted. The key holder, neither server nor silo, decrypted sums under "
+            f"masks, which are noise to it; {learns}.",
+            False,
+        ),
+        "homomorphic-unmasked": (
+            "Contributions were encrypted, not masked: the key holder, neither server nor silo, saw totals in clear, "
+            f"and {learns}. The server was trusted to add honestly and not to be in league with the key holder.",
+            True,
+        ),
+    }[kind]
+    notes = [Note(f"{text} No total was formed over fewer than {aggregation.min_cohort} silos.", warns)]
+    if aggregation.min_cohort < 3:
+        notes.append(Note("With two silos in a total, each can subtract its own term and has the other's.", warns=True))
+    return notes
+
+
+def _privacy_words(result: dict[str, Any]) -> str:
+    dp = result["privacy"]
+    if dp:
+        strength = f"epsilon = {_number(dp['epsilon'])} at delta = {_number(dp['delta'])}"
+        return f"Differential privacy: {strength}, unit {dp['unit']}, by {dp['accountant']}."
+    if result["aggregation"]["kind"] == "plain":
+        return (
+            "No differential privacy: totals and the posterior itself are exact and may reveal something of the data."
+        )
+    return (
+        "No differential privacy: totals and the posterior itself are exact. One total hides a silo among the others; "
+        f"the totals of {result['rounds']} rounds, taken together, can tell much about a single silo, and something "
+        "about a single record."
+    )
+
+
+def _engine_words(run: dict[str, Any], result: dict[str, Any]) -> str:
+    engine = run.get("engine")  # runs of earlier versions do not say
+    if engine is None:
+        return ""
+    if engine != "one process":
+        return (
+            f"The parties ran as processes of their own, carried by {engine}; this is the server's report, and what "
+            "each site sent is in that site's own log."
+        )
+    seen = "All parties ran in one process here, so whoever ran it could see everything"
+    apart = "; what is said above holds once the parties are on machines of their own"
+    return f"{seen}{'' if result['aggregation']['kind'] == 'plain' else apart}."
+
+
+def _kept_words(config: Config, run: dict[str, Any]) -> str:
+    """Where what belongs to single silos is."""
+    if run.get("engine", "one process") != "one process":
+        return "What belongs to a silo alone, its local latents among it, is in that silo's own folder and not here."
+    if config.model.likelihood is not None:
+        return "Each silo's own coefficients are in the silos folder, its state in the checkpoint folder."
+    return (
+        "Local latents and their variational parameters are in no result file, only in the checkpoint folder, which "
+        "silos of their own would keep to themselves."
+    )
+
+
+def _neighbours(result: dict[str, Any]) -> str:
+    """What one unit more or less is, in words; "" without privacy."""
+    dp = result["privacy"]
+    if not dp:
+        return ""
+    replaced = dp.get("adjacency") == REPLACE
+    return "replacing what one silo holds of one person" if replaced else f"adding or removing one {dp['unit']}"
 
 
 def _source(config: Config) -> str:

@@ -14,7 +14,8 @@ function draw(points) {
   by("range").textContent = `rounds ${x0} to ${x1}, from ${y0.toFixed(1)} to ${y1.toFixed(1)} nats; now ${ys[ys.length - 1].toFixed(1)}`;
 }
 
-function budgets(rows) {
+function budgets(rows, none) {
+  by("no-budgets").textContent = none;
   by("no-budgets").hidden = rows.length > 0;
   by("budgets").hidden = rows.length === 0;
   const lines = rows.map((row) => {
@@ -36,7 +37,7 @@ async function refresh() {
       for (const id of ["state", "convergence", "algorithm", "aggregation", "round", "phase", "cohort", "seconds"])
         by(id).textContent = state[id] ?? "not told";
       draw(state.objective);
-      budgets(state.budgets);
+      budgets(state.budgets, state.no_budgets);
       if (state.state === "finished") again = 30000;
     }
   } catch {

@@ -52,6 +52,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
         "cohort": last.get("cohort"),
         "objective": [[row["round"], row["objective"]] for row in thinned if row["objective"] is not None],
         "budgets": _budgets(folder, config),
+        "no_budgets": _no_budgets(run, config),
     }
 
 
@@ -79,6 +80,15 @@ def _budgets(folder: Path, config: Any) -> list[dict[str, Any]]:
         ]
     except (SecureFVIError, sqlite3.Error) as error:
         return [{"silo": "ledger", "error": str(error)}]
+
+
+def _no_budgets(run: RunDirectory, config: Any) -> str:
+    """What stands in place of an empty table of budgets."""
+    if config.privacy is None:
+        return "This run has no differential privacy."
+    if run.read_run().get("engine", "one process") != "one process":
+        return "Each silo's budget is in the ledger at its own site."
+    return "Nothing is charged yet."
 
 
 class Watch(ThreadingHTTPServer):

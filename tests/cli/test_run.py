@@ -165,7 +165,7 @@ def test_the_report_fetches_nothing(cli: CommandLine) -> None:
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "not assessed" in html
     assert "its length was fixed (iterations = 120)" in html
-    assert "sees every silo" in html  # what plain sums mean
+    assert "sees each silo" in html  # what plain sums mean
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""report.html says of a run what is true of its secure sum, its engine and its privacy, and nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from secure_fvi.cli import main
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.report import write_report
+from secure_fvi.runs.watching import snapshot
+
+CONFIG = """
+[model]
+program = "six-cities"
+[partition]
+count = 3
+ids = ["a", "b", "c"]
+[algorithm]
+name = "sfvi"
+iterations = 2
+[aggregation]
+kind = "masked"
+"""
+ONE, APART = "one process", "mutual-TLS streams"
+NOTHING_BEYOND = "nothing beyond what totals tell"
+IN_ONE = "All parties ran in one process here"
+SEES_EACH = "the server sees each silo's own"
+#: Of each secure sum: its options, what the page has to say, and what would be false of it.
+SUMS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "plain": ({"kind": "plain"}, (SEES_EACH,), (NOTHING_BEYOND, "masked before", "once the parties are on machines")),
+    "masked": ({}, (NOTHING_BEYOND, "fewer than a third", "fewer than 3 silos"), (SEES_EACH, "was off")),
+    "masked-unchecked": ({"consistency_check": False}, (NOTHING_BEYOND, "was off"), ("fewer than a third",)),
+    "two": ({"min_cohort": 2}, ("subtract its own term", "fewer than 2 silos"), ()),
+    "homomorphic": ({"kind": "homomorphic"}, ("noise to it",), ("totals in clear", "trusted to add")),
+    "homomorphic-unmasked": (
+        {"kind": "homomorphic", "masks": False}, ("totals in clear", "trusted to add"), ("noise to it",)
+    ),
+    "ckks": ({"kind": "homomorphic", "scheme": "ckks"}, ("totals in clear", "trusted to add"), ("noise to it",)),
+}  # fmt: skip
+PRIVACY = {
+    "unit": "record", "epsilon": 1.0, "delta": 1e-5, "accountant": "rdp", "adjacency": "add or remove one",
+    "noise": "distributed", "mechanism": "skellam", "noise_multiplier": 4.0, "clipping_norm": 1.0, "releases": 3,
+    "public": ["number of silos"], "rng": "operating system",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "run.toml").write_text(CONFIG)
+    # Two rounds do not converge, which is no matter here; the suite makes that warning an error.
+    with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stopped:
+        main(["run", str(folder / "run.toml"), "--out", str(folder / "out"), "--quiet"])
+    assert stopped.value.code == 0
+    return folder / "out"
+
+
+def page_of(
+    ran: Path, out: Path, engine: str, aggregation: dict[str, Any], privacy: dict[str, Any] | None = None
+) -> str:
+    """The report of a run that differs from `ran` in what is given."""
+    shutil.copytree(ran, out)
+    config = RunDirectory(out).read_config()
+    options = {"kind": "masked", **aggregation}
+    other = type(config.aggregation)(**options)
+    (out / "config.toml").write_text(config.model_copy(update={"aggregation": other}).to_toml())
+    for name, change in (("run", {"engine": engine}), ("result", {"privacy": privacy})):
+        content = json.loads((out / f"{name}.json").read_text()) | change
+        if name == "result":
+            content["aggregation"]["kind"] = options["kind"]
+        (out / f"{name}.json").write_text(json.dumps(content))
+    write_report(out)
+    return html.unescape((out / "report.html").read_text()).split("<details>")[0]
+
+
+@pytest.mark.parametrize("engine", [ONE, APART])
+@pytest.mark.parametrize("name", SUMS)
+def test_it_says_what_the_sum_shows(ran: Path, tmp_path: Path, name: str, engine: str) -> None:
+    options, true, false = SUMS[name]
+    page = page_of(ran, tmp_path / "out", engine, options)
+    assert all(text in page for text in true)
+    assert not any(text in page for text in false)
+    assert (IN_ONE in page) == (engine == ONE)
+    assert ("carried by mutual-TLS streams" in page) == (engine == APART)
+    assert ("in the checkpoint folder" in page) == (engine == ONE)
+    assert ("in that silo's own folder and not here" in page) == (engine == APART)
+    assert ("the totals of 2 rounds, taken together" in page) == (name != "plain")
+
+
+@pytest.mark.parametrize("adjacency", ["add or remove one", "replace one"])
+@pytest.mark.parametrize("noise", ["distributed", "silo", "server"])
+def test_it_says_what_privacy_covers(ran: Path, tmp_path: Path, noise: str, adjacency: str) -> None:
+    page = page_of(ran, tmp_path / "out", ONE, {}, {**PRIVACY, "noise": noise, "adjacency": adjacency})
+    assert "No differential privacy" not in page
+    assert ("saw totals without it" in page) == (noise == "server")
+    assert ("for adding or removing one record" in page) == (adjacency == "add or remove one")
+    assert ("for replacing what one silo holds of one person" in page) == (adjacency == "replace one")
+
+
+@pytest.mark.parametrize(
+    ("private", "engine", "said"),
+    [(False, ONE, "no differential privacy"), (True, APART, "at its own site"), (True, ONE, "charged yet")],
+)
+def test_the_watch_page_says_why_it_shows_no_budget(
+    ran: Path, tmp_path: Path, private: bool, engine: str, said: str
+) -> None:
+    """A deployed private run has its ledgers at its sites, and is no run without privacy."""
+    shutil.copytree(ran, tmp_path / "out")
+    if private:
+        with (tmp_path / "out" / "config.toml").open("a") as file:
+            file.write('\n[privacy]\nunit = "record"\nepsilon = 1.0\ndelta = 1e-5\nclipping_norm = 1.0\n')
+    run = json.loads((tmp_path / "out" / "run.json").read_text()) | {"engine": engine}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run))
+    state = snapshot(tmp_path / "out")
+    assert state["budgets"] == []
+    assert said in state["no_budgets"]
