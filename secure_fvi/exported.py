@@ -13,6 +13,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -96,6 +97,8 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
     "sym_min": torch.sym_min,
     "getitem": operator.getitem,
 }
+#: Sizes and what is reckoned with them stay below this: whole numbers of Python's own grow without end.
+_MOST_SIZE = 2**53
 #: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
 _INSTEAD: Mapping[str, Callable[..., Any]] = {
     "aten.sym_size.int": lambda x, axis: x.shape[axis],
@@ -663,7 +666,7 @@ def _operation(name: str) -> tuple[Callable[..., Any], bool]:
         return _INSTEAD[name], False
     space, _, rest = name.partition(".")
     if space == "size" and rest in _SIZES:
-        return _SIZES[rest], False
+        return partial(_reckoned, _SIZES[rest]), False
     packet, _, overload = rest.partition(".")
     if space != "aten" or packet not in _PURE:
         raise InputError(f"it uses {name}, which is not among the operations that a traced model may use")
@@ -673,6 +676,12 @@ def _operation(name: str) -> tuple[Callable[..., Any], bool]:
     if not all("Tensor" in str(given.type) for given in found._schema.returns):  # forms for lists, texts, devices
         raise InputError(f"it uses {name}, which gives no tensor")
     return found, any(a.name == "device" for a in found._schema.arguments)
+
+
+def _reckoned(run: Callable[..., Any], *sizes: Any) -> Any:
+    found = run(*sizes)
+    _need(not isinstance(found, int | float) or abs(found) < _MOST_SIZE, "a size past all data")
+    return found
 
 
 def _value(arg: Any, before: int, tensors: Params, depth: int) -> Any:

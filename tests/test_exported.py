@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,21 @@ def test_nothing_else_can_be_said(content: bytes, node: list[Any]) -> None:
     )
     with pytest.raises(InputError, match="what was traced of the model is not valid"):
         read_program(altered(content, lambda t: t["evaluate"]["nodes"].append(node)), LINE)
+
+
+def test_sizes_do_not_grow_without_end(content: bytes) -> None:
+    """Forty squarings would be a number of 10^12 digits. The control: a few, of a small number."""
+
+    def squared(table: Any, times: int) -> None:
+        nodes, first = table["evaluate"]["nodes"], table["evaluate"]["inputs"] + len(table["evaluate"]["nodes"])
+        nodes += [["size.add", [2, 1], {}]]
+        nodes += [["size.mul", [{"at": first + i}, {"at": first + i}], {}] for i in range(times)]
+
+    assert read_program(altered(content, lambda t: squared(t, 4)), LINE)
+    began = time.process_time()
+    with pytest.raises(InputError, match="a size past all data"):
+        read_program(altered(content, lambda t: squared(t, 40)), LINE)
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
