@@ -16,7 +16,7 @@ from secure_fvi import wire
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
 #: Scalar of a broadcast that the server adds where the clipping norm adapts.
@@ -35,6 +35,7 @@ _BROADCAST = wire.Row(
     wire.Mapped(wire.real(), _NAME),
     wire.Mapped(_TENSOR, _NAME),
     _NAME,  # phase
+    wire.Listed(wire.Row(wire.whole(), wire.whole(), _NAME, wire.whole())),  # what the sums used answered
 )
 
 
@@ -70,6 +71,7 @@ def encode_broadcast(message: Broadcast) -> bytes:
             dict(message.scalars),
             pack_tensors(message.tensors),
             message.phase,
+            [list(row) for row in message.sums],
         ]
     )
     return packed
@@ -89,10 +91,12 @@ def question_digest(message: Broadcast) -> bytes:
 def decode_broadcast(raw: bytes) -> Broadcast:
     """Raises ProtocolError unless `raw` has exactly the schema."""
     fields = wire.decode(raw, _BROADCAST, what="a broadcast")
-    version, round_, index, accepted, cohort, scalars, tensors, phase = fields
+    version, round_, index, accepted, cohort, scalars, tensors, phase, sums = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
     _require(all(math.isfinite(v) for v in scalars.values()), "malformed scalars")
-    return Broadcast(round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors), phase)
+    return Broadcast(
+        round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors), phase, tuple(map(tuple, sums))
+    )
 
 
 def _require(condition: bool, what: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
-from secure_fvi.algorithms.base import ServerProgram, Step
+from secure_fvi.algorithms.base import ITERATION, ServerProgram, Step
 from secure_fvi.messages import CLIP, ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.curator import curated
 from secure_fvi.privacy.noise import NoiseSource
@@ -27,6 +27,7 @@ class ServerState(NamedTuple):
     accepted: Mapping[str, int]  # by silo, index of the last sum used that has its term
     records: int | None  # N over all silos, once a full cohort has answered
     clip: float  # clipping norm of the next round under differential privacy, 0 without
+    answered: Mapping[str, tuple[int, int, str, int]]  # of the sums in `accepted`: index, round, phase, iteration
 
 
 class Observer(Protocol):
@@ -51,7 +52,7 @@ class Server:
         self.problem, self.program, self._sum = problem, program, secure_sum
         self._noise = noise or NoiseSource()
         clip = max((terms.settings.clipping_norm for terms in program.terms.values()), default=0.0)
-        self.state = ServerState(program.init(), 0, {}, None, clip)
+        self.state = ServerState(program.init(), 0, {}, None, clip, {})
         self._observers: list[Observer] = []
 
     @property
@@ -89,7 +90,8 @@ class Server:
         self.state = state._replace(last_index=index)
         yield from _wrapped(self._sum.prepare(index))
         message = self.program.broadcast(state.algorithm, index, state.accepted)
-        message = message._replace(accepted={s: state.accepted.get(s, 0) for s in message.cohort})
+        sums = tuple(sorted({state.answered[s] for s in message.cohort if s in state.answered}))
+        message = message._replace(accepted={s: state.accepted.get(s, 0) for s in message.cohort}, sums=sums)
         terms, table = self.program.terms.get(message.phase), self.program.tables[message.phase]
         if terms is not None and terms.adaptive:
             message = message._replace(scalars={**message.scalars, CLIP: state.clip})
@@ -110,8 +112,10 @@ class Server:
             observer.released(index, values)
         records, scale = self._absent(message.cohort, total.survivors, table.split(values).get("records"))
         algorithm, step = self.program.update(state.algorithm, message, values, scale)
+        said = index, message.round, message.phase, int(message.scalars.get(ITERATION, 0))
         accepted = {**state.accepted, **dict.fromkeys(total.survivors, index)}
-        self.state = ServerState(algorithm, index, accepted, records, clip)
+        answered = {**state.answered, **dict.fromkeys(total.survivors, said)}
+        self.state = ServerState(algorithm, index, accepted, records, clip, answered)
         return step
 
     def _absent(

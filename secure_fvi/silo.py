@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from secure_fvi.aggregation.base import FloatArray, SumSilo
-from secure_fvi.algorithms.base import Broadcast, Pending, Question, SiloProgram
+from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Pending, Question, SiloProgram
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
     missing: int = 0  # silos that a cohort may lack of those that the job asks in a round
     differences: int = 0  # rounds with such a cohort
     left_out: int | None = None  # answers of this silo that the server did not use, one more for every ten that it did
-    unused: int | None = None  # silos asked with this one whose answers were not used, where its own was
+    unused: int | None = None  # silos asked with this one that are behind its own last answer that was used
 
 
 class Past(NamedTuple):
@@ -50,10 +50,12 @@ class Past(NamedTuple):
 
     turn: int = -1  # its own count of questions: the number of the last one claimed
     claimed: str = ""  # digest of that question
-    asked: Question = Question(-1, 0, 0)  # the last one answered
+    asked: Question = BEFORE_ALL  # the last one answered
     answers: tuple[int, ...] = ()  # by phase
     rounds: int = 0  # answered
     used: int = 0  # the last sum of which it knows that it was used with its term
+    settled: Question = BEFORE_ALL  # which that sum answered
+    together: tuple[str, ...] = ()  # who was asked it
     made: int = 0  # the sum for which the last answer was made, and charged
     counted: int = 0  # answers that were used
     left_out: int = 0  # answers that were not
@@ -165,7 +167,7 @@ class Silo:
         """A question that was not asked before."""
         self._check_not_failed(broadcast, digest)
         past, local = self._heard(broadcast.accepted.get(self.name, 0))
-        self._check_others_used(past, broadcast)
+        self._check_told(past, broadcast)
         past = self._in_order(past, broadcast, question)
         before, paid, index = self.past, self.gate.paid, broadcast.sum_index
         turn = before.turn if before.claimed == digest else max(before.turn + 1, self._released)
@@ -216,6 +218,7 @@ class Silo:
             raise ProtocolError(
                 f"silo '{self.name}': round {broadcast.round} was answered already, and that answer is settled"
             )
+        self._check_told(self.past, broadcast)
         index, table = broadcast.sum_index, self.program.tables[broadcast.phase]
         reply = self._sum.contribute(
             index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed)
@@ -233,18 +236,19 @@ class Silo:
                 "before, and which others they can would tell of them alone; begin another job"
             )
 
-    def _check_others_used(self, past: Past, broadcast: Broadcast) -> None:
-        """Raises ProtocolError where the server says that it used this silo's last answer, and not those of others that
-        were asked with it: what the others then send may be nothing, and a total this silo's term."""
-        most, pending = self.limits.unused, self.pending
-        if most is None or pending is None or past.used != pending.sum_index:
-            return
-        together = set(self.past.cohort) & set(broadcast.cohort)
-        unused = sum(broadcast.accepted.get(silo, 0) < past.used for silo in together)
-        if unused > most:
+    def _check_told(self, past: Past, broadcast: Broadcast) -> None:
+        """Raises ProtocolError where the server says that this silo's last answer that counts was to another question,
+        or that silos which were asked it are behind it: what these then send may be nothing, and a total this silo's
+        term. Each holds the server to its own, so that of all is known what they answered, whatever its sum's index."""
+        answered = self.program.order.answered(broadcast)
+        if answered.get(past.used) != past.settled:
+            raise ProtocolError(f"silo '{self.name}': sum {past.used} did not answer what the server says it did")
+        others = set(past.together) & set(broadcast.cohort)
+        behind = sum(answered.get(broadcast.accepted.get(s, 0), BEFORE_ALL) < past.settled for s in others)
+        if self.limits.unused is not None and behind > self.limits.unused:
             raise ProtocolError(
-                f"silo '{self.name}': the server says that sum {past.used} lacks {unused} silos; its site "
-                f"allows {most} (max_missing)"
+                f"silo '{self.name}': the server says that sum {past.used} lacks {behind} silos; its site "
+                f"allows {self.limits.unused} (max_missing)"
             )
 
     def _heard(self, accepted: int) -> tuple[Past, Any]:
@@ -261,7 +265,9 @@ class Silo:
             return past, self.local
         local = self.program.commit(self.local, pending, accepted)
         if accepted == newest:
-            return past._replace(used=accepted, counted=past.counted + 1), local
+            return past._replace(
+                used=accepted, settled=past.asked, together=past.cohort, counted=past.counted + 1
+            ), local
         return past._replace(left_out=past.left_out + 1), local
 
     def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:

@@ -129,6 +129,8 @@ def build_vertical_parties(
     names, ordered = named_silos(silo_ids, len(silos))
     algorithm = algorithm.resolved(likelihood)
     disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
+    if getattr(aggregation, "max_missing", 0):
+        raise InputError("max_missing must be 0: a sum that lacks one silo's columns predicts nobody")
     check_common(seed, dtype)
     where = device_named(device)
     columns = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}

@@ -54,6 +54,11 @@ def tell(silo: Any, message: Broadcast) -> bytes:
     return reply
 
 
+def used(message: Broadcast, index: int, round_: int, phase: str = "round") -> Broadcast:
+    """The same, with the word that silo 1's answer to that question counted, in sum `index`."""
+    return message._replace(accepted={NAME: index}, sums=((index, round_, phase, 0),) if index else ())
+
+
 def moved(message: Broadcast) -> Broadcast:
     """The same question with another z_G: what a lying server would ask besides."""
     tensors = {**message.tensors, "z_global": message.tensors["z_global"] + 1.0}
@@ -84,7 +89,7 @@ def test_the_same_question_gets_the_same_values_and_any_other_is_refused(privacy
             tell(silo, lie)
         assert (silo.past, silo.local, silo.pending, silo.gate.paid) == before
     assert silo.gate.paid == paid + bool(privacy)
-    following = message._replace(round=2, sum_index=later.sum_index, accepted={NAME: message.sum_index + 1})
+    following = used(message._replace(round=2, sum_index=later.sum_index), message.sum_index + 1, 1)
     assert tell(silo, following) != first
 
 
@@ -130,14 +135,14 @@ def test_a_server_cannot_rewind_a_silo() -> None:
     server, engine, silo = parties()
     for _ in range(3):
         engine.run(server.round())
-    message, used = asked(server), silo.past.used
-    for accepted in (0, 1, used - 1, message.sum_index, 99):
+    message, newest = asked(server), silo.past.used
+    for accepted in (0, 1, newest - 1, message.sum_index, 99):
         with pytest.raises(ProtocolError, match="older than the other's"):
             tell(silo, message._replace(accepted={NAME: accepted}))
-    silo.settle({NAME: used})  # "it was not used"
+    silo.settle({NAME: newest})  # "it was not used"
     with pytest.raises(ProtocolError, match="older than the other's"):
         tell(silo, message)  # says now that it was
-    tell(silo, message._replace(accepted={NAME: used}))
+    tell(silo, used(message, newest, 1))
     assert silo.past.left_out == 1
 
 
@@ -167,7 +172,8 @@ def test_phases_come_in_their_order_and_number() -> None:
     assert [m.phase for m in messages] == ["count", "merge", "bures", "merge", "bures", "finish"]
     for k, old in enumerate(messages):
         for round_ in (old.round, old.round + 1, 7):
-            again = old._replace(round=round_, sum_index=20 + k, accepted={NAME: 6})
+            said = server.state.answered[NAME]
+            again = old._replace(round=round_, sum_index=20 + k, accepted={NAME: said[0]}, sums=(said,))
             with pytest.raises(ProtocolError, match=r"answered already|no round"):
                 tell(silo, again)
 
@@ -192,10 +198,11 @@ def test_smaller_cohorts_are_differences(limits: Limits) -> None:
             silo.settle({NAME: message.sum_index})
             server.state = server.state._replace(
                 accepted=dict.fromkeys(engine.silos, message.sum_index), last_index=message.sum_index,
+                answered=dict.fromkeys(engine.silos, (message.sum_index, round_, "round", 0)),
                 algorithm=server.state.algorithm._replace(round=round_ + 1),
             )  # fmt: skip
             for other in engine.silos.values():
-                other.past = other.past._replace(used=message.sum_index)
+                other.past = other.past._replace(used=message.sum_index, settled=silo.past.settled)
             continue
         with pytest.raises(ProtocolError, match=r"max_missing|max_differences"):
             tell(silo, fewer)
@@ -258,9 +265,9 @@ def test_no_number_of_the_servers_moves_a_draw() -> None:
     samples are those of an honest run: the control."""
     server, _, honest = parties(privacy=DP, noise_key=b"k" * 32)
     first = asked(server)
-    ascending = [first._replace(round=r, sum_index=1 + r, accepted={NAME: r}) for r in range(6)]
+    ascending = [used(first._replace(round=r, sum_index=1 + r), r, r - 1) for r in range(6)]
     wrapped = [
-        m._replace(sum_index=7 + r * 2**32, accepted={NAME: 7 + (r - 1) * 2**32 if r else 0})
+        used(m._replace(sum_index=7 + r * 2**32), 7 + (r - 1) * 2**32 if r else 0, r - 1)
         for r, m in enumerate(ascending)
     ]
     _, _, other = parties(privacy=DP, noise_key=b"k" * 32)
@@ -306,7 +313,7 @@ def test_a_question_is_claimed_before_anything_is_drawn() -> None:
     with pytest.raises(ProtocolError, match="answered already"):
         tell(started(), moved(message)._replace(sum_index=10))
     store = new
-    following = message._replace(round=1, sum_index=20, accepted={NAME: 9})
+    following = used(message._replace(round=1, sum_index=20), 9, 0)
     dying = started()
     dying.silo._sum.contribute = die  # type: ignore[method-assign]
     with pytest.raises(Killed):
@@ -411,6 +418,66 @@ def test_a_server_cannot_call_the_others_answers_unused(unused: int | None) -> N
     with pytest.raises(ProtocolError, match="lacks 2 silos"):
         tell(silo, lie)
     tell(silo, message)
+
+
+def _merged(limits: Limits) -> tuple[Any, dict[str, Silo], Broadcast, dict[str, int]]:
+    """Silos that answered the count and the merge; the others under larger indices than silo 1, at the server's whim.
+    The server, the silos, the Bures iteration that it asks next, and the indices of the merge by silo."""
+    problem = make_intercepts()
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=2, bures_iterations=2, tolerance=0.0, family="full")
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
+    for silo in engine.silos.values():
+        silo.limits = limits
+    count = asked(server)
+    first = {s: 1 if s == NAME else 10 for s in engine.silos}
+    for s, silo in engine.silos.items():
+        tell(silo, count._replace(sum_index=first[s]))
+    state = server.state.algorithm
+    server.state = server.state._replace(algorithm=state._replace(phase="merge", records=60))
+    merge, second = asked(server), {s: 2 if s == NAME else 20 for s in engine.silos}
+    sums = ((1, 0, "count", 0), (10, 0, "count", 0))
+    for s, silo in engine.silos.items():
+        tell(silo, merge._replace(sum_index=second[s], accepted=first, sums=sums))
+    bures = merge._replace(phase="bures", scalars={"iteration": 1.0}, sum_index=30)
+    root = {"root": torch.ones(1, dtype=torch.float64)}
+    return server, engine.silos, bures._replace(tensors=root), second
+
+
+@pytest.mark.parametrize("unused", [0, None])
+def test_an_index_does_not_say_when_it_was_asked(unused: int | None) -> None:
+    """The others' count went by a larger index than silo 1's merge: by numbers they would not seem behind it. They
+    hold the server to what their own sums answered, and silo 1 to what it says of theirs. The control: a site that
+    lets others be behind."""
+    _, silos, bures, second = _merged(Limits(unused=unused))
+    behind = {s: second[s] if s == NAME else 10 for s in silos}  # their merge "was not used"
+    merged = (2, 0, "merge", 0)
+    honest = bures._replace(accepted=behind, sums=(merged, (10, 0, "count", 0)))
+    feigned = bures._replace(accepted=behind, sums=(merged, (10, 0, "merge", 0)))
+    twice = bures._replace(accepted=behind, sums=(merged, (10, 0, "merge", 0), (10, 0, "count", 0)))
+    other = silos["silo-2"]
+    if unused is None:
+        tell(silos[NAME], honest)
+    else:
+        with pytest.raises(ProtocolError, match="lacks 2 silos"):
+            tell(silos[NAME], honest)
+        tell(silos[NAME], feigned)  # it cannot know better
+    with pytest.raises(ProtocolError, match="sum 10 did not answer what the server says"):
+        tell(other, feigned)
+    with pytest.raises(ProtocolError, match="two questions of one sum"):
+        tell(other, twice)
+
+
+def test_a_question_asked_again_says_no_more_of_others() -> None:
+    """Asked first with the honest word, and then, as a retry, with another of the others: the values are the same, and
+    the others would send theirs of before. The control is the retry with the same word."""
+    _, silos, bures, second = _merged(Limits(unused=0))
+    sums = ((2, 0, "merge", 0), (10, 0, "count", 0), (20, 0, "merge", 0))
+    told = bures._replace(accepted=second, sums=sums)
+    first = tell(silos[NAME], told)
+    assert tell(silos[NAME], told._replace(sum_index=31)) == first
+    lie = told._replace(sum_index=32, accepted={s: 2 if s == NAME else 10 for s in silos})
+    with pytest.raises(ProtocolError, match="lacks 2 silos"):
+        tell(silos[NAME], lie)
 
 
 @pytest.mark.parametrize("name", ["factors", "kept"])

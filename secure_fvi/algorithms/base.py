@@ -76,6 +76,10 @@ class Question(NamedTuple):
     iteration: int  # of a phase that repeats within a round
 
 
+#: Before the first.
+BEFORE_ALL = Question(-1, 0, 0)
+
+
 class Phase(NamedTuple):
     """When a phase may be asked: once in each of `rounds`, or in each iteration of them, and `most` times in all."""
 
@@ -105,6 +109,16 @@ class Order(NamedTuple):
         if message.round not in phase.rounds or iteration not in phase.iterations:
             raise ProtocolError(f"the job has no round {message.round} with this phase, or no such iteration of it")
         return Question(message.round, list(self.phases).index(message.phase), int(iteration))
+
+    def answered(self, message: Broadcast) -> dict[int, Question]:
+        """The question that each sum named in `message` answered, by index; 0 stands for none. Raises ProtocolError for
+        what the job never asks, and for a sum that would have answered two."""
+        found = {0: BEFORE_ALL}
+        for index, round_, phase, iteration in message.sums:
+            if index in found or phase not in self.phases:
+                raise ProtocolError("the server names two questions of one sum, or a phase that the job does not have")
+            found[index] = Question(round_, list(self.phases).index(phase), iteration)
+        return found
 
 
 def one_phase(
@@ -136,6 +150,9 @@ class Broadcast(NamedTuple):
     scalars: Mapping[str, float]
     tensors: Mapping[str, Tensor]
     phase: str = ROUND_PHASE  # which of the algorithm's sums this is
+    #: What the sums in `accepted` answered, each once: index, round, phase, iteration. Silos hold what is said of
+    #: others against it: an index alone says nothing of when it was asked.
+    sums: tuple[tuple[int, int, str, int], ...] = ()
 
 
 class Step(NamedTuple):
