@@ -15,7 +15,6 @@ from typing import Any
 
 from secure_fvi.errors import InputError
 
-
 #: Numbers of events lie between these, so that their squares and those squares' inverses are numbers too.
 _LEAST, _MOST = 1e-150, 1e150
 
