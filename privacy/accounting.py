@@ -42,6 +42,11 @@ ORDERS: tuple[float, ...] = (
 )
 _ORDERS = np.array(ORDERS)
 _WHOLE = np.equal(_ORDERS, np.floor(_ORDERS))
+#: Nats at an order beyond which it has no bound. Such a cost protects nothing; as a number it would be carried into
+#: budgets, where it looks like privacy, and into grids and sums that it overflows.
+_MOST_NATS = 1e12
+#: Epsilon up to which losses are laid out on a grid.
+_MOST_ON_GRID = 1e8
 
 
 def rdp(event: Event) -> FloatArray:
@@ -65,6 +70,7 @@ def best_order(curve: FloatArray, delta: float) -> tuple[float, float]:
     values = curve + np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / (_ORDERS - 1)
     # delta <= sqrt(1 - exp(-KL)), and KL is at most D_alpha: nearly nothing was spent.
     values = np.where(delta**2 + np.expm1(-curve) > 0, 0.0, values)
+    values = np.where(curve <= _MOST_NATS, values, np.inf)
     best = int(np.argmin(values))
     return max(0.0, float(values[best])), ORDERS[best]
 
@@ -82,10 +88,13 @@ def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
     sampled = _gaussians(event, accountant)
     if not sampled:
         return 0.0
+    whole = epsilon_of_rdp(rdp(event), delta)
+    if whole > _MOST_ON_GRID:
+        return whole  # a bound as well
     if accountant == "pld":
         from secure_fvi.privacy.losses import loss_distribution
 
-        return float(loss_distribution(sampled, epsilon_of_rdp(rdp(event), delta)).get_epsilon_for_delta(delta))
+        return float(loss_distribution(sampled, whole).get_epsilon_for_delta(delta))
     from secure_fvi.privacy import opacus_accounting
 
     if accountant == "prv":
@@ -105,6 +114,8 @@ def delta(event: Event, epsilon: float, accountant: str = "pld") -> float:
     sampled = _gaussians(event, accountant)
     if not sampled:
         return 0.0
+    if epsilon_of_rdp(rdp(event), 0.5) > _MOST_ON_GRID:
+        return _delta_of_rdp(rdp(event), epsilon)  # a bound as well
     from secure_fvi.privacy.losses import loss_distribution
 
     return float(loss_distribution(sampled, max(epsilon, 0.01)).get_delta_for_epsilon(epsilon))
@@ -161,6 +172,7 @@ def _gaussians(event: Event, accountant: str) -> dict[tuple[float, float], int]:
 @lru_cache(maxsize=4096)
 def _curve(single: Single) -> FloatArray:
     curve = _uncached_curve(single)
+    curve = np.where(curve <= _MOST_NATS, curve, np.inf)
     curve.flags.writeable = False
     return curve
 

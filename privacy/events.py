@@ -15,11 +15,16 @@ from typing import Any
 
 from secure_fvi.errors import InputError
 
+#: Numbers of events lie between these, so that their squares and those squares' inverses are numbers too.
+_LEAST, _MOST = 1e-150, 1e150
+
 
 def _positive(what: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and value > 0):  # type: ignore[arg-type, operator]
         raise InputError(f"{what} must be a positive finite number, not {value!r}")
+    if not _LEAST <= value <= _MOST:  # type: ignore[operator]
+        raise InputError(f"{what} must lie in [{_LEAST:g}, {_MOST:g}], not {value!r}")
 
 
 @dataclass(frozen=True)

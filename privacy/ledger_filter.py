@@ -216,8 +216,9 @@ def _noise_factor(budget: Budget, charged: tuple[Job, ...], job: Job) -> float |
 
 
 def _smallest(fits: Callable[[float], bool], low: float, within: float) -> float | None:
-    """A value that fits and is at most `within` times the smallest at or above `low`; None beyond 1024 times."""
-    high, limit = low, 1024 * low
+    """A value that fits and is at most `within` times the smallest at or above `low`; None beyond 1024 times, of a
+    thousandth at least: a split delta leaves less to no job, however little it costs."""
+    high, limit = low, 1024 * max(low, 1e-3)
     while not fits(high):
         low, high = high, 2 * high
         if high > limit:

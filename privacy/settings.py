@@ -13,6 +13,10 @@ Unit = Literal["record", "silo"]
 _PLACEMENTS = ("distributed", "silo", "server")
 #: Norms and bounds lie between these, so that no square, quotient or step of them leaves double precision.
 _LEAST, _MOST = 1e-30, 1e30
+#: Noise, over the clipping norm: less covers nothing at all, more leaves nothing, and neither can be accounted for.
+_LEAST_NOISE, _MOST_NOISE = 1e-12, 1e12
+#: Longest step of the logarithm of an adaptive clipping norm, in a round that found all contributions on one side.
+_MOST_RATE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,8 @@ class DP:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InputError(f"{name} must be positive and finite, not {value}")
         _check_scale("clipping_norm", self.clipping_norm)
+        if self.noise_multiplier is not None:
+            _check_scale("noise_multiplier", self.noise_multiplier, _LEAST_NOISE, _MOST_NOISE)
         if not 0 < self.delta < 1:
             raise InputError(f"delta must lie in (0, 1), not {self.delta}")
         if self.noise not in _PLACEMENTS:
@@ -56,9 +62,9 @@ class DP:
                 raise InputError(f"{name} must be a whole number of at least 0, not {value!r}")
 
 
-def _check_scale(name: str, value: float) -> None:
-    if not _LEAST <= value <= _MOST:
-        raise InputError(f"{name} must lie in [{_LEAST:g}, {_MOST:g}], not {value}")
+def _check_scale(name: str, value: float, least: float = _LEAST, most: float = _MOST) -> None:
+    if not least <= value <= most:
+        raise InputError(f"{name} must lie in [{least:g}, {most:g}], not {value}")
 
 
 def _check_share(name: str, value: float) -> None:
@@ -110,6 +116,8 @@ class SiloDP(DP):
             raise InputError(f"target_quantile must lie in (0, 1), not {self.target_quantile}")
         if not (math.isfinite(self.quantile_rate) and self.quantile_rate > 0):
             raise InputError(f"quantile_rate must be positive and finite, not {self.quantile_rate}")
+        if self.quantile_rate > _MOST_RATE:
+            raise InputError(f"quantile_rate must be at most {_MOST_RATE:g}, not {self.quantile_rate}")
         _check_share("quantile_share", self.quantile_share)
         if self.target_quantile is not None and self.quantile_share == 0:
             raise InputError("an adaptive clipping norm needs a quantile_share above 0 to be paid from")

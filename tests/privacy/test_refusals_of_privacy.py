@@ -21,6 +21,7 @@ from secure_fvi.privacy.chain_verify import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Budget, Job, Ledger
+from secure_fvi.privacy.ledger_filter import smallest_budget
 from secure_fvi.privacy.ledger_state import Chain
 from secure_fvi.privacy.ledger_verify import verify
 from secure_fvi.privacy.plan import gaussian_job as event_of
@@ -60,10 +61,15 @@ VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "rounds for no epsilon": (lambda: solve_rounds(lambda n: event_of(9.0, 0.1, n), 0.0, 1e-5, "rdp"), "epsilon must"),
     "noise at no delta": (lambda: solve_noise(lambda _: NO_EVENTS, 1.0, 2.0, "rdp"), "delta must"),
     "noise by no accountant": (lambda: solve_noise(lambda _: NO_EVENTS, 1.0, 1e-5, "guess"), "accountant"),
+    "a job without privacy": (lambda: smallest_budget(gaussian_job(noise=1e-150)), "no finite epsilon"),
+    "noise whose square is no number": (lambda: Gaussian(1e-200), "noise_multiplier must lie in"),
+    "noise that covers nothing": (lambda: RecordDP(noise_multiplier=1e-300), "noise_multiplier must lie in"),
+    "noise that leaves nothing": (lambda: SiloDP(noise_multiplier=1e300), "noise_multiplier must lie in"),
     "noise to no tolerance": (lambda: solve_noise(Gaussian, 1.0, 1e-5, "rdp", 2.0), "tolerance must lie"),
     "a bound of zero nats": (lambda: RecordDP(noise_multiplier=1.0, objective_bound=0.0), "objective_bound must be"),
     "a quantile above one": (lambda: SiloDP(noise_multiplier=1.0, target_quantile=1.5), "target_quantile must lie"),
     "a rate of zero": (lambda: SiloDP(noise_multiplier=1.0, quantile_rate=0.0), "quantile_rate must be"),
+    "a step past all norms": (lambda: SiloDP(noise_multiplier=1.0, quantile_rate=1e4), "quantile_rate must be at most"),
     "a share above one": (lambda: SiloDP(noise_multiplier=1.0, quantile_share=1.5), "quantile_share"),
     "a quantile for nothing": (
         lambda: SiloDP(noise_multiplier=1.0, target_quantile=0.5, quantile_share=0.0),
@@ -86,6 +92,20 @@ def test_bad_values_are_named(case: str) -> None:
     make, what = VALUES[case]
     with pytest.raises(InputError, match=what):
         make()
+
+
+@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
+@pytest.mark.filterwarnings("error")
+def test_noise_that_covers_nothing_has_no_bound_by_any_accountant(accountant: str) -> None:
+    assert accounting.epsilon(event_of(1.0, 1.0, 1), 1e-5, accountant) < 10
+    for noise in (1e-150, 1e-7):
+        assert accounting.epsilon(event_of(noise, 0.5, 10**9), 1e-5, accountant) == np.inf
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld", "ledger"])
+def test_noise_that_covers_everything_costs_next_to_nothing(accountant: str) -> None:
+    for noise in (1e12, 1e150):
+        assert accounting.epsilon(event_of(noise, 0.5, 100), 1e-5, accountant) < 2e-3
 
 
 def test_a_failure_inside_prv_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
