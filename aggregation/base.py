@@ -123,16 +123,22 @@ class SumSilo(Protocol):
         values: FloatArray,
         context: bytes,
         question: bytes = b"",
+        most_missing: int | None = None,
     ) -> bytes:
         """Protect `values` (table.size,) for sum `index`.
 
         `cohort` are the ids asked to contribute; `context` (32 bytes) is the SHA-256 of the broadcast that
         the values answer, so that a server which shows two silos different broadcasts gets noise. `question` (32 bytes,
         or none) names what is asked, whatever the index: of all sums of one question a silo signs one set of survivors,
-        since two totals of the same values over two sets would give the difference away. An index is
+        since two totals of the same values over two sets would give the difference away. `most_missing`: how many
+        of the cohort this silo lets be missing from the total, where that is fewer than it lets in general. An index is
         used at most once. Raises AggregationError for a value that is not finite or past its bound,
         ProtocolError for a used index or a cohort under the minimum; nothing is revealed then.
         """
+        ...
+
+    def missing_from(self, question: bytes) -> int | None:
+        """How many of its cohort the survivors lacked that this silo signed for `question`; None if it signed none."""
         ...
 
     def handle(self, message: bytes) -> bytes:

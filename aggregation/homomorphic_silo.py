@@ -99,9 +99,14 @@ class HomomorphicSilo:
         values: FloatArray,
         context: bytes,
         question: bytes = b"",
+        most_missing: int | None = None,
     ) -> bytes:
         """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
-        return self._inner.contribute(index, cohort, table, values, context, question)
+        return self._inner.contribute(index, cohort, table, values, context, question, most_missing)
+
+    def missing_from(self, question: bytes) -> int | None:
+        """See `SumSilo.missing_from`."""
+        return self._inner.missing_from(question)
 
     def outgoing(self, index: int) -> bytes:
         """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""

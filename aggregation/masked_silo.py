@@ -44,6 +44,7 @@ class _Record(NamedTuple):
     context: bytes
     cohort: bytes
     question: bytes
+    most_missing: int
 
 
 class MaskedSilo:
@@ -113,6 +114,7 @@ class MaskedSilo:
         values: FloatArray,
         context: bytes,
         question: bytes = b"",
+        most_missing: int | None = None,
     ) -> bytes:
         """Masked ring elements of `values`; see `SumSilo.contribute`.
 
@@ -140,7 +142,8 @@ class MaskedSilo:
             )
         )
         message = pack(Contribution(index, question, payload, signature))  # type: ignore[arg-type]
-        record = _Record(table.digest, context, bitmap, question)
+        most = self._max_missing if most_missing is None else min(self._max_missing, most_missing)
+        record = _Record(table.digest, context, bitmap, question, most)
         kept: bytes = msgpack.packb(record)
         self._store.put({"outgoing": message, "last": index.to_bytes(8, "big"), f"{CONTRIBUTED}/{index}": kept})
         return message
@@ -197,13 +200,14 @@ class MaskedSilo:
         index, roster = request.sum_index, self._roster
         batch = self._state.batch_of(index)
         survivors = roster.members_of(request.survivors)
-        check_missing(roster, index, request.cohort, survivors, self._max_missing)
+        kept = self._store.get(f"{CONTRIBUTED}/{index}")
+        record = None if kept is None else _Record(*wire.own(kept, "what a silo remembers of its contribution"))
+        most = self._max_missing if record is None else min(self._max_missing, record.most_missing)
+        check_missing(roster, index, request.cohort, survivors, most)
         if not batch.depositors.issuperset(survivors):
             raise ProtocolError(f"a survivor of sum {index} has no secrets for it")
         batch.session.check_survivors(survivors)
-        kept = self._store.get(f"{CONTRIBUTED}/{index}")
-        if kept is not None:
-            record = _Record(*wire.own(kept, "what a silo remembers of its contribution"))
+        if record is not None:
             if (record.table, record.context) != (request.table, request.context):
                 raise ProtocolError(f"sum {index} is of another block table or another broadcast")
             if record.cohort != request.cohort:

@@ -50,6 +50,7 @@ class PlainSilo:
         values: FloatArray,
         context: bytes,
         question: bytes = b"",
+        most_missing: int | None = None,
     ) -> bytes:
         """The values as little-endian float64; errors as in `SumSilo.contribute`."""
         if self.silo_id not in cohort:
@@ -65,6 +66,10 @@ class PlainSilo:
                     raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
         self._last_index = index
         return values.astype(_WIRE, copy=False).tobytes()
+
+    def missing_from(self, question: bytes) -> int | None:
+        """Nothing is signed; the server has every term anyway."""
+        return None
 
     def handle(self, message: bytes) -> bytes:
         """Plain sums exchange nothing besides the contributions."""

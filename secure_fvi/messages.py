@@ -94,9 +94,15 @@ def decode_broadcast(raw: bytes) -> Broadcast:
     version, round_, index, accepted, cohort, scalars, tensors, phase, sums = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
     _require(all(math.isfinite(v) for v in scalars.values()), "malformed scalars")
-    return Broadcast(
-        round_, index, accepted, tuple(cohort), scalars, unpack_tensors(tensors), phase, tuple(map(tuple, sums))
-    )
+    said = _Said(scalars), _Said(unpack_tensors(tensors))
+    return Broadcast(round_, index, accepted, tuple(cohort), *said, phase, tuple(map(tuple, sums)))
+
+
+class _Said(dict[str, Any]):
+    """What a broadcast says, by name."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ProtocolError(f"the broadcast lacks '{name}'")
 
 
 def _require(condition: bool, what: str) -> None:

@@ -24,13 +24,15 @@ import torch
 
 from secure_fvi.aggregation.base import FloatArray, SumSilo
 from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Pending, Question, SiloProgram
-from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import AggregationError, BudgetError, ProtocolError
 from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
-#: What a silo's data, and not a message or a disk, may have made fail.
-_OF_DATA = (AggregationError, InputError, ArithmeticError, LinAlgError)
+#: What a message, a ledger or a disk makes fail. Whatever else is raised, a silo's data may have made fail.
+_NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
+#: What `on_event` hears of a question that this silo's data could not answer: a site counts them over jobs.
+UNANSWERABLE = "unanswerable"
 #: So many answers that were used make up for one that was not (`Limits.left_out`).
 _MAKES_UP = 10
 
@@ -40,7 +42,8 @@ class Limits(NamedTuple):
 
     rounds: int | None = None  # answered
     missing: int = 0  # silos that a cohort may lack of those that the job asks in a round
-    differences: int = 0  # rounds with such a cohort
+    differences: int = 0  # rounds with such a cohort, or, where `lacking`, with such a total
+    lacking: bool = False  # whether a total that lacks silos of its cohort counts as one over a smaller cohort
     left_out: int | None = None  # answers of this silo that the server did not use, one more for every ten that it did
     unused: int | None = None  # silos asked with this one that are behind its own last answer that was used
 
@@ -62,6 +65,8 @@ class Past(NamedTuple):
     differences: int = 0  # cohorts that lacked a silo
     failed: bool = False  # whether its data could not answer the question claimed last; no other one is answered
     cohort: tuple[str, ...] = ()  # of the last answer
+    answered: str = ""  # digest of the question that it answered
+    whole: bool = True  # whether it was asked of all whom the job asks
 
 
 class Kept(NamedTuple):
@@ -179,14 +184,18 @@ class Silo:
             release, after = self._contribution(broadcast, local, turn)
             table = self.gate.table
             reply = self._sum.contribute(
-                release.sum_index, broadcast.cohort, table, release.values, context, bytes.fromhex(digest)
-            )
+                release.sum_index, broadcast.cohort, table, release.values, context, bytes.fromhex(digest),
+                self._may_lack(past, broadcast),
+            )  # fmt: skip
         except BaseException as error:
             # What was charged may have been drawn for; of an attempt that ended before nothing has left.
             self.past = claimed if self.gate.paid > paid else before
-            if isinstance(error, _OF_DATA):  # a refusal tells the server something of this silo alone: once
+            if isinstance(error, Exception) and not isinstance(
+                error, _NOT_OF_DATA
+            ):  # a refusal tells the server something of this silo alone: once
                 self.past = claimed._replace(failed=True)
                 self.on_claim(self.past)
+                self.on_event(UNANSWERABLE, f"round {broadcast.round}: {type(error).__name__}")
             if isinstance(error, ArithmeticError | LinAlgError):
                 raise AggregationError(
                     f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
@@ -195,7 +204,10 @@ class Silo:
                 ) from error
             raise
         self._tell(past)
-        self.past = past._replace(turn=turn, claimed=digest, made=index, failed=False, cohort=broadcast.cohort)
+        self.past = past._replace(
+            turn=turn, claimed=digest, made=index, failed=False, cohort=broadcast.cohort, answered=digest,
+            whole=broadcast.cohort == self.program.order.cohort(broadcast.round, broadcast.phase),
+        )  # fmt: skip
         self.local, self.pending = local, Pending(index, after)
         self.answer = Answer(context, release.values, reply)
         return reply
@@ -205,8 +217,8 @@ class Silo:
         paid = self.gate.paid
         try:
             return self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if self.gate.terms is None or self.gate.paid > paid or isinstance(error, SecureFVIError):
+        except Exception as error:
+            if self.gate.terms is None or self.gate.paid > paid or isinstance(error, _NOT_OF_DATA):
                 raise
             self.on_event("failed", f"round {broadcast.round}: {type(error).__name__}; it sends noise alone")
             return self.gate.release_nothing(), local
@@ -221,8 +233,9 @@ class Silo:
         self._check_told(self.past, broadcast)
         index, table = broadcast.sum_index, self.program.tables[broadcast.phase]
         reply = self._sum.contribute(
-            index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed)
-        )
+            index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed),
+            self._may_lack(self.past, broadcast),
+        )  # fmt: skip
         self.pending = self.pending._replace(sum_index=index)
         self.answer = self.answer._replace(broadcast=context, reply=reply)
         return reply
@@ -294,8 +307,25 @@ class Silo:
             raise ProtocolError(
                 f"silo '{self.name}': {past.left_out} of its answers were not used, and its site allows no more"
             )
+        if self._lacked(past):
+            past = past._replace(differences=past.differences + 1)
         differences = past.differences + self._differs(past, broadcast)
         return past._replace(asked=question, answers=tuple(answers), rounds=rounds, differences=differences)
+
+    def _lacked(self, past: Past) -> bool:
+        """Whether the total of the last question answered lacks silos, and its cohort did not: a difference as well."""
+        if not self.limits.lacking or not past.answered or not past.whole:
+            return False
+        return bool(self._sum.missing_from(bytes.fromhex(past.answered)))
+
+    def _may_lack(self, past: Past, broadcast: Broadcast) -> int | None:
+        """How many of the cohort the total may lack, by this site's limits; None for as many as its sums allow. Cohort
+        and total together lack no more silos than a total may, and no more totals lack any than the site allows."""
+        limits = self.limits
+        if not limits.lacking:
+            return None
+        short = len(self.program.order.cohort(broadcast.round, broadcast.phase)) - len(broadcast.cohort)
+        return max(0, limits.missing - short) if short or past.differences < limits.differences else 0
 
     def _differs(self, past: Past, broadcast: Broadcast) -> bool:
         """Whether a silo is missing that the job asks. Raises ProtocolError for a cohort that the site forbids."""

@@ -10,7 +10,7 @@ from secure_fvi.algorithms.baselines_frame import BaselineFrame
 from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
 from secure_fvi.algorithms.pvi_start import first_start
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
 
@@ -25,6 +25,9 @@ class BaselineSilo:
         self.fit = SiloFit(frame.base.config, problem, frame.base)
 
     def init_local(self, view: SiloView) -> OwnState:
+        most = self.frame.public_records
+        if most is not None and view.size > most:  # before the first round: later it would tell how many there are
+            raise InputError(f"silo '{view.silo}': total_records = {most}, but this silo alone has more records")
         return self.fit.init(view)
 
     def contribute(self, message: Broadcast, local: OwnState, view: SiloView, gate: Gate) -> tuple[Release, OwnState]:
@@ -54,6 +57,7 @@ class BaselineSilo:
         if not self.frame.split:
             return q
         records = message.scalars["records"]
-        if records < view.size:
-            raise InputError(f"silo '{view.silo}': total_records = {records:.0f}, but this silo alone has more records")
-        return nothing(q.n, q.full).plus(q, view.size / records)
+        if not records >= 1:
+            raise ProtocolError("the broadcast's number of records is none")
+        # A silo that alone has more records than the server names says nothing of it.
+        return nothing(q.n, q.full).plus(q, min(1.0, view.size / records))

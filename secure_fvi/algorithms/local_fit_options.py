@@ -18,6 +18,9 @@ EXACT = (CLOSED_FORM, FIXED_POINT, GRADIENT)
 
 #: A silo's first fit takes so many times the steps, since its own latents start from nothing.
 FIRST_FIT = 4
+#: Steps over which early stopping looks at a fit, and windows that it waits: a fit makes so many steps at least.
+WINDOW, PATIENCE = 50, 2
+EARLIEST_STOP = WINDOW * (PATIENCE + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,8 @@ class LocalFitOptions:
     @property
     def fitted_share(self) -> float:
         """Of a silo's records, in expectation, that a local fit has seen."""
-        return 1 - (1 - self.sampling_rate) ** self.local_steps
+        steps = min(self.local_steps, EARLIEST_STOP) if self.early_stopping else self.local_steps
+        return 1 - (1 - self.sampling_rate) ** steps
 
     def shared(self) -> dict[str, Any]:
         """The options above, for another algorithm that has them too."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
-from secure_fvi.algorithms.local_fit_options import EXACT, FIRST_FIT, LocalFitOptions
+from secure_fvi.algorithms.local_fit_options import EXACT, FIRST_FIT, PATIENCE, WINDOW, LocalFitOptions
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi_block import Block, Carry, Inputs
 from secure_fvi.algorithms.pvi_exact import ExactFit
@@ -37,8 +37,6 @@ _LEAST = 0.05
 _STRATA, _AHEAD = 16, 4_000_000
 #: Shares of the configured rate at which a fit is tried, one after the other, until one does not run off.
 _RATES = (1.0, 0.1, 0.01)
-#: Steps of a window of early stopping, and windows without a rise.
-_WINDOW, _PATIENCE = 50, 2
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
 
@@ -71,7 +69,7 @@ class Fitted(NamedTuple):
 
 class _Watch:
     """Early stopping (paper, section 5.3.1): once the expected log-likelihood, averaged over windows, has not risen
-    above its best for `_PATIENCE` windows."""
+    above its best for `PATIENCE` windows."""
 
     def __init__(self, window: int) -> None:
         self.window, self.best, self.waited = window, -math.inf, 0
@@ -82,7 +80,7 @@ class _Watch:
             return False
         self.waited = 0 if float(value) > self.best else self.waited + 1
         self.best = max(self.best, float(value))
-        return self.waited >= _PATIENCE
+        return self.waited >= PATIENCE
 
 
 class SiloFit:
@@ -282,7 +280,7 @@ class SiloFit:
     def _window(self) -> int:
         """Steps over which early stopping looks at the expected log-likelihood: whole blocks."""
         assert self.block is not None
-        return math.ceil(_WINDOW / self.block.length) * self.block.length
+        return math.ceil(WINDOW / self.block.length) * self.block.length
 
     def _batches(self, key: int, steps: int, view: SiloView) -> npt.NDArray[np.int64] | None:
         """Rows of every step's minibatch (steps, B), None for all: consecutive pieces of shuffles of the silo's

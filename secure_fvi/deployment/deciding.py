@@ -14,8 +14,9 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
-from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.errors import PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.runs.config import Config
+from secure_fvi.silo import UNANSWERABLE
 
 #: The outcome (`Trail.close_job`) after which a job's id is spent; a job with any other may go on.
 FINISHED = "finished"
@@ -77,6 +78,8 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
         raise
     try:
         data = check(offer, policy, home.role, roster)
+        if home.role == "silo":
+            _check_answered(offer, trail, policy)
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
@@ -88,6 +91,21 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
         if offer.config.model.function is not None and policy.sandbox == "off":
             trail.note(offer.job, UNFENCED)
     return Decision(offer, roster, policy, data)
+
+
+def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
+    """Raises PolicyError where too many jobs met records that could not answer them: whether they can is a bit of them,
+    and a server that offers job after job would search for where it turns."""
+    jobs = trail.chain.jobs.items()
+    met = [
+        n for n, r in jobs if n != offer.job and r.fields["data_set"] == offer.data_set and UNANSWERABLE in r.omissions
+    ]
+    if met and len(met) >= policy.max_unanswered:
+        raise PolicyError(
+            f"job '{offer.job}' is outside this site's policy: {len(met)} jobs asked what the records of "
+            f"'{offer.data_set}' could not answer (max_unanswered = {policy.max_unanswered}), the last '{met[-1]}'; "
+            "see why in the site's log, and raise it to let more in"
+        )
 
 
 def job_entry(offer: JobOffer, policy: bytes, accepted: bool, reason: str = "") -> JobEntry:

@@ -50,6 +50,7 @@ package = "same"    # the server's secure_fvi has to be this site's, file by fil
 # must_include = []    # silos without which this site takes no part
 # disclosures = []     # what `secure-fvi policy explain JOB.toml` says that a policy has to list
 # max_missing = 0      # silos that a sum may lack of those asked for it; left out, what a job's noise allows, or 0
+# max_unanswered = 3   # jobs on a data set that its records could not answer: each tells a server a bit of them
 # max_differences = 0  # sums of a job over fewer silos than it asks: differences of totals come close to single silos
 
 [privacy]
@@ -137,6 +138,7 @@ class _File(Table):
     disclosures: tuple[Allowed, ...] = ()
     max_missing: Annotated[int, Field(ge=0)] | None = None
     max_differences: Annotated[int, Field(ge=0)] = 0
+    max_unanswered: Annotated[int, Field(ge=0)] = 3
     privacy: PrivacyRules
     model: tuple[ModelRule, ...] = ()
     data: tuple[DataRule, ...] = ()
@@ -162,6 +164,7 @@ class SitePolicy:
         self.must_include, self.disclosures = file.must_include, file.disclosures
         self.share = 1.0 if file.silos == "all" else file.silos  # of the roster's silos that a job has to ask
         self.max_differences, self._max_missing = file.max_differences, file.max_missing
+        self.max_unanswered = file.max_unanswered
         self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): _located(m, folder) for m in file.model}
         self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
 

@@ -3,6 +3,8 @@ left."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
 
 _log = logging.getLogger(__name__)
+#: Rows of messages that were not answered, and how many of them a job may have.
+REFUSED, _MOST_REFUSED = "refused", 1000
 _STEPS = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum"}
 
 
@@ -65,15 +69,26 @@ class Site:
         except SessionLost as error:
             self._trail.note(job, f"a session ends: {printable(str(error))}")
             raise
-        except SecureFVIError:
+        except SecureFVIError as error:
+            self._note_refusal(job, kind, message, error)
             raise
-        except Exception:  # a full disk, say: memory may be ahead of what was written, which alone counts
+        except Exception as error:  # a full disk, say: memory may be ahead of what was written, which alone counts
             self._let_go()
+            self._note_refusal(job, kind, message, error)
             raise
         known = self._trail.chain.jobs.get(job)
         if known is not None and known.accepted:
             self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
         return answer
+
+    def _note_refusal(self, job: str, kind: bytes, message: bytes, error: Exception) -> None:
+        """A row for a message that was not answered; after so many of a job, none: a server does not fill the disk."""
+        known = self._trail.chain.jobs.get(job)
+        if known is None or not known.accepted or known.omissions.get(REFUSED, 0) >= _MOST_REFUSED:
+            return
+        said = f"{_STEPS[kind]} of {len(message)} bytes, SHA-256 {hashlib.sha256(message).hexdigest()}"
+        with contextlib.suppress(SecureFVIError, OSError):
+            self._trail.omission(job, REFUSED, f"{said}: {type(error).__name__}")
 
     def longest(self) -> int:
         """Bytes of the longest message that the server may send by now: by the tables of the job that is open."""

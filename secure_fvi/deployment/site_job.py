@@ -9,6 +9,7 @@ results/JOB.safetensors    the silo's own posterior, for its eyes alone
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -54,6 +55,7 @@ from secure_fvi.silo import Limits, Silo
 from secure_fvi.silo_view import silo_view
 
 _DRAWS = 1000
+_log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS = "questions.signed"
 #: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
@@ -218,17 +220,26 @@ class SiteJob:
         if not (wire.same_form(eta, expected.eta) and wire.same_form(theta, expected.theta)):
             raise ProtocolError("the posterior that the server sent is not of this job's model")
         self.party.settle(accepted)
-        own = LocalPosterior(self.party.silo, self.problem, Posterior(family, eta, theta))
+        kept = dict(tensors) | self._own(Posterior(family, eta, theta))
         folder = self.home.path / "results"
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{self.decision.offer.job}.safetensors"
-        kept = dict(tensors)
-        if any(site.role != "global" for site in self.problem.layout.sites):
-            for name, draws in own.sample(_DRAWS).items():
-                kept |= {f"mean/{name}": draws.mean(0), f"sd/{name}": draws.std(0)}
         write_atomically(path, save({name: v.detach().cpu().contiguous().clone() for name, v in kept.items()}))
         path.chmod(0o600)
         return path
+
+    def _own(self, posterior: Posterior) -> dict[str, Tensor]:
+        """Means and sds of this silo's own latents at the posterior that the server named; nothing where its data do
+        not let them be worked out there, which the server is not to hear."""
+        assert self.party is not None
+        if all(site.role == "global" for site in self.problem.layout.sites):
+            return {}
+        try:
+            drawn = LocalPosterior(self.party.silo, self.problem, posterior).sample(_DRAWS)
+        except Exception as error:
+            _log.warning("this silo's own latents cannot be worked out at the end (%s)", type(error).__name__)
+            return {}
+        return {k: v for n, d in drawn.items() for k, v in ((f"mean/{n}", d.mean(0)), (f"sd/{n}", d.std(0)))}
 
     def close(self, outcome: str | None = None) -> None:
         """Let go of files; with an outcome the job is over, and its secrets are removed."""
@@ -278,7 +289,8 @@ class SiteJob:
         missing = policy.max_missing(private) or 0
         # In a plain sum the server has every term anyway.
         unused = None if isinstance(self.aggregation, Plain) else policy.max_missing(private)
-        limits = Limits(policy.max_rounds, missing, policy.max_differences, _LEFT_OUT, unused)
+        # Under privacy totals have noise, planned for those that may be missing: their differences tell no more.
+        limits = Limits(policy.max_rounds, missing, policy.max_differences, not private, _LEFT_OUT, unused)
         name, gate, released = self.home.id, self.guards.gates[self.home.id], self.guards.released(self.home.id)
         silo = Silo(name, self.program, self.view, secure_sum, gate, limits, released)
         silo.on_event = self._tell

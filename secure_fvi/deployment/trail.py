@@ -120,8 +120,8 @@ class Trail:
         self._durable(NOTE, {"job": job, "what": what})
 
     def omission(self, job: str, kind: str, what: str) -> None:
-        """Something that a server left out of a sum: this silo's answer ("left out"), or silos of a cohort
-        ("difference")."""
+        """What a server did not use or get: this silo's answer ("left out"), silos of a cohort ("difference"), an
+        answer ("refused"), a question that the data could not answer ("unanswerable")."""
         self._writer.chain.check_known(job)
         self._durable(OMISSION, {"job": job, "kind": kind, "what": what})
 
