@@ -96,7 +96,7 @@ class Homomorphic:
         public_keys = {silo: identity.public_key for silo, identity in identities.items()}
         roster = self.roster(public_keys, holder_identity.public_key, key.public_bytes)
         silos: dict[str, SumSilo] = {
-            silo: HomomorphicSilo(roster, silo, identity, scheme, self.masked, make(silo))
+            silo: HomomorphicSilo(roster, silo, identity, scheme, self.masked, make(silo), unbound=True)
             for silo, identity in identities.items()
         }
         holder = KeyHolder(roster, holder_identity, key, self.masked, make(KEY_HOLDER))

@@ -59,6 +59,7 @@ class HomomorphicSilo:
         min_cohort: int | None = None,
         max_missing: int | None = None,
         questions: Store | None = None,
+        unbound: bool = False,
     ) -> None:
         """`roster`, `scheme` and `masks` are what this site agreed to; for the rest see `MaskedSilo`."""
         check_roster(roster)
@@ -69,7 +70,9 @@ class HomomorphicSilo:
         self._scheme = scheme
         self._masks = masks
         self._store = MemoryStore() if store is None else store
-        self._inner = MaskedSilo(roster, silo_id, identity, self._store, min_cohort, self._seal, max_missing, questions)
+        self._inner = MaskedSilo(
+            roster, silo_id, identity, self._store, min_cohort, self._seal, max_missing, questions, unbound
+        )
         self._codecs = SlotCodecs(scheme, roster.size)
         kept = self._store.get(_HOLDER_KEY)
         self._key: PublicContext | None = None

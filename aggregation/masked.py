@@ -89,6 +89,6 @@ class Masked:
         identities = {silo: Identity() for silo in check_silo_ids(silo_ids)}
         roster = self.roster({silo: identity.public_key for silo, identity in identities.items()})
         silos: dict[str, SumSilo] = {
-            silo: MaskedSilo(roster, silo, identity, make(silo)) for silo, identity in identities.items()
+            silo: MaskedSilo(roster, silo, identity, make(silo), unbound=True) for silo, identity in identities.items()
         }
         return MaskedServer(roster, make("")), silos

@@ -63,12 +63,15 @@ class MaskedSilo:
         seal: Seal | None = None,
         max_missing: int | None = None,
         questions: Store | None = None,
+        unbound: bool = False,
     ) -> None:
         """`roster` is what this site agreed to; `min_cohort` the least it accepts (default: the roster's).
 
         `max_missing`: how many of a cohort it lets be missing from a total (default: the roster's; the smaller of both
         holds). `questions`: where it notes the survivors that it signed for a question, a store that outlives the
-        session where questions do (default: `store`).
+        session where questions do (default: `store`). `unbound`: whether sums may name no question, so that survivors
+        are bound to their index alone and one question could be summed twice over other survivors: for parties of one
+        process, which ask each index once.
 
         `seal` makes another kind's payload from table, values and masks; it replaces ring encoding and masking.
         """
@@ -86,6 +89,7 @@ class MaskedSilo:
         self._state = SiloState(roster, self._me, identity, self._store)
         self._max_missing = roster.max_missing if max_missing is None else min(roster.max_missing, max_missing)
         self._questions = self._store if questions is None else questions
+        self._unbound = unbound
         self._rings: dict[bytes, Ring] = {}
         self._signed = (b"", b"")  # the set signed last and the signature, which need not be checked when it comes back
         self._seal = seal
@@ -124,6 +128,7 @@ class MaskedSilo:
         asked = self._check_cohort(index, cohort)
         if len(context) != 32 or len(question) not in (0, 32):
             raise ProtocolError("a context has 32 bytes, and so has a question that is named")
+        self._check_bound(index, question)
         batch = self._state.batch_of(index)
         batch.session.check_survivors(asked)
         if index <= self._last_index():
@@ -198,6 +203,7 @@ class MaskedSilo:
         Raises ProtocolError for a set that this silo would not have named.
         """
         index, roster = request.sum_index, self._roster
+        self._check_bound(index, request.question)
         batch = self._state.batch_of(index)
         survivors = roster.members_of(request.survivors)
         kept = self._store.get(f"{CONTRIBUTED}/{index}")
@@ -228,6 +234,10 @@ class MaskedSilo:
             request.question,
         )
         return batch, survivors, statement
+
+    def _check_bound(self, index: int, question: bytes) -> None:
+        if not question and not self._unbound:
+            raise ProtocolError(f"sum {index} names no question, to which its survivors would be bound")
 
     def _check_proofs(self, request: SignRequest | RevealRequest, batch: SiloBatch, survivors: tuple[int, ...]) -> None:
         """A silo that was not asked, or did not answer, takes cohort and question from the survivors' own hands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from secure_fvi.aggregation.base import (
 )
 from secure_fvi.errors import AggregationError, ProtocolError
 
+_log = logging.getLogger(__name__)
 _WIRE = np.dtype("<f8")
 
 
@@ -96,14 +98,30 @@ class PlainServer:
     ) -> Exchanges[Total]:
         """Add what arrived from the cohort; raises AggregationError when nothing did."""
         yield from ()
-        survivors = []
+        survivors, left_out = list[str](), list[str]()
         values = np.zeros(table.size)
         for silo in sorted(set(cohort) & self._ids):
             data = contributions.get(silo)
-            if data is None or len(data) != table.size * _WIRE.itemsize:
+            if data is None:
+                continue
+            wrong = _misfit(data, table)
+            if wrong:
+                left_out.append(silo)
+                _log.warning("sum %d: silo '%s' is left out: %s", index, silo, wrong)
                 continue
             values += np.frombuffer(data, _WIRE)
             survivors.append(silo)
         if not survivors:
-            raise AggregationError(f"sum {index}: no silo answered")
+            named = "".join(f"; silo '{silo}' sent what does not fit" for silo in left_out[:3])
+            raise AggregationError(f"sum {index}: no silo answered{named}")
         return Total(values, tuple(survivors))
+
+
+def _misfit(data: bytes, table: BlockTable) -> str:
+    """Why `data` is no contribution by this table; empty where it is one. Quotes none of it."""
+    if len(data) != table.size * _WIRE.itemsize:
+        return f"{len(data)} bytes, where {table.size * _WIRE.itemsize} are expected"
+    for name, inside in table.split((np.abs(np.frombuffer(data, _WIRE)) <= table.bounds).astype(np.float64)).items():
+        if not inside.all():
+            return f"its part of '{name}' is not finite or past the bound"
+    return ""

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
+from secure_fvi.algorithms.base import CLIP, ROUND_PHASE, Broadcast, Pending, Problem, ServerProgram, SiloProgram, Step
 from secure_fvi.algorithms.sfvi import SFVI, WarmStart
 from secure_fvi.audits.worlds import Data
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.guarding import Books, build_guards
-from secure_fvi.messages import CLIP
 from secure_fvi.privacy.claim import claim
 from secure_fvi.privacy.gate import Gate, RecordRelease, Release
 from secure_fvi.privacy.noise import NoiseSource

@@ -107,7 +107,7 @@ class HonestSession:
                 return words.tobytes()
 
         make = self.subject.colluder if silo in self.colluders else self.subject.silo
-        return make(self.subject.believes(roster), silo, self.identities[silo], store, seal=seal)
+        return make(self.subject.believes(roster), silo, self.identities[silo], store, seal=seal, unbound=True)
 
     # What every session can do
 

@@ -72,6 +72,7 @@ class Gate:
         self._index, self._phase, self._clip, self._turn = -1, next(iter(tables)), 0.0, 0
         #: Records or contributions that were not finite and counted as zero, so far. For the silo's own eyes.
         self.dropped = 0
+        self._public = list[float]()  # of the last sum over records
         #: Releases that were paid for, so far.
         self.paid = 0
 
@@ -149,7 +150,7 @@ class Gate:
         released, is added after the noise: it must not depend on records other than through noised state. `public`
         are the values of the blocks declared public.
         """
-        index = self._once()
+        index, self._public = self._once(), list(public)
         terms = self.terms
         if terms is None or terms.settings.unit != "record":
             raise AggregationError(f"silo '{self.silo}': only a job under record privacy takes records one by one")
@@ -208,9 +209,13 @@ class Gate:
         assert terms is not None
         self.dropped += 1
         nothing = np.zeros(terms.extent.shared)
-        return (
-            self.release(nothing) if terms.settings.unit == "silo" else self.release_change(torch.from_numpy(nothing))
-        )
+        if terms.settings.unit == "silo":
+            return self.release(nothing)
+        if terms.sampling_rate == 1 and terms.extent[1:] == (0, 0):
+            return self.release_change(torch.from_numpy(nothing))
+        extent = terms.extent
+        public = self._public or [0.0] * (self.table.size - extent.shared - extent.side)
+        return self.release_records((), None, public).release
 
     def release_rows(self, rows: Tensor) -> Release:
         """One row a record, noised: what each person adds stays a row of its own (vertical runs). rows (N, C).

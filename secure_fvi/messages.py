@@ -19,8 +19,8 @@ from secure_fvi.errors import ProtocolError
 VERSION = 4
 #: First byte of what the server sends: an algorithm's broadcast, or a message of the secure sum.
 ROUND, SUM = b"R", b"S"
-#: Scalar of a broadcast that the server adds where the clipping norm adapts.
-CLIP = "clip"
+#: Bytes of a broadcast besides its tensors, at most: ids and what was used of each silo.
+_HEAD_BYTES = 1 << 23
 
 _DTYPES: dict[str, np.dtype[Any]] = {"f8": np.dtype("<f8"), "f4": np.dtype("<f4")}
 _NAMES = {torch.float64: "f8", torch.float32: "f4"}
@@ -88,21 +88,15 @@ def question_digest(message: Broadcast) -> bytes:
     return digest.digest()
 
 
-def decode_broadcast(raw: bytes) -> Broadcast:
-    """Raises ProtocolError unless `raw` has exactly the schema."""
-    fields = wire.decode(raw, _BROADCAST, what="a broadcast")
-    version, round_, index, accepted, cohort, scalars, tensors, phase, sums = fields
+def decode_broadcast(raw: bytes, tensors: int | None = None) -> Broadcast:
+    """Raises ProtocolError unless `raw` has exactly the schema, and tensors of no more bytes than `tensors`."""
+    limit = None if tensors is None else wire.Limit(tensors + _HEAD_BYTES)
+    fields = wire.decode(raw, _BROADCAST, limit, "a broadcast")
+    version, round_, index, accepted, cohort, scalars, packed, phase, sums = fields
     _require(version == VERSION, f"a broadcast of version {VERSION} is expected")
     _require(all(math.isfinite(v) for v in scalars.values()), "malformed scalars")
-    said = _Said(scalars), _Said(unpack_tensors(tensors))
-    return Broadcast(round_, index, accepted, tuple(cohort), *said, phase, tuple(map(tuple, sums)))
-
-
-class _Said(dict[str, Any]):
-    """What a broadcast says, by name."""
-
-    def __missing__(self, name: str) -> Any:
-        raise ProtocolError(f"the broadcast lacks '{name}'")
+    told = tuple(cohort), scalars, unpack_tensors(packed), phase
+    return Broadcast(round_, index, accepted, *told, tuple(map(tuple, sums)))
 
 
 def _require(condition: bool, what: str) -> None:

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from secure_fvi.aggregation.base import FloatArray, SumSilo
-from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Pending, Question, SiloProgram
+from secure_fvi.algorithms.base import BEFORE_ALL, CLIP, Broadcast, Pending, Question, SiloProgram
 from secure_fvi.errors import AggregationError, BudgetError, ProtocolError
-from secure_fvi.messages import CLIP, ROUND, SUM, decode_broadcast, question_digest
+from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
@@ -140,8 +140,8 @@ class Silo:
         context = hashlib.sha256(body).digest()
         if self.answer is not None and self.answer.broadcast == context:
             return self.answer.reply
-        broadcast = decode_broadcast(body)
         try:
+            broadcast = decode_broadcast(body, self.program.order.longest)
             question = self.program.order.question(broadcast)
         except ProtocolError as error:
             raise ProtocolError(f"silo '{self.name}': {error}") from None

@@ -6,6 +6,7 @@ of the driver builds its own program, so the server's never meets data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -92,6 +93,41 @@ class Phase(NamedTuple):
 
 #: Scalar of a broadcast whose phase repeats within a round.
 ITERATION = "iteration"
+#: Scalar that the server adds where the clipping norm adapts.
+CLIP = "clip"
+
+
+class Form(NamedTuple):
+    """What the broadcasts of a phase carry, whatever their values: names of numbers, and shapes of tensors by name."""
+
+    scalars: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
+
+    def check(self, message: Broadcast) -> None:
+        """Raises ProtocolError where `message` is of another form, by what is missing, too many or of another shape."""
+        found = {name: tuple(value.shape) for name, value in message.tensors.items()}
+        for kind, expected, given in (("number", self.scalars, message.scalars), ("tensor", self.tensors, found)):
+            for name in sorted(set(expected) - set(given)):
+                raise ProtocolError(f"the broadcast of phase '{message.phase}' lacks the {kind} '{name}'")
+            if len(given) > len(expected):
+                raise ProtocolError(f"the broadcast of phase '{message.phase}' has a {kind} that none asks for")
+        for name, shape in self.tensors.items():
+            if found[name] != shape:
+                raise ProtocolError(
+                    f"tensor '{name}' of phase '{message.phase}' has the shape {found[name]}, not {shape}"
+                )
+
+    @property
+    def bytes(self) -> int:
+        """Of its tensors, at most."""
+        return sum(8 * math.prod(shape) for shape in self.tensors.values())
+
+
+def form(tensors: Mapping[str, Tensor | tuple[int, ...]], *scalars: str, terms: Terms | None = None) -> Form:
+    """The form of broadcasts with tensors like these (or of these shapes). terms: of the phase, under privacy."""
+    adaptive = {CLIP} if terms is not None and terms.adaptive else set[str]()
+    shapes = {name: value if isinstance(value, tuple) else tuple(value.shape) for name, value in tensors.items()}
+    return Form(frozenset({*scalars, *adaptive}), shapes)
 
 
 class Order(NamedTuple):
@@ -99,15 +135,22 @@ class Order(NamedTuple):
 
     phases: Mapping[str, Phase]  # in their order within a round
     cohort: Callable[[int, str], tuple[str, ...]]  # the silos that are asked in a round, by phase; a public coin
+    forms: Mapping[str, Form]  # of the broadcasts, by phase
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the tensors of any broadcast, at most."""
+        return max(form.bytes for form in self.forms.values())
 
     def question(self, message: Broadcast) -> Question:
-        """What `message` asks. Raises ProtocolError for what the job never asks."""
+        """What `message` asks. Raises ProtocolError for what the job never asks, or not in this form."""
         phase = self.phases.get(message.phase)
         if phase is None:
             raise ProtocolError("the algorithm has no phase of the given name")
         iteration = message.scalars.get(ITERATION, 0) if len(phase.iterations) > 1 or phase.iterations[0] else 0
         if message.round not in phase.rounds or iteration not in phase.iterations:
             raise ProtocolError(f"the job has no round {message.round} with this phase, or no such iteration of it")
+        self.forms[message.phase].check(message)
         return Question(message.round, list(self.phases).index(message.phase), int(iteration))
 
     def answered(self, message: Broadcast) -> dict[int, Question]:
@@ -125,6 +168,7 @@ def one_phase(
     phase: str,
     rounds: int,
     cohort: Callable[[int], tuple[str, ...]],
+    forms: Mapping[str, Form],
     before: Mapping[str, tuple[str, ...]] | None = None,
     last: Collection[str] = (),
     silos: tuple[str, ...] = (),
@@ -137,6 +181,7 @@ def one_phase(
     return Order(
         {**first, phase: Phase(range(rounds), rounds), **after},
         lambda round_, asked: asked_once.get(asked) or cohort(round_),
+        forms,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import ROUND_PHASE, Problem, one_phase
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, form, one_phase
 from secure_fvi.algorithms.baselines import BCM, COUNT, Baseline
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.pvi_frame import PVIFrame
@@ -37,7 +37,9 @@ class BaselineFrame:
         self.terms = self.base.terms_by_phase
         self.tables = self._tables()
         before = {COUNT: problem.silos} if self.counts_first else None
-        self.order = one_phase(ROUND_PHASE, self.rounds, self.base.cohort, before)
+        scalars, sent = (["records"] if self.split else []), {"q": (self.base.packed,)}
+        forms = {phase: form(sent, *scalars, terms=self.terms.get(phase)) for phase in (COUNT, ROUND_PHASE)}
+        self.order = one_phase(ROUND_PHASE, self.rounds, self.base.cohort, forms, before)
 
     def _as_pvi(self) -> PVI:
         if self.all_at_once:

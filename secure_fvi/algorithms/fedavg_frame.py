@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import Posterior, Problem, choose_cohort, cohort_size, one_phase
+from secure_fvi.algorithms.base import Posterior, Problem, choose_cohort, cohort_size, form, one_phase
 from secure_fvi.algorithms.fedavg import AVERAGE, COUNT
 from secure_fvi.algorithms.schedules import Schedule
 from secure_fvi.errors import InputError
@@ -76,7 +76,8 @@ class FedAvgFrame:
         self.changes = tuple(Block(name, tuple(v.shape), config.bound) for name, v in self.start.items())
         self.tables, self.terms = self._tables()
         before = {COUNT: problem.silos} if self.counts_first else None
-        self.order = one_phase(AVERAGE, config.rounds, self.cohort, before)
+        forms = {phase: form(self.start, "prior", terms=self.terms.get(phase)) for phase in (COUNT, AVERAGE)}
+        self.order = one_phase(AVERAGE, config.rounds, self.cohort, forms, before)
 
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import stationarity
-from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort, one_phase
+from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort, form, one_phase
 from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, EXACT, NATURAL
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
 from secure_fvi.algorithms.pvi import FINISH, PVI
@@ -54,9 +54,14 @@ class PVIFrame:
             final = stationarity.blocks(self.n, self.full, config.bound)
             self.tables[FINISH] = BlockTable((*final, self._present, Block("records", (), 2.0**31, integer=True)))
         self._turns, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
+        each = (len(problem.silos),)
+        sent: dict[str, Tensor | tuple[int, ...]] = {"q": (self.packed,), "sums": each, "dampings": each}
+        sent |= {f"theta/{name}": value for name, value in self.theta_start.items()}
+        forms = {ROUND_PHASE: form(sent, terms=self.terms), FINISH: form(sent)}
         self.order = one_phase(
-            ROUND_PHASE, config.most_rounds, self.cohort, last={FINISH} & self.tables.keys(), silos=problem.silos
-        )
+            ROUND_PHASE, config.most_rounds, self.cohort, forms,
+            last={FINISH} & self.tables.keys(), silos=problem.silos,
+        )  # fmt: skip
 
     def _check(self) -> None:
         config, privacy = self.config, self.problem.privacy

@@ -67,8 +67,8 @@ class PVIState(NamedTuple):
     prior: Natural  # the prior's factor, or the site that stands for it
     theta: Params
     theta_moments: Params
-    factors: Tensor  # (J,) damping of each silo's change in the last sum that it was in; 0 where the sum was left
-    kept: Tensor  # (J,) and of its last change that q took, which the server may have taken back by half since
+    took: Tensor  # (J,) the sum of each silo's last change that q took; 0: none
+    kept: Tensor  # (J,) and that sum's damping, which the server may have halved since
     moved: Tensor  # (J,) standard deviations by which each silo's last change, undamped, would have moved q
     damping: float  # the share to be taken next, under "auto"; 0 before the first round
     residual: Natural  # the last sum of changes of all silos
@@ -108,14 +108,14 @@ class PVIServer:
         none_yet = nothing(self.frame.n, self.frame.full)
         moments, turns = self.optimizer.init(theta), first_turns(len(none))
         return PVIState(
-            round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, factors=none, kept=none, moved=moved,
+            round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, took=none, kept=none, moved=moved,
             damping=0.0, residual=none_yet, earlier=none_yet, skipped=0, tempered=0, undone=0, last=Counts(),
             quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, rest=Rest(), checked=False,
             halvings=0, turns=turns,
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        tensors = {"q": state.q.pack(), "factors": state.factors, "kept": state.kept}
+        tensors = {"q": state.q.pack(), "sums": state.took, "dampings": state.kept}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         if state.phase == FINISH:
             return Broadcast(state.round, index, accepted, self.problem.silos, {}, tensors, FINISH)
@@ -130,7 +130,7 @@ class PVIServer:
             len(message.cohort) - int(present.sum()), *(int(sums.get(n, 0)) for n in ("skipped", "tempered", "moving"))
         )
         if self._may_shorten(state, counts):
-            return self._shortened(state, counts, present)
+            return self._shortened(state, counts)
         change = self.frame.unpack(torch.from_numpy(sums["change"]))
         asked = int(present.sum())
         if not asked:
@@ -156,7 +156,7 @@ class PVIServer:
             prior=prior,
             theta=theta,
             theta_moments=moments,
-            factors=torch.where(self._answered(message, present), present * taken, state.factors),
+            took=torch.where(present * taken > 0, float(message.sum_index), state.took),
             kept=torch.where(present * taken > 0, taken, state.kept),
             moved=moved,
             damping=taken or damping / 2,
@@ -277,7 +277,7 @@ class PVIServer:
             and not self.config.delay
         )
 
-    def _shortened(self, state: PVIState, counts: Counts, present: Tensor) -> tuple[PVIState, Step]:
+    def _shortened(self, state: PVIState, counts: Counts) -> tuple[PVIState, Step]:
         """Half the last step; what the silos answered to the whole one is left."""
         mine = state.stepped > 0
         taken = float(state.kept[mine].max()) / 2
@@ -287,7 +287,6 @@ class PVIServer:
         after = state._replace(
             round=state.round + 1,
             q=q,
-            factors=torch.where(present > 0, 0.0, torch.where(mine, taken, state.factors)),
             kept=torch.where(mine, taken, state.kept),
             damping=min(state.damping, taken),
             tempered=state.tempered + counts.tempered,
@@ -322,12 +321,6 @@ class PVIServer:
             return torch.from_numpy(shown > 0.5).double()
         whole = round(len(silos) / scale) == len(message.cohort)
         return torch.tensor([float(whole and name in message.cohort) for name in silos], dtype=torch.float64)
-
-    def _answered(self, message: Broadcast, present: Tensor) -> Tensor:
-        """(J,) whose last answer this sum has. Under privacy nobody counts them, and a sum that lost one is left."""
-        if self.frame.terms is None:
-            return present > 0
-        return torch.tensor([name in message.cohort for name in self.problem.silos])
 
     def _safe(self, asked: int) -> float:
         """One over the clients asked, virtual ones counted."""

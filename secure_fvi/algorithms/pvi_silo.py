@@ -2,7 +2,9 @@
 
 The site stays at the silo. A change counts only once the server has said, in a later broadcast, that its sum was used
 and with which damping, and the server may say another damping later: it takes a step back that left a silo without a
-proper cavity. Whatever is lost in between, q stays the prior times the product of sites.
+proper cavity. Whatever is lost in between, q stays the prior times the product of sites. Dampings are named by sum, not
+by silo: all changes of one total are taken in alike, whatever a server says. Were one silo's alone to count, the next
+total would lack just that one.
 
 A silo whose cavity q / t is improper, or whose fit against it runs off, fits against a tempered one, q / t^a, in which
 the smallest precision relative to q's is `MARGIN`. The site that a fit arrives at is q* / (q / t^a): the Gaussian that
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView
+from secure_fvi.algorithms.base import CLIP, Broadcast, LocalFit, Pending, Problem, SiloView
 from secure_fvi.algorithms.natural import Natural, distance, nothing
 from secure_fvi.algorithms.pvi import FINISH, PVI
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
@@ -30,7 +32,6 @@ from secure_fvi.algorithms.pvi_start import first_start
 from secure_fvi.algorithms.stationarity import final_draws
 from secure_fvi.errors import ProtocolError, SecureFVIError
 from secure_fvi.families import Params
-from secure_fvi.messages import CLIP
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
 
@@ -64,8 +65,9 @@ class PVILocal(NamedTuple):
     """A silo's state. Never leaves the silo."""
 
     parts: tuple[Part, ...]
-    used: bool  # whether the server has used the sum that the changes were released with
-    factor: float  # the damping with which the sites took their last change in; 0: none yet
+    used: int  # the sum that the changes were released with, where the server has used it; 0: it has not
+    took: int  # the sum of the change that the sites took in last; 0: none yet
+    factor: float  # the damping with which they took it
 
     @property
     def site(self) -> Natural:
@@ -91,7 +93,7 @@ class PVISilo:
     def init_local(self, view: SiloView) -> PVILocal:
         views = part_views(view, self.config.virtual_clients)
         one = self._one
-        return PVILocal(tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views), False, 0.0)
+        return PVILocal(tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views), 0, 0, 0.0)
 
     def contribute(self, message: Broadcast, local: PVILocal, view: SiloView, gate: Gate) -> tuple[Release, PVILocal]:
         local = self._settled(message, local, view.silo)
@@ -110,7 +112,7 @@ class PVISilo:
             release = gate.release(rows.sum(0))
         if self.frame.terms is not None:
             parts = self._as_released(message, parts, rows, release)
-        return release, local._replace(parts=tuple(parts), used=False)
+        return release, local._replace(parts=tuple(parts), used=0)
 
     def _finish(self, message: Broadcast, local: PVILocal, view: SiloView, gate: Gate) -> Release:
         """The silo's part of the bound, and of its slope, at the final q."""
@@ -168,7 +170,7 @@ class PVISilo:
         """The pending state in any case, with the server's word on its change: with which damping it was used stands in
         a later broadcast, which may come rounds after where not all silos are asked in every round."""
         kept: PVILocal = pending.local
-        return kept._replace(used=pending.sum_index == accepted)
+        return kept._replace(used=accepted if pending.sum_index == accepted else 0)
 
     def local_fit(self, local: PVILocal) -> LocalFit:
         return self.fit.local_fit(local.parts[0].own)  # models with local latents have one part
@@ -180,18 +182,18 @@ class PVISilo:
     def _settled(self, message: Broadcast, local: PVILocal, silo: str) -> PVILocal:
         """With the changes that were sent taken into the sites, if the server has said that it used them, and with the
         last change as short as the server says that it is by now."""
-        mine, one = self.problem.silos.index(silo), self._one
-        new, kept = (float(message.tensors[name][mine]) for name in ("factors", "kept"))
-        if not (0 <= new <= 1 and 0 <= kept <= 1):
+        if not bool(((message.tensors["dampings"] >= 0) & (message.tensors["dampings"] <= 1)).all()):
             raise ProtocolError(f"silo '{silo}': a change is taken in with a damping between 0 and 1")
-        parts, factor = [p._replace(change=one) for p in local.parts], local.factor
-        if local.used and new > 0:
+        one, took, factor = self._one, local.took, local.factor
+        parts, new = [p._replace(change=one) for p in local.parts], damping_of(message, local.used, silo)
+        if new > 0:
             parts = [p._replace(site=p.site.plus(p.change, new), taken=p.change, change=one) for p in local.parts]
-            factor = new
-        if factor > 0 and kept > 0 and kept != factor:
+            took, factor = local.used, new
+        kept = damping_of(message, took, silo)
+        if kept > 0 and kept != factor:
             parts = [p._replace(site=p.site.plus(p.taken, kept - factor)) for p in parts]
             factor = kept
-        return PVILocal(tuple(parts), False, factor)
+        return PVILocal(tuple(parts), 0, took, factor)
 
     def _row(self, change: Natural, answer: Answer) -> FloatArray:
         """What a part adds to the blocks that are protected."""
@@ -239,6 +241,12 @@ def tempered(q: Natural, site: Natural, least: float = IMPROPER) -> tuple[Natura
         return cavity, 1.0
     share = min(1.0, (1 - MARGIN) / most) if most > 0 else 1.0
     return q.plus(site, -share), share
+
+
+def damping_of(message: Broadcast, index: int, silo: str) -> float:
+    """With which q took the changes of sum `index`: the first entry that names it, at every `silo`; 0: it was left."""
+    named = zip(message.tensors["sums"].tolist(), message.tensors["dampings"].tolist(), strict=True)
+    return next((damping for at, damping in named if index and at == index), 0.0)
 
 
 def _product(factors: list[Natural]) -> Natural:

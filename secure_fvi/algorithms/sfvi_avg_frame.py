@@ -14,7 +14,7 @@ from torch import Tensor
 from secure_fvi.aggregation.barycenter import ROOT, WEIGHT, Gaussian, full_contribution, next_covariance
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import stationarity
-from secure_fvi.algorithms.base import Order, Phase, Problem, choose_cohort, cohort_size
+from secure_fvi.algorithms.base import ITERATION, Form, Order, Phase, Problem, choose_cohort, cohort_size, form
 from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, FINISH, MERGE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_trusted import LARGEST, trusted_blocks
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame
@@ -22,6 +22,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
+from secure_fvi.trees import merge
 
 #: A merged sd is at least this share of the one before: noise must not make it negative.
 LEAST_SD = 0.1
@@ -55,7 +56,8 @@ class SFVIAvgFrame:
             self._check_private()
         self.changes = self._changes()
         self.tables, self.terms = self._tables()
-        self.order = Order({p: phase for p, phase in self._phases().items() if p in self.tables}, self.cohort)
+        phases = {p: phase for p, phase in self._phases().items() if p in self.tables}
+        self.order = Order(phases, self.cohort, {p: self._form(p) for p in phases})
 
     def cohort(self, round_: int, phase: str) -> tuple[str, ...]:
         """The silos asked for one of a round's sums: all of them before the first round and after the last."""
@@ -71,6 +73,13 @@ class SFVIAvgFrame:
             BURES: Phase(range(rounds), rounds * len(again), again),
             FINISH: Phase(range(1, rounds + 1), 1, ends=True, counts=False),
         }
+
+    def _form(self, phase: str) -> Form:
+        if phase == BURES:
+            n = self.family.n
+            return form({ROOT: (n * (n + 1) // 2,)}, "records", "rate", ITERATION)
+        sent = merge(eta=self.base.start(), theta=self.theta_start)
+        return form(sent, "records", "rate", terms=self.terms.get(phase))
 
     @property
     def counts_first(self) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import stationarity
-from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort, cohort_size, one_phase
+from secure_fvi.algorithms.base import ROUND_PHASE, Form, Problem, choose_cohort, cohort_size, form, one_phase
 from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params, global_family
@@ -16,6 +16,7 @@ from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.randomness import start_draws
+from secure_fvi.trees import merge
 
 
 class SFVIFrame:
@@ -50,8 +51,9 @@ class SFVIFrame:
             final = stationarity.blocks(self.family.n, self.family.name == "full", config.bound)
             self.tables[FINISH] = BlockTable((*final, Block("records", (), 2.0**31, integer=True)))
         self.order = one_phase(
-            ROUND_PHASE, config.own_rounds, self.cohort, last={FINISH} & self.tables.keys(), silos=problem.silos
-        )
+            ROUND_PHASE, config.own_rounds, self.cohort, self._forms(),
+            last={FINISH} & self.tables.keys(), silos=problem.silos,
+        )  # fmt: skip
 
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round."""
@@ -98,6 +100,11 @@ class SFVIFrame:
         if self.terms is None:
             return BlockTable((*self.gradient_blocks, Block("objective", (), self.config.bound), records))
         return self.terms.table(self.gradient_blocks, [records])
+
+    def _forms(self) -> dict[str, Form]:
+        theta, n = {f"theta/{name}": value for name, value in self.theta_start.items()}, (self.family.n,)
+        sent = form({"z_global": n, "shift": n, **theta}, "scale", "averaging", "stage", terms=self.terms)
+        return {ROUND_PHASE: sent, FINISH: form(merge(eta=self.start(), theta=self.theta_start))}
 
     def start(self) -> Params:
         """eta_G before the first round. Everyone may see it."""

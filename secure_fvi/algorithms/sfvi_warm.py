@@ -158,7 +158,8 @@ class WarmSilo:
                 return self._own.order.cohort(round_ - rounds, phase)
             return before.cohort(round_, phase)
 
-        self.order = Order(phases, cohort)
+        own_forms = self._own.order.forms
+        self.order = Order(phases, cohort, {p: own_forms[p] if p in own else before.forms[p] for p in phases})
 
     def init_local(self, view: SiloView) -> WarmLocal:
         return WarmLocal(self._warm.init_local(view), self._own.init_local(view), False)

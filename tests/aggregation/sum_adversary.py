@@ -38,7 +38,7 @@ class World:
             carry(self.server.prepare(0), self.silos)
 
     def restart_silos(self):
-        self.silos = {s: MaskedSilo(self.roster, s, self.identities[s], self.stores[s]) for s in self.ids}
+        self.silos = {s: MaskedSilo(self.roster, s, self.identities[s], self.stores[s], unbound=True) for s in self.ids}
 
     @property
     def batch(self):

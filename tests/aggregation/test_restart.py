@@ -27,7 +27,7 @@ class Deployment:
         self.server = MaskedServer(self.roster, self.stores["server"])
 
     def silo(self, name):
-        return MaskedSilo(self.roster, name, self.identities[name], self.stores[name])
+        return MaskedSilo(self.roster, name, self.identities[name], self.stores[name], unbound=True)
 
     def restart(self):
         self.silos = {s: self.silo(s) for s in self.ids}

@@ -329,3 +329,26 @@ def test_no_exchange_is_empty_while_a_silo_stays_away():
         assert total.survivors == tuple(sorted(rest))
     assert min(sizes) > 0
     assert sizes.count(1) == 4  # tried again before sums 1, 2, 4 and 8
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (np.full(3, np.nan), "its part of 'a' is not finite or past the bound"),
+        (np.array([0.0, 0.0, 9.0]), "its part of 'b' is not finite or past the bound"),
+        (np.zeros(4), "32 bytes, where 24 are expected"),
+    ],
+)
+def test_a_plain_sum_leaves_out_what_does_not_fit_and_names_its_silo(
+    bad: np.ndarray, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = BlockTable((Block("a", (2,), 2.0), Block("b", (1,), 2.0)))
+    server, silos = Plain().local_parties(["x", "y", "z"])
+    sent = {n: s.contribute(1, ["x", "y", "z"], table, np.ones(3), b"") for n, s in silos.items()}
+    total = carry(server.total(1, ["x", "y", "z"], table, {**sent, "y": bad.tobytes()}, b""), lambda m: {})
+    assert total.survivors == ("x", "z")
+    assert total.values.tolist() == [2.0, 2.0, 2.0]
+    assert f"silo 'y' is left out: {why}" in caplog.text
+    with pytest.raises(AggregationError, match="silo 'y' sent what does not fit"):
+        carry(server.total(1, ["y"], table, {"y": bad.tobytes()}, b""), lambda m: {})
+    assert carry(server.total(1, ["x", "y", "z"], table, sent, b""), lambda m: {}).survivors == ("x", "y", "z")

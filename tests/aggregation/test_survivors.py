@@ -58,7 +58,7 @@ class TestMissing:
     def test_a_site_may_allow_fewer_than_the_roster(self):
         world = World(5, max_missing=2)
         name = world.ids[0]
-        own = MaskedSilo(world.roster, name, world.identities[name], world.stores[name], max_missing=0)
+        own = MaskedSilo(world.roster, name, world.identities[name], world.stores[name], max_missing=0, unbound=True)
         world.contribute()
         with pytest.raises(ProtocolError, match="max_missing = 0"):
             own.handle(world.sign_request({0, 2, 3, 4}))
@@ -102,6 +102,23 @@ class TestMissing:
             else:
                 world.silos[world.ids[0]].handle(request)
                 assert world.silos[world.ids[0]].missing_from(QUESTION) == 1
+
+    def test_a_sum_without_a_question_is_refused_where_nobody_said_otherwise(self):
+        """Contribution, signature and shares alike; named, the same sum goes through. The control is the silo that may:
+        `test_control_where_one_may_be_missing_the_difference_is_its_term` rests on it."""
+        world = World(5, max_missing=1)
+        for s in world.ids:
+            world.silos[s] = MaskedSilo(world.roster, s, world.identities[s], world.stores[s])
+        silo = world.silos[world.ids[0]]
+        with pytest.raises(ProtocolError, match="sum 0 names no question"):
+            silo.contribute(0, world.ids, TABLE, world.values[world.ids[0]], CONTEXT)
+        messages = {
+            s: world.silos[s].contribute(0, world.ids, TABLE, world.values[s], CONTEXT, QUESTION) for s in world.ids
+        }
+        for request in (world.sign_request({0, 2, 3, 4}), world.reveal_request({0, 2, 3, 4})):
+            with pytest.raises(ProtocolError, match="sum 0 names no question"):
+                silo.handle(request)
+        assert is_input(world.total(messages, index=0).values, exact(world))
 
     def test_a_silo_that_answers_another_question_counts_as_a_dropout(self):
         world = World(5, max_missing=1)
@@ -216,8 +233,9 @@ class TestHomomorphic:
         name = world.ids[0]
         inner = world.silos[name]._inner
         own = HomomorphicSilo(
-            world.roster, name, inner._identity, inner_scheme(world), False, world.stores[name], max_missing=0
-        )
+            world.roster, name, inner._identity, inner_scheme(world), False, world.stores[name], max_missing=0,
+            unbound=True,
+        )  # fmt: skip
         world.contribute()
         everyone, three = (world.roster.bitmap(frozenset(s)) for s in (range(4), {0, 2, 3}))
         request = SignRequest(0, everyone, three, world.table.digest, CONTEXT, b"", [], [])

@@ -22,7 +22,7 @@ VICTIM = 1
 def another(world, place=VICTIM, store=None):
     """A second process of one silo over the same store."""
     name = world.ids[place]
-    return MaskedSilo(world.roster, name, world.identities[name], store or world.stores[name])
+    return MaskedSilo(world.roster, name, world.identities[name], store or world.stores[name], unbound=True)
 
 
 class ForgetfulStore(MemoryStore):

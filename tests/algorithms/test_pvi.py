@@ -192,7 +192,8 @@ def test_an_improper_step_is_cut_back() -> None:
     after, step = world.server.program.update(world.state, message, total, 1.0)
     assert after.q.proper
     assert step.learning_rate == 1 / 16
-    assert (after.factors == 1 / 16).all()
+    assert (after.kept == 1 / 16).all()
+    assert (after.took == 1).all()
 
 
 def test_a_silo_with_an_improper_cavity_tempers_it_says_so_and_comes_back() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from pvi_world import World, build
+from pvi_world import REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import pvi_server
+from secure_fvi.algorithms import pvi_server, pvi_silo
+from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi_damping import accept, distance_moved, pace
 from secure_fvi.algorithms.pvi_start import first_start
+from secure_fvi.messages import ROUND, encode_broadcast
 from secure_fvi.models.bnn import bayesian_network, class_log_probs, score
 from secure_fvi.results import draw_global
 
@@ -135,3 +138,44 @@ def test_the_distance_of_an_improper_change_is_drawn_out_from_what_was_taken() -
     assert distance_moved(q, change, 0.25) == pytest.approx(0.25 / 0.5 / 0.25)
     assert distance_moved(q, Natural(torch.ones(1), torch.zeros(1)), 0.25) == pytest.approx(1.0)
     assert distance_moved(q, change, 0.0) == float("inf")
+
+
+# ---- a server that weighs silos ----
+
+
+def _by_silo(message: Broadcast, index: int, silo: str) -> float:
+    """Control: each silo reads an entry of its own, as it did once."""
+    at = sorted(("silo-1", "silo-2", "silo-3")).index(silo)
+    return float(message.tensors["dampings"][at]) if index else 0.0
+
+
+@pytest.mark.parametrize("own_entries", [False, True])
+@pytest.mark.parametrize("named", [(1.0, 1.0, 1.0), (1.0, 7.0, 8.0), (2.0, 1.0, 1.0)])
+def test_a_server_cannot_weigh_one_silos_change(
+    own_entries: bool, named: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks again at the same q, and says that q took one silo's change and no other's: the second total then lacks
+    that change alone, and their difference is it. Dampings are named by sum, so that all changes of a total count
+    alike, and the difference is a share of the total. In the control each silo has an entry of its own."""
+    if own_entries:
+        monkeypatch.setattr(pvi_silo, "damping_of", _by_silo)
+    silos, _ = make_regression((7, 30, 12))
+    world = build(REGRESSION, silos, sf.PVI(rounds=4, damping=1.0, local_optimizer="closed_form", family="full"))
+    message = world.server.program.broadcast(world.state, 1, {})
+    changes, totals = [], []
+    for round_ in range(2):
+        told = {"sums": torch.tensor(named), "dampings": torch.tensor([0.5, 0.0, 0.0])} if round_ else {}
+        asked = message._replace(
+            round=round_, sum_index=round_ + 1, accepted=dict.fromkeys(world.engine.silos, round_),
+            tensors={**message.tensors, **told},
+        )  # fmt: skip
+        sent = [np.frombuffer(s.handle(ROUND + encode_broadcast(asked))) for s in world.engine.silos.values()]
+        changes.append([torch.from_numpy(values[:9].copy()) for values in sent])
+        totals.append(torch.stack(changes[-1]).sum(0))
+    lacking, victim = totals[0] - totals[1], changes[0][0]
+    if own_entries:
+        torch.testing.assert_close(2 * lacking, victim, rtol=1e-9, atol=1e-9)
+    else:
+        share = float(lacking @ totals[0] / (totals[0] @ totals[0]))
+        torch.testing.assert_close(lacking, share * totals[0], rtol=1e-9, atol=1e-9)
+        assert share == pytest.approx(0.5 if named[0] == 1.0 else 0.0, abs=1e-9)

@@ -340,8 +340,8 @@ class ScalarSession:
 class Remote:
     """A silo of which the auditor has the bytes alone, as behind an engine."""
 
-    def __init__(self, *arguments: Any, seal: Any = None) -> None:
-        silo = MaskedSilo(*arguments, seal=seal)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        silo = MaskedSilo(*arguments, **options)
         self.handle, self.contribute = silo.handle, silo.contribute
 
 

@@ -106,7 +106,8 @@ class Held:
         carry(self.server.prepare(index), self._exchange)
 
     def contribute(self, index: int) -> dict[str, bytes]:
-        return {s: self.silos[s].contribute(index, SILOS, TABLE, v, CONTEXT) for s, v in VALUES.items()}
+        question = hashlib.sha256(index.to_bytes(8, "big")).digest()
+        return {s: self.silos[s].contribute(index, SILOS, TABLE, v, CONTEXT, question) for s, v in VALUES.items()}
 
     def total(self, index: int, contributions: Mapping[str, bytes] | None = None) -> Total:
         """One sum of VALUES, from its preparation on."""

@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 from deployment_world import NOW, World
 
-from secure_fvi.aggregation import Block, BlockTable
+from secure_fvi.aggregation import Block, BlockTable, Masked
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 from secure_fvi.deployment.consortium import session_id
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.records import open_trail, open_witness, records_keys
+from secure_fvi.deployment.session_sums import silo_sum
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.trail_verify import compare, verify
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.runs.config import parse
 
 CONFIG = {
@@ -65,7 +66,9 @@ def test_a_sum_between_sites_leaves_logs_that_agree(world: World) -> None:
     silos = {}
     for name, home in sites.items():
         home.state_folder.mkdir(mode=0o700)
-        silos[name] = MaskedSilo(session, name, home.identity(), SqliteStore(home.state_folder / "sum.sqlite"))
+        silos[name] = MaskedSilo(
+            session, name, home.identity(), SqliteStore(home.state_folder / "sum.sqlite"), unbound=True
+        )
     server = MaskedServer(session, SqliteStore(world.root / "server.sqlite"))
     table, context = BlockTable((Block("gradient", (4,), 10.0),)), bytes(32)
     values = {name: np.arange(4.0) + i for i, name in enumerate(sites)}
@@ -108,3 +111,15 @@ def test_a_silo_with_another_identity_is_not_in_the_session(world: World) -> Non
     with pytest.raises(InputError):
         MaskedSilo(session, "north", Identity(), SqliteStore(world.root / "b.sqlite"))
     assert json.loads((world.homes["hub"].path / "accepted.json").read_text())["serial"] == 1
+
+
+def test_no_site_adds_to_a_sum_whose_question_is_not_named(world: World) -> None:
+    """Such a sum could be made twice, over other survivors. The control is the same call with a question, which gets as
+    far as the set-up that is missing here."""
+    names, table = ["east", "north", "south"], BlockTable((Block("gradient", (4,), 10.0),))
+    roster = world.homes["hub"].roster(NOW)
+    silo = silo_sum(roster, bytes(32), names, Masked(), b"", MemoryStore(), "north", world.homes["north"].identity(), 3)
+    with pytest.raises(ProtocolError, match="names no question"):
+        silo.contribute(0, names, table, np.zeros(4), bytes(32))
+    with pytest.raises(ProtocolError, match=r"^(?!.*names no question)"):
+        silo.contribute(0, names, table, np.zeros(4), bytes(32), bytes(32))

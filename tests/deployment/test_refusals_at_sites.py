@@ -9,19 +9,21 @@ import os
 import shutil
 import types
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 import torch
+from consortium_run import Job
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from deployment_world import DAY, NOW, World
 from fuzzing import site_world
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.roster import Identity
@@ -40,6 +42,7 @@ from secure_fvi.deployment.certificates import (
     subject_of,
 )
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
+from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.home import Home, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
@@ -57,7 +60,7 @@ from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_
 from secure_fvi.deployment.trail_rows import TrailChain
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.engines.stream_server import SessionLost
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
@@ -637,3 +640,68 @@ def test_what_the_fence_says_of_files_and_of_code_that_is_not_here(tmp_path: Pat
         assert not fence._missing(there)
     with raises(InputError, "the model's code is not in this process"):
         fence.FencedModel(None, "f", None, None, {}).roles.fn()  # type: ignore[arg-type]
+
+
+# What a site's refusals tell
+
+
+def _offered(world: World, folder: Path) -> tuple[Any, bytes]:
+    made = Job(world, folder, algorithm={"name": "sfvi", "iterations": 5}, aggregation={"kind": "masked"})
+    hub = world.homes["hub"]
+    offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW)
+    return offer, JOIN + sign_offer(offer, hub.identity())
+
+
+@pytest.mark.parametrize("met", [0, 2, 3])
+def test_jobs_that_data_could_not_answer_are_counted(world: World, tmp_path: Path, met: int) -> None:
+    """One bit of the records a job: 68 jobs gave one silo's mean and size. The control: fewer, and another data set."""
+    offer, join = _offered(world, tmp_path)
+    with closing(open_trail(world.homes["east"])) as trail:
+        for k in range(met + 3):
+            data_set = offer.data_set if k < met else "another"
+            before = dataclasses.replace(offer, job=f"before-{k}", data_set=data_set)
+            trail.job(job_entry(before, bytes(32), accepted=True))
+            trail.omission(before.job, "unanswerable", "round 0: AggregationError")
+    site = Site(world.homes["east"], Local())
+    try:
+        if met < 3:
+            assert CODEC.unpack(site.handle(offer.job, join), Joined).nonce
+        else:
+            with raises(
+                PolicyError, r"3 jobs asked what the records of 'data' could not answer \(max_unanswered = 3\)"
+            ):
+                site.handle(offer.job, join)
+    finally:
+        site.close()
+
+
+def test_a_message_that_is_refused_has_a_row_as_well(world: World, tmp_path: Path, monkeypatch: Any) -> None:
+    """So that whoever asks until something fits is seen to have asked; after so many there are no more of a job."""
+    monkeypatch.setattr("secure_fvi.deployment.site._MOST_REFUSED", 3)
+    offer, join = _offered(world, tmp_path)
+    site = Site(world.homes["east"], Local())
+    site.handle(offer.job, join)
+    for k in range(5):
+        with pytest.raises(SecureFVIError):
+            site.handle(offer.job, OPEN + bytes([k]))
+        assert site._trail.chain.jobs[offer.job].omissions == {"refused": min(k + 1, 3)}
+    with pytest.raises(SecureFVIError):
+        site.handle("another", OPEN)
+    site.close()
+
+
+def test_an_end_is_not_refused_for_what_data_do(world: World, tmp_path: Path, monkeypatch: Any) -> None:
+    """A server named one posterior after the other, and heard where the model fails on the records, without noise or
+    charge. The control: own latents are kept where they can be worked out (test_distributed.py)."""
+
+    def fails(*_: Any) -> Any:
+        raise torch.linalg.LinAlgError("record 7")
+
+    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 4})
+    monkeypatch.setattr("secure_fvi.deployment.site_job.LocalPosterior.sample", fails)
+    assert job.run() == job.local()
+    for silo in ("east", "north", "south"):
+        (kept,) = (world.homes[silo].path / "results").glob("*.safetensors")
+        assert not [name for name in load_file(kept) if name.startswith("mean/")]
+        (record,) = verify(world.homes[silo].log_file).jobs.values()
+        assert record.outcome is not None

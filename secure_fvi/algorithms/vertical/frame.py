@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.base import Order, Phase, choose_cohort
-from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, Vertical, shared_batch
+from secure_fvi.algorithms.base import Order, Phase, choose_cohort, form
+from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.soul import Soul
@@ -72,7 +72,12 @@ class VerticalFrame:
             self.tables = {AUXILIARY_PHASE: self.terms[AUXILIARY_PHASE].table(self.z_blocks, [])}
         self._cohorts, self._last = list[tuple[str, ...]](), dict.fromkeys(problem.silos, -1)
         phase = Phase(range(config.rounds), config.rounds)
-        self.order = Order(dict.fromkeys(config.phases, phase), lambda round_, _: self.cohort(round_))
+        rows, gamma = (self.batch_records, self.columns), (self.gamma_size,)
+        forms = {
+            AUXILIARY_PHASE: form({"pull": rows, "curvature": ()}, "scale", "averaging", "value"),
+            SLOPE_PHASE: form({"sum": rows, "gamma": gamma}, "scale", "averaging", "mass"),
+        }
+        self.order = Order(dict.fromkeys(config.phases, phase), lambda round_, _: self.cohort(round_), forms)
 
     def cohort(self, round_: int) -> tuple[str, ...]:
         """The silos asked in a round: by a public coin, and all whose last z_j has reached the bound on staleness."""

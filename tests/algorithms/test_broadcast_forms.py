@@ -1,0 +1,182 @@
+"""A broadcast that decodes and does not fit is refused by the silo, by name, before anything is computed from it.
+
+Every algorithm, every phase: its own broadcasts, spoilt one part at a time. The control takes the check away.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fedvi_world import MODEL, clients
+from programs import make_clinics, make_intercepts
+from pvi_world import REGRESSION, make_regression
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms.base import Broadcast, Form
+from secure_fvi.algorithms.vertical import Gaussian, Soul, Vertical
+from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.fitting import build_parties
+from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
+from secure_fvi.silo import Silo
+from secure_fvi.vertical_fitting import build_vertical_parties
+
+#: That an encoder's weights do not reach the likelihood; what the extreme values make of a fit.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+DP = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "noise": "silo", "retries": 200}
+CASES: dict[str, tuple[Any, Any]] = {
+    "sfvi": (sf.SFVI(iterations=2), None),
+    "sfvi, to the end": (sf.SFVI(max_iterations=2), None),
+    "sfvi, full": (sf.SFVI(max_iterations=2, family="full"), None),
+    "sfvi, warm": (sf.SFVI(iterations=2, warm_start=sf.WarmStart(rounds=1, local_steps=2)), None),
+    "sfvi, records": (sf.SFVI(iterations=2), sf.RecordDP(**DP)),
+    "sfvi, adaptive": (sf.SFVI(iterations=2), sf.SiloDP(**DP, target_quantile=0.5)),
+    "sfvi-avg": (sf.SFVIAvg(rounds=1, local_steps=2, family="diagonal"), None),
+    "sfvi-avg, full": (sf.SFVIAvg(rounds=1, local_steps=2, family="full", bures_iterations=2), None),
+    "sfvi-avg, trusted": (sf.SFVIAvg(rounds=1, local_steps=2, barycenter="trusted"), None),
+    "pvi": (sf.PVI(max_rounds=2, local_steps=2), None),
+    "pvi, private": (sf.PVI(rounds=2, local_steps=2), sf.SiloDP(**DP, target_quantile=0.5)),
+    "fedavg": (sf.FedAvg(rounds=1), None),
+    "fedvi": (sf.FedVI(rounds=1), None),
+    "bcm": (sf.BCM(local_steps=2), None),
+    "vcl": (sf.VCL(local_steps=2, reveal_changes=True), None),
+    "vertical": (Vertical(rounds=2), None),
+    "vertical, power": (Vertical(rounds=2, model="power"), None),
+    "soul": (Soul(rounds=2, model="power"), None),
+}
+#: Asked extreme values in every run of the tests, and controls that are left for a slow one.
+_QUICK, _SLOW = ("sfvi", "sfvi, records", "sfvi-avg, full", "pvi"), ("sfvi-avg, full", "fedavg", "vertical, power")
+
+
+def parties(algorithm: Any, privacy: Any) -> tuple[Any, Any]:
+    if isinstance(algorithm, Vertical | Soul):
+        rng = torch.Generator().manual_seed(0)
+        columns = [{"x": torch.randn(8, 2, generator=rng)} for _ in range(3)]
+        y = torch.randn(8, generator=rng)
+        built = build_vertical_parties(Gaussian(), columns, y, None, None, algorithm, sf.Plain(), compile=False)
+        return built.server, built.engine
+    model, silos = REGRESSION, make_regression((5, 6, 7))[0]
+    if isinstance(algorithm, sf.FedVI):
+        model, silos = MODEL, clients(3)
+    elif isinstance(algorithm, sf.SFVI | sf.SFVIAvg):
+        problem = make_clinics() if algorithm.name == "sfvi-avg" else make_intercepts()
+        model, silos = problem.model, problem.silos
+    server, engine, _ = build_parties(model, silos, algorithm, sf.Plain(), compile=False, privacy=privacy)
+    return server, engine
+
+
+def misfits(message: Broadcast) -> Iterator[Broadcast]:
+    """What a lying server may send instead: well-formed, of this phase and round, and of no use."""
+    scalars, tensors = dict(message.scalars), dict(message.tensors)
+
+    def without(table: dict[str, Any], name: str) -> dict[str, Any]:
+        return {key: value for key, value in table.items() if key != name}
+
+    for name in scalars:
+        yield message._replace(scalars=without(scalars, name))
+        yield message._replace(scalars={**without(scalars, name), name + " ": scalars[name]})
+    for other in ("clip", "iteration", "x"):
+        if other not in scalars:
+            yield message._replace(scalars={**scalars, other: 1.0})
+    yield message._replace(tensors={**tensors, "x": torch.zeros(1)})
+    for name, value in tensors.items():
+        yield message._replace(tensors=without(tensors, name))
+        yield message._replace(tensors={**without(tensors, name), name + " ": value})
+        shapes = [value.unsqueeze(0), value.unsqueeze(-1), torch.zeros(0), torch.cat([value.reshape(-1)] * 2)]
+        if value.dim():
+            shapes += [value[:0], torch.cat([value, value[:1]]), value.new_zeros(())]
+        for shape in shapes:
+            if shape.shape != value.shape:
+                yield message._replace(tensors={**tensors, name: shape.double()})
+
+
+def extremes(message: Broadcast) -> Iterator[Broadcast]:
+    """Of the right form, with values that no honest server sends."""
+    for value in (0.0, -1.0, 0.5, 1e308, -1e308):
+        for name in message.scalars:
+            yield message._replace(scalars={**message.scalars, name: value})
+        for name, tensor in message.tensors.items():
+            yield message._replace(tensors={**message.tensors, name: torch.full_like(tensor, value)})
+    for name, tensor in message.tensors.items():
+        yield message._replace(tensors={**message.tensors, name: torch.full_like(tensor, torch.nan)})
+
+
+class Attacked:
+    """Runs a job, and before each honest question of one silo asks it the spoilt ones."""
+
+    def __init__(self, case: str, monkeypatch: pytest.MonkeyPatch, spoilt: Any) -> None:
+        self.server, self.engine = parties(*CASES[case])
+        self.phases, self.refused, self.name = set[str](), list[Exception](), sorted(self.engine.silos)[0]
+        handle = Silo.handle
+
+        def attacked(silo: Silo, message: bytes) -> bytes:
+            if silo.name == self.name and message[:1] == ROUND:
+                broadcast = decode_broadcast(message[1:])
+                if broadcast.phase not in self.phases:
+                    for lie in spoilt(broadcast):
+                        self.ask(silo, lie, handle)
+                self.phases.add(broadcast.phase)
+            return handle(silo, message)
+
+        monkeypatch.setattr(Silo, "handle", attacked)
+        finished = False
+        while not finished:
+            finished = self.engine.run(self.server.round()).finished
+
+    def ask(self, silo: Silo, lie: Broadcast, handle: Any) -> None:
+        """Ask, and put the silo back where it was."""
+        kept = copy.copy(vars(silo)), copy.copy(vars(silo.gate)), copy.copy(vars(silo._sum))
+        try:
+            handle(silo, ROUND + encode_broadcast(lie))
+        except Exception as error:
+            self.refused.append(error)
+        for party, state in zip((silo, silo.gate, silo._sum), kept, strict=True):
+            vars(party).update(state)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broadcast_of_another_form_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def counted(message: Broadcast) -> Iterator[Broadcast]:
+        nonlocal asked
+        for lie in misfits(message):
+            asked += 1
+            yield lie
+
+    found = Attacked(case, monkeypatch, counted)
+    assert found.phases == set(found.server.program.tables)
+    assert len(found.refused) == asked > 10
+    for error in found.refused:
+        assert type(error) is ProtocolError
+        assert str(error).startswith(f"silo '{found.name}': ")
+
+
+@pytest.mark.parametrize("case", ["sfvi, to the end", "pvi", *(pytest.param(c, marks=pytest.mark.slow) for c in _SLOW)])
+def test_without_the_check_it_is_not(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Form, "check", lambda *_: None)
+    found = Attacked(case, monkeypatch, misfits)
+    assert any(not isinstance(error, SecureFVIError) for error in found.refused)
+
+
+@pytest.mark.parametrize("case", [c if c in _QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_values_that_no_server_sends_end_in_a_refusal_or_an_answer(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Attacked(case, monkeypatch, extremes)
+    for error in found.refused:
+        assert isinstance(error, SecureFVIError), repr(error)
+
+
+def test_a_broadcast_is_no_longer_than_its_form() -> None:
+    server, engine = parties(*CASES["sfvi"])
+    silo, exchanges = engine.silos["silo-1"], server.round()
+    message = decode_broadcast(next(exchanges)["silo-1"][1:])
+    long: dict[str, Tensor] = {**message.tensors, "z_global": torch.from_numpy(np.zeros(2_000_000))}
+    with pytest.raises(ProtocolError, match=r"silo 'silo-1': a broadcast of \d+ bytes, where at most \d+ are expected"):
+        silo.handle(ROUND + encode_broadcast(message._replace(tensors=long)))
+    silo.handle(ROUND + encode_broadcast(message))
