@@ -68,8 +68,8 @@ class MaskedSilo:
 
         `max_missing`: how many of a cohort it lets be missing from a total (default: the roster's; the smaller of both
         holds). `questions`: where it notes the survivors that it signed for a question, a store that outlives the
-        session where questions do (default: `store`). `unbound`: whether sums may name no question, so that survivors are
-        bound to their index alone and one question could be summed twice over other survivors: for parties of one
+        session where questions do (default: `store`). `unbound`: whether sums may name no question, so that survivors
+        are bound to their index alone and one question could be summed twice over other survivors: for parties of one
         process, which ask each index once.
 
         `seal` makes another kind's payload from table, values and masks; it replaces ring encoding and masking.

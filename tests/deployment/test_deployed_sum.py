@@ -121,5 +121,5 @@ def test_no_site_adds_to_a_sum_whose_question_is_not_named(world: World) -> None
     silo = silo_sum(roster, bytes(32), names, Masked(), b"", MemoryStore(), "north", world.homes["north"].identity(), 3)
     with pytest.raises(ProtocolError, match="names no question"):
         silo.contribute(0, names, table, np.zeros(4), bytes(32))
-    with pytest.raises(ProtocolError, match="^(?!.*names no question)"):
+    with pytest.raises(ProtocolError, match=r"^(?!.*names no question)"):
         silo.contribute(0, names, table, np.zeros(4), bytes(32), bytes(32))
