@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from secure_fvi.files import sync_folder
+
 
 class Store(Protocol):
     """A small map from slots to bytes. Every write is durable when the call returns."""
@@ -56,17 +58,22 @@ class MemoryStore:
 class SqliteStore:
     """A store in one SQLite file, readable by its owner only: write-ahead log, one fsync a write.
 
-    It holds private keys and shares in clear unless wrapped. A file restored from a backup must not be used:
-    it has forgotten answers; start a new session instead.
+    Without power_safe a claim outlives the process and not the machine; what is `put` outlives both, with all that was
+    claimed before it. It holds private keys and shares in clear unless wrapped. A file restored from a backup must not
+    be used: it has forgotten answers; start a new session instead.
     """
 
     def __init__(self, path: str | os.PathLike[str], power_safe: bool = True) -> None:
-        """power_safe: without it a write outlives the process, but not the machine: the caller must notice a restart
+        """power_safe: without it a claim outlives the process, but not the machine: the caller must notice a restart
         of the machine and open a new session then."""
+        begun = Path(path).exists()
         Path(path).touch(mode=0o600)
+        if not begun:
+            sync_folder(Path(path).absolute().parent)
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute(f"PRAGMA synchronous = {'FULL' if power_safe else 'NORMAL'}")
+        self._power_safe, self._full = power_safe, True
+        self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("PRAGMA secure_delete = ON")
         self._connection.execute(
             "CREATE TABLE IF NOT EXISTS slots (slot TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
@@ -76,6 +83,7 @@ class SqliteStore:
         return "SqliteStore(...)"
 
     def claim(self, slot: str, value: bytes) -> bytes:
+        self._synchronous(self._power_safe)
         # One statement is one transaction, so that of two processes over one file only one can be first.
         self._connection.execute("INSERT OR IGNORE INTO slots VALUES (?, ?)", (slot, value))
         held = self.get(slot)
@@ -98,8 +106,15 @@ class SqliteStore:
         """Let go of the file; what was written stays."""
         self._connection.close()
 
+    def _synchronous(self, full: bool) -> None:
+        """Whether the next transaction is to be on the disk when it ends, and with it all that were before."""
+        if full != self._full:
+            self._connection.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+            self._full = full
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        self._synchronous(True)
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -17,6 +17,7 @@ before anything is drawn. Of the past a broadcast may say one thing: whether thi
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ from secure_fvi.privacy.gate import Gate, Release
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
 #: What a message, a ledger or a disk makes fail. Whatever else is raised, a silo's data may have made fail.
 _NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
+#: What neither follows from data nor is mended by sending noise.
+_OF_MESSAGE = (ProtocolError, BudgetError)
+_log = logging.getLogger(__name__)
 #: What `on_event` hears of a question that this silo's data could not answer: a site counts them over jobs.
 UNANSWERABLE = "unanswerable"
 #: So many answers that were used make up for one that was not (`Limits.left_out`).
@@ -213,15 +217,23 @@ class Silo:
         return reply
 
     def _contribution(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any]:
-        """Under privacy it does not fail on data: that would tell of them, without noise or charge, whenever asked."""
-        paid = self.gate.paid
+        """Under privacy it does not fail on data, whatever a program raises: that would tell of them, without noise or
+        charge, whenever asked."""
+        paid, dropped, raised = self.gate.paid, self.gate.dropped, ""
         try:
-            return self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
+            found = self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
         except Exception as error:
-            if self.gate.terms is None or self.gate.paid > paid or isinstance(error, _NOT_OF_DATA):
+            if self.gate.terms is None or self.gate.paid > paid or isinstance(error, _OF_MESSAGE):
                 raise
-            self.on_event("failed", f"round {broadcast.round}: {type(error).__name__}; it sends noise alone")
-            return self.gate.release_nothing(), local
+            raised = f" ({type(error).__name__})"
+            found = self.gate.release_nothing(), local
+        if self.gate.dropped > dropped == 0:
+            # Not in the site's paper trail: others see how many rows it has, and this follows from data.
+            _log.warning(
+                "silo '%s', round %d: %d records or contributions failed%s, or were not finite, and count as nothing; "
+                "later ones are counted in silence", self.name, broadcast.round, self.gate.dropped, raised,
+            )  # fmt: skip
+        return found
 
     def _again(self, broadcast: Broadcast, context: bytes) -> bytes:
         """The question that was answered last, under another index: the same values, to the same silos. The sum signs

@@ -21,6 +21,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.pvi_silo import PVISilo
 from secure_fvi.deployment.holding import DurableSilo, HeldStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
@@ -664,3 +665,91 @@ def test_of_records_one_fails_and_the_others_count(monkeypatch: pytest.MonkeyPat
     assert np.array_equal(sums[0], sums[1])
     assert (sums[0] != 0).any()
     assert 1e-3 < np.linalg.norm(sums[2] - sums[0]) <= 1 + 1e-9
+
+
+def _curved(y: Tensor) -> None:
+    """A likelihood that is quadratic in z unless a value lies above 5."""
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+        pyro.factor("tail", -(y.clamp(min=5.0) - 5.0) * z**4)
+
+
+@pytest.mark.parametrize("privacy", [DP, sf.SiloDP(noise_multiplier=1.0, noise="silo")], ids=lambda p: p.unit)
+def test_a_likelihood_that_one_record_makes_no_gaussian_is_no_refusal(privacy: Any) -> None:
+    """PVI in closed form refused where a silo's own likelihood was not quadratic, which one record decides. Under
+    privacy it answers and is charged in both cases. The control has no privacy, and tells."""
+    algorithm, model = sf.PVI(rounds=2, local_optimizer="closed_form"), sf.FederatedModel(_curved, "row")
+    for most in (1.0, 7.0):
+        silos = [{"y": torch.tensor([0.1, most])}, {"y": torch.zeros(3)}, {"y": torch.zeros(3)}]
+        for dp in (privacy, None):
+            server, engine, _ = build_parties(model, silos, algorithm, sf.Plain(), compile=False, privacy=dp)
+            silo, message = engine.silos[NAME], asked(server)
+            if dp is None and most > 5:
+                with pytest.raises(InputError, match="silo 'silo-1': its log likelihood is not quadratic"):
+                    tell(silo, message)
+                continue
+            tell(silo, message)
+            assert silo.gate.paid == (dp is not None)
+            assert silo.gate.dropped == (dp is not None and most > 5)
+
+
+def test_a_likelihood_that_is_no_gaussian_is_refused_on_made_data() -> None:
+    """At all parties alike: under privacy every silo would send noise alone, and nobody would be told."""
+
+    def counts(y: Tensor) -> None:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("row", len(y)):
+            pyro.sample("y", dist.Poisson(z.exp()), obs=y)
+
+    algorithm = sf.PVI(rounds=2, local_optimizer="closed_form")
+    with pytest.raises(InputError, match=r"^the log likelihood is not quadratic"):
+        build_parties(
+            sf.FederatedModel(counts, "row"), [{"y": torch.ones(3)}] * 3, algorithm, sf.Plain(), compile=False,
+            privacy=DP,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [KeyError, AssertionError, InputError, MemoryError])
+@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=3), sf.PVI(rounds=3, local_steps=2)], ids=lambda a: a.name)
+def test_whatever_a_program_raises_on_a_record_is_no_answer(
+    fails: Any, algorithm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that looks a value up, say, and does not find it. The silo answers, is charged, and counts what it left out
+    for its own log; its paper trail, whose length others see, gets no row. The control has no privacy, and tells."""
+    for privacy in (DP, sf.SiloDP(noise_multiplier=1.0, noise="silo"), None):
+        model = sf.FederatedModel(_thresholds, "row")
+        silos = [{"y": torch.tensor([0.1, 0.2, 0.3])}, {"y": torch.zeros(5)}, {"y": torch.zeros(5)}]
+        server, engine, _ = build_parties(model, silos, algorithm, sf.Plain(), compile=False, privacy=privacy)
+        silo, message, told = engine.silos[NAME], asked(server), list[Any]()
+        silo.on_event = lambda *event, told=told: told.append(event)
+
+        def failing(*_: Any) -> Any:
+            raise fails("on this record")
+
+        caplog.clear()
+        name = "fit" if isinstance(silo.program, PVISilo) else "_step"
+        monkeypatch.setattr(silo.program, name, Failing(getattr(silo.program, name), failing))
+        if privacy is None:
+            with pytest.raises(fails):
+                tell(silo, message)
+            continue
+        tell(silo, message)
+        assert silo.gate.paid == 1
+        by_record = isinstance(privacy, sf.RecordDP) and name == "_step"
+        assert silo.gate.dropped == (3 if by_record else 1)
+        assert f"{silo.gate.dropped} records or contributions failed" in caplog.text
+        assert not told
+
+
+class Failing:
+    """Something of a program that fails when it is called on data."""
+
+    def __init__(self, inner: Any, failing: Any) -> None:
+        self._inner, self._failing = inner, failing
+
+    def __call__(self, *args: Any) -> Any:
+        return self._failing(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -24,6 +24,7 @@ _PAIRS = 64  # antithetic pairs of draws
 _CHUNK = 32  # draws whose second derivatives are held at once
 #: Standard deviations of a step from which on iterations change nothing.
 _STILL = 1e-12
+_NOT_QUADRATIC = "local_optimizer = 'closed_form' is for Gaussian likelihoods with known variance"
 
 
 class ExactFit:
@@ -34,6 +35,8 @@ class ExactFit:
         half = server_draws(problem.seed).normals(0, _PAIRS * frame.n)[0].reshape(_PAIRS, frame.n)
         self._eps = torch.cat([half, -half])
         self._moments = Traced(self._moments_function, (None, None, 0, 0), problem.mode)
+        if config.local_optimizer == CLOSED_FORM:
+            self._check_made()
 
     def __call__(self, q: Natural, cavity: Natural, theta: Params, view: SiloView) -> tuple[Natural, float, Params]:
         """The fitted q, E_q[log p(y)] in nats, and its gradient in theta."""
@@ -90,6 +93,16 @@ class ExactFit:
         records = self.problem.density.evaluate(z, z.new_zeros(0), z.new_zeros(len(weights), 0), theta, rows).records
         return (weights * records).sum()
 
+    def _check_made(self) -> None:
+        """Raises InputError where the likelihood is not quadratic on made data: at all parties alike, and before a job
+        under privacy could do no more than send noise."""
+        problem, move = self.problem, self.frame.move
+        made = problem.schema.dummy_rows(2).items()
+        rows = {name: move(v) if v.is_floating_point() else v.to(problem.device) for name, v in made}
+        at, weights = move(problem.start.z_global), move(torch.ones(2))
+        if quadratic(lambda z: self._log_likelihood(z, {}, rows, weights), at, True, problem.dtype) is None:
+            raise InputError(f"the log likelihood is not quadratic in the global latents; {_NOT_QUADRATIC}")
+
     def _closed_form(self, q: Natural, cavity: Natural, view: SiloView) -> tuple[Natural, float]:
         """The silo's likelihood is a Gaussian factor: q is cavity x likelihood, or its diagonal approximation, by
         divergence KL(q || .) or, for alpha > 0, by power EP's moments (paper, Algorithm 2 with damping 1)."""
@@ -98,8 +111,7 @@ class ExactFit:
         likelihood = quadratic(lambda z: log_likelihood(z, {}), at, True, self.problem.dtype)
         if likelihood is None:
             raise InputError(
-                f"silo '{view.silo}': its log likelihood is not quadratic in the global latents; local_optimizer = "
-                "'closed_form' is for Gaussian likelihoods with known variance"
+                f"silo '{view.silo}': its log likelihood is not quadratic in the global latents; {_NOT_QUADRATIC}"
             )
         if self.frame.full:
             end = cavity.plus(likelihood)

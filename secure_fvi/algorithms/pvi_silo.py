@@ -30,7 +30,7 @@ from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
 from secure_fvi.algorithms.stationarity import final_draws
-from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
@@ -101,7 +101,7 @@ class PVISilo:
             return self._finish(message, local, view, gate), local
         late = bool(self.frame.delays[self.problem.silos.index(view.silo)] > 0)
         views = part_views(view, self.config.virtual_clients)
-        answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
+        answered = [self._answered(message, k, part, views[k], late, gate) for k, part in enumerate(local.parts)]
         parts, answers = [part for part, _ in answered], [answer for _, answer in answered]
         rows = np.stack([self._row(part.change, answer) for part, answer in answered])
         if self.frame.terms is None:
@@ -130,9 +130,11 @@ class PVISilo:
     def _theta(self, message: Broadcast) -> Params:
         return {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
 
-    def _answered(self, message: Broadcast, k: int, part: Part, view: SiloView, late: bool) -> tuple[Part, Answer]:
+    def _answered(
+        self, message: Broadcast, k: int, part: Part, view: SiloView, late: bool, gate: Gate
+    ) -> tuple[Part, Answer]:
         """The k-th part with its change, and the answer that the change is from."""
-        answer, own = self._fitted(message, k, part, view)
+        answer, own = self._fitted(message, k, part, view, gate)
         waiting = self._none
         if late:  # this fit will be done by the next turn
             waiting, answer = answer, part.waiting if part.waiting.round >= 0 else answer
@@ -141,7 +143,7 @@ class PVISilo:
             change = self._one.plus(answer.site.minus(part.site), weight(message.round - answer.round))
         return part._replace(change=change, own=own, waiting=waiting), answer
 
-    def _fitted(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Answer, OwnState]:
+    def _fitted(self, message: Broadcast, k: int, part: Part, view: SiloView, gate: Gate) -> tuple[Answer, OwnState]:
         """The local fit against the q of `message`, and the silo's latents after it."""
         q = self.frame.unpack(message.tensors["q"])
         theta = self._theta(message)
@@ -158,10 +160,11 @@ class PVISilo:
                     return Answer(message.round, site, fitted.value, fitted.theta, True, share < 1), fitted.own
                 if share < 1:
                     break
-        except (RuntimeError, ValueError, IndexError) as error:
+        except Exception:
             # Under privacy to fail on data would tell of them, without noise: the change is nothing, and noised.
-            if self.frame.terms is None or isinstance(error, SecureFVIError):
+            if self.frame.terms is None:
                 raise
+            gate.dropped += 1
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)
         return Answer(message.round, self._one, 0.0, zeros, False, False), own

@@ -172,7 +172,9 @@ class SFVISilo:
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal record, record_moments
             for rows in self._chunks(turn, view):
-                for at, (gradients, values, new, moments) in _evaluated(rows, stepped, view.size):
+                found, failed = _evaluated(rows, stepped, view.size)
+                gate.dropped += failed
+                for at, (gradients, values, new, moments) in found:
                     record, record_moments = put(record, at, new), put(record_moments, at, moments)
                     yield gradients, values
 
@@ -258,22 +260,20 @@ class SFVISilo:
 
 def _evaluated(
     rows: npt.NDArray[np.int64], step: Callable[[npt.NDArray[np.int64]], tuple[Any, ...]], size: int
-) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
-    """What `step` gives for some rows, and which they are; `size` is the spare one.
+) -> tuple[list[tuple[Tensor, tuple[Any, ...]]], int]:
+    """What `step` gives for some rows, and which they are; and on how many it failed. `size` is the spare row.
 
-    Where an operation fails on them (a matrix that cannot be factorised), each record is evaluated by itself, and those
-    on which it still fails are left out, which the gate takes for zero. To fail would tell the server of them, without
-    noise, as often as it asks.
+    Where the program raises anything on them (a matrix that cannot be factorised), each record is evaluated by itself,
+    and those on which it still does are left out, which is what a zero is. To fail would tell the server of them,
+    without noise, as often as it asks.
     """
-    try:
-        found = [(rows, step(rows))]
-    except Exception:
-        found = []
-        for row in rows[rows < size]:
-            with contextlib.suppress(Exception):
-                pair = np.array([row, row])  # graphs take at least two
-                gradients, values, *state = step(pair)
-                first = [{name: value[:1] for name, value in part.items()} for part in state]
-                found.append((pair[:1], (gradients[:1], values[:1], *first)))
-    for at, values_of in found:
-        yield torch.from_numpy(at), values_of
+    with contextlib.suppress(Exception):
+        return [(torch.from_numpy(rows), step(rows))], 0
+    found, own = [], rows[rows < size]
+    for row in own:
+        with contextlib.suppress(Exception):
+            pair = np.array([row, row])  # graphs take at least two
+            gradients, values, *state = step(pair)
+            first = [{name: value[:1] for name, value in part.items()} for part in state]
+            found.append((torch.from_numpy(pair[:1]), (gradients[:1], values[:1], *first)))
+    return found, len(own) - len(found)

@@ -1,8 +1,9 @@
 """What a party keeps on disk between two messages of a job, so that it can be killed at any moment.
 
-Writes outlive the process but, at 0.1 ms instead of 4 ms, not the machine: where the machine has been restarted since,
-what was written last may be gone, and with it answers that a silo has given. The secrets of a session are then not used
-again (`SessionLost`, and all open a new one), and a silo compares its own state with what the server has used.
+State, answers and a silo's claims on questions are on the disk before anything leaves: after a power cut a silo has
+forgotten no question that it answered, and draws for none as it drew before. What the secure sum claims in between
+outlives the process and, at 0.1 ms instead of 4 ms, not the machine: a session's secrets are not used again once the
+machine has been restarted (`SessionLost`, and all open a new one).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from secure_fvi.silo import Answer, Past, Silo
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
-_VERSION = 4  # of what lies there
+_VERSION = 6  # of what lies there
 
 
 def boot_id() -> bytes:
@@ -38,8 +39,8 @@ def boot_id() -> bytes:
 
 
 def open_store(path: Path, power_safe: bool = False) -> SqliteStore:
-    """A store that survives the process, and with power_safe, or where the system cannot tell of its restarts, the
-    machine too."""
+    """A store whose claims survive the process, and with power_safe, or where the system cannot tell of its restarts,
+    the machine too, as all that is put does."""
     return SqliteStore(path, power_safe=power_safe or not boot_id())
 
 

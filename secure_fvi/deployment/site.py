@@ -168,15 +168,18 @@ class Site:
         return CODEC.pack(Opened(CODEC.unpack(path.read_bytes(), Joined).session))
 
     def _end(self, job: str, message: End) -> bytes:
-        if (job_folder(self.home, job) / "ended").exists():
+        """Keep the result, let go of the secrets, and close the job in the log, in this order: what a kill left undone
+        is done when the server says it again."""
+        ended, known, path = job_folder(self.home, job) / "ended", self._trail.chain.jobs.get(job), None
+        if ended.exists() and (known is None or known.outcome is not None):
             return CODEC.pack(Ended())
         found = self._open_job(job)
-        path = found.end(message.accepted, message.posterior)
-        joined = CODEC.pack(found.join())
-        write_atomically(found.folder / "ended", joined)
-        self._trail.close_job(job, message.outcome if message.outcome in OUTCOMES else FINISHED)
+        if not ended.exists():
+            path = found.end(message.accepted, message.posterior)
+            write_atomically(ended, CODEC.pack(found.join()))
         found.close(FINISHED)
         self._job = None
+        self._trail.close_job(job, message.outcome if message.outcome in OUTCOMES else FINISHED)
         _log.info("job '%s' has ended%s", job, f"; this silo's own posterior: {path}" if path else "")
         if self._on_end is not None:
             self._on_end(job, path)

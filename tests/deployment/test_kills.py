@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
+import torch
 from consortium_run import Job, Sites
 from deployment_world import World
 
+import secure_fvi as sf
 from secure_fvi.cli.bench_kills import campaign
-from secure_fvi.deployment.holding import DurableSilo
+from secure_fvi.deployment.holding import DurableSilo, open_held
+from secure_fvi.deployment.site_job import SiteJob
+from secure_fvi.deployment.trail import Trail
 from secure_fvi.deployment.trail_verify import compare, verify
 from secure_fvi.driving import Progress
 from secure_fvi.errors import ProtocolError
+from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.ledger_verify import verify as verify_ledger
 
@@ -102,3 +111,82 @@ def test_killed_at_random_moments_jobs_find_what_they_should(
     assert found["faults"] == [], told
     assert sum(row["kills"] for row in found["kills"]) == kills
     assert all(row["kills"] for row in found["kills"])
+
+
+@pytest.mark.parametrize("at", ["before the secrets go", "before the log is closed"])
+def test_a_silo_killed_while_a_job_ends_ends_it_after_all(
+    at: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said that the job is over, in the file `ended`, and not yet let go of its secrets or closed its log: the
+    server says it again, and it does both. The control is the state at the kill."""
+    job, left = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"}), list[bool]()
+    home, run = world.homes["north"], Sites._run
+    secret = home.state_folder / "jobs"
+    owner, name = (SiteJob, "close") if at == "before the secrets go" else (Trail, "close_job")
+    inner = getattr(owner, name)
+
+    def dying(self: Any, *args: Any) -> None:
+        mine = getattr(self, "home", None) is home or str(home.path) in repr(self)
+        if mine and args and not left:
+            left.append(any(secret.glob("*/secret")))
+            raise Killed
+        inner(self, *args)
+
+    def started_again(self: Sites, silo: str) -> None:
+        try:
+            run(self, silo)
+        except Killed:
+            run(self, silo)
+
+    monkeypatch.setattr(owner, name, dying)
+    monkeypatch.setattr(Sites, "_run", started_again)
+    job.run()
+    assert left == [at == "before the secrets go"]
+    (record,) = verify(home.log_file).jobs.values()
+    assert str(record.outcome).startswith("finished")
+    assert not list(secret.glob("*/secret")) + list(secret.glob("*/*.sqlite*"))
+
+
+def test_what_a_silo_answers_and_what_it_draws_for_is_on_the_disk_first(tmp_path: Path) -> None:
+    """By SQLite's own account of each transaction: a silo's claim on a question before it draws, and its state and
+    answer before they leave, are synced. The control is a claim of the secure sum, which need not outlive the machine,
+    and a store whose puts do not either."""
+    held = open_held(tmp_path / "session.sqlite", bytes(32))
+    store, levels = held.inner._inner, list[tuple[str, int]]()  # type: ignore[attr-defined]
+
+    def seen(statement: str) -> None:
+        if statement.startswith(("INSERT", "PRAGMA synchronous")):
+            levels.append((statement[:6], 2 if "FULL" in statement else 1 if "NORMAL" in statement else 0))
+
+    def synced(act: Callable[[], object]) -> list[bool]:
+        levels.clear()
+        before = store._connection.execute("PRAGMA synchronous").fetchone()[0]
+        store._connection.set_trace_callback(seen)
+        act()
+        store._connection.set_trace_callback(None)
+        found = list[bool]()
+        for kind, level in levels:
+            before = level if kind == "PRAGMA" else before
+            found += [before == 2] if kind == "INSERT" else []
+        return found
+
+    server, engine, _ = build_parties(*six_rows(), sf.SFVI(iterations=4), sf.Plain(), compile=False)
+    silo = DurableSilo(engine.silos["silo-1"], held)
+    message = next(server.round())["silo-1"]
+    answered = synced(lambda: silo.handle(message))
+    assert len(answered) == 3  # the claim; state and answer
+    assert all(answered)
+    assert synced(lambda: held.claim("used/1", b"x")) == [False]
+    assert synced(lambda: held.put({"a": b"x"})) == [True]
+    store._synchronous = lambda full: None
+    store._connection.execute("PRAGMA synchronous = NORMAL")
+    assert synced(lambda: held.put({"a": b"y"})) == [False]
+
+
+def six_rows() -> tuple[sf.FederatedModel, list[dict[str, torch.Tensor]]]:
+    def program(y: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("row", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    return sf.FederatedModel(program, "row"), [{"y": torch.arange(3.0) + j} for j in range(2)]

@@ -263,7 +263,7 @@ def _clip_parts(gate: Gate, changes: Tensor) -> Any:
 def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> Any:
     """`PVISilo.contribute` as it was: what was released beyond the kept changes is dealt out to all parts."""
     local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
-    answered = [self._answered(message, k, part, views[k], False) for k, part in enumerate(local.parts)]
+    answered = [self._answered(message, k, part, views[k], False, gate) for k, part in enumerate(local.parts)]
     parts = [part for part, _ in answered]
     rows = torch.from_numpy(np.stack([self._row(part.change, answer) for part, answer in answered]))
     release = _clip_parts(gate, rows)
