@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.pvi_frame import PVIFrame
-from secure_fvi.algorithms.pvi_local import reanchored_records, reanchored_silo, split_theta
+from secure_fvi.algorithms.pvi_local import gains_times, natural_step, reanchored_records, reanchored_silo, split_theta
 from secure_fvi.algorithms.pvi_steps import GlobalSteps
 from secure_fvi.algorithms.sfvi_frame import local_units
 from secure_fvi.compiled import Traced
@@ -17,6 +17,8 @@ from secure_fvi.objective import silo_gradient
 
 #: Steps in a block at most. Records' latents stay out of longer blocks: a batch's would have to be written back first.
 _LONGEST = 5
+#: Natural gradients of a silo's latents go so many times as far as its learning rate says, which is Adam's.
+_NATURAL = 6.0
 
 
 class Carry(NamedTuple):
@@ -80,9 +82,30 @@ class Block:
     def __call__(self, carry: Carry, inputs: Inputs) -> Carry:
         return Carry(*self._traced(*carry, *inputs))
 
+    def _own(
+        self, params: Params, gradient: Params, moments: Params, rate: Tensor, root: Tensor, silo: Params | None = None
+    ) -> tuple[Params, Params]:
+        """The parameters of latents, and the optimiser's state, after a step.
+
+        Its gains are those of white noise, w in w R^-1 d with R = `root` of q(Z_G), so that a step means the same
+        whatever the units of Z_G: in raw units it is nothing to a narrow one, and tears a wide one apart. silo: of
+        Z_S, which is a part of d to records.
+        """
+        spread = silo["log_scale"][0].exp() if silo else root.new_ones(0)
+        if not params:
+            return params, moments
+        back = torch.linalg.inv(root) if root.dim() == 2 else 1 / root
+        params = gains_times(params, root, spread)
+        gradient = gains_times(gradient, back.mT if root.dim() == 2 else back, 1 / spread)
+        after, moments = self.optimizer.step(params, gradient, moments, rate, local_units(params))
+        after |= natural_step(params, gradient, _NATURAL * self.optimizer.learning_rate * rate)
+        return gains_times(after, back, 1 / spread), moments
+
     def observed(self, q: Params, value: Tensor, theta: Params, gradient: Tensor) -> Params:
         """What a fit reports, averaged over its last iterates. gradient: of the silo's term in Z_G (n,)."""
-        seen = {"loc": self.steps.loc(q), "covariance": self.steps.covariance(q), "value": value.reshape(1)}
+        root = self.steps.root(q)
+        covariance = root @ root.mT if root.dim() == 2 else root.square()
+        seen = {"loc": self.steps.loc(q), "covariance": covariance, "value": value.reshape(1)}
         seen |= {"touched": gradient.abs()}
         return seen | {f"theta/{name}": gradient for name, gradient in theta.items()}
 
@@ -106,10 +129,9 @@ class Block:
         held = shift - (precision @ z if precision.dim() == 2 else precision * z)
         own_rate = inputs.schedule[k, 1]
         after = self.steps.step(q, inputs.eps[k], g.direct + g.path + held, inputs.schedule[k, 0])
-        record, record_moments = self.optimizer.step(
-            record, g.local, carry.record_moments, own_rate, local_units(record)
-        )
-        silo, silo_moments = self.optimizer.step(silo, g.silo, carry.silo_moments, own_rate, local_units(silo))
+        root = self.steps.root(q)
+        record, record_moments = self._own(record, g.local, carry.record_moments, own_rate, root, silo)
+        silo, silo_moments = self._own(silo, g.silo, carry.silo_moments, own_rate, root)
         # The silo's latents move along with the mean of Z_G, as their conditionals say they do: held back, they would
         # turn a Newton step on the marginal likelihood into a step of EM, which is slow where much is unobserved.
         silo, moved = reanchored_silo(silo, self.steps.loc(after) - self.steps.loc(q), self.frame.n_silo)

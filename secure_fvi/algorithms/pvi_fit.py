@@ -25,6 +25,7 @@ from secure_fvi.algorithms.pvi_local import Anchored, reanchored_records, reanch
 from secure_fvi.algorithms.pvi_steps import global_steps
 from secure_fvi.algorithms.schedules import SCHEDULES
 from secure_fvi.algorithms.stationarity import SiloSlope
+from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.families import Params
 from secure_fvi.trees import put, take
 
@@ -39,6 +40,8 @@ _STRATA, _AHEAD = 16, 4_000_000
 _RATES = (1.0, 0.1, 0.01)
 #: Share of the steps after which the silo's latents are at their least rate: their noise biases q's scale sites.
 _SETTLED_AT = 0.6
+#: Share of a first fit over which their rate rises: until q has found its width, gains mean nothing.
+_WARM = 0.1
 
 
 class OwnState(NamedTuple):
@@ -83,6 +86,13 @@ class _Watch:
         return self.waited >= PATIENCE
 
 
+def _far(q: Natural, end: Natural) -> float:
+    """How far a fit went: the largest of its mean's way and of its sd, in sds of where it began. It may narrow at will,
+    as fits on raw scales do."""
+    sd = q.stddev()
+    return float(torch.maximum((end.mean() - q.mean()).abs() / sd, end.stddev() / sd).max())
+
+
 class SiloFit:
     """The local fits of all silos of a process; it holds no data, so that they share its traces."""
 
@@ -92,6 +102,7 @@ class SiloFit:
         self.exact = ExactFit(config, problem, frame) if config.local_optimizer in EXACT else None
         self.block = Block(frame, global_steps(frame)) if self.exact is None else None
         self._slope = SiloSlope(problem, frame.local_family, frame.silo_family, frame.samples)
+        self._weigher = Weigher(problem, frame.local_family, frame.silo_family, config.bound)
 
     def init(self, view: SiloView) -> OwnState:
         """Before the first fit."""
@@ -126,7 +137,7 @@ class SiloFit:
         shares = [share for share in _RATES if share <= own.share] if self.exact is None else [1.0]
         for share in shares:
             fitted = self._at(share, turn, theta, q, cavity, own, view)
-            if fitted.sane and float(fitted.q.minus(q).pack().abs().max()) < self.config.bound:
+            if fitted.sane and _far(q, fitted.q) < self.config.bound:
                 break
         return fitted
 
@@ -182,16 +193,23 @@ class SiloFit:
             average["touched"].to("cpu") != 0,
         )
 
-    def slope(self, eps: Tensor, key: int, theta: Params, q: Natural, own: OwnState, view: SiloView) -> FloatArray:
-        """The silo's terms of `stationarity` at q, for the draws `eps`; `key` as in a fit. In minibatches each draw
-        has one."""
+    def at_the_end(
+        self, eps: Tensor, key: int, theta: Params, q: Natural, own: OwnState, view: SiloView, weighs: bool
+    ) -> FloatArray:
+        """The silo's terms of `stationarity` at q, for the draws `eps`, and, where it `weighs`, of `weighing`; `key` as
+        in a fit. In minibatches each draw of the first has one."""
         count = eps.shape[0] * eps.shape[1]
         silo, moved = reanchored_silo(own.silo, self.frame.move(q.mean() - own.anchor), self.frame.n_silo)
         record = reanchored_records(own.record, moved)
         first_key = key * self.config.local_steps * FIRST_FIT
         batches = self._batches(first_key, count, view) if self.exact is None else None
         inputs = self._inputs(first_key, count, batches, record, view)
-        return self._slope(q, eps, {**theta, **own.phi}, silo, inputs)
+        theta = {**theta, **own.phi}
+        slope = self._slope(q, eps, theta, silo, inputs)
+        if not weighs:
+            return slope
+        at = points(self.problem.seed, q, self.problem.layout)
+        return np.concatenate([slope, self._weigher(q, at, theta, record, silo, view, first_key + count)])
 
     def _inputs(
         self, key: int, count: int, batches: npt.NDArray[np.int64] | None, record: Params, view: SiloView
@@ -271,6 +289,7 @@ class SiloFit:
         for step in range(steps):
             done = step / steps
             own = max(_LEAST, cosine(min(1.0, done / _SETTLED_AT))) / (1 + visits)
+            own *= 1.0 if visits else min(1.0, done / _WARM)
             averaged = step % self._window if self.config.early_stopping else max(0, step - first)
             rate = share * max(_LEAST, cosine(done)) * self.config.decay**visits
             rows.append((rate, own, 1.0 / (averaged + 1)))

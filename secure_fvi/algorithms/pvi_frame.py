@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms import stationarity, weighing
 from secure_fvi.algorithms.base import ROUND_PHASE, Problem, choose_cohort, form, one_phase
 from secure_fvi.algorithms.local_fit_options import CLOSED_FORM, EXACT, NATURAL
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
@@ -21,6 +21,8 @@ from secure_fvi.privacy.terms import Extent, Terms, agree
 
 #: The default rate of natural gradients of a full covariance of n dimensions is at most this over n + 1.
 RATE_BY_SIZE = 2.0
+#: Largest power of two of a unit.
+_MOST_UNITS = 200
 
 
 class PVIFrame:
@@ -52,10 +54,14 @@ class PVIFrame:
         self.tables = {ROUND_PHASE: self.table}
         if self.terms is None:
             final = stationarity.blocks(self.n, self.full, config.bound)
+            if config.rounds is None:
+                final += weighing.blocks(layout, self.family.name, self.local_family, config.bound)
             self.tables[FINISH] = BlockTable((*final, self._present, Block("records", (), 2.0**31, integer=True)))
         self._turns, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
         each = (len(problem.silos),)
-        sent: dict[str, Tensor | tuple[int, ...]] = {"q": (self.packed,), "sums": each, "dampings": each}
+        sent: dict[str, Tensor | tuple[int, ...]] = {
+            "q": (self.packed,), "units": (self.n,), "sums": each, "dampings": each,
+        }  # fmt: skip
         sent |= {f"theta/{name}": value for name, value in self.theta_start.items()}
         forms = {ROUND_PHASE: form(sent, terms=self.terms), FINISH: form(sent)}
         self.order = one_phase(
@@ -146,6 +152,21 @@ class PVIFrame:
 
     def unpack(self, flat: Tensor) -> Natural:
         return unpack(flat.to("cpu", torch.float64), self.n, self.full)
+
+    def units(self, q: Natural) -> Tensor:
+        """(n,) the units in which silos state changes of Z_G: powers of two near q's sds, so that nothing is rounded.
+
+        A sum has a bound and a resolution, and parameters on raw scales have precisions of 1e10 beside others of 1e-8.
+        Ones under differential privacy, where changes are clipped as they are.
+        """
+        if self.terms is not None:
+            return torch.ones(self.n, dtype=torch.float64)
+        return torch.exp2(q.stddev().log2().round().clamp(-_MOST_UNITS, _MOST_UNITS))
+
+    def per_unit(self, units: Tensor) -> Tensor:
+        """(packed,) factors of a packed factor of z that make it one of z / units."""
+        rows, cols = torch.tril_indices(self.n, self.n) if self.full else torch.arange(self.n).expand(2, -1)
+        return torch.cat([units, units[rows] * units[cols]])
 
     def move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.problem.device, self.problem.dtype)

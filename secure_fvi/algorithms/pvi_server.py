@@ -115,7 +115,8 @@ class PVIServer:
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        tensors = {"q": state.q.pack(), "sums": state.took, "dampings": state.kept}
+        units = self.frame.units(state.q)
+        tensors = {"q": state.q.pack(), "units": units, "sums": state.took, "dampings": state.kept}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
         if state.phase == FINISH:
             return Broadcast(state.round, index, accepted, self.problem.silos, {}, tensors, FINISH)
@@ -131,7 +132,8 @@ class PVIServer:
         )
         if self._may_shorten(state, counts):
             return self._shortened(state, counts)
-        change = self.frame.unpack(torch.from_numpy(sums["change"]))
+        stated = torch.from_numpy(sums["change"])
+        change = self.frame.unpack(stated / self.frame.per_unit(message.tensors["units"].to(stated)))
         asked = int(present.sum())
         if not asked:
             change = nothing(self.frame.n, self.frame.full)
@@ -263,7 +265,8 @@ class PVIServer:
         """After the final sum."""
         whole = int(present.sum()) == len(self.problem.silos)
         eps = final_draws(self.problem.seed, self.frame.n, self.frame.full, self.config.rounds is not None)
-        rest = at_rest(state.q, lambda z: self.prior.log_prob(z, state.theta), eps, sums)
+        prior = lambda z: self.prior.log_prob(z, state.theta)  # noqa: E731
+        rest = at_rest(self.problem, state.q, state.theta, prior, eps, sums)
         state = state._replace(phase=ROUND_PHASE, rest=rest if whole else Rest(), checked=whole)
         return state, Step(rest.objective if whole else math.nan, state.damping, None, FINISH, True)
 

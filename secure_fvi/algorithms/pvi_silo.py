@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import CLIP, Broadcast, LocalFit, Pending, Problem, SiloView
@@ -29,7 +30,8 @@ from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
-from secure_fvi.algorithms.stationarity import final_draws
+from secure_fvi.algorithms.stationarity import final_draws, within
+from secure_fvi.algorithms.weighing import asked
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
@@ -38,6 +40,8 @@ from secure_fvi.trees import to_numpy
 #: A cavity is tempered where in some direction it has no more than `IMPROPER` of q's precision (a silo that alone knows
 #: a parameter leaves but the prior's, a ten-thousandth perhaps), and then has `MARGIN` of it.
 IMPROPER, MARGIN = 1e-9, 0.05
+#: Share of the bound that a change takes at most.
+_SAFELY = 0.9
 
 
 class Answer(NamedTuple):
@@ -103,7 +107,9 @@ class PVISilo:
         views = part_views(view, self.config.virtual_clients)
         answered = [self._answered(message, k, part, views[k], late, gate) for k, part in enumerate(local.parts)]
         parts, answers = [part for part, _ in answered], [answer for _, answer in answered]
-        rows = np.stack([self._row(part.change, answer) for part, answer in answered])
+        per_unit = self._per_unit(message)
+        parts = [self._within_bound(part, per_unit, len(parts)) for part in parts]
+        rows = np.stack([self._row(p.change, a, per_unit) for p, a in zip(parts, answers, strict=True)])
         if self.frame.terms is None:
             release = gate.release(np.concatenate([rows.sum(0), *self._in_clear(message, parts, answers, view)]))
         elif self.frame.by_record:
@@ -121,11 +127,12 @@ class PVISilo:
         eps = final_draws(self.problem.seed, self.frame.n, self.frame.full, self.config.rounds is not None)
         keys = range((view.turn + 1) * len(views), (view.turn + 2) * len(views))
         found = [
-            self.fit.slope(eps, key, theta, q, part.own, of)
+            self.fit.at_the_end(eps, key, theta, q, part.own, of, asked(self.tables[FINISH]))
             for key, part, of in zip(keys, local.parts, views, strict=True)
         ]
         present = [float(name == view.silo) for name in self.problem.silos]
-        return gate.release(np.concatenate([np.sum(found, 0), present, [float(view.size)]]))
+        terms = within(np.sum(found, 0), self.config.bound)
+        return gate.release(np.concatenate([terms, present, [float(view.size)]]))
 
     def _theta(self, message: Broadcast) -> Params:
         return {name: self.frame.move(message.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
@@ -198,9 +205,23 @@ class PVISilo:
             factor = kept
         return PVILocal(tuple(parts), 0, took, factor)
 
-    def _row(self, change: Natural, answer: Answer) -> FloatArray:
+    def _per_unit(self, message: Broadcast) -> Tensor:
+        units = message.tensors["units"].to("cpu", torch.float64)
+        if units.shape != (self.frame.n,) or not bool((units.isfinite() & (units > 0)).all()):
+            raise ProtocolError("the units of a change are no positive numbers")
+        return self.frame.per_unit(units)
+
+    def _within_bound(self, part: Part, per_unit: Tensor, parts: int) -> Part:
+        """Where a change is past what the sum takes, as the first ones on raw scales are, a share of it: the rest comes
+        in the rounds that follow. What is protected is clipped anyway."""
+        most = float((part.change.pack() * per_unit).abs().max()) * parts / (_SAFELY * self.config.bound)
+        if self.frame.terms is not None or not most > 1:
+            return part
+        return part._replace(change=self._one.plus(part.change, 1 / most))
+
+    def _row(self, change: Natural, answer: Answer, per_unit: Tensor) -> FloatArray:
         """What a part adds to the blocks that are protected."""
-        parts = [change.pack(), *(answer.theta[name].reshape(-1) for name in sorted(answer.theta))]
+        parts = [change.pack() * per_unit, *(answer.theta[name].reshape(-1) for name in sorted(answer.theta))]
         return np.concatenate([to_numpy(p) for p in parts])
 
     def _in_clear(
@@ -215,7 +236,8 @@ class PVISilo:
             any(distance(q, q.plus(part.change, whole)) > self.config.tolerance for part in parts),
         )
         present = [float(name == view.silo) for name in self.problem.silos]
-        counts = [sum(answer.value for answer in answers), float(view.size), *map(float, flags)]
+        value = within(sum(answer.value for answer in answers), self.config.bound)
+        counts = [float(value), float(view.size), *map(float, flags)]
         return [np.array(counts), np.array(present)]
 
     def _as_released(self, message: Broadcast, parts: list[Part], rows: FloatArray, release: Release) -> list[Part]:

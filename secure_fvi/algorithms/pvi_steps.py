@@ -16,7 +16,7 @@ from torch import Tensor
 from secure_fvi.algorithms.local_fit_options import NATURAL
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.pvi_frame import PVIFrame
-from secure_fvi.families.gaussian import INITIAL_SCALE, Params
+from secure_fvi.families.gaussian import INITIAL_SCALE, Full, Params
 from secure_fvi.objective import vjp
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.trees import merge, part
@@ -44,8 +44,8 @@ class GlobalSteps(Protocol):
         """The next state, from the gradient of log (cavity x likelihood) in Z_G; `scale`: share of the first rate."""
         ...
 
-    def covariance(self, state: Params) -> Tensor:
-        """(n, n), or (n,) variances."""
+    def root(self, state: Params) -> Tensor:
+        """R with covariance R R', (n, n), or (n,) standard deviations."""
         ...
 
 
@@ -105,9 +105,8 @@ class NaturalSteps:
             "factor": factor + factor @ (grow + 0.5 * grow @ grow),
         }
 
-    def covariance(self, state: Params) -> Tensor:
-        factor = state["factor"]
-        return factor @ factor.mT if factor.dim() == 2 else factor.square()
+    def root(self, state: Params) -> Tensor:
+        return state["factor"]
 
 
 class TorchSteps:
@@ -146,8 +145,8 @@ class TorchSteps:
         eta, moments = self.optimizer.step(eta, eta_gradient, part(state, "moments"), scale)
         return merge(base=part(state, "base"), eta=eta, moments=moments)
 
-    def covariance(self, state: Params) -> Tensor:
+    def root(self, state: Params) -> Tensor:
         base, eta = state["base/factor"], part(state, "eta")
-        if base.dim() == 1:
-            return (base * eta["log_scale"].exp()).square()
-        return base @ self.family.covariance(eta) @ base.mT
+        if isinstance(self.family, Full):
+            return base @ self.family.root(eta)
+        return base * self.family.stddev(eta)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.barycenter import ROOT, WEIGHT, Gaussian, full_contribution, next_covariance
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
-from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms import stationarity, weighing
 from secure_fvi.algorithms.base import ITERATION, Form, Order, Phase, Problem, choose_cohort, cohort_size, form
 from secure_fvi.algorithms.sfvi_avg import BURES, COUNT, FINISH, MERGE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_trusted import LARGEST, trusted_blocks
@@ -126,7 +126,9 @@ class SFVIAvgFrame:
         tables[MERGE] = BlockTable((*counts, objective, *self.changes, *silos))
         if self.full and self.config.bures_iterations > 1:
             tables[BURES] = BlockTable((weight, *root))
-        tables[FINISH] = BlockTable((records, objective, *stationarity.blocks(n, self.full, bound)))
+        final = stationarity.blocks(n, self.full, bound)
+        final += weighing.blocks(self.problem.layout, self.family.name, self.base.local_family, bound)
+        tables[FINISH] = BlockTable((records, objective, *final))
         return tables, {}
 
     def _terms(self) -> Terms:

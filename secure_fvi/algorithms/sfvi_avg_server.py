@@ -119,7 +119,8 @@ class SFVIAvgServer:
         if finished and not absent:
             q = as_natural(self.family, state.eta)
             eps = final_draws(self.problem.seed, q.n, q.full)
-            rest = at_rest(q, lambda z: self._log_prior(z, state.theta), eps, blocks)
+            prior = lambda z: self._log_prior(z, state.theta)  # noqa: E731
+            rest = at_rest(self.problem, q, state.theta, prior, eps, blocks)
             state = state._replace(rest=rest)
         if message.phase == MERGE:
             state = state._replace(absent=absent)

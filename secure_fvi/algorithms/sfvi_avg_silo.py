@@ -24,7 +24,8 @@ from secure_fvi.algorithms.sfvi_avg_frame import (
 )
 from secure_fvi.algorithms.sfvi_avg_steps import LocalRun, Point
 from secure_fvi.algorithms.sfvi_avg_trusted import own_row
-from secure_fvi.algorithms.stationarity import final_draws
+from secure_fvi.algorithms.stationarity import final_draws, within
+from secure_fvi.algorithms.weighing import asked
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import merge, part, to_numpy
@@ -79,8 +80,8 @@ class SFVIAvgSilo:
         flat = self._flat(message, values)
         if message.phase == FINISH:
             eps = final_draws(self.problem.seed, self.frame.family.n, self.frame.full)
-            slope = self.run.slope(self._point(local, shared), eps, view)
-            flat = np.concatenate([flat, slope])
+            slope = self.run.at_the_end(self._point(local, shared), eps, view, asked(self.tables[FINISH]))
+            flat = np.concatenate([flat, within(slope, self.config.bound)])
         return gate.release(flat), local
 
     def commit(self, local: SFVIAvgLocal, pending: Pending, accepted: int) -> SFVIAvgLocal:

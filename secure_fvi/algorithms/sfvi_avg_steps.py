@@ -21,6 +21,7 @@ from secure_fvi.algorithms.sfvi_avg import BOUND_DRAWS, LEAST_RATE, SFVIAvg
 from secure_fvi.algorithms.sfvi_avg_frame import SFVIAvgFrame
 from secure_fvi.algorithms.sfvi_frame import local_units, mean_units
 from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, silo_inputs
+from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced
 from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.families import Params
@@ -52,6 +53,7 @@ class LocalRun:
         self._server_gradient = server_gradient(problem.density, frame.family)
         axes = (None, None, 0, 0, None, None, 0, 0, None, 1, None, None)
         self._slope = SiloSlope(problem, self.base.local_family, self.base.silo_family, self.base.samples)
+        self._weigher = Weigher(problem, self.base.local_family, self.base.silo_family, config.bound)
         self._step: Callable[..., Any] = Traced(
             self.step_function, axes, problem.mode, self.base.local_family.couples_records
         )
@@ -97,14 +99,18 @@ class LocalRun:
             found.append(self._call(at, view, key, self.base.move(eps), None, (1.0, 0.0, 0.0))[1])
         return torch.stack(found).mean()
 
-    def slope(self, at: Point, eps: Tensor, view: SiloView) -> FloatArray:
-        """The silo's terms of `stationarity` at the q(Z_G) that was sent, by all its records."""
+    def at_the_end(self, at: Point, eps: Tensor, view: SiloView, weighs: bool) -> FloatArray:
+        """The silo's terms of `stationarity` at the q(Z_G) that was sent, by all its records, and of `weighing`."""
         base = self.base
         theta = part(at.shared, "theta")
         q = as_natural(self.frame.family, part(at.shared, "eta"))
         first = (view.turn + 1) * self.config.keys_a_round  # past the last question, which this answers
-        inputs = silo_inputs(base, at.record, view, range(first, first + eps.shape[0] * eps.shape[1]))
-        return self._slope(q, eps, theta, at.silo, inputs)
+        keys = range(first, first + eps.shape[0] * eps.shape[1])
+        slope = self._slope(q, eps, theta, at.silo, silo_inputs(base, at.record, view, keys))
+        if not weighs:
+            return slope
+        where = points(self.problem.seed, q, self.problem.layout)
+        return np.concatenate([slope, self._weigher(q, where, theta, at.record, at.silo, view, keys.stop)])
 
     def _call(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms import stationarity, weighing
 from secure_fvi.algorithms.base import ROUND_PHASE, Form, Problem, choose_cohort, cohort_size, form, one_phase
 from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.errors import InputError
@@ -49,6 +49,7 @@ class SFVIFrame:
         self.tables = {ROUND_PHASE: self.table}
         if self.terms is None and config.iterations is None and self.family.name in ("diagonal", "full"):
             final = stationarity.blocks(self.family.n, self.family.name == "full", config.bound)
+            final += weighing.blocks(layout, self.family.name, self.local_family, config.bound)
             self.tables[FINISH] = BlockTable((*final, Block("records", (), 2.0**31, integer=True)))
         self.order = one_phase(
             ROUND_PHASE, config.own_rounds, self.cohort, self._forms(),

@@ -24,6 +24,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms.base import Problem, SiloView, Verdict
 from secure_fvi.algorithms.natural import Natural, distance, from_moments
+from secure_fvi.algorithms.weighing import WEIGHED, Weighed, points, weighed
 from secure_fvi.compiled import Traced
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import silo_gradient
@@ -48,6 +49,7 @@ class Rest(NamedTuple):
     step: float = math.inf  # posterior sds, or log sds, by which an undamped step would move q; infinite: it has no end
     error: float = math.inf  # the step's Monte-Carlo error, one standard error
     objective: float = math.nan  # the bound at q, nats, by all silos; NaN before it is known
+    weighed: Weighed | None = None  # None: too many dimensions, or a family that is not full
 
     @property
     def known(self) -> bool:
@@ -64,7 +66,8 @@ class Rest(NamedTuple):
 
     def details(self) -> dict[str, float | None]:
         finite = math.isfinite(self.step) and math.isfinite(self.error)
-        return {"step_sd": self.step if finite else None, "step_error_sd": self.error if finite else None}
+        found = {"step_sd": self.step if finite else None, "step_error_sd": self.error if finite else None}
+        return found if self.weighed is None else {**found, **self.weighed.details()}
 
 
 def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict:
@@ -74,6 +77,9 @@ def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict
         return Verdict(False, f"{settled}; {advice}", details)
     if not rest.known:
         return Verdict(False, "a silo was missing when the final q was checked; run it again", details)
+    against = rest.weighed and rest.weighed.against()
+    if rest.stationary and against:
+        return Verdict(False, f"{found}, but {against}", details)
     if rest.stationary:
         slope = f"at the final q the slope of the bound over all records would move it by {rest.step:.2g} sds"
         return Verdict(True, f"{found}, and {slope}", details)
@@ -116,6 +122,12 @@ def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
     else:
         half = half / half.square().mean(1, keepdim=True).sqrt()
     return torch.cat([half, -half], 1)
+
+
+def within(values: Any, bound: float) -> FloatArray:
+    """Values cut to what a sum takes. A slope at its bound says all the same that q is nowhere near rest, and to fail
+    here would lose the run."""
+    return np.asarray(np.clip(np.nan_to_num(values, nan=bound), -bound, bound))
 
 
 class SiloSlope:
@@ -175,7 +187,14 @@ def silo_inputs(
         yield record, view.rows, view.weights, frame.move(eps_record.transpose(0, 1).contiguous()), frame.move(eps_silo)
 
 
-def at_rest(q: Natural, log_prior: Callable[[Tensor], Tensor], eps: Tensor, sums: Mapping[str, FloatArray]) -> Rest:
+def at_rest(
+    problem: Problem,
+    q: Natural,
+    theta: Params,
+    log_prior: Callable[[Tensor], Tensor],
+    eps: Tensor,
+    sums: Mapping[str, FloatArray],
+) -> Rest:
     """What the silos' total says, with the server's own part: the prior and q."""
     z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
     gradient, value = torch.func.vmap(torch.func.grad_and_value(log_prior))(z)
@@ -186,7 +205,11 @@ def at_rest(q: Natural, log_prior: Callable[[Tensor], Tensor], eps: Tensor, sums
     log_q = -0.5 * eps.square().sum(-1).mean() - 0.5 * q.n * math.log(2 * math.pi) - _log_det(q)
     end = _end(q, slopes.mean(0), curves.mean(0))
     error = distance(_end(q, slopes[0], curves[0]), _end(q, slopes[1], curves[1])) / 2
-    return Rest(distance(q, end), error, float(sums[VALUE]) + float(value.mean() - log_q))
+    found = Rest(distance(q, end), error, float(sums[VALUE]) + float(value.mean() - log_q))
+    if WEIGHED not in sums:
+        return found
+    at = points(problem.seed, q, problem.layout)
+    return found._replace(weighed=weighed(problem, q, theta, at, sums[WEIGHED], log_prior))
 
 
 def _log_det(q: Natural) -> Tensor:

@@ -111,15 +111,16 @@ class Full:
         )
         return _standard_log_prob(u) - eta["log_scale"].sum()
 
-    def _factor(self, eta: Params) -> Tensor:
+    def root(self, eta: Params) -> Tensor:
+        """R with covariance R R' (n, n)."""
         return eta["log_scale"].exp().unsqueeze(-1) * unit_lower(eta["lower"], self.n)
 
     def covariance(self, eta: Params) -> Tensor:
-        factor = self._factor(eta)
+        factor = self.root(eta)
         return factor @ factor.T
 
     def stddev(self, eta: Params) -> Tensor:
-        return torch.linalg.vector_norm(self._factor(eta), dim=-1)
+        return torch.linalg.vector_norm(self.root(eta), dim=-1)
 
 
 class LowRank:

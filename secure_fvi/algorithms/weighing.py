@@ -1,0 +1,308 @@
+"""Is q(Z_G) the posterior? The records' likelihood at points that all parties share, summed over silos, answers.
+
+The slope of the bound (`stationarity`) is zero at the best Gaussian around one mode, for the q(Z_L | Z_G) that silos
+have: it knows neither the posterior's shape, nor other modes, nor what those conditionals miss. Here each silo adds
+log p(y_j | Z_G), its own latents integrated out by importance sampling, at
+
+- draws of q, half of them of a wider one: their weights p(y, Z_G) / q(Z_G) say what means and sds should be, and halves
+  of the draws how well that is known;
+- points far out, along each dimension and where signs or components change places: one that is about as likely as q's
+  own mean, with a valley between, is another mode.
+
+Only totals leave the silos. Of many dimensions weights say nothing, and the slope alone decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.algorithms.base import Problem, SiloView
+from secure_fvi.algorithms.natural import Natural
+from secure_fvi.density import Layout
+from secure_fvi.families import LocalFamily, Params
+from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.randomness import server_draws
+from secure_fvi.results import over_draws
+
+WEIGHED = "weighed"
+#: A run may be called converged where means are so far off at most, in posterior sds, sds in logs, and where the
+#: standard error of these is no larger.
+MEAN_WITHIN, SD_WITHIN, PRECISE = 0.15, 0.12, 0.1
+_REMEDY = (
+    "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
+    "to normal (non-centred effects, sums in place of products), or sample it with all records in one place"
+)
+#: Draws of q in each of two halves, in antithetic pairs; keeps them apart from others.
+HALF, _DRAWS = 256, 2**31 + 1
+#: By how much half of the draws are wider, in one dimension.
+_TAILS = 1.2
+#: Dimensions up to which q is weighed.
+UP_TO = 64
+#: Dimensions that are searched along, and as many sds of q to either side.
+_LINES, _FAR = 16, 40
+#: Points between q's mean and a mirrored one.
+_BETWEEN = (0.25, 0.5, 0.75, 1.0)
+#: Draws of a record's latents and of a silo's, by which they are integrated out, and their spread in q's sds.
+_RECORD, _SILO, _WIDER = 32, 32, 1.2
+#: Numbers of all evaluations together that fit well into memory.
+_AT_ONCE = 3_000_000
+#: Share of the bound of contributions below which a silo's nats at a point are cut.
+_WORST = 0.9
+#: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
+#: a valley of exp(-_VALLEY) between.
+_APART, _LOWER, _VALLEY = 4.0, 5.0, 1.5
+
+
+class Weighed(NamedTuple):
+    """What the likelihood at draws of q and far from them says. Everyone may see it."""
+
+    mean: float  # largest error of a reported mean, in posterior sds
+    sd: float  # largest error of a reported sd, in logs: below zero, it is too small
+    error: float  # of these two, one standard error
+    apart: float | None = None  # sds of q from its mean to another mode; None: none was found
+
+    def against(self) -> str | None:
+        """Why q is not the posterior; None: within tolerance."""
+        if self.apart is not None:
+            return (
+                f"another mode of the posterior, about as likely, lies {self.apart:.0f} sds of q away, and q covers "
+                "one alone; write the model so that it has one (a sign fixed, components in order), and start it there"
+            )
+        if not self.finite or self.error > PRECISE:
+            return (
+                "weighed by the likelihood of all records, draws of q do not even tell its means and sds: q is far "
+                f"from the posterior; {_REMEDY}"
+            )
+        if self.mean <= MEAN_WITHIN and abs(self.sd) <= SD_WITHIN:
+            return None
+        return (
+            f"weighed by the likelihood of all records, its means are {self.mean:.2g} sds off and its sds "
+            f"{math.exp(self.sd):.2g} times what they should be (each at worst): no Gaussian is near the posterior, "
+            f"or q has not settled; {_REMEDY}"
+        )
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self[:3]))
+
+    def details(self) -> dict[str, float | None]:
+        mean, sd, error = self[:3] if self.finite else (None, None, None)
+        return {"mean_error_sd": mean, "sd_error_log": sd, "weighing_error_sd": error, "other_mode_sd": self.apart}
+
+
+class Points(NamedTuple):
+    """Where the likelihood is asked for, the same at all parties."""
+
+    eps: Tensor  # (2 HALF, n) standard normals, one half after the other
+    mean: Tensor  # (n,) of q
+    draws: Tensor  # (2 HALF, n) of q
+    lines: list[Tensor]  # (count, n) each: a way from q's mean outwards
+
+    @property
+    def all(self) -> Tensor:
+        return torch.cat([self.mean[None], self.draws, *self.lines])
+
+
+def blocks(layout: Layout, family: str, local: LocalFamily, bound: float) -> tuple[Block, ...]:
+    """What a silo adds; nothing where q is not weighed: a mean field is not the posterior and does not claim to be, and
+    a scale over all records of a silo leaves no records to weigh one by one."""
+    if family != "full" or layout.size("global") > UP_TO or local.couples_records:
+        return ()
+    return (Block(WEIGHED, (_count(layout),), bound),)
+
+
+def asked(table: BlockTable) -> bool:
+    """Whether a phase weighs q."""
+    return any(block.name == WEIGHED for block in table.blocks)
+
+
+def _count(layout: Layout) -> int:
+    """How many points there are."""
+    n = layout.size("global")
+    return 1 + 2 * HALF + 2 * _FAR * min(n, _LINES) + len(_BETWEEN) * len(_mirrors(layout))
+
+
+def points(seed: int, q: Natural, layout: Layout) -> Points:
+    half = server_draws(seed).normals(_DRAWS, HALF * q.n)[0].reshape(2, HALF // 2, q.n)
+    half = half / half.square().mean(1, keepdim=True).sqrt()
+    half[:, ::2] *= _wide(q.n)
+    eps = torch.cat([half, -half], 1).flatten(0, 1)
+    mean, covariance = q.mean(), q.covariance()
+    steps = torch.arange(1, _FAR + 1, dtype=torch.float64)[:, None]
+    lines = [
+        mean + sign * steps * covariance[i] / covariance[i, i].sqrt()
+        for i in range(min(q.n, _LINES))
+        for sign in (1, -1)
+    ]
+    share = torch.tensor(_BETWEEN, dtype=torch.float64)[:, None]
+    lines += [mean + share * (matrix @ mean - mean) for matrix in _mirrors(layout)]
+    return Points(eps, mean, mean + eps @ q.factor().mT, lines)
+
+
+def _mirrors(layout: Layout) -> list[Tensor]:
+    """Maps (n, n) of unconstrained space under which posteriors are often the same: signs of a site, of an element, or
+    of all, and components of a mixture that change places."""
+    n, sites = layout.size("global"), layout.of("global")
+    ends = itertools.accumulate(s.size for s in sites)
+    at = {s.name: torch.arange(end - s.size, end) for s, end in zip(sites, ends, strict=True)}
+    real = [at[s.name] for s in sites if s.support.startswith(("Real", "IndependentConstraint(Real"))]
+    groups = [torch.cat(real)] if real else []
+    groups += [*real] if len(real) > 1 else []
+    groups += [i[None] for site in real if len(site) > 1 for i in site]
+    maps = [torch.ones(n).index_fill(0, group, -1.0).diag().double() for group in groups[:_LINES]]
+    lengths = {s.shape[-1] for s in sites if s.shape and 1 < s.shape[-1] <= 5}
+    for k in sorted(lengths):
+        for a in range(k - 1):
+            order = torch.arange(n)
+            signs = torch.ones(n, dtype=torch.float64)
+            for s in sites:
+                if s.shape and s.shape[-1] == k:
+                    grid = at[s.name].reshape(s.shape).clone()
+                    swapped = grid.clone()
+                    swapped[..., a], swapped[..., a + 1] = grid[..., a + 1], grid[..., a]
+                    order[grid.reshape(-1)] = swapped.reshape(-1)
+                elif k == 2 and s.size == 1 and ("Simplex" in s.support or "Interval" in s.support):
+                    signs[at[s.name]] = -1.0
+            maps.append(signs[:, None] * torch.eye(n, dtype=torch.float64)[order])
+    return maps
+
+
+def _wide(n: int) -> float:
+    """Half of the draws are of a q with sds so many times as large, where tails of the posterior show."""
+    return 1 + _TAILS / math.sqrt(n)
+
+
+class Weigher:
+    """A silo's log p(y_j | Z_G). It holds no data."""
+
+    def __init__(self, problem: Problem, local: LocalFamily, silo: LocalFamily, bound: float) -> None:
+        self.problem, self.local, self.silo = problem, local, silo
+        self.least = -_WORST * bound
+        layout = problem.layout
+        self.n_record, self.n_silo = layout.size("record"), layout.size("silo")
+        self.draws = (_RECORD if self.n_record else 1, _SILO if self.n_silo else 1)
+
+    def __call__(
+        self, q: Natural, at: Points, theta: Params, record: Params, silo: Params, view: SiloView, key: int
+    ) -> FloatArray:
+        """Nats at each of `at.all`, by all records of the silo; `key` and the next name the draws of its latents, one
+        for each half of the draws of q. record, silo: parameters around q's mean."""
+        z, half = at.all, HALF + 1
+        found = [self._over(q, part, theta, record, silo, view, key + k) for k, part in enumerate((z[:half], z[half:]))]
+        values, least = torch.cat(found).to("cpu", torch.float64), self.least
+        return np.asarray(values.nan_to_num(nan=least, posinf=least, neginf=least).clamp(min=least))
+
+    def _over(
+        self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, key: int
+    ) -> Tensor:
+        problem, (inner, outer), count = self.problem, self.draws, len(view.weights)
+        move = lambda t: t.to(problem.device, problem.dtype)  # noqa: E731
+        loc, eps_record, eps_silo = move(q.mean()), *(move(e) for e in self._noise(view, key))
+
+        def one(z: Tensor) -> Params:
+            return {"": self._marginal(z, z - loc, theta, record, silo, view, eps_record, eps_silo)}
+
+        size = max(1, _AT_ONCE // (inner * outer * count * max(1, self.n_record)))
+        return torch.cat([over_draws(one, part)[""] for part in move(z).split(size)]).detach()
+
+    def _noise(self, view: SiloView, key: int) -> tuple[Tensor, Tensor]:
+        """eps_L (inner, N, n_record) and eps_S (outer, 1, n_silo), each with its mirror image."""
+        inner, outer = self.draws
+        record = view.record_draws.normals(key, max(1, inner // 2) * self.n_record)
+        record = record.reshape(len(view.weights), -1, self.n_record or 1)[..., : self.n_record].transpose(0, 1)
+        silo = view.silo_draws.normals(key, max(1, outer // 2) * self.n_silo).reshape(-1, 1, self.n_silo or 1)
+        record = torch.cat([record, -record]) if self.n_record else torch.empty(1, len(view.weights), 0)
+        silo = torch.cat([silo, -silo]) if self.n_silo else torch.empty(1, 1, 0)
+        return record, silo
+
+    def _marginal(
+        self, z: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, eps_record: Tensor,
+        eps_silo: Tensor,
+    ) -> Tensor:  # fmt: skip
+        own = _wider(self.silo.moments(silo, {}, {}, z, shift))
+
+        def of_silo(eps: Tensor) -> Tensor:
+            z_silo = gaussian_rows.transform(own, eps)
+            off = z_silo[0] - silo["loc"][0] if silo else z_silo[0]
+            moments = _wider(self.local.moments(record, theta, view.rows, z, torch.cat([shift, off])))
+
+            def of_record(eps: Tensor) -> tuple[Tensor, Tensor]:
+                z_record = gaussian_rows.transform(moments, eps)
+                terms = self.problem.density.evaluate(z, z_silo[0], z_record, theta, view.rows)
+                return terms.records - gaussian_rows.log_prob(moments, z_record), terms.silo
+
+            records, silo_term = _each(of_record, eps_record)
+            bound = torch.logsumexp(records, 0) - math.log(len(records))
+            bound = torch.where(view.weights > 0, bound, torch.zeros_like(bound))
+            return (bound * view.weights).sum() + silo_term[0] - gaussian_rows.log_prob(own, z_silo).sum()
+
+        found = _each(of_silo, eps_silo)
+        return torch.logsumexp(found, 0) - math.log(len(found))
+
+
+def _each(fn: Any, eps: Tensor) -> Any:
+    """`fn` of each of eps (K, ...), without mapping over one."""
+    if len(eps) > 1:
+        return torch.func.vmap(fn)(eps)
+    out = fn(eps[0])
+    return tuple(o[None] for o in out) if isinstance(out, tuple) else out[None]
+
+
+def _wider(moments: Params) -> Params:
+    return {**moments, "log_scale": moments["log_scale"] + math.log(_WIDER)}
+
+
+def weighed(
+    problem: Problem, q: Natural, theta: Params, at: Points, total: FloatArray, log_prior: Callable[[Tensor], Tensor]
+) -> Weighed:
+    """What the silos' total at `at.all` says, with the server's own part: the prior and q."""
+    prior = over_draws(lambda z: {"": log_prior(z)}, at.all)[""]
+    joint = torch.from_numpy(np.asarray(total)) + prior.nan_to_num(nan=-math.inf)
+    log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
+    log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
+    log_w, log_v = joint[1 : 1 + len(at.draws)] - log_drawn, log_q - log_drawn
+    values = _reported(problem, at.draws, theta)
+    halves = [_errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
+    mean, sd = _errors(values, log_w, log_v)
+    error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
+    return Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, _other_mode(q, at, joint))
+
+
+def _reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
+    """(S, numbers) of the global sites as a result gives them."""
+    values = over_draws(lambda z: problem.density.constrain(z, theta)[0], z.to(problem.device, problem.dtype))
+    return torch.cat([value.reshape(len(z), -1) for value in values.values()], 1).to("cpu", torch.float64)
+
+
+def _errors(values: Tensor, log_w: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much q's means are off, in posterior sds, and its sds, in logs; infinite where it cannot be told. log_w,
+    log_v: weights of the draws that make them the posterior's, and q's."""
+    (mean, sd), (own_mean, own_sd) = _moments(values, log_w), _moments(values, log_v)
+    return ((own_mean - mean) / sd).nan_to_num(nan=math.inf), (own_sd / sd).log().nan_to_num(nan=math.inf)
+
+
+def _moments(values: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
+    share = log_w.softmax(0)
+    mean = share @ values
+    return mean, (share @ (values - mean).square()).sqrt()
+
+
+def _other_mode(q: Natural, at: Points, joint: Tensor) -> float | None:
+    """How far from q's mean the nearest other mode is, in sds of q."""
+    here, found, start = float(joint[0]), [], 1 + len(at.draws)
+    back = torch.linalg.inv(q.factor())
+    for line in at.lines:
+        values, start = joint[start : start + len(line)], start + len(line)
+        far = ((line - at.mean) @ back.mT).norm(dim=1)
+        lowest = torch.cat([torch.full((1,), here, dtype=values.dtype), values]).cummin(0).values[:-1]
+        other = (far > _APART) & (values > here - _LOWER) & (lowest < torch.clamp(values, max=here) - _VALLEY)
+        found += far[other].tolist()
+    return min(found, default=None)
