@@ -14,6 +14,7 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -101,6 +102,8 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
     "sym_min": torch.sym_min,
     "getitem": operator.getitem,
 }
+#: Sizes and what is reckoned with them stay below this: whole numbers of Python's own grow without end.
+_MOST_SIZE = 2**53
 #: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
 _INSTEAD: Mapping[str, Callable[..., Any]] = {
     "aten.sym_size.int": lambda x, axis: x.shape[axis],
@@ -703,7 +706,7 @@ def _operation(name: str) -> tuple[Callable[..., Any], bool]:
         return _INSTEAD[name], False
     space, _, rest = name.partition(".")
     if space == "size" and rest in _SIZES:
-        return _sized(_SIZES[rest]), False
+        return partial(_reckoned, _SIZES[rest]), False
     packet, _, overload = rest.partition(".")
     if space != "aten" or packet not in _PURE:
         raise InputError(f"it uses {name}, which is not among the operations that a traced model may use")
@@ -715,15 +718,10 @@ def _operation(name: str) -> tuple[Callable[..., Any], bool]:
     return found, any(a.name == "device" for a in found._schema.arguments)
 
 
-def _sized(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Python's whole numbers have no end, and squared in turn they would take all time and memory: a size has one."""
-
-    def bounded(*args: Any) -> Any:
-        found = fn(*args)
-        _need(type(found) is not int or -(2**63) <= found < 2**63, "a size beyond 64 bits")
-        return found
-
-    return bounded
+def _reckoned(run: Callable[..., Any], *sizes: Any) -> Any:
+    found = run(*sizes)
+    _need(not isinstance(found, int | float) or abs(found) < _MOST_SIZE, "a size past all data")
+    return found
 
 
 def _value(arg: Any, before: int, tensors: Params, depth: int) -> Any:
