@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ import torch
 from pyro.distributions import Unit
 from safetensors.torch import load, save
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import biject_to, transform_to
 from torch.fx import GraphModule, Node
 
@@ -43,7 +45,10 @@ from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Schema
 
 VERSION = 1
-_MOST_NODES = 200_000
+#: Of a graph: its operations, its text, and on made data, of two and three records, elements of one result, of all
+#: results, and seconds. A program that loops over a thousand steps has some ten thousand operations.
+_MOST_NODES, _MOST_TEXT = 20_000, 1 << 24
+_MOST_ELEMENTS, _MOST_IN_ALL, _MOST_SECONDS = 1 << 25, 1 << 27, 60.0
 _MOST_BYTES = 1 << 28
 
 
@@ -118,6 +123,7 @@ _WRITTEN_AS = {
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}
 _MEMORY = {str(m): m for m in (torch.contiguous_format, torch.preserve_format)}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_CPU = torch.device("cpu")
 _TRACED = "the model cannot be traced"
 _ROLES: tuple[Role, ...] = ("global", "silo", "record")
 
@@ -152,6 +158,10 @@ class _Node(NamedTuple):
     kwargs: dict[str, Any]
     makes: bool  # takes the device on which it makes a tensor
 
+    def options(self, values: Sequence[Any], constants: Params, device: torch.device) -> dict[str, Any]:
+        found = {name: _filled(value, values, constants) for name, value in self.kwargs.items()}
+        return {**found, "device": device} if self.makes else found
+
 
 class TensorGraph:
     """A function of tensors, as nodes in the order in which they run."""
@@ -168,20 +178,47 @@ class TensorGraph:
         if device not in self._there:
             self._there[device] = {name: value.to(device) for name, value in self._constants.items()}
         constants, values = self._there[device], list[Any](flat)
-
-        def filled(value: Any) -> Any:
-            if isinstance(value, _Ref):
-                return values[value.at]
-            if isinstance(value, _Const):
-                return constants[value.name]
-            return [filled(v) for v in value] if isinstance(value, list) else value
-
         for node in self._nodes:
-            kwargs = {name: filled(v) for name, v in node.kwargs.items()}
-            if node.makes:
-                kwargs["device"] = device
-            values.append(node.run(*map(filled, node.args), **kwargs))
+            values.append(node.run(*_filled(node.args, values, constants), **node.options(values, constants, device)))
         return [values[ref.at] for ref in self._outputs]
+
+    def check_work(self, flat: Sequence[Tensor]) -> None:
+        """Raises InputError where these inputs, on the CPU, make it do more than a program may on made data. How large
+        a result is follows from shapes, before it is computed."""
+        values, elements, until = list[Any](flat), 0, time.monotonic() + _MOST_SECONDS
+        for node in self._nodes:
+            args, options = _filled(node.args, values, self._constants), node.options(values, self._constants, _CPU)
+            size = _elements(node.run, args, options)
+            elements += size
+            _need(size <= _MOST_ELEMENTS and elements <= _MOST_IN_ALL, "results that are too large on made data")
+            values.append(node.run(*args, **options))
+            _need(time.monotonic() < until, f"more than {_MOST_SECONDS:g} s on made data")
+
+
+def _filled(value: Any, values: Sequence[Any], constants: Params) -> Any:
+    """An argument, or several, with what they stand for."""
+    if isinstance(value, _Ref):
+        return values[value.at]
+    if isinstance(value, _Const):
+        return constants[value.name]
+    return [_filled(v, values, constants) for v in value] if type(value) in (list, tuple) else value
+
+
+def _elements(run: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> int:
+    """Of what `run` would give, by shapes alone; 0 for what depends on values, as a choice by a mask: a part of what
+    is there."""
+    with FakeTensorMode() as mode:
+
+        def shape_of(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return mode.from_tensor(value)
+            return [shape_of(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+        try:
+            found = run(*map(shape_of, args), **{name: shape_of(v) for name, v in options.items()})
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return 0
+    return sum(t.numel() for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, Tensor))
 
 
 class Program(NamedTuple):
@@ -578,6 +615,7 @@ def _read(content: bytes, schema: Schema) -> Program:
     _need(len(content) <= _MOST_BYTES, f"more than {_MOST_BYTES} bytes")
     length = int.from_bytes(content[:8], "big")
     _need(8 + length <= len(content), "cut short")
+    _need(length <= _MOST_TEXT, f"more than {_MOST_TEXT} characters")
     table = json.loads(content[8 : 8 + length])
     tensors = load(content[8 + length :])
     wanted = {"version", "sites", "theta", "dtype", "observed", "warnings", "evaluate", "recentre"}
@@ -620,6 +658,8 @@ def _check(program: Program, schema: Schema, dtype: torch.dtype) -> None:
         with running(dtype, cpu), torch.no_grad():
             flat = [torch.zeros(s, dtype=dtype) for s in start_shapes(records)] + data
             _need(program.evaluate.inputs == len(flat), "a density of other arguments")
+            program.recentre.check_work(data)
+            program.evaluate.check_work(flat)
             values = program.evaluate(flat, cpu)
             _need(agreed(values[:3], [(), (), (records,)]), "a density of other shapes")
             _need(len(values) == 3 + len(_constrained(layout)), "values of other sites than the layout's")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import exported
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Program, _framed, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema, read_data
@@ -271,3 +272,78 @@ def _parts(content: bytes) -> tuple[Any, Any]:
 
     length = int.from_bytes(content[:8], "big")
     return json.loads(content[8 : 8 + length]), load(content[8 + length :])
+
+
+def _chained(first: list[Any], step: Callable[[int], list[Any]], count: int) -> Callable[[Any], None]:
+    """Adds to the density's graph a node, and `count` more, each of the last one's place."""
+
+    def add(table: Any) -> None:
+        graph = table["evaluate"]
+        graph["nodes"].append(first)
+        for _ in range(count):
+            graph["nodes"].append(step(graph["inputs"] + len(graph["nodes"]) - 1))
+
+    return add
+
+
+BOMBS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "sizes squared in turn": (
+        _chained(["size.add", [3, 0], {}], lambda at: ["size.mul", [{"at": at}, {"at": at}], {}], 60),
+        "a size past all data",
+    ),
+    "too many operations": (
+        _chained(["size.add", [3, 0], {}], lambda at: ["size.add", [{"at": at}, 1], {}], 20_000),
+        "more than 20000 operations",
+    ),
+    "a tensor that is too large": (
+        _chained(["aten.full.default", [[1 << 27], 0.0], {}], lambda at: ["aten.neg.default", [{"at": at}], {}], 0),
+        "too large on made data",
+    ),
+    "one that grows": (
+        _chained(
+            ["aten.full.default", [[64, 1], 0.0], {}],
+            lambda at: ["aten.repeat.default", [{"at": at}, [8, 8]], {}], 9,
+        ),
+        "too large on made data",
+    ),
+    "many that are large": (
+        _chained(["aten.full.default", [[1 << 22], 0.0], {}], lambda at: ["aten.neg.default", [{"at": at}], {}], 40),
+        "too large on made data",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_graph_that_would_take_all_time_or_memory_is_refused_before_it_does(case: str, content: bytes) -> None:
+    """The control is the same graph with one harmless step of the kind."""
+    bomb, why = BOMBS[case]
+    began = time.monotonic()
+    with pytest.raises(InputError, match=why):
+        read_program(altered(content, bomb), LINE)
+    assert time.monotonic() - began < 5
+    read_program(altered(content, _chained(["aten.full.default", [[9], 0.0], {}], lambda at: [], 0)), LINE)
+
+
+def test_a_graph_that_takes_too_long_on_made_data_is_refused(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_program(content, LINE)
+    monkeypatch.setattr(exported, "_MOST_SECONDS", 0.0)
+    with pytest.raises(InputError, match="more than 0 s on made data"):
+        read_program(content, LINE)
+
+
+def test_sizes_stay_bounded_on_a_silos_own_rows(content: bytes) -> None:
+    """Squared in turn, the number of rows less two is 0 or 1 on made data."""
+
+    def bomb(table: Any) -> None:
+        graph = table["evaluate"]
+        graph["nodes"].append(["aten.sym_numel.default", [{"at": graph["inputs"] - 1}], {}])
+        graph["nodes"].append(["size.sub", [{"at": graph["inputs"] + len(graph["nodes"]) - 1}, 2], {}])
+        for _ in range(60):
+            at = {"at": graph["inputs"] + len(graph["nodes"]) - 1}
+            graph["nodes"].append(["size.mul", [at, at], {}])
+
+    program = read_program(altered(content, bomb), LINE)
+    rows = LINE.dummy_rows(50)
+    start = [*program.start[:2], torch.zeros(50, 0), *(program.start.theta[n] for n in sorted(program.start.theta))]
+    with pytest.raises(InputError, match="a size past all data"):
+        program.evaluate([*start, *(rows[n] for n in sorted(rows))], torch.device("cpu"))

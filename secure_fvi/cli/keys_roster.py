@@ -30,6 +30,7 @@ def roster() -> None:
 @click.option("--succession", multiple=True, type=FILE, help="A member's old identity announces its new one.")
 @click.option("--replace", multiple=True, metavar="ID", help="A member whose old identity is lost.")
 @click.option("--min-cohort", type=int, help="Fewest silos in a sum; 3 unless given.")
+@click.option("--max-missing", type=click.IntRange(0), help="Most silos that a sum may lack.")
 @click.option("--bits", type=click.Choice(["32", "64"]), help="Width of masked sums; 64 unless given.")
 @click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is in force.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
@@ -43,6 +44,7 @@ def make(
     succession: tuple[Path, ...],
     replace: tuple[str, ...],
     min_cohort: int | None,
+    max_missing: int | None,
     bits: str | None,
     days: int,
     debug: bool,
@@ -74,6 +76,8 @@ def make(
     options: dict[str, Any] = {} if before is None else before.sums.model_dump()
     if min_cohort is not None:
         options["min_cohort"] = min_cohort
+    if max_missing is not None:
+        options["max_missing"] = max_missing
     if bits is not None:
         options["bits"] = int(bits)
     if options.get("min_cohort", 3) < 2:
@@ -144,5 +148,8 @@ def _show(found: ConsortiumRoster) -> None:
     for m in found.members.values():
         click.echo(f"  {m.role:6} {m.id:20} identity {m.identity[:16]}...  TLS {m.tls_key[:16]}...")
     s = found.sums
-    click.echo(f"  sums of at least {s.min_cohort} silos, {s.bits} bits; authority {found.authority.hex()[:16]}...")
+    lacking = "" if s.max_missing is None else f", at most {s.max_missing} of those asked missing"
+    click.echo(
+        f"  sums of at least {s.min_cohort} silos{lacking}, {s.bits} bits; authority {found.authority.hex()[:16]}..."
+    )
     click.echo(f"  hash {found.hash.hex()}")

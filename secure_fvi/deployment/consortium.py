@@ -56,9 +56,14 @@ class Member(Table):
 
 
 class Sums(Table):
-    """What every masked sum of the consortium keeps to; a job may only be stricter."""
+    """What every masked sum of the consortium keeps to; a job may only be stricter.
+
+    max_missing: silos that a total may lack of those asked for it, whatever a site's policy or a job's noise allow;
+    left out, these alone count.
+    """
 
     min_cohort: Annotated[int, Field(ge=2)] = 3
+    max_missing: Annotated[int, Field(ge=0)] | None = None
     bits: Literal[32, 64] = 64
     consistency_check: bool = True
     corrupt: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -151,9 +156,10 @@ class ConsortiumRoster:
         for name in chosen:
             if self.member(name).role != "silo":
                 raise InputError(f"'{name}' is a {self.members[name].role} in the roster, not a silo")
-        made = Masked(**self.sums.model_dump()) if aggregation is None else aggregation
+        made = Masked(**self.sums.model_dump(exclude_none=True)) if aggregation is None else aggregation
         if (
             made.min_cohort < self.sums.min_cohort
+            or (self.sums.max_missing is not None and made.max_missing > self.sums.max_missing)
             or made.bits != self.sums.bits
             or made.consistency_check < self.sums.consistency_check
             or made.corrupt < self.sums.corrupt

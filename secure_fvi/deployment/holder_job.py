@@ -26,6 +26,7 @@ from secure_fvi.deployment.session_messages import CODEC, Joined, Open
 from secure_fvi.deployment.session_sums import session_of, session_roster
 from secure_fvi.deployment.site_job import check_supported, job_folder
 from secure_fvi.disclosure import disclose
+from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import write_atomically
@@ -56,8 +57,12 @@ class HolderJob:
         self._party: KeyHolder | None = None
         self._store: HeldStore | None = None
 
-    #: A request holds a ciphertext of each part of a table that the holder does not know.
-    longest = MAX_MESSAGE_BYTES
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest message that the server may send. Once a key is there: a request holds a ciphertext of
+        each part of a table that the holder does not know."""
+        begun = self._party is not None or (self.folder / "session").exists()
+        return MAX_MESSAGE_BYTES if begun else LONGEST
 
     def __repr__(self) -> str:
         return f"HolderJob({self.home.id!r}, {self.decision.offer.job!r})"

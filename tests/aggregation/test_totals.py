@@ -155,6 +155,15 @@ class TestWrongShares:
         again = type(world.server)(world.roster, world.server._store)
         assert again.proofs == world.server.proofs
 
+    def test_control_a_server_that_leaves_nobody_out_loses_sum_after_sum(self, monkeypatch):
+        world = World(7, prepared=False, batch=2)
+        dealing(monkeypatch, world, shares=self.OTHERS)
+        monkeypatch.setattr(type(world.server._state), "leave_out", lambda *arguments: None)
+        for index in range(5):
+            carry(world.server.prepare(index), world.silos)
+            with pytest.raises(AggregationError, match="do not open its commitment"):
+                world.total(world.contribute(index), lost=[(), {world.ids[BAD]}], index=index)
+
     def test_where_nobody_may_be_missing_the_job_ends_and_names_it(self, monkeypatch):
         world = World(7, prepared=False, batch=2, max_missing=0)
         dealing(monkeypatch, world, shares=self.OTHERS)

@@ -35,6 +35,7 @@ from secure_fvi.deployment.session_sums import key_holder_of, session_of, sessio
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows
+from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.messages import ROUND
@@ -91,6 +92,16 @@ class TestSums:
         assert claimed == key_holder.request_digest(request)
         held.restart()
         assert held.ask(pack(request)) == held.ask(pack(request))
+
+    def test_before_there_is_a_key_nobody_has_use_for_a_long_message(self, world: World) -> None:
+        held = Held(world)
+        held.join()
+        assert held.site.longest() == LONGEST
+        held.open()
+        held.total(0)
+        assert held.site.longest() > LONGEST  # the control: a request for a total is as long as its table
+        held.restart()
+        assert held.site.longest() >= LONGEST
 
     def test_a_server_cannot_ask_for_smaller_cohorts_than_the_job(self, world: World) -> None:
         held = Held(world)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from deployment_world import DAY, NOW, World, member_of
 
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.authority import authority_hash
 from secure_fvi.deployment.codes import reading_code, same_code
-from secure_fvi.deployment.consortium import parse_roster, session_id, write_roster
+from secure_fvi.deployment.consortium import Sums, parse_roster, session_id, write_roster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, sign
 from secure_fvi.deployment.names import format_time
@@ -255,6 +256,25 @@ def test_a_job_cannot_loosen_the_settings(world: World, looser: Masked) -> None:
         roster.session(bytes(32), aggregation=looser)
     with pytest.raises(InputError, match="'hub' is a server"):
         roster.session(bytes(32), ["east", "north", "south", "hub"])
+
+
+def test_a_consortium_may_bound_what_a_total_lacks(world: World) -> None:
+    """Whatever a job or its noise allow; a roster that does not say so has the bytes that it had before there was such
+    a bound. The control is the roster without it."""
+    free = world.homes["north"].roster(NOW)
+    assert b"max_missing" not in free.content
+    assert parse_roster(free.content, "test").sums.max_missing is None
+    bound = write_roster(
+        free.consortium, list(free.members.values()), free.authority, NOW, Sums(max_missing=1), previous=free
+    )
+    assert parse_roster(bound.content, "test").sums.max_missing == 1
+    for aggregation in (Masked(max_missing=2), Homomorphic(max_missing=2)):
+        masks = aggregation if isinstance(aggregation, Masked) else aggregation.beneath(64)
+        assert free.session(bytes(32), aggregation=masks).max_missing == 2
+        with pytest.raises(InputError, match="not as strict as"):
+            bound.session(bytes(32), aggregation=masks)
+    assert bound.session(bytes(32), aggregation=Masked(max_missing=1)).max_missing == 1
+    assert bound.session(bytes(32)).max_missing == 1
 
 
 def test_codes_are_of_fixed_form_and_of_every_byte() -> None:
