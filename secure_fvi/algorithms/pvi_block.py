@@ -97,9 +97,11 @@ class Block:
         back = torch.linalg.inv(root) if root.dim() == 2 else 1 / root
         params = gains_times(params, root, spread)
         gradient = gains_times(gradient, back.mT if root.dim() == 2 else back, 1 / spread)
-        after, moments = self.optimizer.step(params, gradient, moments, rate, local_units(params))
-        after |= natural_step(params, gradient, _NATURAL * self.optimizer.learning_rate * rate)
-        return gains_times(after, back, 1 / spread), moments
+        if "dense" in params:
+            params, moments = self.optimizer.step(params, gradient, moments, rate, local_units(params))
+        else:
+            params = natural_step(params, gradient, _NATURAL * self.optimizer.learning_rate * rate)
+        return gains_times(params, back, 1 / spread), moments
 
     def observed(self, q: Params, value: Tensor, theta: Params, gradient: Tensor) -> Params:
         """What a fit reports, averaged over its last iterates. gradient: of the silo's term in Z_G (n,)."""
@@ -130,7 +132,8 @@ class Block:
         own_rate = inputs.schedule[k, 1]
         after = self.steps.step(q, inputs.eps[k], g.direct + g.path + held, inputs.schedule[k, 0])
         root = self.steps.root(q)
-        record, record_moments = self._own(record, g.local, carry.record_moments, own_rate, root, silo)
+        local = {name: _by_record(value, inputs.weights) for name, value in g.local.items()}
+        record, record_moments = self._own(record, local, carry.record_moments, own_rate, root, silo)
         silo, silo_moments = self._own(silo, g.silo, carry.silo_moments, own_rate, root)
         # The silo's latents move along with the mean of Z_G, as their conditionals say they do: held back, they would
         # turn a Newton step on the marginal likelihood into a step of EM, which is slow where much is unobserved.
@@ -141,6 +144,11 @@ class Block:
         seen = self.observed(after, g.value, shared, g.direct + g.path)
         average = {name: torch.lerp(old, seen[name], inputs.schedule[k, 2]) for name, old in carry.average.items()}
         return Carry(after, record, record_moments, silo, silo_moments, phi, phi_moments, average, carry.moved + moved)
+
+
+def _by_record(gradient: Tensor, weights: Tensor) -> Tensor:
+    """A gradient of records' own parameters (B, ...) as of all records, where a batch stands for more than it has."""
+    return gradient / weights.clamp(min=1.0).reshape(-1, *[1] * (gradient.dim() - 1))
 
 
 def _divisor(steps: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.families import LocalFamily, Params
+from secure_fvi.families.gaussian import unit_lower
 
 #: Longest step of a latent's mean and gains, in its sds, and of its log sd.
 _MEAN_STEP, _SCALE_STEP = 0.5, 0.3
@@ -43,34 +44,80 @@ def gains_times(params: Params, root: Tensor, spread: Tensor) -> Params:
 
 
 def natural_step(params: Params, gradient: Params, rate: Tensor) -> Params:
-    """The means, log sds and gains of q(Z_L | Z_G, Z_S), a row a record, after a step along the natural gradient of
-    each, gains as of white noise; no longer than `_MEAN_STEP` sds, and `_SCALE_STEP` in logs.
+    """All of q(Z_L | Z_G, Z_S), a row a record, after a step along the natural gradient, gains as of white noise; no
+    longer than `_MEAN_STEP` sds for a mean and its gains, and `_SCALE_STEP` in logs for a scale and its own.
 
-    In these coordinates Fisher's information is 1 / sd^2 of a mean and its gains and 2 of a log sd and its own, between
-    which it is zero: steps need no learning of scales, and end where gradients that stick the landing do.
+    With white noise u in Z_L = m + L u, Fisher's information is 1 for L^-1 dm and what dm follows Z_G by, and 1 below
+    and 2 on the diagonal of L^-1 dL. Steps so need nothing to learn their lengths from, and come to rest where
+    gradients that stick the landing do.
     """
-    if "lower" in params or "dense" in params:
-        return {}
-    sd, new = params["log_scale"].exp(), {}
-    for names, unit, longest in (
-        (("loc", "coupling"), sd, _MEAN_STEP),
-        (("log_scale", "scale_coupling"), 0.5**0.5, _SCALE_STEP),
-    ):
-        there = [name for name in names if name in params]
-        steps = [rate * _columns(unit, gradient[name]) * gradient[name] for name in there]
-        length = torch.cat([s.reshape(*sd.shape, -1) for s in steps], -1).norm(dim=-1)
-        share = longest / length.clamp(min=longest)
-        for name, step in zip(there, steps, strict=True):
-            new[name] = params[name] + _columns(unit, step) * _columns(share, step) * step
-    if "scale_coupling" in new:
-        gain = new["scale_coupling"]
+    sd = params["log_scale"].exp().unsqueeze(-1)
+    n = sd.shape[-2]
+    # A draw has one direction of d: along it all gains move at once, and would overshoot where there are many.
+    rate = rate / (1 + rate * params["coupling"].shape[-1]) if "coupling" in params else rate
+    unit = unit_lower(params["lower"], n) if "lower" in params else None
+    slopes = {"loc": gradient["loc"].unsqueeze(-1)}
+    slopes |= {name: gradient[name] for name in ("coupling", "scale_coupling") if name in params}
+    means = {name: rate * _turned(sd * slopes[name], unit, True) for name in ("loc", "coupling") if name in slopes}
+    scales = {"factor": rate * _factor_slope(gradient, params, unit)}
+    if "scale_coupling" in slopes:
+        scales["scale_coupling"] = rate * slopes["scale_coupling"] / _scale_information(unit)
+    new = dict(params)
+    for name, step in _shortened(means, _MEAN_STEP).items():
+        new[name] = params[name] + (sd * _turned(step, unit, False)).reshape(params[name].shape)
+    scales = _shortened(scales, _SCALE_STEP)
+    if unit is None:
+        new["log_scale"] = params["log_scale"] + scales["factor"].squeeze(-1)
+    else:
+        step = scales["factor"]
+        grown = (unit + unit @ torch.tril(step, -1)) * step.diagonal(dim1=-2, dim2=-1).exp().unsqueeze(-2)
+        diagonal = grown.diagonal(dim1=-2, dim2=-1)
+        rows, cols = torch.tril_indices(n, n, -1)
+        new["log_scale"] = params["log_scale"] + diagonal.log()
+        new["lower"] = (grown / diagonal.unsqueeze(-1))[..., rows, cols]
+    if "scale_coupling" in scales:
+        gain = params["scale_coupling"] + scales["scale_coupling"]
         new["scale_coupling"] = gain * (_GAIN / gain.norm(dim=-1, keepdim=True).clamp(min=_GAIN))
     return new
 
 
-def _columns(value: Tensor | float, like: Tensor) -> Tensor | float:
-    """Of each latent (N, n), for its gains (N, n, d) where `like` is of these."""
-    return value.unsqueeze(-1) if isinstance(value, Tensor) and like.dim() > value.dim() else value
+def _factor_slope(gradient: Params, params: Params, unit: Tensor | None) -> Tensor:
+    """The natural gradient of L^-1 dL: (N, n, 1), its diagonal, where latents are independent, else (N, n, n)."""
+    if unit is None:
+        return 0.5 * gradient["log_scale"].unsqueeze(-1)
+    below = _matrix(gradient["lower"], unit.shape[-1])  # of T in L = D T; of L it is this over D, row by row
+    on = gradient["log_scale"] - (below * unit).sum(-1)
+    slope = torch.tril(unit.mT @ (below + torch.diag_embed(on)))
+    return slope - 0.5 * torch.diag_embed(slope.diagonal(dim1=-2, dim2=-1))
+
+
+def _scale_information(unit: Tensor | None) -> Tensor | float:
+    """(N, n, 1) Fisher's information of each log sd alone: 1 + its variance times its precision."""
+    if unit is None:
+        return 2.0
+    eye = torch.eye(unit.shape[-1], dtype=unit.dtype, device=unit.device).expand_as(unit)
+    back = torch.linalg.solve_triangular(unit, eye, upper=False, unitriangular=True)
+    return (1 + unit.square().sum(-1) * back.square().sum(-2)).unsqueeze(-1)
+
+
+def _turned(value: Tensor, factor: Tensor | None, transposed: bool) -> Tensor:
+    """T or T' times (N, n, d)."""
+    if factor is None:
+        return value
+    return (factor.mT if transposed else factor) @ value
+
+
+def _matrix(packed: Tensor, n: int) -> Tensor:
+    """(..., n, n), zero but below the diagonal."""
+    return torch.tril(unit_lower(packed, n), -1)
+
+
+def _shortened(steps: Params, longest: float) -> Params:
+    """Steps (N, ...) that are together no longer than that by latent, sqrt(n) times that by record."""
+    n = next(iter(steps.values())).shape[-2]
+    most = longest * n**0.5
+    length = torch.cat([step.flatten(-2) for step in steps.values()], -1).norm(dim=-1)[:, None, None]
+    return {name: step * (most / length.clamp(min=most)) for name, step in steps.items()}
 
 
 def split_theta(gradient: Params, shared: Params) -> tuple[Params, Params]:

@@ -50,8 +50,9 @@ UP_TO = 64
 _LINES, _FAR = 16, 40
 #: Points between q's mean and a mirrored one.
 _BETWEEN = (0.25, 0.5, 0.75, 1.0)
-#: Draws of a record's latents and of a silo's, by which they are integrated out, and their spread in q's sds.
-_RECORD, _SILO, _WIDER = 32, 32, 1.2
+#: Draws of a record's latents and of a silo's, by which they are integrated out, and their spreads in sds of q(Z_L|Z_G)
+#: in turn, since that one may be too narrow, or beside the place.
+_RECORD, _SILO, _SPREADS = 32, 64, (1.2, 3.0)
 #: Numbers of all evaluations together that fit well into memory.
 _AT_ONCE = 3_000_000
 #: Share of the bound of contributions below which a silo's nats at a point are cut.
@@ -219,30 +220,29 @@ class Weigher:
         record = view.record_draws.normals(key, max(1, inner // 2) * self.n_record)
         record = record.reshape(len(view.weights), -1, self.n_record or 1)[..., : self.n_record].transpose(0, 1)
         silo = view.silo_draws.normals(key, max(1, outer // 2) * self.n_silo).reshape(-1, 1, self.n_silo or 1)
-        record = torch.cat([record, -record]) if self.n_record else torch.empty(1, len(view.weights), 0)
-        silo = torch.cat([silo, -silo]) if self.n_silo else torch.empty(1, 1, 0)
-        return record, silo
+        record = _spread(record) if self.n_record else torch.empty(1, len(view.weights), 0)
+        return record, _spread(silo) if self.n_silo else torch.empty(1, 1, 0)
 
     def _marginal(
         self, z: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, eps_record: Tensor,
         eps_silo: Tensor,
     ) -> Tensor:  # fmt: skip
-        own = _wider(self.silo.moments(silo, {}, {}, z, shift))
+        own = self.silo.moments(silo, {}, {}, z, shift)
 
         def of_silo(eps: Tensor) -> Tensor:
             z_silo = gaussian_rows.transform(own, eps)
             off = z_silo[0] - silo["loc"][0] if silo else z_silo[0]
-            moments = _wider(self.local.moments(record, theta, view.rows, z, torch.cat([shift, off])))
+            moments = self.local.moments(record, theta, view.rows, z, torch.cat([shift, off]))
 
             def of_record(eps: Tensor) -> tuple[Tensor, Tensor]:
                 z_record = gaussian_rows.transform(moments, eps)
                 terms = self.problem.density.evaluate(z, z_silo[0], z_record, theta, view.rows)
-                return terms.records - gaussian_rows.log_prob(moments, z_record), terms.silo
+                return terms.records - _log_drawn(moments, z_record), terms.silo
 
             records, silo_term = _each(of_record, eps_record)
             bound = torch.logsumexp(records, 0) - math.log(len(records))
             bound = torch.where(view.weights > 0, bound, torch.zeros_like(bound))
-            return (bound * view.weights).sum() + silo_term[0] - gaussian_rows.log_prob(own, z_silo).sum()
+            return (bound * view.weights).sum() + silo_term[0] - _log_drawn(own, z_silo).sum()
 
         found = _each(of_silo, eps_silo)
         return torch.logsumexp(found, 0) - math.log(len(found))
@@ -256,8 +256,18 @@ def _each(fn: Any, eps: Tensor) -> Any:
     return tuple(o[None] for o in out) if isinstance(out, tuple) else out[None]
 
 
-def _wider(moments: Params) -> Params:
-    return {**moments, "log_scale": moments["log_scale"] + math.log(_WIDER)}
+def _spread(eps: Tensor) -> Tensor:
+    """(2 K, ...) of both spreads in turn, with mirror images, from (K, ...)."""
+    wide = torch.tensor(_SPREADS, dtype=eps.dtype).repeat(len(eps) // 2).reshape(-1, *[1] * (eps.dim() - 1)) * eps
+    return torch.cat([wide, -wide])
+
+
+def _log_drawn(moments: Params, z: Tensor) -> Tensor:
+    """Of each row, the log density of `_spread` draws."""
+    parts = [
+        gaussian_rows.log_prob({**moments, "log_scale": moments["log_scale"] + math.log(by)}, z) for by in _SPREADS
+    ]
+    return torch.stack(parts).logsumexp(0) - math.log(len(parts))
 
 
 def weighed(
