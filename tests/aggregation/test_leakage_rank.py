@@ -157,7 +157,7 @@ class World:
         self.server = MaskedServer(self.roster)
         colluders = self.rng.choice(setting.silos, setting.colluders, replace=False)
         self.knowledge = Knowledge(frozenset(int(c) for c in colluders))
-        self.indices, self.rounds = itertools.count(), itertools.count()
+        self.indices, self.rounds = itertools.count(1), itertools.count()
         self.contexts: dict[bytes, Broadcast] = {}
         self.sent: dict[tuple[int, bytes], Contribution] = {}
 
@@ -180,7 +180,7 @@ class World:
 
     def next_index(self) -> int:
         index = next(self.indices)
-        if index % self.roster.batch == 0:
+        if index % self.roster.batch == 0 or index == 1:
             carry(self.server.prepare(index), {s: self.masked(s) for s in self.ids})
         return index
 
@@ -202,10 +202,23 @@ class World:
     def broadcast(self, round_: int, index: int, cohort: list[str], word: float = 0.0) -> bytes:
         told = str(self.rng.choice(["used", "not used", "each its own"], p=[0.4, 0.5, 0.1]))
         accepted = {s: self.past(s, index, told) for s in cohort}
-        message = Broadcast(round_, index, accepted, tuple(cohort), {"word": word}, {})
+        sums = self.answered(accepted)
+        message = Broadcast(round_, index, accepted, tuple(cohort), {"word": word}, {}, sums=sums)
         body = encode_broadcast(message)
         self.contexts[hashlib.sha256(body).digest()] = message
         return body
+
+    def answered(self, accepted: dict[str, int]) -> tuple[tuple[int, int, str, int], ...]:
+        """What to say that these sums answered: what one of the silos did answer under it, or now and then anything."""
+        rounds: dict[int, int] = {}
+        for silo, index in accepted.items():
+            party = self.silos[silo].silo
+            question = party.past.settled if index == party.past.used else party.past.asked
+            if index and question.round >= 0:
+                rounds.setdefault(index, question.round)
+        if rounds and self.rng.random() < 0.05:
+            rounds[int(self.rng.choice(list(rounds)))] = int(self.rng.integers(5))
+        return tuple((index, round_, ROUND_PHASE, 0) for index, round_ in sorted(rounds.items()))
 
     def past(self, silo: str, index: int, told: str) -> int:
         """What to tell a silo of its last answer: that it was used, as for the next question, or that it was not, as

@@ -270,7 +270,7 @@ def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> A
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
     changes = kept + (torch.from_numpy(release.values) - kept.sum(0)) / len(parts)
     parts = [p._replace(change=self.frame.unpack(row)) for p, row in zip(parts, changes, strict=True)]
-    return release, PVILocal(tuple(parts), False, 0.0)
+    return release, PVILocal(tuple(parts), 0, 0, 0.0)
 
 
 def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
