@@ -265,7 +265,9 @@ def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> A
     local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
     answered = [self._answered(message, k, part, views[k], False, gate) for k, part in enumerate(local.parts)]
     parts = [part for part, _ in answered]
-    rows = torch.from_numpy(np.stack([self._row(part.change, answer) for part, answer in answered]))
+    rows = torch.from_numpy(
+        np.stack([self._row(part.change, answer, self._per_unit(message)) for part, answer in answered])
+    )
     release = _clip_parts(gate, rows)
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
     changes = kept + (torch.from_numpy(release.values) - kept.sum(0)) / len(parts)
