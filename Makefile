@@ -40,7 +40,7 @@ slow: .venv/.installed
 mutants: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(if $(ONLY),--only $(ONLY))
 
-# 1,000 generated programs with exact posteriors, and all models of the gallery by default: an hour or two.
+# 1,000 generated programs with exact posteriors, and all models of the gallery by default: hours on one core.
 gallery: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "slow or not slow" tests/posteriors
 

@@ -169,13 +169,21 @@ def draw_global(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def over_draws(fn: Callable[..., Params], *args: Tensor) -> Params:
-    """`fn` of each draw along the first axis, mapped; one by one for a program that PyTorch cannot map."""
+def over_draws(fn: Callable[..., Any], *args: Tensor) -> Any:
+    """`fn` of each draw along the first axis, a tensor or a tuple or dict of them, mapped; one by one for a program
+    that PyTorch cannot map."""
     try:
         return torch.func.vmap(fn)(*args)
     except RuntimeError:
-        found = [fn(*(arg[k] for arg in args)) for k in range(len(args[0]))]
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+        return _stacked([fn(*(arg[k] for arg in args)) for k in range(len(args[0]))])
+
+
+def _stacked(found: list[Any]) -> Any:
+    if isinstance(found[0], dict):
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+    if isinstance(found[0], tuple):
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    return torch.stack(found)
 
 
 def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:

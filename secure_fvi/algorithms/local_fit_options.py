@@ -32,12 +32,13 @@ class LocalFitOptions:
     start_spread: a silo's first fit begins at the mean of q plus this share of its standard deviations times draws that
     all silos share (0.1 for networks, whose hidden units are all alike at the prior's mean).
     local_steps: of the local fit in a round; a silo's first fit takes four times as many. local_optimizer:
-    "natural" (natural gradients on q; the silo's own latents by Adam), a `torch.optim` class, or, without local
+    "natural" (natural gradients on q, as always on the silo's own latents), a `torch.optim` class, or, without local
     latents, "closed_form" (a likelihood that is Gaussian in Z_G), "fixed_point" and "gradient" (steps in natural
     parameters with expectations over fixed draws; few dimensions, since they take second derivatives).
     learning_rate: first step of the local fit: share of the natural gradient, or torch's rate in posterior standard
     deviations, which fall to a twentieth over the round; constant for "fixed_point", whose damping it is, and
-    "gradient". None: 0.3, 0.05, 0.5 and 0.1. local_learning_rate: of the silo's latents.
+    "gradient". None: 0.3, 0.05, 0.5 and 0.1. local_learning_rate: of the silo's latents, a sixth of the share of their
+    natural gradient, and Adam's for an encoder or a dense scale.
     scale_rate: of "natural", share of the learning rate by which q's scales move. For networks, where a draw of
     thousands of weights says little about the curvature of one: 0.1 or so. Scales that follow its noise come out too
     small, since the noise of a logarithm raises the mean of what it is the logarithm of.

@@ -98,6 +98,7 @@ class PVI(LocalFitOptions):
 
     def declare(self, silos: int, private: bool) -> Declaration:
         from secure_fvi.algorithms.base import ROUND_PHASE
+        from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
 
         asked = {"synchronous": silos, "sequential": 1, "asynchronous": min(self.buffer, silos)}[self.schedule]
         names: dict[str, Cohort] = {"synchronous": "all", "sequential": "sequential", "asynchronous": "asynchronous"}
@@ -105,7 +106,7 @@ class PVI(LocalFitOptions):
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
             counts = "; whether it could fit, tempered its cavity, or would move q further"
-            final = "its part of the bound at the final q, of that bound's slope, and its number of records"
+            final = f"{DISCLOSED if self.rounds is None else DISCLOSED_OF_SLOPE}; its number of records"
             sums = (dataclasses.replace(sums[0], what=what + counts), Sums(FINISH, 1, final, silos))
         because = f"schedule = '{self.schedule}'"
         if self.schedule == "asynchronous":

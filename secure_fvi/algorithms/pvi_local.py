@@ -56,10 +56,11 @@ def natural_step(params: Params, gradient: Params, rate: Tensor) -> Params:
     # A draw has one direction of d: along it all gains move at once, and would overshoot where there are many.
     rate = rate / (1 + rate * params["coupling"].shape[-1]) if "coupling" in params else rate
     unit = unit_lower(params["lower"], n) if "lower" in params else None
-    slopes = {"loc": gradient["loc"].unsqueeze(-1)}
+    slopes: Params = {"loc": gradient["loc"].unsqueeze(-1)}
     slopes |= {name: gradient[name] for name in ("coupling", "scale_coupling") if name in params}
-    taken = [name for name in ("loc", "coupling") if name in slopes]
-    means: Params = {name: rate * _turned(sd * slopes[name], unit, True) for name in taken}
+    means: Params = {
+        name: rate * _turned(sd * slopes[name], unit, True) for name in ("loc", "coupling") if name in slopes
+    }
     scales: Params = {"factor": rate * _factor_slope(gradient, params, unit)}
     if "scale_coupling" in slopes:
         scales["scale_coupling"] = rate * slopes["scale_coupling"] / _scale_information(unit)

@@ -8,6 +8,8 @@ precision x mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, vmap
@@ -17,6 +19,7 @@ from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.randomness import server_draws
+from secure_fvi.results import over_draws
 
 _DRAWS = 64  # antithetic pairs
 _START_STEPS = 40
@@ -99,8 +102,9 @@ class Prior:
                 "of half normal, say), or SFVI"
             )
         z = self.draws(q)
-        gradient = vmap(grad(lambda z: self.log_prob(z, theta)))(z).mean(0)
-        curvature = vmap(hessian(lambda z: self.log_prob(z, theta)))(z).mean(0)
+        log_prob: Callable[[Tensor], Tensor] = lambda z: self.log_prob(z, theta)  # noqa: E731
+        gradient: Tensor = over_draws(grad(log_prob), z).mean(0)
+        curvature: Tensor = over_draws(hessian(log_prob), z).mean(0)
         precision = -0.5 * (curvature + curvature.T) if q.full else -curvature.diagonal()
         mean = q.mean()
         return Natural(gradient + (precision @ mean if q.full else precision * mean), precision)
@@ -117,7 +121,7 @@ class Prior:
         if self._known is not None:
             prior, constant = self._known
             return float(constant + prior.log_normaliser() - kl(q, prior))
-        expected = vmap(lambda z: self.log_prob(z, theta))(self.draws(q)).mean()
+        expected = over_draws(lambda z: self.log_prob(z, theta), self.draws(q)).mean()
         mean = q.mean()
         inner = q.precision @ mean @ mean if q.full else (q.precision * mean.square()).sum()
         entropy = q.log_normaliser() - q.shift @ mean + 0.5 * (inner + q.n)

@@ -167,8 +167,9 @@ class SFVI:
         before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
         sums = (*(s for s in before if s.phase != FINISH), own)
         if not private and self.iterations is None:
-            final = "its part of the bound at the final q, of that bound's slope, and its number of records"
-            sums = (*sums, Sums(FINISH, 1, final, silos))
+            from secure_fvi.algorithms.weighing import DISCLOSED
+
+            sums = (*sums, Sums(FINISH, 1, f"{DISCLOSED}; its number of records", silos))
         because = f"participation = {self.participation:g}"
         return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
 

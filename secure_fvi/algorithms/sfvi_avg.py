@@ -179,7 +179,9 @@ class SFVIAvg:
             if self.bures_iterations > 1 and self.family != "diagonal":
                 again = self.rounds * (self.bures_iterations - 1)
                 sums.append(Sums(BURES, again, "its covariance, as one iteration sees it", asked, cohort))
-            sums.append(Sums(FINISH, 1, f"{bound}; its part of the slope of the bound at the final q", silos))
+            from secure_fvi.algorithms.weighing import DISCLOSED
+
+            sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos))
         keeps = "its own latents' posterior and its optimiser's state"
         share = 1 - (1 - self.sampling_rate) ** self.local_steps
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"

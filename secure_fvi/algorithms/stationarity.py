@@ -29,6 +29,7 @@ from secure_fvi.compiled import Traced
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import silo_gradient
 from secure_fvi.randomness import server_draws
+from secure_fvi.results import over_draws
 
 #: Keeps these draws apart from those of rounds.
 _DRAWS = 2**31
@@ -197,7 +198,7 @@ def at_rest(
 ) -> Rest:
     """What the silos' total says, with the server's own part: the prior and q."""
     z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
-    gradient, value = torch.func.vmap(torch.func.grad_and_value(log_prior))(z)
+    gradient, value = over_draws(torch.func.grad_and_value(log_prior), z)
     own_slope, own_curve = _packed(q, eps, gradient.reshape(eps.shape))
     outer = torch.stack([_lower(e.mT @ e / len(e)) if q.full else e.square().mean(0) for e in eps])
     slopes = torch.from_numpy(np.asarray(sums[SLOPE]) + own_slope.reshape(2, -1)) + eps.mean(1)

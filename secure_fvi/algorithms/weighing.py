@@ -33,9 +33,15 @@ from secure_fvi.randomness import server_draws
 from secure_fvi.results import over_draws
 
 WEIGHED = "weighed"
-#: A run may be called converged where means are so far off at most, in posterior sds, sds in logs, and where the
-#: standard error of these is no larger.
-MEAN_WITHIN, SD_WITHIN, PRECISE = 0.15, 0.12, 0.1
+#: What the final sum of a run that stops by itself is made of, in the words of a disclosure statement.
+DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
+DISCLOSED = (
+    f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood at up to some thousand points around q and away from it, which "
+    "all parties derive from q"
+)
+#: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
+#: large, in logs, and where the standard error of these is no larger.
+MEAN_WITHIN, SD_WITHIN, PRECISE = 0.15, (-0.14, 0.12), 0.1
 _REMEDY = (
     "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
     "to normal (non-centred effects, sums in place of products), or sample it with all records in one place"
@@ -82,7 +88,7 @@ class Weighed(NamedTuple):
                 "weighed by the likelihood of all records, draws of q do not even tell its means and sds: q is far "
                 f"from the posterior; {_REMEDY}"
             )
-        if self.mean <= MEAN_WITHIN and abs(self.sd) <= SD_WITHIN:
+        if self.mean <= MEAN_WITHIN and SD_WITHIN[0] <= self.sd <= SD_WITHIN[1]:
             return None
         return (
             f"weighed by the likelihood of all records, its means are {self.mean:.2g} sds off and its sds "
@@ -208,11 +214,11 @@ class Weigher:
         move = lambda t: t.to(problem.device, problem.dtype)  # noqa: E731
         loc, eps_record, eps_silo = move(q.mean()), *(move(e) for e in self._noise(view, key))
 
-        def one(z: Tensor) -> Params:
-            return {"": self._marginal(z, z - loc, theta, record, silo, view, eps_record, eps_silo)}
+        def one(z: Tensor) -> Tensor:
+            return self._marginal(z, z - loc, theta, record, silo, view, eps_record, eps_silo)
 
         size = max(1, _AT_ONCE // (inner * outer * count * max(1, self.n_record)))
-        return torch.cat([over_draws(one, part)[""] for part in move(z).split(size)]).detach()
+        return torch.cat([over_draws(one, part) for part in move(z).split(size)]).detach()
 
     def _noise(self, view: SiloView, key: int) -> tuple[Tensor, Tensor]:
         """eps_L (inner, N, n_record) and eps_S (outer, 1, n_silo), each with its mirror image."""
@@ -249,11 +255,11 @@ class Weigher:
 
 
 def _each(fn: Any, eps: Tensor) -> Any:
-    """`fn` of each of eps (K, ...), without mapping over one."""
+    """`fn` of each of eps (K, ...), without mapping over a single one."""
     if len(eps) > 1:
-        return torch.func.vmap(fn)(eps)
-    out = fn(eps[0])
-    return tuple(o[None] for o in out) if isinstance(out, tuple) else out[None]
+        return over_draws(fn, eps)
+    found = fn(eps[0])
+    return tuple(value[None] for value in found) if isinstance(found, tuple) else found[None]
 
 
 def _spread(eps: Tensor) -> Tensor:
@@ -274,7 +280,7 @@ def weighed(
     problem: Problem, q: Natural, theta: Params, at: Points, total: FloatArray, log_prior: Callable[[Tensor], Tensor]
 ) -> Weighed:
     """What the silos' total at `at.all` says, with the server's own part: the prior and q."""
-    prior = over_draws(lambda z: {"": log_prior(z)}, at.all)[""]
+    prior = over_draws(log_prior, at.all)
     joint = torch.from_numpy(np.asarray(total)) + prior.nan_to_num(nan=-math.inf)
     log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
     log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))

@@ -6,6 +6,7 @@ silos that pull opposite ways, silos that are absent, averages of posteriors tha
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,6 +70,20 @@ def test_the_slope_says_how_far_q_is_from_the_posterior(off: float, wide: float)
     distances = [off, abs(torch.tensor(wide).log().item())]
     assert rest.step == pytest.approx(max(distances), abs=1e-6)
     assert rest.stationary == (max(distances) < 0.15)
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("wide", [1.0, 1.25, 0.75])
+def test_weights_say_how_far_q_is_from_the_posterior(off: float, wide: float) -> None:
+    """The same by the likelihood alone, which no slope and no family of q enters: within .05 sds."""
+    exact = _exact()
+    covariance = wide**2 * exact.covariance()
+    mean = exact.mean() + off * exact.covariance().diagonal().sqrt() * torch.tensor([1.0, 0.0, 0.0])
+    weighed = _rest_at(from_moments(mean, covariance)).weighed
+    assert weighed.mean == pytest.approx(off, abs=0.05)
+    assert weighed.sd == pytest.approx(math.log(wide), abs=0.05)
+    assert weighed.apart is None
+    assert (weighed.against() is None) == (off < 0.15 and wide == 1)
 
 
 def test_the_reported_bound_is_that_of_all_silos_at_the_final_q() -> None:
