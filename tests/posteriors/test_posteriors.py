@@ -1,8 +1,8 @@
 """Every model of the gallery, dealt to silos and fitted under masked sums: within tolerance of the exact posterior, or
 not called converged, with a reason. There is no third outcome and no known failure.
 
-Tolerance: means within .2 posterior sds, sds within 15%. Refusing is not winning: an entry that ends converged today has
-to do so tomorrow, and those that do not stand in `NOT_YET`. `pytest -s` prints a line an entry.
+Tolerance: means within .2 posterior sds, sds within 15%. Refusing is not winning: an entry that ends converged today
+has to do so tomorrow, and those that do not stand in `NOT_YET`. `pytest -s` prints a line an entry.
 """
 
 from __future__ import annotations
