@@ -156,10 +156,11 @@ class MaskedSilo:
     def _use(self, index: int, batch: SiloBatch, what: bytes) -> None:
         """Claim the masks of an index for what they cover, before it leaves; once claimed they cover nothing else.
 
-        The claim is on disk at once, whatever else a store holds back: a process that was killed before its answer was
-        written can repeat the same answer, and no other process over this store can make another.
+        The claim binds at once, whatever else a store holds back: a process that was killed before its answer was
+        written can repeat the same answer, and no other process over this store can make another. It is on the disk
+        with the answer, before that leaves.
         """
-        if self._store.claim(f"{USED}/{index}", what) != what:
+        if self._store.claim(f"{USED}/{index}", what, settle=False) != what:
             raise ProtocolError(f"sum index {index} was used already, by another process or before a crash")
         self._state.check_live(batch)
         if index <= self._last_index():
@@ -265,15 +266,16 @@ class MaskedSilo:
         held = self._store.get(f"{SURVIVORS}/{index}")
         if held not in (None, statement):
             raise ProtocolError(f"other survivors of sum {index} were named before")
-        if request.question:
+        if request.question and held is None:
             ids = [[roster.ids[p] for p in roster.members_of(m)] for m in (request.cohort, request.survivors)]
             missing = len(ids[0]) - len(ids[1])
             mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + missing.to_bytes(4, "big")
-            if self._questions.claim(_question_slot(request.question), mine) != mine:
+            settle = self._questions is not self._store  # where both are one, the survivors' claim settles both
+            if self._questions.claim(_question_slot(request.question), mine, settle) != mine:
                 raise ProtocolError(
                     f"sum {index}: other survivors of this question were named before, at another index"
                 )
-        if self._store.claim(f"{SURVIVORS}/{index}", statement) != statement:
+        if held is None and self._store.claim(f"{SURVIVORS}/{index}", statement) != statement:
             raise ProtocolError(f"other survivors of sum {index} were named before")
         self._state.check_live(batch)
 

@@ -53,8 +53,8 @@ class SealedStore:
     def __repr__(self) -> str:
         return "SealedStore(...)"
 
-    def claim(self, slot: str, value: bytes) -> bytes:
-        return self._sealer.open(slot, self._inner.claim(slot, self._sealer.seal(slot, value)))
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
+        return self._sealer.open(slot, self._inner.claim(slot, self._sealer.seal(slot, value), settle))
 
     def put(self, slots: Mapping[str, bytes]) -> None:
         self._inner.put({slot: self._sealer.seal(slot, value) for slot, value in slots.items()})

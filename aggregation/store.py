@@ -13,10 +13,14 @@ from secure_fvi.files import sync_folder
 
 
 class Store(Protocol):
-    """A small map from slots to bytes. Every write is durable when the call returns."""
+    """A small map from slots to bytes. Every write is durable when the call returns, but for claims that are not settled."""
 
-    def claim(self, slot: str, value: bytes) -> bytes:
-        """Set `slot` unless it is set; return what it then holds. The first value wins, for ever."""
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
+        """Set `slot` unless it is set; return what it then holds. The first value wins, for ever.
+
+        settle: without it the claim binds all processes at once, and is durable only with this process' next `put` or
+        settled claim: enough where nothing that rests on it leaves before that.
+        """
         ...
 
     def put(self, slots: Mapping[str, bytes]) -> None:
@@ -41,7 +45,7 @@ class MemoryStore:
     def __repr__(self) -> str:
         return "MemoryStore(...)"
 
-    def claim(self, slot: str, value: bytes) -> bytes:
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
         return self._slots.setdefault(slot, value)
 
     def put(self, slots: Mapping[str, bytes]) -> None:
@@ -82,8 +86,8 @@ class SqliteStore:
     def __repr__(self) -> str:
         return "SqliteStore(...)"
 
-    def claim(self, slot: str, value: bytes) -> bytes:
-        self._synchronous(self._power_safe)
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
+        self._synchronous(self._power_safe and settle)
         # One statement is one transaction, so that of two processes over one file only one can be first.
         self._connection.execute("INSERT OR IGNORE INTO slots VALUES (?, ?)", (slot, value))
         held = self.get(slot)

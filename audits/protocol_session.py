@@ -32,7 +32,7 @@ class AuditStore:
     def __init__(self, slots: Mapping[str, bytes] | None = None) -> None:
         self.slots = dict(slots or {})
 
-    def claim(self, slot: str, value: bytes) -> bytes:
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
         return self.slots.setdefault(slot, value)
 
     def put(self, slots: Mapping[str, bytes]) -> None:

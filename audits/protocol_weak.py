@@ -99,8 +99,8 @@ def few_bits(subject: MaskedSubject, seeds: Seeds) -> MaskedSubject:
 class ForgetfulStore(AuditStore):
     """Does not remember which survivors were named, nor which index was used last."""
 
-    def claim(self, slot: str, value: bytes) -> bytes:
-        return value if slot.startswith(("survivors/", "used/")) else super().claim(slot, value)
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
+        return value if slot.startswith(("survivors/", "used/")) else super().claim(slot, value, settle)
 
     def put(self, slots: Mapping[str, bytes]) -> None:
         super().put({slot: value for slot, value in slots.items() if slot != "last"})

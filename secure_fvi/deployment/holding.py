@@ -70,8 +70,8 @@ class HeldStore:
         finally:
             self._held = None
 
-    def claim(self, slot: str, value: bytes) -> bytes:
-        return self.inner.claim(slot, value)
+    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
+        return self.inner.claim(slot, value, settle)
 
     def put_now(self, slots: Mapping[str, bytes]) -> None:
         """Not held back: what has to be known whatever comes of the rest."""

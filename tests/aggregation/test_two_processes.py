@@ -28,8 +28,8 @@ def another(world, place=VICTIM, store=None):
 class ForgetfulStore(MemoryStore):
     """The control: remembers no claim on an index."""
 
-    def claim(self, slot, value):
-        return value if slot.startswith("used/") else super().claim(slot, value)
+    def claim(self, slot, value, settle=True):
+        return value if slot.startswith("used/") else super().claim(slot, value, settle)
 
     def put(self, slots):
         super().put({slot: value for slot, value in slots.items() if slot != "last"})
@@ -93,6 +93,47 @@ class TestOneIndexTwice:
         with pytest.raises(ProtocolError, match="by another process or before a crash"):
             silos["a"].contribute(0, list("abc"), TABLE, -values, CONTEXT)
         silos["a"].contribute(0, list("abc"), TABLE, values, CONTEXT)
+
+
+class TestOnTheDisk:
+    """Of a silo that must outlive its machine: what an answer rests on is synced before the answer leaves."""
+
+    def unsynced(self, tmp_path, power_safe=True):
+        """What a silo wrote in one sum that was not on the disk when it answered; how often it synced. By SQLite's own
+        account of each transaction."""
+        world, left, syncs, open_ = World(prepared=False), [], 0, []
+        name = world.ids[VICTIM]
+        world.stores[name] = store = SqliteStore(tmp_path / "silo.sqlite", power_safe)
+        world.restart_silos()
+        carry(world.server.prepare(0), world.silos)
+        full = store._connection.execute("PRAGMA synchronous").fetchone()[0] == 2
+
+        def seen(statement):
+            nonlocal full, syncs
+            if statement.startswith("PRAGMA synchronous"):
+                full = "FULL" in statement
+            if statement.startswith("INSERT"):
+                open_.append(statement)
+            if statement.startswith("COMMIT") or (statement.startswith("INSERT") and not store._connection.in_transaction):
+                syncs += full
+                if full:
+                    open_.clear()
+
+        store._connection.set_trace_callback(seen)
+        messages = world.contribute()
+        left.extend(open_)
+        world.total(messages)
+        left.extend(open_)
+        return left, syncs
+
+    def test_claims_are_synced_with_what_rests_on_them(self, tmp_path):
+        left, syncs = self.unsynced(tmp_path)
+        assert left == []
+        assert syncs == 2  # the contribution with its claim; the survivors, and nothing more when they come again
+
+    def test_control_where_claims_need_not_outlive_the_machine(self, tmp_path):
+        left, _ = self.unsynced(tmp_path, power_safe=False)
+        assert any("survivors/0" in statement for statement in left)
 
 
 class TestABatchThatIsOver:
@@ -210,10 +251,10 @@ class TestBetweenLookAndClaim:
         store = world.stores[name]
 
         class Overtaken(BlindStore):
-            def claim(self, slot, value):
+            def claim(self, slot, value, settle=True):
                 if slot == "used/0":
                     world.silos[name].contribute(1, world.ids, TABLE, world.values[name], CONTEXT)
-                return super().claim(slot, value)
+                return super().claim(slot, value, settle)
 
         second = another(world, 0, Overtaken(store))
         with pytest.raises(ProtocolError, match="used already, or skipped"):
@@ -228,12 +269,12 @@ class TestBetweenLookAndClaim:
         name = world.ids[0]
 
         class Overtaken(BlindStore):
-            def claim(self, slot, value):
+            def claim(self, slot, value, settle=True):
                 if what in slot and len(late) == 1:
                     late.append(slot)
                     for index in (1, 2, 3):
                         carry(world.server.prepare(index), world.silos)
-                return super().claim(slot, value)
+                return super().claim(slot, value, settle)
 
         def seen(data):
             if isinstance(unpack_any(data), Deliver) and not late:
