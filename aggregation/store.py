@@ -13,7 +13,7 @@ from secure_fvi.files import sync_folder
 
 
 class Store(Protocol):
-    """A small map from slots to bytes. Every write is durable when the call returns, but for claims that are not settled."""
+    """A small map from slots to bytes. Every write but an unsettled claim is durable when the call returns."""
 
     def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
         """Set `slot` unless it is set; return what it then holds. The first value wins, for ever.

@@ -114,7 +114,8 @@ class TestOnTheDisk:
                 full = "FULL" in statement
             if statement.startswith("INSERT"):
                 open_.append(statement)
-            if statement.startswith("COMMIT") or (statement.startswith("INSERT") and not store._connection.in_transaction):
+            alone = statement.startswith("INSERT") and not store._connection.in_transaction
+            if alone or statement.startswith("COMMIT"):
                 syncs += full
                 if full:
                     open_.clear()
