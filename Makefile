@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo test slow mutants leakage gallery lint types benchmark gpu docs fuzz release clean
+.PHONY: demo test slow mutants leakage gallery lint types house benchmark gpu docs fuzz release clean
 
 # Exact versions, each file by its hash; nothing is built from what is not in the lock.
 LOCKED := install -q --require-hashes --no-deps -r
@@ -54,6 +54,10 @@ lint: .venv/.installed
 
 types: .venv/.installed
 	$(BIN)/mypy
+
+# Size and order of the code: lines, what a silo's job imports, circles, times.
+house: .venv/.installed
+	$(BIN)/python .ci/house.py
 
 benchmark: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
