@@ -51,6 +51,7 @@ leakage: .venv/.installed
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: .venv/.installed
 	$(BIN)/mypy

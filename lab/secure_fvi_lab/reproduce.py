@@ -26,7 +26,7 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool)
 
     Stopped and called again with the same --out, it goes on where it was.
     """
-    from secure_fvi.runs.checkpoint import write_atomically
+    from secure_fvi.files import write_atomically
     from secure_fvi.runs.wording import nearest
     from secure_fvi_lab.machine import commit
 

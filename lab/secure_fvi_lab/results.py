@@ -38,7 +38,7 @@ was measured shortly before it. What has changed in the code since may change th
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def results(folders: tuple[Path, ...], out: Path | None, debug: bool) -> None:
     """Write the page of all experiments whose NAME.json lies in DIR..."""
-    from secure_fvi.runs.checkpoint import write_atomically
+    from secure_fvi.files import write_atomically
 
     text = page(folders)
     if out is None:

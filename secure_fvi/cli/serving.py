@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
-from secure_fvi.cli.logs import log_option, start_log
+from secure_fvi.logs import log_option, start_log
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home

@@ -37,8 +37,7 @@ from secure_fvi.fitting import build_parties, fit
 from secure_fvi.models import six_cities
 from secure_fvi.models.hierarchical_network import hierarchical_network
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.step import machine
-from secure_fvi_lab.machine import commit
+from secure_fvi_lab.machine import commit, machine
 
 _WARM_UP = TRACE_AFTER_CALLS + 3
 _MEAN_FIELD = Conditional(scale="diagonal", coupling=False, varying_scale=False)

@@ -37,8 +37,8 @@ from secure_fvi.runs.config import Config, parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.running import execute_federation
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.bench.world import HUB, allow, consortium
+from secure_fvi_lab.machine import machine
 
 SILOS = ("east", "north", "south")
 _WARM_UP = 50

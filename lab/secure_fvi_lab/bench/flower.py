@@ -22,8 +22,8 @@ from secure_fvi.engines.flower_setup import check_flower
 from secure_fvi.runs import toml
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.metrics import INTERVAL, read_metrics
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.bench.world import allow, consortium
+from secure_fvi_lab.machine import machine
 
 SILOS = ("east", "north", "south")
 _LIMIT = 1800.0

@@ -18,7 +18,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.runs.config import parse
 from secure_fvi_lab.bench.kills_job import KINDS, Outcome, quota, run_job, table
 from secure_fvi_lab.bench.replay import posterior
-from secure_fvi_lab.bench.step import machine
+from secure_fvi_lab.machine import machine
 
 _PER_JOB = 20
 _PATIENCE = 300.0  # seconds in which a job has to end

@@ -25,7 +25,8 @@ from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset, program
-from secure_fvi_lab.bench.step import Block, machine
+from secure_fvi_lab.bench.step import Block
+from secure_fvi_lab.machine import machine
 
 _BATCH, _STEPS = 128, 500
 _OPTIMIZERS = ("natural", "adam")

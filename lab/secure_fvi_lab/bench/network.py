@@ -15,8 +15,8 @@ from secure_fvi.errors import ProtocolError
 from secure_fvi.runs.directory import read_json
 from secure_fvi_lab.bench.relay import Network, Relay
 from secure_fvi_lab.bench.replay import posterior
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.bench.world import HUB, Parties
+from secure_fvi_lab.machine import machine
 
 _SILOS = ("east", "north", "south")
 _PATIENCE = 500.0

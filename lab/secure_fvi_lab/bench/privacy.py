@@ -28,7 +28,7 @@ from secure_fvi.fitting import build_parties, fit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.uci_adult import PROGRAM, load
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi_lab.bench.step import machine
+from secure_fvi_lab.machine import machine
 
 SILOS, RATE, ROUNDS, DELTA = 10, 0.05, 400, 1e-5
 #: Clipping norm by epsilon: the noisier, the smaller.

@@ -29,8 +29,8 @@ from secure_fvi.messages import ROUND
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute_federation
 from secure_fvi_lab.bench.replay import answered, posterior
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.bench.world import HUB, Parties, allow
+from secure_fvi_lab.machine import machine
 
 _MODEL = """import pyro
 import pyro.distributions as dist

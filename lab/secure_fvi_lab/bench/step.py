@@ -8,7 +8,6 @@ all, and the median block counts.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset, program
-from secure_fvi_lab.machine import processor
+from secure_fvi_lab.machine import machine
 
 _RATE = 0.001
 #: A run long enough for `compile = "auto"` to compile.
@@ -144,7 +143,3 @@ def _numpyro(data: Dataset) -> Block | None:
         jax.block_until_ready(loss)
 
     return block
-
-
-def machine() -> str:
-    return f"{processor()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _OURS, _OURS_64, _FLOWER, _BFV, _PLAIN = "#2563eb", "#7aa5f7", "#d97706", "#0f766e", "#9ca3af"

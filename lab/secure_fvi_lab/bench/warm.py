@@ -10,7 +10,7 @@ import secure_fvi.algorithms.pvi_silo
 import secure_fvi.algorithms.sfvi_avg_silo
 import secure_fvi.deployment.serving
 import secure_fvi.deployment.site
-import secure_fvi.runs.plots
+import secure_fvi.plots
 import secure_fvi.runs.running  # noqa: F401
 from secure_fvi.compiled import TRACE_AFTER_CALLS
 from secure_fvi.errors import SecureFVIWarning

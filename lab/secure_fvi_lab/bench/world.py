@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.authority import Authority, authority_hash
 from secure_fvi.deployment.consortium import Member, write_roster
 from secure_fvi.deployment.home import Home
@@ -24,7 +25,6 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Role
 from secure_fvi.deployment.requests import read_request
 from secure_fvi.runs import toml
-from secure_fvi.runs.checkpoint import latest_round
 from secure_fvi.runs.config import Config, read
 
 HUB, HOLDER = "hub", "escrow"

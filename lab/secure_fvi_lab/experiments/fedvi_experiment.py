@@ -20,17 +20,18 @@ from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.algorithms.fedvi import FedVI
 from secure_fvi.algorithms.fedvi_bound import largest_loss, pac_bayes_bound, smoothed_loss
 from secure_fvi.algorithms.fedvi_frame import gaussian_kl
+from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
 from secure_fvi.driving import drive
 from secure_fvi.federated_model import FederatedModel
+from secure_fvi.files import write_atomically
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.fedvi import Network, common_classifier, embed, infer, personal_classifier, personal_log_probs
 from secure_fvi.models.fedvi_data import Client
-from secure_fvi.runs.checkpoint import FolderCheckpoints, write_atomically
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request, Tell
 from secure_fvi_lab.experiments.fedvi_methods import Predict, Tuning, fedrep, fedvi, from_fedavg, scores
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]
 #: Test accuracy is looked at so often on the way.

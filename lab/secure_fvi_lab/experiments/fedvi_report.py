@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from secure_fvi_lab.experiments.figures import as_png
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = {"FedVI": "#2563eb", "FedAvg": "#d97706"}

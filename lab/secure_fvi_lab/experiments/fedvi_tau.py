@@ -16,13 +16,13 @@ from pathlib import Path
 from secure_fvi.compiled import threads
 from secure_fvi.models.fedvi import personal_classifier
 from secure_fvi.models.writers import write
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request, Tell
 from secure_fvi_lab.experiments.fedvi_experiment import Dealt, Plan, Row, fit, new_clients_bound
 from secure_fvi_lab.experiments.fedvi_methods import fedvi, scores
 from secure_fvi_lab.experiments.fedvi_writers import plan
-from secure_fvi_lab.experiments.figures import as_png
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.figures import as_png
+from secure_fvi_lab.machine import machine
 
 TAUS = (0.0, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 _SEEDS = (0, 1)

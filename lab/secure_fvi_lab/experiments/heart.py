@@ -22,7 +22,6 @@ from secure_fvi.compiled import Mode
 from secure_fvi.models.heart import Heart, bayesian_network, load, split_network
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.runs.draws import default_dtype
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.heart_batched import HierarchicalRound, Programs, SplitRound
 from secure_fvi_lab.experiments.heart_folds import (
@@ -36,6 +35,7 @@ from secure_fvi_lab.experiments.heart_folds import (
 )
 from secure_fvi_lab.experiments.heart_report import png
 from secure_fvi_lab.experiments.heart_report import table as table
+from secure_fvi_lab.machine import machine
 
 RHOS, SMALL_RHO, LOCAL_STEPS = (1.0, 5.0, 10.0), 0.2, 5
 #: Means, sds over folds, and log-likelihoods of table 3: accuracy, all predictions, wrong predictions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 Row = dict[str, Any]
 #: Methods whose test log-likelihood is drawn over the exchanges.

@@ -16,12 +16,13 @@ from torch import Tensor
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
 from secure_fvi.algorithms.sfvi_avg import FINISH
+from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
 from secure_fvi.driving import Progress, drive
 from secure_fvi.federated_model import FederatedModel
+from secure_fvi.files import write_atomically
 from secure_fvi.fitting import build_parties
 from secure_fvi.local_posterior import LocalPosterior
-from secure_fvi.runs.checkpoint import FolderCheckpoints, write_atomically
 from secure_fvi_lab.experiments import Request, Tell
 from secure_fvi_lab.experiments.spread import spread
 

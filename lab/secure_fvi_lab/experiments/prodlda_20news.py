@@ -23,12 +23,12 @@ from secure_fvi.models.coherence import diversity, top_words, umass
 from secure_fvi.models.completion import completion
 from secure_fvi.models.newsgroups import Corpus, corpus
 from secure_fvi.models.prodlda import prodlda
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request, Tell
 from secure_fvi_lab.experiments.prodlda_pyro import Topics, Training, same_model, tutorial
 from secure_fvi_lab.experiments.prodlda_report import plot
 from secure_fvi_lab.experiments.prodlda_report import table as table
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]
 SILOS = 3

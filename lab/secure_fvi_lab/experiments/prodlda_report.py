@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 Row = dict[str, Any]
 #: Figures of a method, and their names in the table.

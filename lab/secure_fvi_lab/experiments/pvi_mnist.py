@@ -21,13 +21,13 @@ from secure_fvi.models.bnn import score
 from secure_fvi.models.convolutional import class_log_probs, convolutional_network
 from secure_fvi.models.mnist import load
 from secure_fvi.results import draw_global
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, run
 from secure_fvi_lab.experiments.pvi_mnist_curves import curves
 from secure_fvi_lab.experiments.pvi_mnist_curves import table as table
 from secure_fvi_lab.experiments.pvi_mnist_shards import alike, shards
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]
 #: Draws of the network's weights for its predictions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = ("#2563eb", "#d97706", "#059669")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 Row = dict[str, Any]
 _COLOURS = ("#2563eb", "#059669", "#d97706", "#dc2626", "#7c3aed", "#6b7280")

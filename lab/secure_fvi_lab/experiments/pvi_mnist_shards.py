@@ -27,11 +27,11 @@ from secure_fvi.models.bnn import Score, class_log_probs, score
 from secure_fvi.models.mnist import PROGRAM, load
 from secure_fvi.models.partitions import label_shards, take
 from secure_fvi.results import draw_global
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.pvi_mnist_report import plot
 from secure_fvi_lab.experiments.pvi_mnist_report import table as table
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]
 #: Draws of the network's weights for its predictions.

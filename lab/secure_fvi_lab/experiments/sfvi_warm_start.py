@@ -24,11 +24,11 @@ from secure_fvi.compiled import threads
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.server import Server
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.figures import as_png
 from secure_fvi_lab.experiments.six_cities import SIZES, Reference, pooled_reference, split
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.figures import as_png
+from secure_fvi_lab.machine import machine
 
 #: Near: the mean of the last WINDOW iterates lies within NEAR posterior sds of global VI in every coordinate.
 NEAR, WINDOW = 0.5, 100

@@ -26,10 +26,10 @@ from secure_fvi.models.vertical_base import VerticalDataset
 from secure_fvi.models.vertical_programs import load_adult
 from secure_fvi.runs.draws import default_dtype
 from secure_fvi.vertical_results import VerticalResult
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.figures import as_png
 from secure_fvi_lab.experiments.vertical_targets import logistic_mode
+from secure_fvi_lab.figures import as_png
+from secure_fvi_lab.machine import machine
 
 RECORDS, BATCH, SILOS, RHO = 30_000, 512, 5, 0.1
 TARGET = 0.003  # nats a person below the pooled model

@@ -23,13 +23,13 @@ from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_logistic import COLUMNS, RECORDS, Data, make_data
 from secure_fvi.runs.draws import default_dtype
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound
 from secure_fvi_lab.experiments.vertical_plot import png
 from secure_fvi_lab.experiments.vertical_speed import step_times
 from secure_fvi_lab.experiments.vertical_targets import sample, soul_mode
+from secure_fvi_lab.machine import machine
 
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
 SHOWN = 0  # the coefficient whose marginal is drawn

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from secure_fvi.runs.marginals import density
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 #: Model, method, silos, rho and the curve or the draws.
 Entry = tuple[str, str, int, float, Tensor]

@@ -21,12 +21,12 @@ from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_poisson import AREAS, RATE, SCALE, SILOS, Areas, simulate
 from secure_fvi.runs.draws import default_dtype
-from secure_fvi_lab.bench.step import machine
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.experiments.vertical_poisson_fits import INTEGRATED, PRIVATE, TRUE_MODEL, VARIANTS, Fits, Found
 from secure_fvi_lab.experiments.vertical_poisson_plot import Curve, png
 from secure_fvi_lab.experiments.vertical_poisson_targets import Levels, sample
+from secure_fvi_lab.machine import machine
 
 RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
 NUTS_AUGMENTED, NUTS_TRUE = "nuts, augmented", "nuts, true model"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from secure_fvi.runs.marginals import density
-from secure_fvi_lab.experiments.figures import as_png
+from secure_fvi_lab.figures import as_png
 
 #: Method, rho (0 for the true model) and draws of one mu and one beta.
 Curve = tuple[str, float, Tensor, Tensor]

@@ -24,8 +24,7 @@ from torch import Tensor
 from secure_fvi import wire
 from secure_fvi.aggregation.store import SqliteStore, Store
 from secure_fvi.errors import InputError
-from secure_fvi.files import sync_folder
-from secure_fvi.files import write_atomically as write_atomically
+from secure_fvi.files import sync_folder, write_atomically
 
 _LATEST = "LATEST"
 #: The store of `StoreCheckpoints` in a folder of checkpoints, and its slots.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from secure_fvi.runs.rows import ComparisonRow
+if TYPE_CHECKING:
+    from secure_fvi.runs.rows import ComparisonRow
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _RUN, _REFERENCE, _SECOND = "#2563eb", "#9ca3af", "#d97706"
