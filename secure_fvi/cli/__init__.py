@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _BAD_USAGE = 2
 _INTERRUPTED = 130
+#: By library: the extra that brings it.
+_EXTRAS = {"grpc": "distributed", "matplotlib": "report", "prometheus_client": "distributed"}
 
 #: Commands of the other package of this repository, and how one gets it.
 _LAB = ("bench", "reproduce", "results")
@@ -103,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; continue with --resume", _INTERRUPTED, debug)
     except Exception as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in _EXTRAS:
+            _fail(f"this needs {missing}: pip install '.[{_EXTRAS[missing]}]' in a checkout", _BAD_USAGE, debug)
         text = f"{type(error).__name__}: {error}"
         _fail(f"{text} (an error in the model or in secure-fvi; --debug shows where)", 1, debug)
     sys.exit(code if isinstance(code, int) else 0)

@@ -81,3 +81,43 @@ def test_core_commands_are_had_without_a_look_at_entry_points(
     assert cli("silo", "--help").code == 0
     with pytest.raises(BaseException, match="looked"):
         cli("bench")
+
+
+def _without(library: str, code: str) -> subprocess.CompletedProcess[str]:
+    """`code` in a Python that has everything but `library`."""
+    script = f"import sys\nsys.modules[{library!r}] = None\n{code}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("library", "said", "code"),
+    [
+        ("matplotlib", "this needs matplotlib: pip install '.[report]' in a checkout", 2),
+        # The control: what is no extra of ours is not said to be one.
+        ("safetensors", "(an error in the model or in secure-fvi; --debug shows where)", 1),
+    ],
+)
+def test_a_run_that_lacks_a_library_says_so_before_it_begins(
+    library: str, said: str, code: int, cli: CommandLine
+) -> None:
+    before = sorted(cli.folder.iterdir())
+    arguments = ["run", str(cli.config), "--out", str(cli.folder / "out")]
+    done = _without(library, f"from secure_fvi.cli import main; main({arguments!r})")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
+    assert said in done.stderr
+    assert sorted(cli.folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("arguments", [["silo", "start", "--home", "h", "--server", "a:1"], ["status", "--home", "h"]])
+def test_commands_of_a_site_name_the_extra_that_they_lack(arguments: list[str]) -> None:
+    library = "grpc" if "silo" in arguments else "prometheus_client"
+    done = _without(library, f"from secure_fvi.cli import main; main({arguments!r})")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"secure-fvi: this needs {library}: pip install '.[distributed]' in a checkout\n"
+
+
+def test_a_site_needs_no_plots() -> None:
+    done = _without("matplotlib", "import secure_fvi.deployment.site, secure_fvi.deployment.serving")
+    assert done.returncode == 0, done.stderr
+    done = _without("matplotlib", "import secure_fvi.runs.report")
+    assert "No module named 'matplotlib" in done.stderr or "import of matplotlib halted" in done.stderr, "the control"
