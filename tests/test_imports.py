@@ -72,3 +72,11 @@ def test_the_core_does_not_import_the_lab_by_its_name_either() -> None:
     assert len(files) > 300
     assert not [f for f in files if "secure_fvi_lab" in f.read_text()]
     assert any("secure_fvi_lab" in f.read_text() for f in (ROOT / "lab").rglob("*.py")), "the control"
+
+
+def test_nothing_private_of_opacus_is_used() -> None:
+    """It may change in any version, and what clips and counts here must be the same in all of the range."""
+    private = re.compile(r"^\s*from opacus\S* import .*\b_[a-z]", re.MULTILINE)
+    files = [*(ROOT / "secure_fvi").glob("*/*.py"), *(ROOT / "lab").rglob("*.py")]
+    assert not [f for f in files if private.search(f.read_text())]
+    assert private.search("from opacus.optimizers.optimizer import _mark_as_processed"), "the control"
