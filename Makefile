@@ -2,21 +2,21 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo test slow mutants leakage gallery lint types benchmark gpu docs fuzz release clean
+.PHONY: demo test slow mutants leakage gallery lint types house benchmark gpu docs fuzz release clean
 
 # Exact versions, each file by its hash; nothing is built from what is not in the lock.
 LOCKED := install -q --require-hashes --no-deps -r
 
 # One environment for all targets. Torch's CPU build is taken where there is one (an error of that line is none); where it
 # is PyPI's build for Linux, its CUDA libraries come too.
-.venv/.installed: pyproject.toml requirements.lock requirements-extras.lock requirements-cuda.lock
+.venv/.installed: pyproject.toml lab/pyproject.toml requirements.lock requirements-extras.lock requirements-cuda.lock
 	$(PYTHON) -m venv .venv || python3 -m venv .venv
 	-$(BIN)/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
 	$(BIN)/pip $(LOCKED) requirements.lock
 	if $(BIN)/python -c "import sys, importlib.metadata as m; sys.exit('+' in m.version('torch') or sys.platform != 'linux')"; \
 		then $(BIN)/pip $(LOCKED) requirements-cuda.lock; fi
 	$(if $(filter-out dev,$(EXTRAS)),$(BIN)/pip $(LOCKED) requirements-extras.lock)
-	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
 
 demo: .venv/.installed
@@ -51,9 +51,14 @@ leakage: .venv/.installed
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: .venv/.installed
 	$(BIN)/mypy
+
+# Size and order of the code: lines, what a silo's job imports, circles, times.
+house: .venv/.installed
+	$(BIN)/python .ci/house.py
 
 benchmark: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
@@ -72,16 +77,16 @@ GPU_PYTHON ?= $(BIN)/python
 DEVICE ?= cuda
 gpu: $(if $(filter cpu,$(DEVICE)),.venv/.installed)
 	mkdir -p benchmarks/out
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -m gpu
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -c "from secure_fvi.cli import main; main()" bench gpu --device $(DEVICE) \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/lab $(GPU_PYTHON) -m pytest -m gpu
+	PYTHONPATH=$(CURDIR):$(CURDIR)/lab $(GPU_PYTHON) -c "from secure_fvi_lab.bench.commands import bench; bench()" gpu --device $(DEVICE) \
 		--out $(if $(filter cpu,$(DEVICE)),benchmarks/out/gpu-cpu.json --quick,benchmarks/gpu.json)
 
 docs: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
-# A wheel, its hash, and what it stands on (with the extra for sites) as CycloneDX, from an environment that holds nothing
-# else: in dist/.
+# The core's wheel, its hash, and what it stands on (with the extra for sites) as CycloneDX, from an environment that holds
+# nothing else, lab/ neither: in dist/.
 release: .venv/.installed
 	rm -rf dist build/release
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
@@ -90,7 +95,7 @@ release: .venv/.installed
 	build/release/site/bin/pip $(LOCKED) requirements.lock
 	build/release/site/bin/pip install -q --no-deps dist/*.whl
 	build/release/site/bin/pip uninstall -q -y $$(build/release/site/bin/python .ci/unneeded.py 'secure-fvi[distributed]')
-	cd build/release && site/bin/secure-fvi --version && site/bin/python -c 'import secure_fvi.deployment.serving'
+	cd build/release && site/bin/secure-fvi --version && ! site/bin/secure-fvi bench && site/bin/python -c 'import secure_fvi.deployment.serving'
 	build/release/tool/bin/pip install -q cyclonedx-bom==7.5.0
 	build/release/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/secure-fvi.cdx.json build/release/site

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from secure_fvi.audits import epsilon
 from secure_fvi.audits.base import CONFIDENCE, AuditRow
-from secure_fvi.runs.checkpoint import write_atomically
-from secure_fvi.runs.plots import svg
+from secure_fvi.files import write_atomically
+from secure_fvi.plots import svg
 
 _TEMPLATE = Path(__file__).with_name("audit.html.j2")
 _COLOURS = {"leaks": "#d97706", "nothing found": "#2563eb", "invalid": "#9ca3af"}

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.errors import InputError
-from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.files import write_atomically
 
 _LABEL = b"secure-fvi/transcript/1\n"
 _NONCE = 12

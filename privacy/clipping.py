@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from opacus.optimizers.optimizer import _mark_as_processed
 from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 from torch import Tensor, nn
 
@@ -31,7 +30,6 @@ class _Optimizer(DPPerLayerOptimizer):  # type: ignore[misc]
         together = self._noise(total.cpu()).to(total.device)  # noise is drawn on the CPU
         for p, noised in zip(self.params, together.split([p.numel() for p in self.params]), strict=True):
             p.grad = noised.view_as(p)
-            _mark_as_processed(p.summed_grad)
 
 
 def noisy_clipped_sum(

@@ -10,9 +10,9 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from secure_fvi.plots import svg
 from secure_fvi.privacy.report import Report
 from secure_fvi.privacy.report_text import audited
-from secure_fvi.runs.plots import svg
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MUTED, _GRID, _RUN, _LIMIT = "#6b7280", "#e5e7eb", "#2563eb", "#b45309"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from secure_fvi.algorithms.base import Step
+from secure_fvi.checkpoints import Checkpoints
 from secure_fvi.engines.transport import Transport
 from secure_fvi.guarding import Guards
-from secure_fvi.runs.checkpoint import Checkpoints
 from secure_fvi.server import Server
 
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds

@@ -18,6 +18,7 @@ from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.building import build_problem, check_common
+from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import choose_threads
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.contracts import check_repeats, whole_ids
@@ -33,7 +34,6 @@ from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result, assessed, summarise
-from secure_fvi.runs.checkpoint import FolderCheckpoints
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.silo_view import silo_view

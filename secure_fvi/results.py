@@ -16,7 +16,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Posterior, Problem, Verdict
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError, SecureFVIWarning
-from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.files import write_atomically
 
 if TYPE_CHECKING:
     from secure_fvi.algorithms.fedvi_predict import Personal

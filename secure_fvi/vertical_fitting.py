@@ -27,6 +27,7 @@ from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
 from secure_fvi.building import check_common, device_named
+from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.disclosure import disclose
@@ -38,7 +39,6 @@ from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import UNIT_ID, KeyedDraws, derive_key
-from secure_fvi.runs.checkpoint import FolderCheckpoints
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params

@@ -23,10 +23,10 @@ from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
 from secure_fvi.driving import Rounds
 from secure_fvi.errors import InputError
+from secure_fvi.files import write_atomically
 from secure_fvi.fitting import number_or_none
 from secure_fvi.guarding import Guards
 from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed, draw_unconstrained
-from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params, part
 

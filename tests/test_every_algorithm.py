@@ -21,12 +21,12 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.vertical import Bernoulli, Soul, Vertical
+from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import flatten
 from secure_fvi.driving import _restore, _save
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
-from secure_fvi.runs.checkpoint import FolderCheckpoints
 from secure_fvi.runs.options import ALGORITHMS
 from secure_fvi.vertical_fitting import build_vertical_parties
 

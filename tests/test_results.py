@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import secure_fvi as sf
 from secure_fvi import fitting, results
+from secure_fvi.checkpoints import latest_round, load_checkpoint, save_checkpoint
 from secure_fvi.errors import InputError
 from secure_fvi.results import draw_global
-from secure_fvi.runs.checkpoint import latest_round, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_a_crash_between_two_phases_of_a_round_loses_neither(tmp_path: Path, mon
     def crash(path: Path, content: bytes) -> None:
         raise OSError("no power")
 
-    monkeypatch.setattr("secure_fvi.runs.checkpoint.write_atomically", crash)
+    monkeypatch.setattr("secure_fvi.checkpoints.write_atomically", crash)
     with pytest.raises(OSError, match="no power"):
         save_checkpoint(tmp_path, 7, {"server": (1, torch.full((2,), 4.0))})
     loaded = load_checkpoint(tmp_path, {"server": (1, torch.ones(2))})

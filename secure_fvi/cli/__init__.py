@@ -6,31 +6,73 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import click
 
 from secure_fvi.cli.audit import audit
 from secure_fvi.cli.audit_log import audit_log
-from secure_fvi.cli.bench import bench
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
 from secure_fvi.cli.flower import flower
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
-from secure_fvi.cli.reproduce import reproduce
-from secure_fvi.cli.results import results
 from secure_fvi.cli.run import run
 from secure_fvi.cli.serving import holder, server, silo
 from secure_fvi.cli.status import status
 from secure_fvi.cli.watch import watch
-from secure_fvi.errors import SecureFVIError
+from secure_fvi.errors import InputError, SecureFVIError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 _BAD_USAGE = 2
 _INTERRUPTED = 130
+#: By library: the extra that brings it.
+_EXTRAS = {"grpc": "distributed", "matplotlib": "report", "prometheus_client": "distributed"}
+
+#: Commands of the other package of this repository, and how one gets it.
+_LAB = ("bench", "reproduce", "results")
+_NO_LAB = "'{}' is a command of secure-fvi-lab, which is not installed: pip install ./lab in a checkout"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Our own commands, and those that other installed packages have as entry points. These are looked for only where
+    a command is none of ours, and for the list of all; ours cannot be replaced by them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_others().names})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (ours := super().get_command(ctx, cmd_name)) is not None:
+            return ours
+        found = _others().select(name=cmd_name)
+        if not found:
+            return _missing(cmd_name, _NO_LAB.format(cmd_name)) if cmd_name in _LAB else None
+        try:
+            command: click.Command = next(iter(found)).load()
+        except Exception as error:  # of whatever kind: the other commands are not lost for it
+            return _missing(cmd_name, f"'{cmd_name}' cannot be loaded: {error}")
+        return command
+
+
+def _others() -> EntryPoints:
+    from importlib.metadata import entry_points
+
+    return entry_points(group="secure_fvi.commands")
+
+
+def _missing(name: str, why: str) -> click.Command:
+    """A command that says why it is none, whatever it is given."""
+
+    def refuse() -> NoReturn:
+        raise InputError(why)
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    return click.Command(name, settings, refuse, short_help="(cannot be loaded)")
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="secure-fvi")
 def cli() -> None:
     """Fit one Bayesian model across institutions that may not pool their data.
@@ -40,22 +82,10 @@ def cli() -> None:
     """
 
 
-cli.add_command(run)
-cli.add_command(compare)
-cli.add_command(audit)
-cli.add_command(audit_log)
-cli.add_command(bench)
-cli.add_command(budget)
-cli.add_command(holder)
-cli.add_command(flower)
-cli.add_command(keys)
-cli.add_command(policy)
-cli.add_command(reproduce)
-cli.add_command(results)
-cli.add_command(server)
-cli.add_command(silo)
-cli.add_command(status)
-cli.add_command(watch)
+for _command in (
+    audit, audit_log, budget, compare, flower, holder, keys, policy, run, server, silo, status, watch,
+):  # fmt: skip
+    cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -75,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; continue with --resume", _INTERRUPTED, debug)
     except Exception as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in _EXTRAS:
+            _fail(f"this needs {missing}: pip install '.[{_EXTRAS[missing]}]' in a checkout", _BAD_USAGE, debug)
         text = f"{type(error).__name__}: {error}"
         _fail(f"{text} (an error in the model or in secure-fvi; --debug shows where)", 1, debug)
     sys.exit(code if isinstance(code, int) else 0)

@@ -35,7 +35,7 @@ def command(
     if out is None:
         click.echo(text, nl=False)
         return
-    from secure_fvi.runs.checkpoint import write_atomically
+    from secure_fvi.files import write_atomically
 
     try:
         write_atomically(out, text.encode())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
-from secure_fvi.cli.logs import log_option, start_log
+from secure_fvi.logs import log_option, start_log
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
@@ -57,7 +57,6 @@ def start(
     Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
     Exits 4 where the job ended without converging; the files are written all the same.
     """
-    _need_grpc()
     from secure_fvi.cli.progress import RunProgress
     from secure_fvi.cli.tables import exit_code, print_posterior
     from secure_fvi.deployment.serving import remote_federation
@@ -118,7 +117,6 @@ def start_silo(
 
     Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder.
     """
-    _need_grpc()
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local
 
@@ -144,7 +142,6 @@ def start_holder(home: Path, address: str, once: bool, log_format: str, quiet: b
 
     Makes a key for each session and removes it with the session. Killed and started again, it goes on where it was.
     """
-    _need_grpc()
     from secure_fvi.deployment.site import run_site
 
     site = _opened(home, "holder")
@@ -160,13 +157,3 @@ def _opened(path: Path, role: str) -> Home:
     if found.role != role:
         raise InputError(f"'{path}' is the folder of a {found.role}; a {role}'s is needed here")
     return found
-
-
-def _need_grpc() -> None:
-    """Raise InputError where the extra that brings gRPC is not installed."""
-    from importlib.util import find_spec
-
-    from secure_fvi.errors import InputError
-
-    if find_spec("grpc") is None:
-        raise InputError("this needs gRPC: pip install '.[distributed]' in a checkout")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 
@@ -14,16 +12,6 @@ from secure_fvi.runs.rows import comparison_rows, posterior_rows, reason, standi
 
 #: Rows of a table; those of a network's weights would fill screens.
 _MOST_ROWS = 60
-
-
-def print_milliseconds(found: dict[str, Any], as_json: bool) -> None:
-    """What a benchmark found: its `machine`, and `ms` by name."""
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(found["machine"])
-    for name, ms in found["ms"].items():
-        click.echo(f"{name:44} {ms:9.4f} ms")
 
 
 def exit_code(result: dict[str, Any]) -> int:

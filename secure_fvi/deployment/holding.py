@@ -20,9 +20,9 @@ from secure_fvi import wire
 from secure_fvi.aggregation.sealed_store import SealedStore
 from secure_fvi.aggregation.store import SqliteStore, Store
 from secure_fvi.algorithms.base import Pending
+from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import InputError
 from secure_fvi.messages import ROUND
-from secure_fvi.runs.checkpoint import pack_state, unpack_state
 from secure_fvi.silo import Answer, Past, Silo
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -18,6 +18,7 @@ from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import build_problem
+from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.countersigning import SEEN, countersign
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
@@ -57,7 +58,6 @@ from secure_fvi.guarding import Books, Guards, strong_enough
 from secure_fvi.messages import ROUND, SUM
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
-from secure_fvi.runs.checkpoint import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.runs.config import Config, Engine
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.federation_base import FederationBase, written_out

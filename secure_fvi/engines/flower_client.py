@@ -14,7 +14,6 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from secure_fvi.cli.logs import start_log
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.site import Site, client_of
@@ -23,6 +22,7 @@ from secure_fvi.engines.flower_letters import Letter, read_letter, write_letter
 from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_messages import MESSAGE
 from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.logs import start_log
 
 _log = logging.getLogger(__name__)
 

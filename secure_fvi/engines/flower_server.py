@@ -22,7 +22,6 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from pydantic import Field
 
-from secure_fvi.cli.logs import start_log
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.names import Table, parse_table, read_bytes
 from secure_fvi.deployment.serving import Hub, remote_federation
@@ -33,6 +32,7 @@ from secure_fvi.engines.remote import shown
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import write_atomically
+from secure_fvi.logs import start_log
 from secure_fvi.runs import toml
 from secure_fvi.runs.config import Engine, read
 from secure_fvi.runs.directory import RunDirectory

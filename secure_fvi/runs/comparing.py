@@ -13,7 +13,7 @@ from torch import Tensor
 from secure_fvi.compiled import threads
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.files import write_atomically
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.draws import Draws
 from secure_fvi.runs.federation import Federation, federate

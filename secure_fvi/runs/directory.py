@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from secure_fvi import __version__
 from secure_fvi.errors import InputError
-from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.files import write_atomically
 from secure_fvi.runs.config import Config, parse
 
 State = Literal["empty", "begun", "finished"]

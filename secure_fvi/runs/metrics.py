@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from secure_fvi.driving import Progress
-from secure_fvi.runs.checkpoint import write_atomically
+from secure_fvi.files import write_atomically
 
 #: Rounds between two lines, and the span that a line's mean objective covers.
 INTERVAL = 50

@@ -10,10 +10,10 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from secure_fvi import plots
 from secure_fvi.disclosure import kind_of
+from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
-from secure_fvi.runs import plots
-from secure_fvi.runs.checkpoint import write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.metrics import read_metrics

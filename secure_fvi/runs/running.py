@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from secure_fvi.checkpoints import latest_round
 from secure_fvi.driving import Progress
 from secure_fvi.errors import BudgetError, InputError
+from secure_fvi.files import write_atomically
 from secure_fvi.guarding import Books
 from secure_fvi.results import NUMBERS_AT_ONCE, RunSummary
-from secure_fvi.runs.checkpoint import latest_round, write_atomically
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import federate

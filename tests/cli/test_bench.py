@@ -9,7 +9,7 @@ import torch
 from command_line import CommandLine
 
 import secure_fvi as sf
-from secure_fvi.cli import bench_batch
+from secure_fvi_lab.bench import batch
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_bench_step_prints_the_agreed_json(cli: CommandLine) -> None:
 
 def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `make gpu` calls, on the CPU. A device that computes something else is found, and nothing is timed there."""
-    monkeypatch.setattr(bench_batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False, False)})
+    monkeypatch.setattr(batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False, False)})
     out = tmp_path / "gpu.json"
     answer = cli("bench", "gpu", "--device", "cpu", "--quick", "--out", str(out))
     assert answer.code == 0, answer.err
@@ -43,7 +43,7 @@ def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytes
             result.variational.eta["loc"] += torch.full((), 1e-5)
         return result
 
-    monkeypatch.setattr(bench_batch, "fit", wrong)
+    monkeypatch.setattr(batch, "fit", wrong)
     answer = cli("bench", "gpu", "--device", "cpu", "--quick", "--out", str(out))
     assert answer.code == 1
     assert "nothing is timed" in answer.err

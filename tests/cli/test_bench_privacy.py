@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.cli.bench_privacy import measure
+from secure_fvi_lab.bench.privacy import measure
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.aggregation.prg import keystream
 from secure_fvi.aggregation.roster import Identity, Roster
-from secure_fvi.cli import bench_secure_sum as bench
-from secure_fvi.cli.bench_secure_sum import Case, Work, measure, plan
-from secure_fvi.cli.bench_sum_parties import Parties, Setting, Stopwatch
-from secure_fvi.cli.bench_sum_peers import Floor, TenSEAL
-from secure_fvi.cli.bench_sum_plot import png
-from secure_fvi.cli.bench_sum_targets import targets
 from secure_fvi.errors import AggregationError
+from secure_fvi_lab.bench import secure_sum as bench
+from secure_fvi_lab.bench.secure_sum import Case, Work, measure, plan
+from secure_fvi_lab.bench.sum_parties import Parties, Setting, Stopwatch
+from secure_fvi_lab.bench.sum_peers import Floor, TenSEAL
+from secure_fvi_lab.bench.sum_plot import png
+from secure_fvi_lab.bench.sum_targets import targets
 
 CONTRACT = {
     *("kind", "silos", "length", "neighbours", "dropout", "silo_ms", "server_ms", "exchanges", "bytes_up_per_silo"),
@@ -158,7 +158,7 @@ def test_signatures_checked_once_are_charged_to_all_that_check_them(monkeypatch)
         assert Parties(Setting("masked", 4), watch).sum(100).silo_checks > 0
         assert len(set(calls)) < len(calls)
         calls.clear()
-        monkeypatch.setattr("secure_fvi.cli.bench_sum_parties.CHECKED_ONE_BY_ONE", 3)
+        monkeypatch.setattr("secure_fvi_lab.bench.sum_parties.CHECKED_ONE_BY_ONE", 3)
         parties = Parties(Setting("masked", 4), watch)
         times = parties.sum(100)
         assert len(set(calls)) == len(calls)

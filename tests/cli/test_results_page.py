@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from secure_fvi.cli import main
-from secure_fvi.cli.results import page, read
 from secure_fvi.errors import InputError
+from secure_fvi_lab.results import page, read
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = Path("benchmarks/results")

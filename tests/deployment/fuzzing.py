@@ -31,6 +31,7 @@ from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.building import build_problem
+from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_sums import server_sum, session_of
@@ -43,7 +44,6 @@ from secure_fvi.federated_model import Schema
 from secure_fvi.messages import decode_broadcast, encode_broadcast
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import Row
-from secure_fvi.runs.checkpoint import pack_state, unpack_state
 from secure_fvi.runs.federation import chosen, model_of
 from secure_fvi.server import Server
 

@@ -18,12 +18,12 @@ from flower_world import reachable_world
 
 pytest.importorskip("flwr")
 
+from secure_fvi.checkpoints import latest_round
 from secure_fvi.cli.flower_processes import FlowerProcesses, plain_user
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site import run_site
 from secure_fvi.engines.flower_setup import environment, free_port, program
 from secure_fvi.errors import ProtocolError, SecureFVIError
-from secure_fvi.runs.checkpoint import latest_round
 
 httpx = pytest.importorskip("httpx")
 pytestmark = pytest.mark.slow

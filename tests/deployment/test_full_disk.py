@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from deployment_world import DAY, NOW, World
 
-from secure_fvi.cli.bench_replay import posterior
-from secure_fvi.cli.bench_world import HUB, Parties
 from secure_fvi.deployment import site
 from secure_fvi.deployment.trail import Trail
 from secure_fvi.deployment.trail_rows import NOTE
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi_lab.bench.replay import posterior
+from secure_fvi_lab.bench.world import HUB, Parties
 
 _SILOS = ["east", "north", "south"]
 _JOB = {

@@ -15,7 +15,6 @@ from consortium_run import Job, Sites
 from deployment_world import World
 
 import secure_fvi as sf
-from secure_fvi.cli.bench_kills import campaign
 from secure_fvi.deployment.holding import DurableSilo, open_held
 from secure_fvi.deployment.site_job import SiteJob
 from secure_fvi.deployment.trail import Trail
@@ -25,6 +24,7 @@ from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.ledger_verify import verify as verify_ledger
+from secure_fvi_lab.bench.kills import campaign
 
 _DP = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}
 

@@ -15,7 +15,7 @@ import pytest
 from consortium_run import SILOS, Job
 from deployment_world import World
 
-from secure_fvi.runs.checkpoint import latest_round
+from secure_fvi.checkpoints import latest_round
 
 _CODE = "from secure_fvi.cli import main; main()"
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}

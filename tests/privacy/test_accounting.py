@@ -10,7 +10,6 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import rdp_privacy_accountant as reference
 
-from secure_fvi.cli.bench_accountants import JOBS
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import (
@@ -22,6 +21,7 @@ from secure_fvi.privacy.events import (
     Repeated,
     Skellam,
 )
+from secure_fvi_lab.bench.accountants import JOBS
 
 CHECK = Repeated(PoissonSampled(0.01, Gaussian(1.0)), 10_000)
 

@@ -9,8 +9,8 @@ import pytest
 from quick_run import quick_run
 
 from secure_fvi.cli import main
-from secure_fvi.reproductions.pvi_mnist import AIMS, FULL, _line, pvi, table
-from secure_fvi.reproductions.pvi_mnist_curves import curves
+from secure_fvi_lab.experiments.pvi_mnist import AIMS, FULL, _line, pvi, table
+from secure_fvi_lab.experiments.pvi_mnist_curves import curves
 
 
 def _row(seed: int, test: float) -> dict[str, Any]:

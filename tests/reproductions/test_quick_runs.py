@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quick_run import quick_run
 
-from secure_fvi.reproductions import REPRODUCTIONS
+from secure_fvi_lab.experiments import REPRODUCTIONS
 
 
 @pytest.mark.slow

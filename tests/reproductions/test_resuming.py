@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.reproductions import Request, vertical_logistic
+from secure_fvi_lab.experiments import Request, vertical_logistic
 
 
 class Maker:

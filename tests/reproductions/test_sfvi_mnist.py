@@ -14,9 +14,9 @@ import secure_fvi as sf
 from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.cli import main
 from secure_fvi.models.multinomial import multinomial_regression
-from secure_fvi.reproductions import Request
-from secure_fvi.reproductions.mnist_report import plot, table
-from secure_fvi.reproductions.mnist_runs import Job, run, summary
+from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments.mnist_report import plot, table
+from secure_fvi_lab.experiments.mnist_runs import Job, run, summary
 
 SILOS = [{"x": torch.eye(3), "y": torch.arange(3)}, {"x": -torch.eye(3), "y": torch.arange(3)}]
 
@@ -62,7 +62,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     request = Request(False, None, said.append, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("secure_fvi.reproductions.mnist_runs._CHECKPOINT", 0.0)
+        patch.setattr("secure_fvi_lab.experiments.mnist_runs._CHECKPOINT", 0.0)
         with pytest.raises(KeyboardInterrupt):
             run(_job(), stops, request)
         resumed = run(_job(), _look, request)

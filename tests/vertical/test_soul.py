@@ -15,7 +15,7 @@ from secure_fvi.algorithms.vertical.soul import gamma_step
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.reproductions.vertical_batched import SoulRound
+from secure_fvi_lab.experiments.vertical_batched import SoulRound
 
 #: Runs of hundreds of rounds each.
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from secure_fvi import messages
+from secure_fvi import checkpoints, messages
 from secure_fvi.aggregation import barycenter_parties, homomorphic_messages
 from secure_fvi.aggregation import messages as sum_messages
 from secure_fvi.aggregation.base import Block, BlockTable
@@ -31,7 +31,6 @@ from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
 from secure_fvi.privacy.ledger import Budget
 from secure_fvi.privacy.ledger_chain import LEDGER
-from secure_fvi.runs import checkpoint
 from secure_fvi.silo import Past
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -55,7 +54,7 @@ SAMPLES: list[Any] = [
 NUMBERS = {
     "message": sum_messages.VERSION,
     "broadcast": messages.VERSION,
-    "state": (holding._VERSION, checkpoint._PACKED),
+    "state": (holding._VERSION, checkpoints._PACKED),
     "statement": sum_messages.VERSION,
     "row": LEDGER.label("link").decode(),
 }
@@ -105,8 +104,8 @@ def _stored() -> dict[str, bytes]:
         "broadcast/round": messages.encode_broadcast(asked),
         "broadcast/question": messages.question_digest(asked),
         "broadcast/schema": session_messages.pack_schema(schema),
-        "state/any": checkpoint.pack_state(state),
-        "state/past": checkpoint.pack_state(Past()),
+        "state/any": checkpoints.pack_state(state),
+        "state/past": checkpoints.pack_state(Past()),
         "row/budget": row.hash + row.body,
     }
 

@@ -1,0 +1,1 @@
+"""What `secure-fvi bench` measures, one a module."""

@@ -1,0 +1,284 @@
+"""A round of SFVI by what carries it: all parties in one process, or three silo processes behind mutual TLS.
+
+Beside it, in the same run, a bare gRPC round trip: streams to three processes that send back as many bytes as the silos
+did, without our framing, logs or state. Each carrier's steady state counts, without the rounds in which functions are
+traced. What four processes use of the processors is told beside the time, which other work on the machine lengthens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import grpc
+import torch
+
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.serving import Hub, remote_federation
+from secure_fvi.driving import Progress
+from secure_fvi.errors import SecureFVIWarning
+from secure_fvi.fitting import build_parties
+from secure_fvi.runs.config import Config, parse
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.federation import Federation, federate
+from secure_fvi.runs.running import execute_federation
+from secure_fvi_lab.bench.world import HUB, allow, consortium
+from secure_fvi_lab.machine import machine
+
+SILOS = ("east", "north", "south")
+_WARM_UP = 50
+
+
+def command(as_json: bool, rounds: int, compile: bool, unattended: int = 0) -> None:
+    """Measure and print: the carriers side by side, or one masked job of `unattended` rounds from start to end."""
+    found = whole_job(unattended, compile) if unattended else measure(rounds, compile)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for row in found["rows"]:
+        click.echo(
+            f"{row['carrier']:10} {row['aggregation']:18} {row['exchanges']:.0f} exchanges a round   "
+            f"median {row['ms_median']:7.2f} ms   p99 {row['ms_p99']:7.2f} ms"
+            + (f"   processors {row['ms_processors']:7.2f} ms" if "ms_processors" in row else "")
+        )
+    if unattended:
+        click.echo(f"{unattended} rounds in {found['seconds']:.0f} s, start and end of the processes included")
+
+
+def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:
+    """Median and 99th percentile, in ms, of `rounds` rounds of each carrier and secure sum."""
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        homes = consortium(Path(folder), SILOS)
+        for name, options in (
+            ("plain", {"kind": "plain"}),
+            ("masked, unchecked", {"kind": "masked", "consistency_check": False}),
+            ("masked", {"kind": "masked"}),
+        ):
+            if name == "masked, unchecked":  # the roster of a consortium asks for the check
+                rows.append(_row("local", name, *_local(_config(options, rounds, compile), rounds)))
+                continue
+            config = _config(options, rounds, compile)
+            rows.append(_row("local", name, *_local(config, rounds)))
+            found = _stream(homes, config, Path(folder) / name)
+            rows.append(_streamed(name, found))
+            rows.append(_row("bare gRPC", name, _bare(homes, found.sizes, rounds), found.exchanges))
+    return _told(rounds, compile, rows)
+
+
+def whole_job(rounds: int, compile: bool) -> dict[str, Any]:
+    """One masked job, unattended: seconds from the first process to the end of the last, and its rounds as above."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        homes = consortium(Path(folder), SILOS)
+        began = time.perf_counter()
+        found = _stream(homes, _config({"kind": "masked"}, rounds - _WARM_UP, compile), Path(folder) / "out")
+        seconds = time.perf_counter() - began
+    return {**_told(rounds, compile, [_streamed("masked", found)]), "seconds": seconds}
+
+
+def _told(rounds: int, compile: bool, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"machine": machine(), "silos": len(SILOS), "rounds": rounds, "compiled": compile, "rows": rows}
+
+
+class _Streamed(NamedTuple):
+    """A job's steady rounds. sizes: of the last round's messages (down, up), by exchange."""
+
+    times: list[float]  # seconds a round
+    exchanges: float  # a round
+    sizes: list[tuple[int, int]]
+    processors: float  # seconds of processor a round, over all four processes
+
+
+def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False) -> Config:
+    table = {
+        "seed": 1,
+        "model": {"program": "six-cities"},
+        "partition": {"ids": list(SILOS), "sizes": [179, 179, 179]},
+        "algorithm": {"name": "sfvi", "iterations": rounds + _WARM_UP},
+        "aggregation": dict(aggregation),
+        "run": {"compile": compile, "threads": 1},
+    }
+    return parse(table, "bench engine")
+
+
+def _row(carrier: str, aggregation: str, times: list[float], exchanges: float) -> dict[str, Any]:
+    ordered = sorted(times)
+    return {
+        "carrier": carrier,
+        "aggregation": aggregation,
+        "exchanges": exchanges,
+        "ms_median": statistics.median(ordered) * 1e3,
+        "ms_p99": ordered[int(0.99 * (len(ordered) - 1))] * 1e3,
+        "seconds": sum(ordered),
+    }
+
+
+def _streamed(aggregation: str, found: _Streamed) -> dict[str, Any]:
+    row = _row("stream", aggregation, found.times, found.exchanges)
+    return row | {"ms_processors": found.processors * 1e3}
+
+
+def _local(config: Config, rounds: int) -> tuple[list[float], float]:
+    federation = federate(config)
+    assert isinstance(federation, Federation)
+    server, engine, _ = build_parties(
+        federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
+        federation.silo_ids, federation.record_ids, compile=config.run.compile,
+    )  # fmt: skip
+    times = []
+    for at in range(_WARM_UP + rounds):
+        before, began = engine.exchanges, time.perf_counter()
+        engine.run(server.round())
+        if at >= _WARM_UP:
+            times.append(time.perf_counter() - began)
+    return times, engine.exchanges - before
+
+
+def _stream(homes: Mapping[str, Home], config: Config, out: Path) -> _Streamed:
+    """Run the job with its silos in processes of their own."""
+    for silo in SILOS:
+        allow(homes[silo], config)
+    stamps: list[float] = []
+    sizes: list[list[tuple[int, int]]] = [[]]
+
+    used: list[float] = []
+
+    def note(progress: Progress) -> None:
+        stamps.append(time.perf_counter())
+        sizes.append([])
+        if len(stamps) in (_WARM_UP, config.algorithm.options["iterations"]):
+            used.append(_processor_seconds([os.getpid(), *(p.pid for p in processes)]))
+
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def listening(made: Hub) -> None:
+        inner = made.engine.watch
+
+        def watch(messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
+            assert inner is not None
+            inner(messages, replies)
+            sizes[-1].append((len(next(iter(messages.values()))), len(next(iter(replies.values())))))
+
+        made.engine.watch = watch
+        for silo in SILOS:
+            arguments = ["silo", "start", "--home", str(homes[silo].path), "--server",
+                         f"127.0.0.1:{made.engine.port}", "--once", "--quiet"]  # fmt: skip
+            processes.append(
+                _python(f"from secure_fvi.cli import main; main({arguments!r})", homes[silo].path / "cache")
+            )
+
+    folder = RunDirectory(out)
+    federation = remote_federation(config, homes[HUB], folder, "127.0.0.1:0", listening)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SecureFVIWarning)
+            execute_federation(federation, folder, True, note)
+    finally:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+    times = [b - a for a, b in itertools.pairwise(stamps[_WARM_UP - 1 :])]
+    exchanges = statistics.mean(len(s) for s in sizes[_WARM_UP : len(stamps)])
+    return _Streamed(times, exchanges, sizes[len(stamps) - 1], (used[1] - used[0]) / len(times))
+
+
+def _processor_seconds(processes: list[int]) -> float:
+    """What they have used so far, in all threads."""
+    ticks = 0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # utime and stime, proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) -> list[float]:
+    """The same numbers of bytes down and up, through gRPC's streams alone."""
+    hub = homes[HUB].credentials()
+    outgoing: list[queue.SimpleQueue[bytes | None]] = []
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def stream(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        own: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        outgoing.append(own)
+
+        def read() -> None:
+            with contextlib.suppress(Exception):
+                for answer in requests:
+                    answers.put(len(answer))
+
+        reader.submit(read)
+        while (frame := own.get()) is not None:
+            yield frame
+
+    with futures.ThreadPoolExecutor(8) as pool, futures.ThreadPoolExecutor(8) as reader:
+        server = grpc.server(pool)
+        handler = grpc.method_handlers_generic_handler("bare", {"x": grpc.stream_stream_rpc_method_handler(stream)})
+        server.add_generic_rpc_handlers((handler,))
+        pair = [(hub.private_key, hub.certificate)]
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair, hub.authority, True))
+        server.start()
+        now = datetime.datetime.now(datetime.UTC)
+        processes = []
+        for silo in SILOS:
+            arguments = [str(homes[silo].path), f"127.0.0.1:{port}", homes[silo].admission(now).tls_name(HUB)]
+            processes.append(_python(f"from secure_fvi_lab.bench.engine import echo; echo(*{arguments!r})"))
+        while len(outgoing) < len(SILOS):
+            time.sleep(0.01)
+        times = []
+        for at in range(_WARM_UP + rounds):
+            began = time.perf_counter()
+            for down, up in sizes:
+                message = up.to_bytes(4, "big") + bytes(max(0, down - 4))
+                for own in outgoing:
+                    own.put(message)
+                for _ in outgoing:
+                    answers.get()
+            if at >= _WARM_UP:
+                times.append(time.perf_counter() - began)
+        for own in outgoing:
+            own.put(None)
+        for process in processes:
+            process.wait(20)
+        server.stop(1).wait()
+    return times
+
+
+def echo(home: str, address: str, name: str) -> None:
+    """A process that answers each message with as many bytes as its first four ask for."""
+    tls = Home(Path(home)).credentials()
+    credentials = grpc.ssl_channel_credentials(tls.authority, tls.private_key, tls.certificate)
+    answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def frames() -> Iterator[bytes]:
+        while (frame := answers.get()) is not None:
+            yield frame
+
+    with grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)]) as channel:
+        for message in channel.stream_stream("/bare/x")(frames()):
+            answers.put(bytes(int.from_bytes(message[:4], "big")))
+        answers.put(None)
+
+
+def _python(code: str, cache: Path | None = None) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRPC_VERBOSITY": "ERROR"}
+    if cache is not None:  # processes that compile the same kernels in one cache at once disturb each other
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    return subprocess.Popen([sys.executable, "-c", code], env=environment)

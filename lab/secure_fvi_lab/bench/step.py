@@ -1,0 +1,145 @@
+"""One iteration of variational inference on six cities, timed: ours, Pyro's SVI, NumPyro's jitted SVI.
+
+All contestants hold the same 537 children in float64 and estimate the ELBO from one draw an iteration; all are mean
+field with Adam, except `*_default`, which is this library's own default (full covariance of the global sites,
+record-level latents that depend on them). Blocks of iterations are interleaved, so that a machine that slows down slows
+all, and the median block counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import Adam
+
+from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.families import Conditional
+from secure_fvi.fitting import build_parties
+from secure_fvi.models.base import Dataset, program
+from secure_fvi_lab.machine import machine
+
+_RATE = 0.001
+#: A run long enough for `compile = "auto"` to compile.
+_ITERATIONS = 100_000
+_WARM_UP = 20
+
+Block = Callable[[int], None]
+
+
+def measure(repeats: int = 9, iterations: int = 100) -> dict[str, Any]:
+    """Median milliseconds an iteration of each contestant, and its speed in multiples of Pyro's SVI."""
+    # Tensors are too small here for a second thread to help anyone, and a busy machine would add its noise.
+    torch.set_num_threads(1)
+    data = program("six-cities").load()
+    mean_field = SFVI(
+        family="diagonal",
+        iterations=_ITERATIONS,
+        learning_rate=_RATE,
+        local_family=Conditional(scale="diagonal", coupling=False),
+    )
+    default = SFVI(iterations=_ITERATIONS, learning_rate=_RATE)
+    masked = Masked(consistency_check=False)
+    contestants: dict[str, Block | None] = {
+        "pyro_svi": _pyro(data),
+        "numpyro_svi": _numpyro(data),
+        "plain_1": _ours(data, mean_field, Plain(), 1),
+        "masked_3": _ours(data, mean_field, masked, 3),
+        "plain_1_default": _ours(data, default, Plain(), 1),
+        "masked_3_default": _ours(data, default, masked, 3),
+    }
+    times: dict[str, list[float]] = {name: [] for name, block in contestants.items() if block is not None}
+    for block in contestants.values():
+        if block is not None:
+            block(_WARM_UP)
+    for _ in range(repeats):
+        for name, block in contestants.items():
+            if block is not None:
+                began = time.perf_counter()
+                block(iterations)
+                times[name].append((time.perf_counter() - began) / iterations * 1e3)
+    medians = {name: statistics.median(times[name]) if name in times else None for name in contestants}
+    pyro_ms = statistics.median(times["pyro_svi"])
+    return {
+        "machine": machine(),
+        "ms_per_iteration": medians,
+        "speed_relative_to_pyro_svi": {name: pyro_ms / ms for name, ms in medians.items() if ms is not None},
+        "iterations_per_block": iterations,
+        "blocks": repeats,
+    }
+
+
+def _ours(data: Dataset, algorithm: SFVI, aggregation: Plain | Masked, silos: int) -> Block:
+    """Rounds of the driver that `fit` runs, all parties in this process."""
+    rows = torch.arange(len(data)).tensor_split(silos)
+    server, engine, _ = build_parties(
+        program("six-cities").model,
+        [{name: t[r] for name, t in data.records.items()} for r in rows],
+        algorithm,
+        aggregation,
+        record_ids=[data.record_ids[r] for r in rows],
+    )
+
+    def block(iterations: int) -> None:
+        for _ in range(iterations):
+            engine.run(server.round())
+
+    return block
+
+
+def _pyro(data: Dataset) -> Block:
+    model = program("six-cities").model.fn
+    store = pyro.get_param_store()
+    store.clear()
+    pyro.set_rng_seed(0)
+    svi = SVI(model, AutoNormal(model), Adam({"lr": _RATE}), Trace_ELBO())
+
+    def block(iterations: int) -> None:
+        for _ in range(iterations):
+            svi.step(**data.records)
+
+    return block
+
+
+def _numpyro(data: Dataset) -> Block | None:
+    """None where NumPyro is not installed; `pip install './lab[benchmark]'` in a checkout brings it."""
+    try:
+        import jax
+        import numpyro
+        import numpyro.distributions as dist
+        from numpyro.infer import SVI as JaxSVI
+        from numpyro.infer import Trace_ELBO as JaxELBO
+        from numpyro.infer.autoguide import AutoNormal as JaxAutoNormal
+    except ImportError:
+        return None
+    jax.config.update("jax_enable_x64", True)
+    jnp = jax.numpy
+
+    def model(smoke: Any, wheeze: Any) -> None:
+        beta = numpyro.sample("beta", dist.Normal(jnp.zeros(4), 10.0).to_event(1))
+        omega = numpyro.sample("omega", dist.Normal(0.0, 10.0))
+        with numpyro.plate("child", len(wheeze)):
+            b = numpyro.sample("b", dist.Normal(0.0, jnp.exp(-omega)))
+            intercept, slope = beta[0] + beta[1] * smoke + b, beta[2] + beta[3] * smoke
+            logits = intercept[:, None] + slope[:, None] * jnp.arange(-2.0, 2.0)
+            numpyro.sample("wheeze", dist.Bernoulli(logits=logits).to_event(1), obs=wheeze)
+
+    arrays = {name: jnp.asarray(t.numpy()) for name, t in data.records.items()}
+    svi = JaxSVI(model, JaxAutoNormal(model), numpyro.optim.Adam(_RATE), JaxELBO())
+    update = jax.jit(lambda state: svi.update(state, **arrays))
+    state = svi.init(jax.random.PRNGKey(0), **arrays)
+
+    def block(iterations: int) -> None:
+        nonlocal state
+        for _ in range(iterations):
+            state, loss = update(state)
+        jax.block_until_ready(loss)
+
+    return block

@@ -1,0 +1,173 @@
+"""A consortium in one folder and its parties as processes of their own, to be killed and measured.
+
+A party's process is forked from one that has the modules loaded and nothing else, since Python with torch takes
+seconds of a processor to start; from there on it is `secure-fvi server start`, `silo start` or `holder start`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from secure_fvi.checkpoints import latest_round
+from secure_fvi.deployment.authority import Authority, authority_hash
+from secure_fvi.deployment.consortium import Member, write_roster
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.keeping import accept, install, request_text, sign
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.names import Role
+from secure_fvi.deployment.requests import read_request
+from secure_fvi.runs import toml
+from secure_fvi.runs.config import Config, read
+
+HUB, HOLDER = "hub", "escrow"
+_PRELOAD = ["secure_fvi_lab.bench.warm"]
+
+
+def consortium(root: Path, silos: Sequence[str], holder: bool = False) -> dict[str, Home]:
+    """The members' folders by id, with certificates and a roster that all have signed and accepted."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority = Authority.create(root / "authority", "bench", now, unsealed=True)
+    roles: dict[str, Role] = {**dict.fromkeys(silos, "silo"), HUB: "server", **({HOLDER: "holder"} if holder else {})}
+    at = {HUB: ("127.0.0.1",)}
+    homes = {
+        name: Home.create(root / name, name, role, at.get(name, ()), unsealed=True)
+        for name, role in sorted(roles.items())
+    }
+    members = []
+    for name, home in homes.items():
+        request = read_request(request_text(home).encode(), "request")
+        certificate = root / f"{name}.crt"
+        certificate.write_bytes(authority.issue(request, now, 30))
+        for path in (root / "authority" / "ca.crt", root / "authority" / "ca.crl", certificate):
+            install(home, path, now)
+        keys = {"identity": request.identity.hex(), "tls_key": request.tls_key.hex()}
+        members.append(Member(id=request.id, role=request.role, **keys))
+    roster = root / "roster.toml"
+    roster.write_bytes(write_roster("bench", members, authority_hash(authority.certificate), now).content)
+    for home in homes.values():
+        install(home, roster, now)
+    signatures = {name: sign(home, now)[1] for name, home in homes.items()}
+    for name, home in homes.items():
+        for other, path in signatures.items():
+            if other != name:
+                install(home, path, now)
+        accept(home, now)
+    return homes
+
+
+def allow(home: Home, config: Config, **changes: Any) -> None:
+    """Write a policy that allows this job, but for `changes`."""
+    policy = {
+        "format": 1,
+        "rosters": [home.roster(datetime.datetime.now(datetime.UTC)).hash.hex()],
+        "algorithms": [config.algorithm.name],
+        "aggregations": ["masked", "plain", "homomorphic"],
+        "min_cohort": 3,
+        "max_rounds": 10**6,
+        "privacy": {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1},
+        "model": [{"hash": manifest(config).hash.hex()}],
+        "data": [{"id": "data"}],
+        **changes,
+    }
+    home.policy_file.write_text(toml.dumps(policy))
+    home.policy_file.chmod(0o600)
+
+
+class Parties:
+    """The parties of one job as processes, started, killed and started again."""
+
+    def __init__(self, root: Path, table: Mapping[str, Any], silos: Sequence[str], holder: bool = False) -> None:
+        """`table`: the job's configuration. `root`: a new folder for all of it."""
+        root.mkdir(parents=True)
+        self.root, self.silos, self.out = root, tuple(silos), root / "out"
+        self.homes = consortium(root, silos, holder)
+        self.path = root / "job.toml"
+        self.path.write_text(toml.dumps(dict(table)))
+        self.config = read(self.path)
+        for home in self.homes.values():
+            if home.role != "server":
+                allow(home, self.config, **({"model": [], "data": []} if home.role == "holder" else {}))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.dialled = self.port  # where silos dial: another port where something stands between
+        self._processes: dict[str, Any] = {}
+
+    def role(self, name: str) -> str:
+        return self.homes[name].role
+
+    def start(self, name: str) -> None:
+        """Start a party, for the first time or again."""
+        home = str(self.homes[name].path)
+        if self.role(name) == "server":
+            arguments = ["server", "start", str(self.path), "--home", home, "--out", str(self.out)]
+            arguments += ["--listen", f"127.0.0.1:{self.port}"]
+        else:
+            arguments = [self.role(name), "start", "--home", home, "--server", f"127.0.0.1:{self.dialled}", "--once"]
+            arguments += ["--repeatable"] if self.role(name) == "silo" else []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        process = context.Process(target=_party, args=(arguments, str(self.root / f"{name}.log")), daemon=True)
+        process.start()
+        self._processes[name] = process
+
+    def kill(self, name: str) -> bool:
+        """SIGKILL. Whether the party was still at work."""
+        self._processes[name].kill()
+        self._processes[name].join()
+        return bool(self._processes[name].exitcode == -9)
+
+    def pid(self, name: str) -> int:
+        return int(self._processes[name].pid)
+
+    def left(self, name: str) -> int | None:
+        """The exit code; None while the party is at work."""
+        code: int | None = self._processes[name].exitcode
+        return code
+
+    def wait(self, name: str, seconds: float) -> int | None:
+        """The exit code; None where the party is still at work after `seconds`."""
+        self._processes[name].join(seconds)
+        return self.left(name)
+
+    def stop(self) -> None:
+        """Kill whoever is at work."""
+        for name in self._processes:
+            self.kill(name)
+
+    def rounds(self) -> int:
+        """Rounds that the server has done and written down; 0 before the first."""
+        return latest_round(self.out / "checkpoint") or 0
+
+    def wait_for_rounds(self, rounds: int, seconds: float) -> bool:
+        """Whether the server has done so many in time; at once false where it has left."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.left(HUB) is None:
+            if self.rounds() >= rounds:
+                return True
+            time.sleep(0.02)
+        return self.rounds() >= rounds
+
+    def log(self, name: str) -> str:
+        path = self.root / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+
+def _party(arguments: list[str], log: str) -> None:
+    """What a forked process does: the command line, its words into a file."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the life of the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(OMP_NUM_THREADS="1", GRPC_VERBOSITY="ERROR")
+    from secure_fvi.cli import main
+
+    main(arguments)

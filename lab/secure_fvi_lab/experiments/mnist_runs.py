@@ -1,0 +1,134 @@
+"""Fits on MNIST that are looked at on the way and kept, so that an experiment that was stopped goes on: what
+multinomial-mnist and hbnn-mnist share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation import Plain
+from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
+from secure_fvi.algorithms.sfvi_avg import FINISH
+from secure_fvi.checkpoints import FolderCheckpoints
+from secure_fvi.compiled import threads
+from secure_fvi.driving import Progress, drive
+from secure_fvi.federated_model import FederatedModel
+from secure_fvi.files import write_atomically
+from secure_fvi.fitting import build_parties
+from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi_lab.experiments import Request, Tell
+from secure_fvi_lab.experiments.spread import spread
+
+Row = dict[str, Any]
+#: Seconds between two checkpoints of a fit.
+_CHECKPOINT = 60.0
+
+
+class Job(NamedTuple):
+    """One fit."""
+
+    what: Row  # which row of the experiment this is: method, silos, seed
+    model: FederatedModel
+    algorithm: Algorithm
+    silos: Sequence[dict[str, Tensor]]
+    seed: int
+    compile: bool = False
+    looks: int = 10  # so often predictions are looked at
+
+
+class _Seeded(Protocol):
+    @property
+    def seeds(self) -> int: ...
+
+
+#: A part of an experiment, which says over how many seeds it is fitted.
+Sized = TypeVar("Sized", bound=_Seeded)
+#: Scores of a posterior, from the problem, q(Z_G) and theta, and each silo's own latents.
+Look = Callable[[Problem, Posterior, Mapping[str, LocalPosterior]], Row]
+
+
+def run(job: Job, look: Look, request: Request) -> Row:
+    """`job.what`, the scores at the end, and what the fit cost. Where the request keeps what has been done, a fit that
+    was stopped goes on from its last checkpoint, and one that has ended is not made again."""
+    options = (job.what, job.algorithm, len(job.silos))
+    said = ", ".join(f"{key} {value}" for key, value in job.what.items())
+    found: Row = request.once(said, options, partial(_fitted, job, look, request.folder(options), request.tell))
+    return found
+
+
+def _fitted(job: Job, look: Look, folder: Path | None, tell: Tell) -> Row:
+    began = time.monotonic()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    server, engine, guards = build_parties(
+        job.model, job.silos, job.algorithm, Plain(), job.seed, dtype=torch.float32, compile=job.compile
+    )
+    written = None if folder is None else folder / "curve.json"
+    curve: list[Row] = json.loads(written.read_text()) if written is not None and written.is_file() else []
+    most, looking = job.algorithm.most_rounds, 0.0
+
+    def scores() -> Row:
+        engine.silo_states(server.state.accepted)  # silos learn which of their states count
+        posterior = server.program.posterior(server.state.algorithm)
+        local = {n: LocalPosterior(silo, server.problem, posterior) for n, silo in engine.silos.items()}
+        with torch.no_grad():
+            return look(server.problem, posterior, local)
+
+    def see(progress: Progress) -> None:
+        nonlocal looking
+        known = curve[-1]["round"] if curve else 0
+        if progress.phase == FINISH or progress.round == known or progress.round % max(1, most // job.looks):
+            return
+        start = time.monotonic()
+        curve[:] = [point for point in curve if point["round"] < progress.round]
+        curve.append({"round": progress.round, **scores(), "objective": progress.objective})
+        tell(f"    round {progress.round} of {most}: test accuracy {curve[-1]['test']:.4f}")
+        if written is not None:
+            write_atomically(written, json.dumps(curve).encode())
+        looking += time.monotonic() - start
+
+    checkpoints = None if folder is None else FolderCheckpoints(folder / "checkpoint", _CHECKPOINT)
+    with threads(1):
+        rounds = drive(server, engine, guards, job.algorithm, False, 1, checkpoints, True, see, began)
+        last = scores()
+    return {
+        **job.what,
+        **last,
+        "rounds": server.rounds,
+        "exchanges": engine.exchanges,
+        "bytes_up": max(engine.bytes_up.values()),  # of the silo that sent most
+        "bytes_down": max(engine.bytes_down.values()),
+        "seconds": round(rounds.seconds - looking, 1),  # without the looks on the way
+        "curve": curve,
+    }
+
+
+def each_seed(sizes: Sequence[Sized]) -> Iterator[tuple[Sized, int]]:
+    """Size and seed, all sizes of one seed before the next: a run that is stopped has whole tables."""
+    for seed in range(max(size.seeds for size in sizes)):
+        yield from ((size, seed) for size in sizes if seed < size.seeds)
+
+
+def summary(rows: Sequence[Row], by: Sequence[str]) -> list[Row]:
+    """A line for each setting and method, in the order in which they were run: means and sds over seeds."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in by), []).append(row)
+    return [
+        {
+            **dict(zip(by, key, strict=True)),
+            "test": spread([row["test"] for row in group]),
+            "train": spread([row["train"] for row in group]),
+            "rounds": group[0]["rounds"],
+            "bytes": group[0]["bytes_up"] + group[0]["bytes_down"],
+            "seconds": round(sum(row["seconds"] for row in group), 1),
+        }
+        for key, group in groups.items()
+    ]

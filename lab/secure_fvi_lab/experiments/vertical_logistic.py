@@ -1,0 +1,289 @@
+"""Logistic regression over silos with different columns (Hassan et al. 2024, section 5.1), and the limit of small rho.
+
+500 records of 20 columns, 2 silos of ten or 10 silos of two; the augmented-variable and the power-likelihood model at
+rho = .5, 1 and 2 by mean-field VI, amortised VI and SOUL, beside NUTS on the same target and on the pooled model. The
+power likelihood is not normalised, so its bounds are drawn but not compared with another model's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul, Vertical
+from secure_fvi.algorithms.vertical.marginal import marginal
+from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.compiled import Mode
+from secure_fvi.models.vertical_logistic import COLUMNS, RECORDS, Data, make_data
+from secure_fvi.runs.draws import default_dtype
+from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound
+from secure_fvi_lab.experiments.vertical_plot import png
+from secure_fvi_lab.experiments.vertical_speed import step_times
+from secure_fvi_lab.experiments.vertical_targets import sample, soul_mode
+from secure_fvi_lab.machine import machine
+
+SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
+SHOWN = 0  # the coefficient whose marginal is drawn
+MODELS: tuple[Literal["augmented", "power"], ...] = ("augmented", "power")
+#: The paper's two families and SOUL; "integrated" is this package's own: z integrated out where the response is.
+METHODS = ("mean field", "amortised", "integrated", "soul")
+
+Row = dict[str, Any]
+
+
+class Effort(NamedTuple):
+    """How long each method runs."""
+
+    rounds: int
+    soul_rounds: int
+    chains: int
+    warmup: int
+    draws: int
+    seeds: int  # data sets of the small-rho check
+    mode: Mode
+    silos: tuple[int, ...] = SILOS
+    rhos: tuple[float, ...] = RHOS
+    steps: int = 2_000  # that are timed
+
+
+_FULL = Effort(6_000, 4_000, 2, 200, 600, 2, "compiled")
+#: To see that it works: NUTS's own error is a few tenths of an sd.
+_QUICK = Effort(500, 300, 1, 50, 100, 1, "traced", (2,), (1.0,), 100)
+
+
+class Marginal(NamedTuple):
+    """What is kept of a fit or of NUTS."""
+
+    mean: Tensor  # (p,)
+    sd: Tensor  # (p,)
+    shown: Tensor  # (draws,) of one coefficient
+
+
+def reproduce(request: Request) -> tuple[Row, bytes]:
+    """The content of vertical-logistic.json, and the plot as PNG."""
+    return run(_QUICK if request.quick else _FULL, request)
+
+
+def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
+    """`reproduce` at any effort."""
+    began = time.monotonic()
+    with default_dtype(torch.float64):
+        data, same = make_data(0), effort._replace(seeds=0)  # more data sets for small rho make no other anew
+        kept = request.once(
+            "NUTS on the pooled model", same, lambda: _lists(nuts(effort, "pooled", 1.0, data, 1)._asdict())
+        )
+        pooled = Marginal(**{name: torch.tensor(value) for name, value in kept.items()})
+        rows, bounds, shown = [], [], [("pooled", "nuts", 0, 0.0, pooled.shown)]
+        jobs: list[tuple[str, int, float, Callable[[], list[Row]]]] = []
+        for silos in effort.silos:
+            jobs.append(("pooled", silos, 0.0, partial(_pooled, effort, data, silos, pooled)))
+            jobs += [
+                (model, silos, rho, partial(_methods, effort, model, rho, data, silos, pooled))
+                for rho in effort.rhos
+                for model in MODELS
+            ]
+        for name, silos, rho, make in jobs:
+            for found in request.once(f"{silos} silos, rho {rho}, {name}", same, make):
+                where = (name, found["row"]["method"], silos, rho)
+                rows.append(found["row"])
+                bounds.append((*where, torch.tensor(found["bounds"])))
+                shown.append((*where, torch.tensor(found["shown"])))
+        limit = [
+            r
+            for seed in range(effort.seeds)
+            for r in request.once(f"rho {SMALL_RHO}, data set {seed + 1}", same, partial(small_rho, same, seed))
+        ]
+        speed = request.once(
+            "milliseconds a step beside Pyro",
+            effort.steps,
+            lambda: step_times(data.by_silo(2), data.y, steps=effort.steps),
+        )
+    worst = [r["error"] for r in limit]
+    content = {
+        "name": "vertical-logistic",
+        "paper": "the posteriors of both models tend to the pooled model's as rho goes to 0 (section 2.1; no number)",
+        "ours": {
+            **spread(worst),
+            "seeds": effort.seeds,  # each gives several errors
+            "what": f"largest error of a posterior mean at rho = {SMALL_RHO}, NUTS and amortised VI of both models, in "
+            "sds of NUTS on the pooled model",
+            "median": statistics.median(worst),
+            "largest": max(worst),
+        },
+        "seconds": round(time.monotonic() - began, 1),
+        "bytes": Vertical().tables(RECORDS, 1, 1)["auxiliary"].size * 8,
+        "machine": machine(),
+        "setting": (
+            f"{RECORDS} records, {COLUMNS} columns, {' and '.join(map(str, effort.silos))} silos; {effort.rounds} "
+            f"rounds of VI, {effort.soul_rounds} of SOUL, {effort.chains} x {effort.draws} draws of NUTS; bytes: "
+            "upload of a silo and sum at 8 bytes a number, whatever the number of silos"
+        ),
+        "rows": rows,
+        "small_rho": limit,
+        "ms_per_step": speed,
+    }
+    return content, png(bounds, shown, float(data.beta[SHOWN]), effort.silos, effort.rhos)
+
+
+def _pooled(effort: Effort, data: Data, silos: int, pooled: Marginal) -> list[Row]:
+    """VI of the pooled model, as `_methods` has its results."""
+    fit, seconds = pooled_vi(effort, data, silos)
+    found = _marginal(fit)
+    line = row("pooled", "mean field", silos, 0.0, found, pooled, pooled, fit, seconds)
+    return [_lists({"row": line, "bounds": fit.bounds, "shown": found.shown})]
+
+
+def _methods(
+    effort: Effort, model: Literal["augmented", "power"], rho: float, data: Data, silos: int, pooled: Marginal
+) -> list[Row]:
+    """NUTS and every method on one model at one rho: a `row` of the table each, and the curves that are drawn."""
+    target = nuts(effort, model, rho, data, silos)
+    results: list[Row] = [
+        {"row": row(model, "nuts", silos, rho, target, target, pooled, None, 0.0), "bounds": [], "shown": target.shown}
+    ]
+    for method in METHODS:
+        if method == "integrated" and model == "power":
+            continue  # the power likelihood has no such form
+        fit, seconds = fit_one(effort, method, model, rho, data, silos)
+        found = _marginal(fit)
+        line = row(model, method, silos, rho, found, target, pooled, fit, seconds)
+        if method == "soul" and model == "augmented":
+            # SOUL's own target: what it would find with infinitely many rounds.
+            mode = soul_mode(data.x, data.y, math.sqrt(silos) * rho)
+            line["error_of_mode"] = _error(found._replace(mean=mode), target)
+            line["error_mode"] = float(((found.mean - mode) / target.sd).abs().max())
+        results.append({"row": line, "bounds": fit.bounds, "shown": found.shown})
+    return [_lists(result) for result in results]
+
+
+def _lists(values: Row) -> Row:
+    """With tensors as lists, as JSON has them."""
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def nuts(effort: Effort, model: str, rho: float, data: Data, silos: int) -> Marginal:
+    """NUTS on theta's exact posterior in one of the three models."""
+    found = sample(model, rho, data.x, data.y, silos, effort.chains, effort.warmup, effort.draws)
+    beta = found.sites["beta"].flatten(0, 1)
+    return Marginal(beta.mean(0), beta.std(0), beta[:, SHOWN])
+
+
+def pooled_vi(effort: Effort, data: Data, silos: int) -> tuple[Fit, float]:
+    """VI of the pooled model, q(theta) factorised over the silos as in the others."""
+    began = time.monotonic()
+    response = Response(data.y, torch.zeros_like(data.y))
+    fit = VerticalRound(Vertical(), Bernoulli(), data.by_silo(silos), response, 0.02, effort.mode, pooled=True).fit(
+        effort.rounds
+    )
+    return fit, time.monotonic() - began
+
+
+def fit_one(
+    effort: Effort, method: str, model: Literal["augmented", "power"], rho: float, data: Data, silos: int
+) -> tuple[Fit, float]:
+    """One of the three federated methods, and its seconds, compilation included."""
+    began, x = time.monotonic(), data.by_silo(silos)
+    response = Response(data.y, torch.zeros_like(data.y))
+    if method == "integrated":
+        likelihood = marginal(Bernoulli(), math.sqrt(silos) * rho)
+        assert likelihood is not None
+        fit = VerticalRound(Vertical(), likelihood, x, response, 0.02, effort.mode, pooled=True).fit(effort.rounds)
+    elif method == "soul":
+        soul = Soul(model=model, rho=rho)
+        fit = SoulRound(soul, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.soul_rounds)
+    else:
+        # As in the paper, only the power likelihood's network is shown the response.
+        config = Vertical(
+            model=model,
+            rho=rho,
+            response="shared" if model == "power" else "private",
+            auxiliary=Amortised() if method == "amortised" else MeanField(),
+        )
+        fit = VerticalRound(config, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.rounds)
+    return fit, time.monotonic() - began
+
+
+def small_rho(effort: Effort, seed: int) -> list[Row]:
+    """NUTS and amortised VI at rho = .05 beside NUTS on the pooled model, on one fresh data set."""
+    found, data = [], make_data(100 + seed)
+    pooled = nuts(effort, "pooled", 1.0, data, 1)
+    for silos in effort.silos:
+        exact, _ = pooled_vi(effort, data, silos)
+        for model in MODELS:
+            fit, _ = fit_one(effort, "amortised", model, SMALL_RHO, data, silos)
+            both = {"nuts": nuts(effort, model, SMALL_RHO, data, silos), "amortised": _marginal(fit)}
+            found += [
+                {
+                    "data_set": seed,
+                    "silos": silos,
+                    "model": model,
+                    "method": method,
+                    "error": _error(theirs, pooled),
+                    "pooled_vi_error": _error(_marginal(exact), pooled),
+                }
+                for method, theirs in both.items()
+            ]
+    return found
+
+
+def row(
+    model: str,
+    method: str,
+    silos: int,
+    rho: float,
+    found: Marginal,
+    target: Marginal,
+    pooled: Marginal,
+    fit: Fit | None,
+    seconds: float,
+) -> Row:
+    """One combination beside NUTS on its own target and on the pooled model."""
+    return {
+        "model": model,
+        "method": method,
+        "silos": silos,
+        "rho": rho,
+        "error": _error(found, target),
+        "sd_ratio": float((found.sd / target.sd).mean()),
+        "error_pooled": _error(found, pooled),
+        "sd_ratio_pooled": float((found.sd / pooled.sd).mean()),
+        "bound": float(fit.bounds[-10:].mean()) if fit is not None and len(fit.bounds) else None,
+        "mean": found.mean.tolist(),
+        "sd": found.sd.tolist(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def table(content: Row) -> str:
+    """The rows, narrow enough for a terminal, and the summary."""
+    lines = [f"{'model':<11}{'method':<12}{'silos':>5}{'rho':>6}{'error':>8}{'sd':>7}{'bound':>9}{'s':>7}"]
+    for r in content["rows"]:
+        bound = f"{r['bound']:>9.1f}" if r["bound"] is not None else f"{'':>9}"
+        lines.append(
+            f"{r['model']:<11}{r['method']:<12}{r['silos']:>5}{r['rho']:>6}{r['error']:>8.2f}{r['sd_ratio']:>7.2f}"
+            f"{bound}{r['seconds']:>7.0f}"
+        )
+    lines.append("error: largest, in sds of NUTS on the same target; sd: mean ratio to it; bound in nats")
+    ours, ms = content["ours"], content["ms_per_step"]
+    lines.append(
+        f"rho {SMALL_RHO} against the pooled model: median {ours['median']:.2f}, largest {ours['largest']:.2f}"
+    )
+    lines.append("ms a step: " + ", ".join(f"{name} {value:.2f}" for name, value in ms.items()))
+    return "\n".join(lines)
+
+
+def _marginal(fit: Fit) -> Marginal:
+    return Marginal(fit.mean, fit.sd, fit.draws[:, SHOWN])
+
+
+def _error(found: Marginal, reference: Marginal) -> float:
+    return float(((found.mean - reference.mean) / reference.sd).abs().max())

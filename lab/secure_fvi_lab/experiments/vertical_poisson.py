@@ -1,0 +1,233 @@
+"""Multilevel Poisson regression over two silos of columns (Hassan et al. 2024, section 5.2): coverage of intervals.
+
+2,000 areas on five levels of remoteness; the model as fitted is in `models/vertical_poisson.py`. Data sets from the
+augmented-variable model ask whether 95% intervals of mu and beta cover; data sets from the paper's own model how much
+too wide they are. NUTS with the auxiliary variables integrated out is the positive control of either question.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secure_fvi.algorithms.vertical import Vertical
+from secure_fvi.compiled import Mode
+from secure_fvi.models.vertical_poisson import AREAS, RATE, SCALE, SILOS, Areas, simulate
+from secure_fvi.runs.draws import default_dtype
+from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.experiments.vertical_poisson_fits import INTEGRATED, PRIVATE, TRUE_MODEL, VARIANTS, Fits, Found
+from secure_fvi_lab.experiments.vertical_poisson_plot import Curve, png
+from secure_fvi_lab.experiments.vertical_poisson_targets import Levels, sample
+from secure_fvi_lab.machine import machine
+
+RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
+NUTS_AUGMENTED, NUTS_TRUE = "nuts, augmented", "nuts, true model"
+_FIRST_SEED = {"augmented": 100, "paper": 200}
+
+Row = dict[str, Any]
+
+
+class Effort(NamedTuple):
+    """How long each method runs, on how many data sets from either model."""
+
+    augmented: int
+    paper: int
+    areas: int
+    rounds: int  # of fits that send z
+    rounds_pooled: int  # of fits that send eta
+    warmup: int
+    draws: int
+    mode: Mode
+
+
+_FULL = Effort(20, 5, AREAS, 5_000, 1_500, 150, 400, "compiled")
+_QUICK = Effort(2, 1, AREAS, 400, 300, 40, 60, "traced")
+
+
+def reproduce(request: Request) -> tuple[Row, bytes]:
+    """The content of vertical-poisson.json, and the plot as PNG."""
+    return run(_QUICK if request.quick else _FULL, request)
+
+
+def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
+    """`reproduce` at any effort."""
+    began = time.monotonic()
+    with default_dtype(torch.float64):
+        fits = Fits(effort.mode, effort.rounds, effort.rounds_pooled)
+        rows: list[Row] = []
+        curves: list[Curve] = []
+        same = effort._replace(augmented=0, paper=0)  # more data sets make no other anew
+        for source, made, sets in (("augmented", augmented, effort.augmented), ("paper's", paper, effort.paper)):
+            for k in range(sets):
+                found = request.once(f"data set {k + 1} from the {source} model", same, partial(made, same, fits, k))
+                request.tell("    " + ", ".join(f"{r['method']} {_share(r):.0%}" for r in found["rows"]))
+                rows += found["rows"]
+                curves += [
+                    (method, rho, torch.tensor(mu), torch.tensor(beta)) for method, rho, mu, beta in found["curves"]
+                ]
+        truth = simulate(_FIRST_SEED["paper"], 0.0, effort.areas)
+    summary = summaries(rows)
+    per_set = [_share(r) for r in rows if r["data"] == "augmented" and r["method"] == INTEGRATED]
+    content = {
+        "name": "vertical-poisson",
+        "paper": "reasonable estimates of mu; beta's shape captured by amortised VI, wide under MCMC (no number)",
+        "ours": {
+            **spread(per_set),
+            "what": "coverage of 95% intervals of mu and beta, z integrated out at the server and mu at the silos",
+            "median": statistics.median(per_set),
+            "standard_error": statistics.stdev(per_set) / math.sqrt(len(per_set)),
+        },
+        "seconds": round(time.monotonic() - began, 1),
+        "bytes": Vertical().tables(effort.areas, 1, 1)["auxiliary"].size * 8,
+        "machine": machine(),
+        "setting": (
+            f"{effort.areas} areas, {SILOS} silos of 2 columns, prior scale {SCALE}, base rate {RATE}, rho = {RHO:g}; "
+            f"{effort.rounds} rounds where z is sent, {effort.rounds_pooled} where eta is; bytes: upload a silo and "
+            "round at 8 bytes a number"
+        ),
+        "summary": summary,
+        "rows": rows,
+    }
+    return content, png(curves, (float(truth.mu[0, 0]), float(truth.beta[0, 0, 0])), RHOS, summary)
+
+
+def augmented(effort: Effort, fits: Fits, number: int) -> Row:
+    """All variants on one data set from the augmented-variable model, beside NUTS: `rows`, and no `curves`."""
+    data = simulate(_FIRST_SEED["augmented"] + number, RHO, effort.areas)
+    exact, seconds = nuts(effort, data, math.sqrt(SILOS) * RHO)
+    rows = [row("augmented", number, NUTS_AUGMENTED, RHO, data, exact, exact, None, seconds)]
+    for variant in VARIANTS:
+        found = fits.run(variant, data, RHO)
+        rows.append(_fit_row("augmented", number, variant, RHO, data, found, exact))
+    return {"rows": rows, "curves": []}
+
+
+def paper(effort: Effort, fits: Fits, number: int) -> Row:
+    """Fits of the augmented-variable model to data without auxiliary variables, beside NUTS on the true model: `rows`,
+    and of the first data set, which is drawn, `curves`. NUTS at the larger rho runs on that one alone."""
+    data = simulate(_FIRST_SEED["paper"] + number, 0.0, effort.areas)
+    true, seconds = nuts(effort, data, 0.0)
+    found = fits.run(TRUE_MODEL, data, RHO)
+    rows = [
+        row("paper", number, NUTS_TRUE, 0.0, data, true, true, None, seconds),
+        _fit_row("paper", number, TRUE_MODEL, 0.0, data, found, true),
+    ]
+    shown = [(NUTS_TRUE, 0.0, true), (TRUE_MODEL, 0.0, found.levels)]
+    for rho in RHOS:
+        if rho == RHO or number == 0:
+            wide, seconds = nuts(effort, data, math.sqrt(SILOS) * rho)
+            rows.append(row("paper", number, NUTS_AUGMENTED, rho, data, wide, true, None, seconds))
+            shown.append((NUTS_AUGMENTED, rho, wide))
+        for variant in (PRIVATE, INTEGRATED):
+            found = fits.run(variant, data, rho)
+            rows.append(_fit_row("paper", number, variant, rho, data, found, true))
+            shown.append((variant, rho, found.levels))
+    drawn = [(method, rho, x.mu[:, 0, 0].tolist(), x.beta[:, 0, 0, 0].tolist()) for method, rho, x in shown]
+    return {"rows": rows, "curves": drawn if number == 0 else []}
+
+
+def nuts(effort: Effort, data: Areas, sd: float) -> tuple[Levels, float]:
+    levels, found = sample(data, sd, effort.warmup, effort.draws)
+    return levels, found.seconds
+
+
+def _fit_row(source: str, number: int, method: str, rho: float, data: Areas, found: Found, reference: Levels) -> Row:
+    bound = float(found.fit.bounds[-10:].mean())
+    return row(source, number, method, rho, data, found.levels, reference, bound, found.seconds)
+
+
+def row(
+    source: str,
+    number: int,
+    method: str,
+    rho: float,
+    data: Areas,
+    found: Levels,
+    reference: Levels,
+    bound: float | None,
+    seconds: float,
+) -> Row:
+    """One method on one data set: intervals of mu (4) and beta (20) beside the truth and the reference's widths."""
+    result: Row = {"data": source, "data_set": number, "method": method, "rho": rho}
+    for name, truth in (("mu", data.mu), ("beta", data.beta)):
+        mine, theirs = getattr(found, name).flatten(1), getattr(reference, name).flatten(1)
+        low, high = _interval(mine)
+        width = (high - low) / (theirs.std(0) * 2 * 1.959964)
+        inside = (low < truth.flatten()) & (truth.flatten() < high)
+        result[name] = {
+            "truth": _rounded(truth.flatten()),
+            "mean": _rounded(mine.mean(0)),
+            "low": _rounded(low),
+            "high": _rounded(high),
+            "covered": int(inside.sum()),
+            "of": len(inside),
+            "width_ratio": float(width.mean()),
+            "error": float(((mine.mean(0) - theirs.mean(0)) / theirs.std(0)).abs().mean()),
+            "slope": float(mine.mean(0) @ truth.flatten() / truth.flatten().square().sum()),
+        }
+    return {**result, "bound": bound, "seconds": round(seconds, 1)}
+
+
+def summaries(rows: Iterable[Row]) -> list[Row]:
+    """Coverage and widths by origin of the data, rho and method, over the data sets."""
+    groups: dict[tuple[str, float, str], list[Row]] = {}
+    for r in rows:
+        groups.setdefault((r["data"], r["rho"], r["method"]), []).append(r)
+    found = []
+    for (source, rho, method), members in groups.items():
+        shares = [_share(r) for r in members]
+        entry: Row = {"data": source, "rho": rho, "method": method, "data_sets": len(members)}
+        entry["coverage"] = {
+            "all": statistics.mean(shares),
+            # Intervals of one data set hang together; data sets do not.
+            "standard_error": statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None,
+            **{n: sum(r[n]["covered"] for r in members) / sum(r[n]["of"] for r in members) for n in ("mu", "beta")},
+        }
+        for key in ("width_ratio", "error", "slope"):
+            entry[key] = {n: statistics.mean(r[n][key] for r in members) for n in ("mu", "beta")}
+        entry["seconds"] = statistics.median(r["seconds"] for r in members)
+        found.append(entry)
+    return found
+
+
+def table(content: Row) -> str:
+    """The summary, narrow enough for a terminal."""
+    lines = [
+        f"{'data':<10}{'rho':>4} {'method':<24}{'cover':>7}{'se':>6}{'mu':>6}{'beta':>6}{'width':>13}{'error':>13}"
+        f"{'s':>5}",
+        f"{'':<15}{'':<24}{'%':>7}{'':>6}{'%':>6}{'%':>6}{'mu':>7}{'beta':>6}{'mu':>7}{'beta':>6}",
+    ]
+    for s in content["summary"]:
+        c, w, e = s["coverage"], s["width_ratio"], s["error"]
+        se = f"{100 * c['standard_error']:>6.1f}" if c["standard_error"] is not None else f"{'':>6}"
+        lines.append(
+            f"{s['data']:<10}{s['rho']:>4g} {s['method']:<24}{100 * c['all']:>7.1f}{se}{100 * c['mu']:>6.0f}"
+            f"{100 * c['beta']:>6.0f}{w['mu']:>7.2f}{w['beta']:>6.2f}{e['mu']:>7.2f}{e['beta']:>6.2f}"
+            f"{s['seconds']:>5.0f}"
+        )
+    lines.append("width: 95% intervals beside NUTS (of the augmented model above, of the true model below, its own sd)")
+    lines.append("error: mean distance of posterior means from NUTS's, in its sds; s: median seconds of one data set")
+    return "\n".join(lines)
+
+
+def _interval(draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends of central 95% intervals of draws (n, k)."""
+    low, high = torch.quantile(draws, draws.new_tensor([0.025, 0.975]), dim=0)
+    return low, high
+
+
+def _share(r: Row) -> float:
+    """Of a row's 24 intervals, those that cover."""
+    return float(r["mu"]["covered"] + r["beta"]["covered"]) / (r["mu"]["of"] + r["beta"]["of"])
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(v, 5) for v in values.tolist()]

@@ -1,0 +1,227 @@
+"""Checkpoints of the local engine: one safetensors file a party, switched over together.
+
+A party's state is a NamedTuple of tensors, arrays, dicts of tensors and plain values. Tensors go to safetensors,
+the rest to its JSON metadata; nothing is pickled. A checkpoint is a folder named by its round; the file LATEST,
+replaced atomically once the folder is on disk, says which one counts. Keys and masks of a secure sum are not
+part of it: a resumed run opens a new session, and sums do not depend on masks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from secure_fvi import wire
+from secure_fvi.aggregation.store import SqliteStore, Store
+from secure_fvi.errors import InputError
+from secure_fvi.files import sync_folder, write_atomically
+
+_LATEST = "LATEST"
+#: The store of `StoreCheckpoints` in a folder of checkpoints, and its slots.
+STORE_FILE = "state.sqlite"
+_STORE_STATE, _STORE_ROUND = "state", "round"
+#: Version of `pack_state`, and its codes for a tensor and an array.
+_PACKED, _TENSOR, _ARRAY = 2, 1, 2
+_STATE = wire.Row(wire.whole(), wire.Anything(1 << 26, 64, extended=True))
+_STORED = wire.Row(wire.text(16), wire.Listed(wire.whole(), 64), wire.binary())
+_DTYPES = frozenset(np.dtype(t).str for t in ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"])
+#: Ends the folder's name where the newest checkpoint is of another phase of the same round.
+_PHASE = ".phase"
+
+
+class Checkpoints(Protocol):
+    """Where the states of the parties in this process are kept, at least `seconds` apart; 0: after every round."""
+
+    seconds: float
+
+    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+        """States by party, shaped like `templates`; None when there are none."""
+        ...
+
+    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        """Keep the states of the parties after `round_` rounds."""
+        ...
+
+
+class FolderCheckpoints:
+    """Checkpoints in a folder."""
+
+    def __init__(self, directory: Path, seconds: float) -> None:
+        self.directory, self.seconds = directory, seconds
+
+    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+        return load_checkpoint(self.directory, templates)
+
+    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        save_checkpoint(self.directory, round_, parties)
+
+
+class StoreCheckpoints:
+    """A checkpoint after every round, in one store: where only the server is in this process and fast to write."""
+
+    seconds = 0.0
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self._store, self._directory = store, directory
+
+    def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+        packed = self._store.get(_STORE_STATE)
+        if packed is None:
+            return None
+        found: dict[str, Any] = unpack_state(packed, dict(templates), self._directory)
+        return found
+
+    def save(self, round_: int, parties: Mapping[str, Any]) -> None:
+        self._store.put({_STORE_STATE: pack_state(dict(parties)), _STORE_ROUND: str(round_).encode()})
+
+
+def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) -> None:
+    """Write the state of every party after `round_` rounds and make it the one to resume from."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name, latest = f"round-{round_:09d}", directory / _LATEST
+    if latest.exists() and latest.read_text() == name:  # an earlier phase of this round: it counts until this one does
+        name += _PHASE
+    folder = directory / name
+    if folder.exists():  # left over from a crash before it counted
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for number, (party, state) in enumerate(sorted(parties.items())):
+        tensors: dict[str, Tensor] = {}
+        skeleton = _take_apart(state, "s", tensors)
+        metadata = {"party": party, "state": json.dumps(skeleton)}
+        # The party's name may be any text, so it goes into the file, not into its name.
+        write_atomically(folder / f"{number:04d}.safetensors", save(tensors, metadata))
+    sync_folder(directory)
+    write_atomically(latest, name.encode())
+    for old in directory.glob("round-*"):
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def latest_round(directory: Path) -> int | None:
+    """Rounds done at the checkpoint to resume from; None when there is none."""
+    if (directory / STORE_FILE).exists():
+        store = SqliteStore(directory / STORE_FILE)
+        kept = store.get(_STORE_ROUND)
+        store.close()
+        return None if kept is None else int(kept)
+    latest = directory / _LATEST
+    return int(latest.read_text().removeprefix("round-").removesuffix(_PHASE)) if latest.exists() else None
+
+
+def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+    """States by party, shaped like `templates`; None when there is no checkpoint.
+
+    Raises InputError when the checkpoint belongs to other parties or another configuration.
+    """
+    latest = directory / _LATEST
+    if not latest.exists():
+        return None
+    states = {}
+    for path in sorted((directory / latest.read_text()).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        party = metadata["party"]
+        if party not in templates:
+            raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
+        states[party] = _like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
+    if states.keys() != templates.keys():
+        raise InputError(f"the checkpoint in {directory} is of another set of silos")
+    return states
+
+
+def pack_state(state: Any) -> bytes:
+    """One party's state as bytes: MessagePack, tensors and arrays as they lie in memory."""
+    packed: bytes = msgpack.packb([_PACKED, state], default=_pack_array)
+    return packed
+
+
+def unpack_state(packed: bytes, template: Any, source: Path) -> Any:
+    """The state that `pack_state` packed, shaped like `template`. Raises InputError, which names `source`."""
+    version, state = wire.own(packed, f"the checkpoint in {source}", _STATE, ext_hook=_unpack_array)
+    if version != _PACKED:
+        raise _of_another(source)
+    return _like(state, template, source)
+
+
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        code, array = _TENSOR, value.detach().cpu().numpy()
+    elif isinstance(value, np.ndarray):
+        code, array = _ARRAY, value
+    elif isinstance(value, Mapping):
+        return dict(value)
+    else:
+        raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
+    return msgpack.ExtType(code, msgpack.packb([array.dtype.str, array.shape, array.tobytes()]))
+
+
+def _unpack_array(code: int, data: bytes) -> Any:
+    dtype, shape, content = wire.own(data, "an array of a checkpoint", _STORED)
+    if dtype not in _DTYPES:
+        raise ValueError("no array of numbers")
+    array = np.frombuffer(bytearray(content), dtype).reshape(shape)
+    return torch.from_numpy(array) if code == _TENSOR else array
+
+
+def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().cpu().contiguous().clone()
+        return {"t": path}
+    if isinstance(value, np.ndarray):
+        tensors[path] = torch.from_numpy(np.array(value))  # a copy: no two may share memory
+        return {"n": path}
+    if isinstance(value, Mapping):
+        return {"d": {k: _take_apart(v, f"{path}/{k}", tensors) for k, v in value.items()}}
+    if isinstance(value, tuple):
+        return {"l": [_take_apart(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"v": value}
+    raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
+
+
+def _put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_take_apart` took apart, with lists for tuples."""
+    (kind, content), *_ = node.items()
+    if kind == "t":
+        return tensors[content]
+    if kind == "n":
+        return tensors[content].numpy()
+    if kind == "d":
+        return {k: _put_together(v, tensors) for k, v in content.items()}
+    if kind == "l":
+        return [_put_together(c, tensors) for c in content]
+    return content
+
+
+def _like(value: Any, template: Any, source: Path) -> Any:
+    """`value` with lists turned into what `template` has in their places, and tensors on its devices."""
+    if isinstance(value, Tensor):
+        return value.to(template.device) if isinstance(template, Tensor) else value
+    if isinstance(value, dict):
+        known = template if isinstance(template, Mapping) else {}
+        return {k: _like(v, known.get(k), source) for k, v in value.items()}
+    if not isinstance(value, list):
+        return value
+    named = hasattr(template, "_fields")
+    if not named and (type(template) is not tuple or len(template) != len(value)):  # of a length that varies
+        return tuple(_like(v, None, source) for v in value)
+    if len(template) != len(value):
+        raise _of_another(source)
+    parts = [_like(v, t, source) for v, t in zip(value, template, strict=True)]
+    return type(template)(*parts) if named else tuple(parts)
+
+
+def _of_another(source: Path) -> InputError:
+    return InputError(f"the checkpoint in {source} was written by another version or algorithm")
