@@ -180,6 +180,7 @@ def trace_graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: S
         # Optimisers mark their steps for the profiler; the marks cannot be compiled and cost time.
         if "_record_function" in str(node.target):
             module.graph.erase_node(node)
+    _state_dtypes(module.graph)
     if known is not None:
         _free_record_count(module.graph, records, *known)
     module.graph.eliminate_dead_code()
@@ -246,6 +247,16 @@ def _stand_ins(flat: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tenso
         context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
         stand_ins.append(fake.from_tensor(real, symbolic_context=context, source=ConstantSource(f"x{len(stand_ins)}")))
     return stand_ins
+
+
+def _state_dtypes(graph: Graph) -> None:
+    """What makes tensors by the default dtype, that of the fit while a program runs, says which: a graph runs under the
+    process' own."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        makes = schema is not None and any(a.name == "dtype" for a in schema.arguments)
+        if makes and not any(str(a.type) == "Tensor" for a in schema.arguments) and "dtype" not in node.kwargs:
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
 
 
 def _free_record_count(graph: Graph, records: int, position: int, axis: int) -> None:
