@@ -12,7 +12,7 @@ from programs import make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, choose_mode, choose_threads, threads
+from secure_fvi.compiled import TRACE_AFTER_CALLS, Traced, choose_mode, choose_threads, lean, threads, trace_graph
 from secure_fvi.fitting import build_parties
 
 
@@ -144,3 +144,42 @@ def test_small_work_takes_one_thread_and_gives_the_others_back() -> None:
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == before
+
+
+def _wasteful(x: Tensor) -> Tensor:
+    scale = torch.full((len(x),), 0.1).exp() + torch.tensor(2.0).log()
+    return (x.exp() + scale) * (x.exp() - torch.tensor(3.0).log()).sum()
+
+
+def test_a_lean_graph_gives_the_same_bits() -> None:
+    """Twice the same, and what depends on no input, once; silos of other sizes than the traced one's go through it."""
+    graph = trace_graph(lambda x: [_wasteful(x)], [torch.ones(5)], [0])
+    before = len(graph.graph.nodes)
+    small = lean(graph)
+    assert len(small.graph.nodes) < before - 3
+    for n in (5, 9):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        assert torch.equal(small(x)[0], _wasteful(x))
+
+
+def test_a_graph_that_writes_into_its_tensors_stays_as_it_is() -> None:
+    def adds(x: Tensor) -> list[Tensor]:
+        start = torch.tensor(1.0)
+        return [start.add_(x.sum())]
+
+    graph = trace_graph(adds, [torch.ones(3)], [None])
+    assert lean(graph) is graph
+    assert [float(graph(torch.ones(3))[0]) for _ in range(2)] == [4.0, 4.0]
+
+
+def test_a_graph_keeps_the_precision_that_it_was_traced_in() -> None:
+    """A program's own numbers are of the fit's type; the process' default is another one once the graph runs."""
+    x = torch.randn(4, generator=torch.Generator().manual_seed(0))
+    graph = lean(trace_graph(lambda x: [_wasteful(x)], [x], [0]))
+    expected = _wasteful(x)
+    try:
+        torch.set_default_dtype(torch.float32)
+        assert torch.equal(graph(x)[0], expected)
+        assert float((_wasteful(x) - expected).abs().max()) > 1e-9  # the control
+    finally:
+        torch.set_default_dtype(torch.float64)

@@ -14,6 +14,7 @@ Only totals leave the silos. Of many dimensions weights say nothing, and the slo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -59,8 +60,8 @@ _BETWEEN = (0.25, 0.5, 0.75, 1.0)
 #: Draws of a record's latents and of a silo's, by which they are integrated out, and their spreads in sds of q(Z_L|Z_G)
 #: in turn, since that one may be too narrow, or beside the place.
 _RECORD, _SILO, _SPREADS = 32, 64, (1.2, 3.0)
-#: Numbers of all evaluations together that fit well into memory.
-_AT_ONCE = 3_000_000
+#: Numbers of all evaluations together that fit well into a processor's cache.
+_AT_ONCE = 300_000
 #: Share of the bound of contributions below which a silo's nats at a point are cut.
 _WORST = 0.9
 #: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
@@ -273,7 +274,7 @@ def _log_drawn(moments: Params, z: Tensor) -> Tensor:
     parts = [
         gaussian_rows.log_prob({**moments, "log_scale": moments["log_scale"] + math.log(by)}, z) for by in _SPREADS
     ]
-    return torch.stack(parts).logsumexp(0) - math.log(len(parts))
+    return functools.reduce(torch.logaddexp, parts) - math.log(len(parts))
 
 
 def weighed(
