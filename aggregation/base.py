@@ -141,6 +141,11 @@ class SumSilo(Protocol):
         """How many of its cohort the survivors lacked that this silo signed for `question`; None if it signed none."""
         ...
 
+    def shown(self, question: bytes) -> bool | None:
+        """Whether enough silos' signatures came in on a sum of this very `question` with this silo's term in it, so
+        that what all of them answered was one question; None for sums that are not signed."""
+        ...
+
     def handle(self, message: bytes) -> bytes:
         """Answer one message of `prepare` or `total`. Raises ProtocolError for what the protocol refuses."""
         ...

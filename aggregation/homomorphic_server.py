@@ -30,6 +30,7 @@ from secure_fvi.aggregation.key_holder import (
 from secure_fvi.aggregation.masked_server import Agreed, MaskedServer, Sent, decoded
 from secure_fvi.aggregation.messages import Done
 from secure_fvi.aggregation.modular import BFV_HALF, CentredArray
+from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import number
 from secure_fvi.aggregation.store import MemoryStore, Store
@@ -111,7 +112,7 @@ class HomomorphicServer:
     ) -> Exchanges[Total]:
         """The sum over those whose contribution arrived; errors as for masked sums, or when the holder refuses.
 
-        Three exchanges with masks (signatures, decryption, shares), two without.
+        Three exchanges: signatures, decryption, and the signatures shown to all, who answer with shares.
         """
         codec = self._codecs(table)
         if self._key is None:
@@ -122,7 +123,11 @@ class HomomorphicServer:
         if agreed.sent.keys() != readable.keys():
             added = self._read(agreed.sent, table)[1]
         values = yield from self._decrypt(agreed, table, added)
-        masks = (yield from self._inner.masks_left(agreed)) if self._masks else []
+        masks: list[Mask] = []
+        if self._masks:
+            masks = yield from self._inner.masks_left(agreed)
+        else:
+            yield from self._inner.show(agreed)
         survivors = tuple(self._roster.ids[place] for place in agreed.payloads)
         return Total(decoded(index, lambda: codec.decode(values, masks, len(survivors))), survivors)
 

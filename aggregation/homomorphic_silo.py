@@ -111,6 +111,10 @@ class HomomorphicSilo:
         """See `SumSilo.missing_from`."""
         return self._inner.missing_from(question)
 
+    def shown(self, question: bytes) -> bool | None:
+        """See `SumSilo.shown`."""
+        return self._inner.shown(question)
+
     def outgoing(self, index: int) -> bytes:
         """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""
         return self._inner.outgoing(index)

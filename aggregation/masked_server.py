@@ -64,6 +64,7 @@ class MaskedServer:
         self._store = MemoryStore() if store is None else store
         self._state = ServerState(roster, self._store)
         self._rings: dict[bytes, Ring] = {}
+        self._unshown: dict[int, RevealRequest] = {}
 
     @property
     def neighbourhood(self) -> str:
@@ -98,6 +99,10 @@ class MaskedServer:
             batch = yield from state.refill(number)
         if not state.active_enough(batch) or batch.catch_up_due(index):
             yield from state.deliver(batch, batch.lagging)
+        if self._unshown:
+            # A silo takes no further question before it has seen who signed the sum with its term in it.
+            replies = yield from state.ask_each(self._unshown, Shares)
+            self._unshown = {place: request for place, request in self._unshown.items() if place not in replies}
 
     def total(
         self,
@@ -200,18 +205,28 @@ class MaskedServer:
 
     def masks_left(self, agreed: Agreed) -> Exchanges[list[Mask]]:
         """Have shares revealed; what is still to be applied to the sum of the payloads."""
-        batch, request, payloads, sent = agreed
+        batch, request, payloads, _ = agreed
+        reveals = yield from self.show(agreed)
+        try:
+            return masks_left(
+                batch, request.sum_index, payloads, reveals, request.table, request.context, self._state.fault
+            )
+        except Convicted as found:
+            self._state.leave_out(found.place, str(found), found.proof)
+            raise
+
+    def show(self, agreed: Agreed) -> Exchanges[dict[int, Shares]]:
+        """Show all silos who signed the survivors, so that those know that their answers were used; their shares."""
+        batch, request, _, sent = agreed
         index = request.sum_index
         asked: dict[int, RevealRequest] = dict.fromkeys(sorted(batch.active), request)
         if not self._roster.consistency_check:
             asked = _with_proofs(asked, sent)
         reveals = yield from self._state.ask_each(asked, Shares)
         reveals = {place: reply for place, reply in reveals.items() if reply.sum_index == index}
-        try:
-            return masks_left(batch, index, payloads, reveals, request.table, request.context, self._state.fault)
-        except Convicted as found:
-            self._state.leave_out(found.place, str(found), found.proof)
-            raise
+        late = sent.keys() - reveals.keys() if self._roster.consistency_check else ()
+        self._unshown = dict.fromkeys(sorted(late), request)
+        return reveals
 
     def _name_survivors(self, index: int, admitted: Admitted, batch: ServerBatch) -> tuple[int, ...]:
         """Store the survivors, then go on with the stored ones: a second call cannot name others."""

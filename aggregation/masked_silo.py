@@ -207,8 +207,7 @@ class MaskedSilo:
         self._check_bound(index, request.question)
         batch = self._state.batch_of(index)
         survivors = roster.members_of(request.survivors)
-        kept = self._store.get(f"{CONTRIBUTED}/{index}")
-        record = None if kept is None else _Record(*wire.own(kept, "what a silo remembers of its contribution"))
+        record = self._record(index)
         most = self._max_missing if record is None else min(self._max_missing, record.most_missing)
         check_missing(roster, index, request.cohort, survivors, most)
         if not batch.depositors.issuperset(survivors):
@@ -221,6 +220,9 @@ class MaskedSilo:
                 raise ProtocolError(f"sum {index} is of another cohort than the one that was asked")
             if record.question != request.question:
                 raise ProtocolError(f"sum {index} answers another question")
+            if self._newest(index).question != record.question:
+                # What a total lacks is counted when the next question comes; nothing may change after it.
+                raise ProtocolError(f"sum {index} is over: silo '{self.silo_id}' has answered a later question")
         elif self._me in survivors:
             raise ProtocolError(f"silo '{self.silo_id}' did not contribute to sum {index}")
         elif not signed:
@@ -235,6 +237,17 @@ class MaskedSilo:
             request.question,
         )
         return batch, survivors, statement
+
+    def _record(self, index: int) -> _Record | None:
+        kept = self._store.get(f"{CONTRIBUTED}/{index}")
+        return None if kept is None else _Record(*wire.own(kept, "what a silo remembers of its contribution"))
+
+    def _newest(self, index: int) -> _Record:
+        """Of the newest sum contributed to; `index` is one of them."""
+        found = self._record(max(index, self._last_index()))
+        if found is None:
+            raise ProtocolError(f"sum {index} is over: silo '{self.silo_id}' has answered a later question")
+        return found
 
     def _check_bound(self, index: int, question: bytes) -> None:
         if not question and not self._unbound:
@@ -284,6 +297,10 @@ class MaskedSilo:
         held = self._questions.get(_question_slot(question))
         return None if held is None else int.from_bytes(held[32:], "big")
 
+    def shown(self, question: bytes) -> bool | None:
+        """See `SumSilo.shown`; None without the consistency check."""
+        return self._questions.get(_shown_slot(question)) is not None if self._roster.consistency_check else None
+
     def _on_sign(self, request: SignRequest) -> SetSignature:
         if not self._roster.consistency_check:
             raise ProtocolError("this session has no consistency check")
@@ -304,12 +321,18 @@ class MaskedSilo:
         shares = batch.shares(index, there)
         if not checked or self._me not in there:
             return Shares(index, shares, b"", [])
+        if request.question:
+            self._questions.claim(_shown_slot(request.question), b"1", self._questions is not self._store)
         # Signed by T silos, these survivors are the only ones: what t holders would open anyhow may be said at once.
         return Shares(index, shares, batch.self_seed(index), batch.seeds_with(index, there))
 
 
 def _question_slot(question: bytes) -> str:
     return f"question/{question.hex()}"
+
+
+def _shown_slot(question: bytes) -> str:
+    return f"shown/{question.hex()}"
 
 
 def _masked(ring: Ring, values: FloatArray, masks: Sequence[Mask]) -> np.ndarray[Any, Any]:

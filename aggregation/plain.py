@@ -73,6 +73,10 @@ class PlainSilo:
         """Nothing is signed; the server has every term anyway."""
         return None
 
+    def shown(self, question: bytes) -> bool | None:
+        """Nothing is signed."""
+        return None
+
     def handle(self, message: bytes) -> bytes:
         """Plain sums exchange nothing besides the contributions."""
         raise ProtocolError("a plain sum has no further messages")

@@ -9,6 +9,7 @@ earlier ones, and counts:
     the same bytes again                     the same answer, byte for byte
     the same question under another index    the same values, masked anew: a session was lost; no draw, noise or charge
     anything else that is not the next       ProtocolError, and nothing changes
+    its answer was used, says the server     only if signatures on that sum came in: all silos were asked the same
 
 What it draws is keyed by its own count of questions (`Past.turn`), which is claimed, with the digest of the question,
 before anything is drawn. Of the past a broadcast may say one thing: whether this silo's last answer was used.
@@ -288,6 +289,11 @@ class Silo:
             )
         if pending is None:
             return past, self.local
+        if accepted == newest and self._sum.shown(bytes.fromhex(past.answered)) is False:
+            raise ProtocolError(
+                f"silo '{self.name}': the server says that sum {accepted} was used, and has not shown that silos "
+                "signed it: they may have been asked something else"
+            )
         local = self.program.commit(self.local, pending, accepted)
         if accepted == newest:
             return past._replace(

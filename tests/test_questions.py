@@ -436,9 +436,9 @@ def _merged(limits: Limits) -> tuple[Any, dict[str, Silo], Broadcast, dict[str, 
     state = server.state.algorithm
     server.state = server.state._replace(algorithm=state._replace(phase="merge", records=60))
     merge, second = asked(server), {s: 2 if s == NAME else 20 for s in engine.silos}
-    sums = ((1, 0, "count", 0), (10, 0, "count", 0))
-    for s, silo in engine.silos.items():
-        tell(silo, merge._replace(sum_index=second[s], accepted=first, sums=sums))
+    for s, silo in engine.silos.items():  # to each, as if all had been asked in its own sum
+        said = merge._replace(accepted=dict.fromkeys(first, first[s]), sums=((first[s], 0, "count", 0),))
+        tell(silo, said._replace(sum_index=second[s]))
     bures = merge._replace(phase="bures", scalars={**merge.scalars, "iteration": 1.0}, sum_index=30)
     root = {"root": torch.ones(1, dtype=torch.float64)}
     return server, engine.silos, bures._replace(tensors=root), second
@@ -461,9 +461,11 @@ def test_an_index_does_not_say_when_it_was_asked(unused: int | None) -> None:
     else:
         with pytest.raises(ProtocolError, match="lacks 2 silos"):
             tell(silos[NAME], honest)
-        tell(silos[NAME], feigned)  # it cannot know better
+        with pytest.raises(ProtocolError, match="two sums of one question"):
+            tell(silos[NAME], feigned)
+    alone = bures._replace(accepted=dict.fromkeys(silos, 10), sums=((10, 0, "merge", 0),))
     with pytest.raises(ProtocolError, match="sum 10 did not answer what the server says"):
-        tell(other, feigned)
+        tell(other, alone)
     with pytest.raises(ProtocolError, match="two questions of one sum"):
         tell(other, twice)
 
@@ -471,12 +473,13 @@ def test_an_index_does_not_say_when_it_was_asked(unused: int | None) -> None:
 def test_a_question_asked_again_says_no_more_of_others() -> None:
     """Asked first with the honest word, and then, as a retry, with another of the others: the values are the same, and
     the others would send theirs of before. The control is the retry with the same word."""
-    _, silos, bures, second = _merged(Limits(unused=0))
-    sums = ((2, 0, "merge", 0), (10, 0, "count", 0), (20, 0, "merge", 0))
-    told = bures._replace(accepted=second, sums=sums)
+    _, silos, bures, _ = _merged(Limits(unused=0))
+    told = bures._replace(accepted=dict.fromkeys(silos, 2), sums=((2, 0, "merge", 0),))
     first = tell(silos[NAME], told)
     assert tell(silos[NAME], told._replace(sum_index=31)) == first
-    lie = told._replace(sum_index=32, accepted={s: 2 if s == NAME else 10 for s in silos})
+    lie = told._replace(
+        sum_index=32, accepted={s: 2 if s == NAME else 10 for s in silos}, sums=(*told.sums, (10, 0, "count", 0))
+    )
     with pytest.raises(ProtocolError, match="lacks 2 silos"):
         tell(silos[NAME], lie)
 

@@ -161,6 +161,8 @@ class Order(NamedTuple):
             if index in found or phase not in self.phases:
                 raise ProtocolError("the server names two questions of one sum, or a phase that the job does not have")
             found[index] = Question(round_, list(self.phases).index(phase), iteration)
+        if len(set(found.values())) < len(found):
+            raise ProtocolError("the server names two sums of one question")
         return found
 
 

@@ -101,6 +101,9 @@ class Spied:
     def missing_from(self, question):
         return self.inner.missing_from(question)
 
+    def shown(self, question):
+        return self.inner.shown(question)
+
     def contribute(self, index, cohort, table, values, context, question=b"", most_missing=None):
         message = self.inner.contribute(index, cohort, table, values, context, question, most_missing)
         batch = self.inner._state.batch_of(index)

@@ -84,6 +84,25 @@ class TestMissing:
         }
         assert is_input(world.total(messages, index=2).values, exact(world))
 
+    def test_who_signed_a_sum_is_shown_again_to_a_silo_that_missed_it(self):
+        """It takes no further question before; who is not among the survivors, or signed alone, is shown nothing."""
+        world = World(5, max_missing=1)
+        first, late, lost = world.ids[0], world.ids[1], world.ids[4]
+        messages = {
+            s: world.silos[s].contribute(0, world.ids, TABLE, world.values[s], CONTEXT, QUESTION) for s in world.ids
+        }
+        world.silos[first].handle(world.sign_request({0, 1, 2, 3}, question=QUESTION))
+        assert world.silos[first].shown(QUESTION) is False
+        del messages[lost]
+        world.total(messages, lost=((), {late}))
+        shown = lambda: [world.silos[s].shown(QUESTION) for s in (first, late, lost)]  # noqa: E731
+        assert shown() == [True, False, False]
+        carry(world.server.prepare(1), world.silos)
+        assert shown() == [True, True, False]
+        world.restart_silos()
+        assert shown() == [True, True, False]
+        assert World(5, consistency_check=False).silos[first].shown(QUESTION) is None
+
     def test_questions_outlive_a_session_in_a_store_of_their_own(self):
         from secure_fvi.aggregation.store import MemoryStore
 
