@@ -102,4 +102,4 @@ release: .venv/.installed
 	cd dist && sha256sum * > SHA256SUMS
 
 clean:
-	rm -rf .venv runs site build dist *.egg-info
+	rm -rf .venv runs site build dist *.egg-info lab/*.egg-info

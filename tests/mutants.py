@@ -435,7 +435,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="use no kept result")
     options = parser.parse_args()
     os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "lab")]
     chosen = {f: v for f, v in FOLDERS.items() if not options.only or f.rpartition("/")[2] in options.only}
     switches = Switches()
     builtins.__refusal__ = switches  # type: ignore[attr-defined]

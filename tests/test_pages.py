@@ -94,7 +94,7 @@ def _run(page: str, folder: Path, timeout: float) -> subprocess.CompletedProcess
     script = "\n".join([*_blocks(text, "sh"), "python page.py"])
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SECURE_FVI_")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "lab")])
     if "examples/" in script:
         (folder / "examples").symlink_to(ROOT / "examples")
     if "$SECURE_FVI_DATA" in script:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from secure_fvi.errors import InputError
-from secure_fvi.models.partitions import evenly, mostly_one_label
+from secure_fvi_lab.experiments.partitions import evenly, mostly_one_label
 
 LABELS = torch.arange(10).repeat(120)[torch.randperm(1200, generator=torch.Generator().manual_seed(0))]
 

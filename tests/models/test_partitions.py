@@ -10,8 +10,8 @@ import torch
 
 from secure_fvi.errors import InputError
 from secure_fvi.models.base import Dataset
-from secure_fvi.models.partitions import PAPER_SPLITS, clusters, label_shards, size_and_label, take
 from secure_fvi.models.uci_credit import feature_names, load
+from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, clusters, label_shards, size_and_label, take
 
 # Adult as in the paper's Table 2: 39,074 rows, .24 positive; credit 520 rows, .55.
 ADULT = (torch.arange(39_074) < round(0.2398 * 39_074)).double()

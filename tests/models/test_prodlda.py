@@ -15,9 +15,9 @@ from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.families.amortised import ENCODER
 from secure_fvi.federated_model import FederatedModel, read_data
-from secure_fvi.models.coherence import diversity, top_words, umass
-from secure_fvi.models.completion import completion
 from secure_fvi.models.prodlda import PROGRAM, TOPICS, encoder, load, prodlda
+from secure_fvi_lab.experiments.coherence import diversity, top_words, umass
+from secure_fvi_lab.experiments.completion import completion
 
 DATA = load(None, documents=4, words=7, length=9).records
 

@@ -19,11 +19,11 @@ from secure_fvi.compiled import threads
 from secure_fvi.driving import Progress, drive
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
-from secure_fvi.models.coherence import diversity, top_words, umass
-from secure_fvi.models.completion import completion
 from secure_fvi.models.newsgroups import Corpus, corpus
 from secure_fvi.models.prodlda import prodlda
 from secure_fvi_lab.experiments import Request, Tell
+from secure_fvi_lab.experiments.coherence import diversity, top_words, umass
+from secure_fvi_lab.experiments.completion import completion
 from secure_fvi_lab.experiments.prodlda_pyro import Topics, Training, same_model, tutorial
 from secure_fvi_lab.experiments.prodlda_report import plot
 from secure_fvi_lab.experiments.prodlda_report import table as table

@@ -25,9 +25,9 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.bnn import Score, class_log_probs, score
 from secure_fvi.models.mnist import PROGRAM, load
-from secure_fvi.models.partitions import label_shards, take
 from secure_fvi.results import draw_global
 from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments.partitions import label_shards, take
 from secure_fvi_lab.experiments.pvi_mnist_report import plot
 from secure_fvi_lab.experiments.pvi_mnist_report import table as table
 from secure_fvi_lab.experiments.spread import spread

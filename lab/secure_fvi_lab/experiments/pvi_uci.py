@@ -25,10 +25,10 @@ from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.models import uci_adult, uci_bank, uci_credit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.logistic import MODEL
-from secure_fvi.models.partitions import PAPER_SPLITS, size_and_label, take
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.following import follow
 from secure_fvi_lab.experiments.mean_field_logistic import MeanField, Optimum, bound, global_vi, scores
+from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, size_and_label, take
 from secure_fvi_lab.experiments.pvi_uci_report import plot, summaries
 from secure_fvi_lab.experiments.pvi_uci_report import table as table
 from secure_fvi_lab.experiments.spread import spread
