@@ -681,6 +681,9 @@ def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
     bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
+    long = int((found >= 2**53).sum()) if found.dtype.kind == "f" else 0  # of these many are one
+    if long and not bad:
+        raise DataError(f"silo '{silo}': record_ids are floats of more than 15 digits in {long} of {len(found)} rows")
     if bad:
         raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
     return found.astype(np.int64)

@@ -337,6 +337,10 @@ def test_silos_that_are_no_list(silos: Any) -> None:
             "silo 'silo-1': record_ids are no whole numbers of at least 0 in 2",
         ),
         ([torch.arange(N)[:, None], torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
+        (
+            [torch.arange(N) + 2.0**60, torch.arange(N)],
+            "silo 'silo-1': record_ids are floats of more than 15 digits in 12 of 12 rows",
+        ),
         ([["a"] * N, torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
         ([torch.arange(N), torch.arange(3) + 50], "silo 'silo-2': 3 record ids for 12 records"),
     ],
