@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import Delta, MaskedDistribution, Unit
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
@@ -79,6 +80,7 @@ class Discovery(Messenger):  # type: ignore[misc]
             return
         if has_no_density(msg):
             return
+        _check_kind(msg)
         if name in self.names:
             raise InputError(f"two sample statements are called '{name}'; give each its own name")
         self.names.add(name)
@@ -186,6 +188,14 @@ class Discovery(Messenger):  # type: ignore[misc]
         return torch.cat(parts, -1) if parts else empty
 
 
+def _check_kind(msg: Any) -> None:
+    fn = msg["fn"]
+    if isinstance(fn, torch.distributions.Distribution) and not isinstance(fn, TorchDistributionMixin):
+        raise InputError(
+            f"site '{msg['name']}' has a distribution of torch.distributions; take it from pyro.distributions"
+        )
+
+
 def _centre(fn: Any) -> Tensor | None:
     """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support."""
 
@@ -278,6 +288,7 @@ class _Plates(Discovery):
     def _pyro_sample(self, msg: Any) -> None:
         if has_no_density(msg):
             return
+        _check_kind(msg)
         if msg["is_observed"]:
             if msg["cond_indep_stack"] or not isinstance(msg["fn"], Unit):
                 plates = {frame.name for frame in msg["cond_indep_stack"] if frame.size == self.records}
@@ -295,6 +306,8 @@ def _plates(fn: Callable[..., Any], schema: Schema, dtype: torch.dtype) -> tuple
         run = _Plates(FederatedModel(fn), count, dtype, next(iter(rows.values())).device)
         with running(dtype, run.device), torch.no_grad(), run:
             fn(**rows, **schema.constants)
+        if not run.around:
+            raise InputError(f"{_name(fn)} observes nothing; give obs= to a site in the record plate")
         found += run.around.values()
         alone = next((name for name, plates in run.around.items() if not plates), alone)
     return set.intersection(*found) if found else set(), alone

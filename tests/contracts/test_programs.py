@@ -403,6 +403,13 @@ def event_without_to_event(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + (b * x).sum(-1), 1.0), obs=y)
 
 
+@mistake("site 'y' has a distribution of torch.distributions; take it from pyro.distributions")
+def distribution_of_torch(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", torch.distributions.Normal(mu, 1.0), obs=y)
+
+
 @mistake("obs is no tensor but list")
 def observed_list(y: Tensor) -> None:
     mu = _level()
@@ -682,6 +689,11 @@ def test_a_bare_function_that_conditions() -> None:
 
     with pytest.raises(InputError, match="observed site 'mu' is in no plate"):
         build(pyro.condition(program, data={"mu": torch.tensor(1.0)}), PLAIN)
+
+
+def test_a_bare_function_that_observes_nothing() -> None:
+    with pytest.raises(InputError, match="forgets_obs observes nothing"):
+        build(forgets_obs, PLAIN)
 
 
 # ---- what works ----
