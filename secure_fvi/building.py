@@ -15,6 +15,7 @@ from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere, GraphDensity
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.outer_state import watched
 from secure_fvi.privacy.settings import DP
 
 
@@ -38,6 +39,22 @@ def build_problem(
     `compile` and `work`, the numbers that a step goes through here, decide how this party computes and nothing else.
     """
     where = device_named(device)
+    with watched(model):
+        return _built(model, schema, algorithm, silos, seed, where, dtype, compile, privacy, work)
+
+
+def _built(
+    model: FederatedModel | Elsewhere | Callable[..., Any],
+    schema: Schema,
+    algorithm: Algorithm,
+    silos: Sequence[str],
+    seed: int,
+    where: torch.device,
+    dtype: torch.dtype,
+    compile: bool | Literal["auto"],
+    privacy: DP | None,
+    work: int,
+) -> Problem:
     density: LogDensity
     if isinstance(model, Elsewhere):
         roles, traced = model.roles, model.exported(schema, dtype)

@@ -11,6 +11,7 @@ What is found at a silo counts that silo's rows: it is for that silo alone (`Dat
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,7 @@ from secure_fvi.privacy.settings import RecordDP
 
 _MADE = 4  # records of made data
 _SOME = 8  # rows at a silo that are also evaluated in parts
+_AT_ONCE = 1024  # rows whose gradient is looked at together
 _SPREAD = 0.1  # of the point at which log p is compared, around the start
 _DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
 
@@ -97,11 +99,11 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
 
 def _check_program(point: _Point, rows: Params, importance_samples: int) -> None:
     problem = point.problem
-    first, again = point.evaluate(rows), point.evaluate(rows)
+    first, again = _undrawn(point, rows), _undrawn(point, rows)
     if not all(_same(a, b) for a, b in zip(first, again, strict=True)):
         raise InputError(
-            "the model gives another log density each time it is run: it draws numbers, or changes its own state; draw "
-            "with pyro.sample alone"
+            "the model gives another log density each time it is run: it changes its own state (a list, dict or array "
+            "outside of it, or its data), or asks for the time"
         )
     if not bool(torch.isfinite(first.shared)) or not bool(torch.isfinite(first.silo)):
         raise InputError(
@@ -119,6 +121,38 @@ def _check_program(point: _Point, rows: Params, importance_samples: int) -> None
         _check_mapped(point, rows, first.records, "record-level privacy evaluates each record alone")
     elif importance_samples > 1:
         _check_mapped(point, rows, first.records, "importance samples go through the model together")
+
+
+def _undrawn(point: _Point, rows: Params) -> LogTerms:
+    """Log p, from a run that draws nothing by itself: a seed set inside makes one draw of all records, and a fit that
+    maps the program, or traces it, another one each time."""
+    with torch.random.fork_rng(devices=[]):
+        numbers, ours = np.random.get_state(), random.getstate()
+        try:
+            found = None
+            for begin in (0, 1):  # a program that sets the seed itself may end where it began
+                torch.manual_seed(begin)
+                np.random.seed(begin)
+                random.seed(begin)
+                before = _drawn_so_far()
+                found = point.evaluate(rows)
+                if _drawn_so_far() != before:
+                    raise InputError(
+                        "the model draws random numbers by itself (torch, numpy or random), anew each time that it is "
+                        "run; draw with pyro.sample alone, which the fit sees"
+                    )
+        finally:
+            np.random.set_state(numbers)
+            random.setstate(ours)
+    assert found is not None
+    return found
+
+
+def _drawn_so_far() -> tuple[bytes, bytes, int]:
+    """The states of the generators that a program may draw from."""
+    numbers: Any = np.random.get_state()
+    state = numbers[1].tobytes() + repr(numbers[2:]).encode()
+    return torch.get_rng_state().numpy().tobytes(), state, hash(random.getstate())
 
 
 _NO_SUM = (
@@ -198,7 +232,8 @@ def _check_gradients(point: _Point, rows: Params) -> None:
     for name, leaf in theta.items():
         # An encoder's weights are pyro.params too, which log p does not know.
         if problem.model.encoder is None and _gradient(total, leaf) is None:
-            hint = "; give pyro.module(..., update_module_params=True)" if "$$$" in name else ""
+            hint = "; a PyroModule's own torch parameters stay as they are: declare them with PyroParam or PyroSample"
+            hint = "; give pyro.module(..., update_module_params=True)" if "$$$" in name else hint
             raise InputError(f"pyro.param '{name}' does not reach the log density{hint}")
 
 
@@ -341,7 +376,45 @@ def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[_
         raise DataError(f"silo '{silo}': {_PRIOR.format('silo')}")
     if dependent:
         raise DataError(f"silo '{silo}': {dependent} of {len(at)} records looked at depend on others: {_NO_SUM}")
+    for first in range(0, size, _AT_ONCE):
+        part = {name: value[first : min(first + _AT_ONCE, size)] for name, value in rows.items()}
+        _check_steepness(problem, part, size, silo)
     return point, some
+
+
+def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> None:
+    """Raise DataError where log p is finite and its gradient is not, as at exp(log(0)): a fit would not move."""
+    count = len(next(iter(rows.values())))
+    if _steady(problem, rows, slice(None)):
+        return
+    bad = [k for k in range(count) if not _steady(problem, rows, slice(k, k + 1))]
+    good = next((k for k in range(count) if k not in set(bad)), None)
+    blamed = []
+    if bad and good is not None:
+        for name, value in rows.items():
+            other = {**rows, name: value[good].expand_as(value)}
+            blamed += [f"'{name}'"] * all(_steady(problem, other, slice(k, k + 1)) for k in bad[:_SOME])
+    rest = "" if count == size else f", of {count} that were looked at together"
+    raise DataError(
+        f"silo '{silo}': {', '.join(blamed) or 'the data'} give the log density a gradient that is not finite, at the "
+        f"start, in {len(bad) or 'some'} of {size} rows{rest}: the logarithm or the root of 0, say; correct these "
+        "rows, or take them out"
+    )
+
+
+def _steady(problem: Problem, rows: Params, part: slice) -> bool:
+    """Whether the gradient of the records' terms is finite at the start."""
+    some = {name: value[part] for name, value in rows.items()}
+    point = _Point(problem, len(next(iter(some.values()))))
+    latents = [z.detach().clone().requires_grad_() for z in (point.z_global, point.z_silo, point.z_record)]
+    try:
+        with torch.enable_grad():
+            terms = problem.density.evaluate(latents[0], latents[1], latents[2], point.theta, some).records
+            total = torch.where(torch.isfinite(terms), terms, torch.zeros_like(terms)).sum()
+        found = torch.autograd.grad(total, latents, allow_unused=True) if total.requires_grad else ()
+    except Exception:  # not on so few rows: nothing is known
+        return True
+    return all(bool(torch.isfinite(g).all()) for g in found if g is not None)
 
 
 def _check_sites(problem: Problem, found: Discovery, silo: str) -> None:
@@ -380,9 +453,22 @@ class _AtSilo(Discovery):
             self.masked |= site_mask(msg) is not None
         if not record_dim(msg, self.model.record_plate):
             return
+        self._check_weights(msg)
         if msg["is_observed"] and not isinstance(msg["fn"], Unit):
             self._check_support(msg)
         self._check_finite(msg)
+
+    def _check_weights(self, msg: Any) -> None:
+        weights = torch.as_tensor(msg["scale"])
+        enough = weights >= 0 if msg["is_observed"] else weights > 0
+        count = self._count(msg, ~enough | torch.isinf(weights))
+        if count:
+            names = self.columns.of(weights) or "poutine.scale"
+            least = "less than 0" if msg["is_observed"] else "0 or less, which leaves a latent no prior"
+            raise DataError(
+                f"silo '{self.silo}': {names} weighs site '{msg['name']}' by {least}, or by no finite number, in "
+                f"{count} of {self.size} rows"
+            )
 
     def _check_support(self, msg: Any) -> None:
         fn, value = msg["fn"], msg["value"]
@@ -595,6 +681,9 @@ def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
     bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
+    long = int((found >= 2**53).sum()) if found.dtype.kind == "f" else 0  # of these many are one
+    if long and not bad:
+        raise DataError(f"silo '{silo}': record_ids are floats of more than 15 digits in {long} of {len(found)} rows")
     if bad:
         raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
     return found.astype(np.int64)

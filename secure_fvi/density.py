@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributions import Categorical, biject_to, constraints, transform_to
 from torch.distributions.constraints import Constraint
 
-from secure_fvi.errors import DataError
+from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.trees import Params as Params
 
@@ -120,6 +120,11 @@ class Evaluation(Messenger):  # type: ignore[misc]
         if msg["is_observed"]:
             term = scale_and_mask(fn.log_prob(observed_value(msg)), msg["scale"], msg["mask"])
         else:
+            if name not in self.latents:
+                raise InputError(
+                    f"site '{name}' is there or not, as values of other latents will have it; a model has the same "
+                    "sites always. Give them all, and choose between their values with torch.where"
+                )
             transform, unconstrained = biject_to(fn.support), self.latents[name]
             value = transform(unconstrained)
             msg["value"], msg["done"] = value, True

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import Delta, MaskedDistribution, Unit
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
@@ -54,6 +55,8 @@ class Discovery(Messenger):  # type: ignore[misc]
         self.factors: set[str] = set()  # outside the record plate
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the terms in the record plate
         self.without_centre: list[str] = []  # latent sites whose prior has none
+        self.data_of: dict[int, str] = {}  # by what is observed, the first site that observes it
+        self.twice: list[tuple[str, str]] = []  # sites that observe the same
 
     def _pyro_param(self, msg: Any) -> None:
         name, args = msg["name"], msg["args"]
@@ -77,6 +80,7 @@ class Discovery(Messenger):  # type: ignore[misc]
             return
         if has_no_density(msg):
             return
+        _check_kind(msg)
         if name in self.names:
             raise InputError(f"two sample statements are called '{name}'; give each its own name")
         self.names.add(name)
@@ -104,6 +108,8 @@ class Discovery(Messenger):  # type: ignore[misc]
         wanted = tuple(fn.shape())
         if not isinstance(value, Tensor):
             raise InputError(f"observed site '{name}': obs is no tensor but {type(value).__name__}")
+        if self.data_of.setdefault(id(value), name) != name:
+            self.twice.append((self.data_of[id(value)], name))
         try:
             fits = torch.broadcast_shapes(value.shape, wanted) == torch.Size(wanted)
         except RuntimeError:
@@ -182,6 +188,14 @@ class Discovery(Messenger):  # type: ignore[misc]
         return torch.cat(parts, -1) if parts else empty
 
 
+def _check_kind(msg: Any) -> None:
+    fn = msg["fn"]
+    if isinstance(fn, torch.distributions.Distribution) and not isinstance(fn, TorchDistributionMixin):
+        raise InputError(
+            f"site '{msg['name']}' has a distribution of torch.distributions; take it from pyro.distributions"
+        )
+
+
 def _centre(fn: Any) -> Tensor | None:
     """The prior mean, median, or median of draws: the first that is a finite place to start from inside the support."""
 
@@ -236,7 +250,7 @@ def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: 
     fn = model.fn if isinstance(model, FederatedModel) else model
     _check_arguments(fn, schema)
     try:
-        plates = _plates(fn, schema, dtype)
+        plates, alone = _plates(fn, schema, dtype)
     except InputError:
         if isinstance(model, FederatedModel):
             return model  # to be refused by `read_layout`, which knows more
@@ -250,6 +264,11 @@ def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: 
         return as_model(replace(model, fn=fn) if isinstance(model, FederatedModel) else fn, schema, dtype)
     if isinstance(model, FederatedModel):
         return model
+    if alone is not None:
+        raise InputError(
+            f"observed site '{alone}' is in no plate of as many elements as there are records: what is observed, or "
+            "conditioned on, belongs to records"
+        )
     if len(plates) != 1:
         have = f"; there are: {', '.join(sorted(plates))}" if plates else ""
         raise InputError(
@@ -264,27 +283,34 @@ class _Plates(Discovery):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.around: list[set[str]] = []
+        self.around: dict[str, set[str]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if has_no_density(msg):
             return
+        _check_kind(msg)
         if msg["is_observed"]:
             if msg["cond_indep_stack"] or not isinstance(msg["fn"], Unit):
-                self.around.append({frame.name for frame in msg["cond_indep_stack"] if frame.size == self.records})
+                plates = {frame.name for frame in msg["cond_indep_stack"] if frame.size == self.records}
+                self.around[msg["name"]] = plates
         elif not msg["fn"].has_enumerate_support:
             msg["value"], msg["done"] = self._centred(msg["name"], msg["fn"])[0], True
 
 
-def _plates(fn: Callable[..., Any], schema: Schema, dtype: torch.dtype) -> set[str]:
-    found = []
+def _plates(fn: Callable[..., Any], schema: Schema, dtype: torch.dtype) -> tuple[set[str], str | None]:
+    """The plates around all that is observed, of as many elements as there are records; an observed site in none."""
+    found: list[set[str]] = []
+    alone = None
     for count in (2, 3):
         rows = schema.dummy_rows(count)
         run = _Plates(FederatedModel(fn), count, dtype, next(iter(rows.values())).device)
         with running(dtype, run.device), torch.no_grad(), run:
             fn(**rows, **schema.constants)
-        found += run.around
-    return set.intersection(*found) if found else set()
+        if not run.around:
+            raise InputError(f"{_name(fn)} observes nothing; give obs= to a site in the record plate")
+        found += run.around.values()
+        alone = next((name for name, plates in run.around.items() if not plates), alone)
+    return set.intersection(*found) if found else set(), alone
 
 
 def _is_about_types(error: Exception) -> bool:
@@ -350,6 +376,12 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
     layout = Layout(tuple(run.sites), tuple((n, tuple(v.shape)) for n, v in run.theta.items()))
     if layout.size("global") == 0:
         raise InputError("the model has no global latent site; there is nothing to fit together")
+    for first, second in run.twice:
+        warnings.warn(
+            f"sites '{first}' and '{second}' observe the same column: every record counts twice",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
     for site in run.without_centre:
         warnings.warn(
             f"the prior of site '{site}' has no finite centre to start from; the fit begins at 0 in unconstrained "
@@ -393,6 +425,10 @@ def start_of(run: Discovery) -> Start:
 
 
 def _check_arguments(fn: Callable[..., Any], schema: Schema) -> None:
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        raise InputError(
+            f"{_name(fn)} does nothing when it is called: it yields, or is async; write an ordinary function"
+        )
     names = [f[0] for f in schema.fields] + list(schema.constants)
     try:
         inspect.signature(fn).bind(**dict.fromkeys(names))

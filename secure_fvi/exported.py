@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import biject_to, transform_to
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import agree, flatten, trace_graph
@@ -43,6 +44,7 @@ from secure_fvi.density import (
 from secure_fvi.discovery import Discovery, Start, _centre, _discover, as_model, kind_of, read_layout, start_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.outer_state import watched
 
 VERSION = 1
 #: Of a graph: its operations, its text, and on made data, of two and three records, elements of one result, of all
@@ -412,11 +414,12 @@ def export(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> bytes:
         raise InputError("a program with an encoder cannot be exported")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        model = as_model(model, schema, dtype)
-        layout, start = read_layout(model, schema, dtype)
-        density = LogDensity(model, layout, schema)
-        cpu = start.z_global.device
-        check_program(Problem(model, schema, layout, density, start, ("silo",), 0, dtype, cpu, "eager"))
+        with watched(model):
+            model = as_model(model, schema, dtype)
+            layout, start = read_layout(model, schema, dtype)
+            density = LogDensity(model, layout, schema)
+            cpu = start.z_global.device
+            check_program(Problem(model, schema, layout, density, start, ("silo",), 0, dtype, cpu, "eager"))
     names = [name for name, _, _ in schema.fields]
 
     def evaluate(*flat: Tensor) -> list[Tensor]:
@@ -497,6 +500,8 @@ def _written(
             return _encode(what, trace_graph(attempt, flat, axes), constants)
         except InputError as error:
             why = str(error)
+        except GuardOnDataDependentSymNode:
+            why = "values decide on what it computes (.item(), `if` on a latent or on data); use torch.where"
         except Exception as error:  # whatever a program does that a tracer cannot follow
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     raise _untraceable(why)

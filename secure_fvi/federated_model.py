@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +153,11 @@ def _columns(data: Any, silo: str) -> dict[str, Any]:
     """Columns by argument name. Those of a frame called `x[0]`, `x[1]`, ... are one array (N, k), as in a CSV."""
     if isinstance(data, Mapping):
         named = dict(data)
+    elif hasattr(data, "collect") or hasattr(data, "column_names"):  # polars' lazy frames, Arrow's tables
+        raise InputError(
+            f"silo '{silo}': its data must be a dict of arrays or a frame in memory, not a {type(data).__name__}; "
+            "collect() or to_pandas() makes one"
+        )
     elif hasattr(data, "columns") and hasattr(data, "__getitem__"):
         named = {name: data[name] for name in data.columns}
         if len(named) < len(data.columns):
@@ -210,7 +216,7 @@ def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
     def number(entry: Any) -> float | None:
         if entry is None or type(entry).__name__ in ("NAType", "NaTType"):
             return math.nan
-        return float(entry) if isinstance(entry, (int, float, np.number, np.bool_)) else None
+        return float(entry) if isinstance(entry, (int, float, Decimal, np.number, np.bool_)) else None
 
     flat = [number(entry) for entry in array.reshape(-1)]
     bad = np.array([entry is None for entry in flat]).reshape(array.shape)

@@ -141,9 +141,9 @@ def looks_at_draws(y: Tensor) -> None:
     ("fn", "says"),
     [
         (looks_at_values, "is not a sum over records"),
-        (looks_at_draws, "the model cannot be traced"),
+        (looks_at_draws, "the model cannot be traced: values decide on what it computes"),
         (counts_records, "the model cannot be traced"),
-        (draws, "gives another log density each time"),
+        (draws, "draws random numbers by itself"),
     ],
 )
 def test_what_a_graph_cannot_say_is_refused(fn: Any, says: str) -> None:

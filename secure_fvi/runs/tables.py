@@ -19,6 +19,10 @@ from secure_fvi.errors import InputError
 
 #: The optional column or array with the records' own ids: whole numbers, all different, over all silos.
 RECORD_ID = "record_id"
+#: What other programs put between columns.
+_OTHER_MARKS = ";\t|"
+#: Whole numbers from here on are not told apart as floating point ones.
+_TOLD_APART = 2**53
 _INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\]")
 
 
@@ -86,6 +90,8 @@ def _csv_rows(path: Path, key: str | None = None) -> list[list[str]]:
 def _read_csv(path: Path, leave_out: str | None) -> dict[str, Tensor]:
     rows = _csv_rows(path)
     header = [name.strip() for name in rows[0]]
+    if len(header) == 1 and any(mark in header[0] for mark in _OTHER_MARKS):
+        raise InputError(f"{path}: columns are separated by commas, and its first line has none")
     for name in header:
         if header.count(name) > 1 or not name:
             raise InputError(f"{path}: column names must differ and not be empty, but '{name}' is not so")
@@ -107,8 +113,10 @@ def _cells(path: Path, line: int, header: list[str], row: list[str]) -> list[tup
 
 def _number(path: Path, line: int, column: str, cell: str) -> float:
     # The value itself stays out of the message: messages may end in logs that others read.
+    if not cell.strip():
+        raise InputError(f"{path}, line {line}: column '{column}' is empty; remove or impute it first")
     try:
-        number = float(cell)
+        number = float(cell.replace("_", "no digit"))  # 3_12 is a label: Python alone reads 312
     except ValueError:
         raise InputError(f"{path}, line {line}: column '{column}' is not a number") from None
     if not math.isfinite(number):
@@ -131,9 +139,15 @@ def _grouped(path: Path, header: list[str], values: Tensor) -> dict[str, Tensor]
             raise InputError(f"{path}: columns of '{name}' must be {name}[0], {name}[1], ... without a gap")
         tensors[name] = values[:, [positions[i] for i in range(len(positions))]].contiguous()
     if RECORD_ID in tensors:
-        broken = int((tensors[RECORD_ID] % 1 != 0).sum())
+        ids = tensors[RECORD_ID]
+        broken, long = int((ids % 1 != 0).sum()), int((ids.abs() >= _TOLD_APART).sum())
         if broken:
             raise InputError(f"{path}: column '{RECORD_ID}' holds no whole number in {broken} of {len(values)} rows")
+        if long:
+            raise InputError(
+                f"{path}: column '{RECORD_ID}' holds numbers of more than 15 digits in {long} of {len(values)} rows, "
+                "which are not told apart; number the records anew"
+            )
         tensors[RECORD_ID] = tensors[RECORD_ID].to(torch.int64)
     return tensors
 

@@ -6,6 +6,7 @@ Nothing here runs a round, except where a positive case is held to an exact post
 from __future__ import annotations
 
 import math
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import pyro.nn
 import pytest
 import torch
 from pyro import poutine
@@ -401,6 +403,13 @@ def event_without_to_event(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + (b * x).sum(-1), 1.0), obs=y)
 
 
+@mistake("site 'y' has a distribution of torch.distributions; take it from pyro.distributions")
+def distribution_of_torch(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", torch.distributions.Normal(mu, 1.0), obs=y)
+
+
 @mistake("obs is no tensor but list")
 def observed_list(y: Tensor) -> None:
     mu = _level()
@@ -486,9 +495,53 @@ def prior_that_is_none(y: Tensor) -> None:
     _observe(y, pyro.sample("mu", dist.Normal(0.0, -scale)))
 
 
-@mistake("another log density each time it is run")
+@mistake("draws random numbers by itself")
 def draws_by_itself(y: Tensor) -> None:
     _observe(y, _level() + torch.randn(()))
+
+
+@mistake("draws random numbers by itself")
+def draws_from_a_seed_of_its_own(y: Tensor) -> None:
+    torch.manual_seed(0)
+    _observe(y, _level() + 0.1 * torch.randn(()))
+
+
+@mistake("draws random numbers by itself")
+def draws_with_numpy(y: Tensor) -> None:
+    np.random.seed(1)
+    _observe(y, _level() + torch.from_numpy(np.random.randn(len(y))))
+
+
+@mistake("draws random numbers by itself")
+def tosses_a_coin(y: Tensor) -> None:
+    mu = _level()
+    _observe(y, mu + 1 if random.random() < 0.5 else mu)
+
+
+@mistake("observed site 'mu' is outside the record plate")
+def conditioned(y: Tensor) -> None:
+    with poutine.condition(data={"mu": torch.tensor(1.0)}):
+        mu = _level()
+    _observe(y, mu, pyro.sample("sd", dist.HalfNormal(1.0)))
+
+
+@mistake("site 'b' is there or not, as values of other latents will have it")
+def sites_that_depend_on_latents(y: Tensor) -> None:
+    mu = _level()
+    _observe(y, pyro.sample("b", dist.Normal(0.0, 1.0)) if mu != 0 else mu)
+
+
+_pyro_net = pyro.nn.PyroModule[torch.nn.Linear](3, 1)
+
+
+@mistake("declare them with PyroParam or PyroSample", WIDE)
+def pyro_module_of_torch_parameters(x: Tensor, y: Tensor) -> None:
+    _observe(y, _level() + _pyro_net(x)[..., 0])
+
+
+@mistake("draws random numbers by itself", WIDE)
+def module_that_is_made_anew(x: Tensor, y: Tensor) -> None:
+    _observe(y, _level() + torch.nn.Linear(3, 1)(x)[..., 0])
 
 
 @mistake("another log density each time it is run")
@@ -526,6 +579,12 @@ def breaks(y: Tensor) -> None:
 @mistake("fails on made data of the given shapes (NotImplementedError)")
 def breaks_without_a_word(y: Tensor) -> None:
     raise NotImplementedError
+
+
+@mistake("yields does nothing when it is called")
+def yields(y: Tensor) -> Any:
+    mu = yield _level()
+    _observe(y, mu)
 
 
 @mistake("does not take the data's names ['y']")
@@ -571,6 +630,70 @@ def test_a_program_is_looked_at_near_its_start() -> None:
 def test_what_is_no_model(model: Any) -> None:
     with pytest.raises(InputError, match=r"the model must be an sf\.FederatedModel or a Pyro function"):
         build(model, PLAIN)
+
+
+@pytest.mark.parametrize("kind", ["list", "counter", "array", "called"])
+def test_what_is_kept_outside_of_the_program(kind: str) -> None:
+    """Worked out from made data and found again at the silos: another model, and no run shows it by itself."""
+    held: list[Tensor] = []
+    calls, array = {"n": 0}, np.zeros(3)
+
+    def remembers(y: Tensor) -> Tensor:
+        if not held:
+            held.append(y.mean())
+        return held[0]
+
+    def program(y: Tensor) -> None:
+        mean = _level()
+        if kind == "list":
+            held[:] = held or [y.mean()]
+            mean = mean + held[0]
+        if kind == "counter":
+            calls["n"] += 1
+            mean = mean + float(calls["n"] > 1000)
+        if kind == "array":
+            array[0] = array[0] or 0.1
+            mean = mean + array[0]
+        _observe(y, mean + remembers(y) if kind == "called" else mean)
+
+    name = {"list": "held", "counter": "calls", "array": "array", "called": "held"}[kind]
+    with pytest.warns(SecureFVIWarning, match=rf"changes what it holds outside of itself \({name}\)"):
+        build(sf.FederatedModel(program, "r"), PLAIN)
+
+
+def test_what_is_only_read_outside_of_the_program() -> None:
+    knots, table = [0.1, 0.2], {"mean": torch.tensor(0.5)}
+
+    def program(y: Tensor) -> None:
+        _observe(y, _level() + knots[0] + table["mean"])
+
+    build(sf.FederatedModel(program, "r"), PLAIN)
+
+
+def test_a_column_that_is_observed_twice() -> None:
+    def program(y: Tensor) -> None:
+        mu = _level()
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+            pyro.sample("again", dist.Normal(mu, 1.0), obs=y)
+
+    with pytest.warns(SecureFVIWarning, match="sites 'y' and 'again' observe the same column: every record counts"):
+        build(sf.FederatedModel(program, "r"), PLAIN)
+
+
+def test_a_bare_function_that_conditions() -> None:
+    """Its true reason, not that its plate is not clear."""
+
+    def program(y: Tensor) -> None:
+        _observe(y, _level(), pyro.sample("sd", dist.HalfNormal(1.0)))
+
+    with pytest.raises(InputError, match="observed site 'mu' is in no plate"):
+        build(pyro.condition(program, data={"mu": torch.tensor(1.0)}), PLAIN)
+
+
+def test_a_bare_function_that_observes_nothing() -> None:
+    with pytest.raises(InputError, match="forgets_obs observes nothing"):
+        build(forgets_obs, PLAIN)
 
 
 # ---- what works ----

@@ -7,6 +7,7 @@ three. Every model also builds with the right data, so that none is refused what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,33 @@ def _scaled(offset: Tensor, y: Tensor) -> None:
     level = pyro.sample("level", dist.Normal(0.0, 1.0))
     with pyro.plate("r", len(y)):
         pyro.sample("y", dist.Poisson((level + offset.log()).exp()), obs=y)
+
+
+def _weighted(w: Tensor, y: Tensor) -> None:
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)), pyro.poutine.scale(scale=w):
+        pyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+
+def _weighted_latents(w: Tensor, y: Tensor) -> None:
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)), pyro.poutine.scale(scale=w):
+        own = pyro.sample("own", dist.Normal(level, 1.0))
+        pyro.sample("y", dist.Normal(own, 1.0), obs=y)
+
+
+def _rooted(dose: Tensor, y: Tensor) -> None:
+    """Finite at a dose of 0, and its gradient is not."""
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal((level * dose).abs().sqrt(), 1.0), obs=y)
+
+
+def _unexposed(e: Tensor, y: Tensor) -> None:
+    """Of nobody: a rate of exp(log 0) = 0 and no case, which has a density, and no gradient."""
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Poisson((level + e.log()).exp()), obs=y)
 
 
 def _measured(sd: Tensor, y: Tensor) -> None:
@@ -162,6 +190,10 @@ CASES = {
     "two groupings": Case(_two_way, {"g": _g, "h": _g, "y": _u}, {"g": [3, -2], "h": [-1, 3]}),
     "one-hot groups": Case(_one_hot, {"g": _g, "y": _u}, {"g": [-1, 3]}),
     "exposure": Case(_scaled, {"offset": _u + 0.5, "y": _g.double()}, {"offset": [0.0, -1.0]}),
+    "exposure of nobody": Case(_unexposed, {"e": _u + 0.5, "y": 0 * _u}, {"e": [0.0]}),
+    "weights": Case(_weighted, {"w": _u, "y": _u}, {"w": [-1.0, -0.001]}),
+    "weights of latents": Case(_weighted_latents, {"w": _u, "y": _u}, {"w": [-1.0, 0.0]}),
+    "root": Case(_rooted, {"dose": _u + 0.5, "y": _u}, {"dose": [0.0]}),
     "standard errors": Case(_measured, {"sd": _u + 0.5, "y": _u}, {"sd": [0.0, -1.0]}),
 }  # fmt: skip
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
@@ -233,11 +265,29 @@ _Y = _u.numpy().astype(float)
         (_u.reshape(3, 4), "'y': its data have shape (2, 4)"),
         ([0.1] * N, "no tensor in its data; each record needs one row of at least one tensor ('y': a list"),
         (np.where(np.arange(N) < 2, 1e300, 1.0), "'y' holds NaN or infinite values in 2 of 12 rows"),
+        (np.array([f"{k},5" for k in range(N)]), "'y' holds text in 12 of 12 rows; code it as numbers"),
+        (np.array([Decimal(1), "1.5", *range(10)], dtype=object), "no numbers in 1 of 12 rows"),
     ],
 )
 def test_malformed_column(column: Any, words: str) -> None:
     wide = column is not None and isinstance(column, np.ndarray) and column.dtype == np.float64 and column.max() > 1e299
     assert words in _refusal(_normal, *[{"y": column}] * 3, dtype=torch.float32 if wide else torch.float64)
+
+
+class _Lazy:
+    """As much of polars' lazy frame as matters."""
+
+    columns = ("y",)
+
+    def __getitem__(self, name: str) -> None:
+        raise TypeError("not subscriptable")
+
+    def collect(self) -> None: ...
+
+
+def test_decimals_are_numbers() -> None:
+    """As databases give them."""
+    _build(_normal, *[{"y": np.array([Decimal("0.25")] * N, dtype=object)}] * 3)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +301,10 @@ def test_malformed_column(column: Any, words: str) -> None:
             "shared value 'k' differs between silos 'silo-1' and 'silo-2'; a list",
         ),
         ([{"y": _u}, [1, 2]], "silo 'silo-2': its data must be a dict of tensors"),
+        (
+            [{"y": _u}, _Lazy()],
+            "a dict of arrays or a frame in memory, not a _Lazy; collect() or to_pandas() makes one",
+        ),
         ([{"y": _u}, None], "silo 'silo-2': its data must be a dict of tensors"),
         ([{"y": _u, 3: _u}], "columns are named by the model function's arguments, not by 3"),
         ([{"y": _u, "z": _u}], "does not take the data's names ['y', 'z']"),
@@ -283,6 +337,10 @@ def test_silos_that_are_no_list(silos: Any) -> None:
             "silo 'silo-1': record_ids are no whole numbers of at least 0 in 2",
         ),
         ([torch.arange(N)[:, None], torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
+        (
+            [torch.arange(N) + 2.0**60, torch.arange(N)],
+            "silo 'silo-1': record_ids are floats of more than 15 digits in 12 of 12 rows",
+        ),
         ([["a"] * N, torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
         ([torch.arange(N), torch.arange(3) + 50], "silo 'silo-2': 3 record ids for 12 records"),
     ],
