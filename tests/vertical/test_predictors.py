@@ -33,7 +33,7 @@ def test_grouped_slopes() -> None:
     rows = {"x": X, "level": LEVEL}
     predictor = Predictor(grouped_slopes(2), rows)
     theta = 0.1 * torch.arange(float(predictor.n))
-    values = predictor.constrain(theta, {}, rows)
+    values = predictor.constrain(theta, {})
     eta, log_prior = predictor.evaluate(theta, {}, rows)
     expected = torch.stack([X[i] @ values["beta"][LEVEL[i]] for i in range(6)])
     torch.testing.assert_close(eta[:, 0], expected)
@@ -54,9 +54,7 @@ def test_points_and_transforms() -> None:
     predictor = Predictor(program, {"x": X})
     assert predictor.n == 1
     assert set(predictor.points) == {"weight"}
-    torch.testing.assert_close(
-        predictor.constrain(predictor.start, predictor.points, {"x": X})["share"], torch.tensor(0.5)
-    )
+    torch.testing.assert_close(predictor.constrain(predictor.start, predictor.points)["share"], torch.tensor(0.5))
     doubled = {"weight": 2 * predictor.points["weight"]}
     expected = torch.tanh(X @ torch.full((3, 2), 2.0)).mean(-1, keepdim=True)
     torch.testing.assert_close(predictor.evaluate(predictor.start, doubled, {"x": X})[0], expected)

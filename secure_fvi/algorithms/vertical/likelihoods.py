@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, distributions
 from torch.distributions import Distribution
-from torch.nn.functional import logsigmoid, one_hot
+from torch.nn.functional import logsigmoid
 
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import LOG_2PI
@@ -205,7 +205,7 @@ class Categorical:
             raise InputError(f"a categorical response holds whole numbers from 0 to {self.columns - 1}")
 
     def features(self, y: Tensor) -> Tensor:
-        return one_hot(y.long(), self.columns).to(y.dtype)
+        return (y.unsqueeze(-1) == torch.arange(self.columns, device=y.device)).to(y.dtype)  # one_hot cannot be mapped
 
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         logits = torch.log_softmax(predictor + gamma, -1)

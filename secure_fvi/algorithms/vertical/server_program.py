@@ -117,11 +117,13 @@ class VerticalServerProgram:
             return state._replace(phase=SLOPE_PHASE), step
         response = self._batch(state.round)
         gamma = self._gamma(state)
-        answer = self._respond(response, s, gamma, self.frame.weights())
-        pull, in_gamma = answer.pull, answer.gamma
         if self.gate is not None:
+            # The curvature, which several local steps would need, follows from every offset, and is not noised.
             pull, in_gamma = self._guarded(self.gate, message, response, s, gamma)
-        return self._finish(state._replace(pull=pull, curvature=answer.curvature), in_gamma, float(answer.value))
+            return self._finish(state._replace(pull=pull, curvature=pull.new_zeros(())), in_gamma, math.nan)
+        answer = self._respond(response, s, gamma, self.frame.weights())
+        state = state._replace(pull=answer.pull, curvature=answer.curvature)
+        return self._finish(state, answer.gamma, float(answer.value))
 
     def posterior(self, state: VerticalState) -> Posterior:
         """q(gamma); the silos' q(theta_j) stay with them."""
