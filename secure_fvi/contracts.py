@@ -382,11 +382,13 @@ def _near(predictor: Predictor) -> tuple[Tensor, Params]:
 
 
 def _varied(predictor: Predictor, theta: Tensor, points: Params) -> Params:
-    """Made rows that differ: numbers from 1 to 2; whole ones 0 and 1, or all 0 where the program looks up no 1."""
+    """Made rows that differ and are not in order: numbers from 1 to 2; whole ones 0 and 1, or all 0 where the program
+    looks up no 1."""
     rng, made = torch.Generator().manual_seed(1), predictor.made(_MADE)
     for name, value in made.items():
         if value.is_floating_point():
-            made[name] = value + torch.rand(value.shape, generator=rng, dtype=torch.float64).to(value)
+            unordered = torch.rand(value.shape, generator=rng, dtype=torch.float64).sort(0).values[[2, 0, 3, 1]]
+            made[name] = value + unordered.to(value)
     order = torch.arange(_MADE) % 2
     whole = {
         name: order.reshape(-1, *[1] * (value.dim() - 1)).expand(value.shape).to(value)
