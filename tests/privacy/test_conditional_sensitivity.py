@@ -7,6 +7,7 @@ compared. The control is a rule that was shipped once: PVI with virtual clients,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,11 +21,12 @@ from programs import make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import vertical_fitting
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_silo import PVILocal, PVISilo
-from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear
+from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
 from secure_fvi.algorithms.vertical.silo import VerticalSilo
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.errors import InputError
@@ -269,10 +271,15 @@ def _coupled_later(x: Tensor) -> Tensor:
 
 
 def _coupled_by_vmap(x: Tensor) -> Tensor:
-    """`vmap` mixes the rows that it maps in `index_fill`."""
+    """`vmap` gives all rows the value of the last one in `index_fill`."""
     z = pyro.sample("z", dist.Normal(0.0, 2.0))
-    later = x.new_zeros(1).index_fill(0, torch.tensor([0]), torch.relu(z - 0.6) * x.sum())
-    return 0.1 * z * x.sum(1) + later
+    return 0.1 * z * x.sum(1) + torch.zeros(1).index_fill(0, torch.tensor([0]), torch.relu(z - 0.6) * (x.sum() - 20))
+
+
+def _coupled_by_vmap_later(x: Tensor) -> Tensor:
+    """The same, on a course that is taken where z is large."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    return _coupled_by_vmap(x) if z > 0.6 else 0.1 * z * x.sum(1)
 
 
 def _cannot_be_factorised(x: Tensor) -> Tensor:
@@ -298,11 +305,17 @@ def test_a_vertical_program_that_couples_people_is_refused(program: Any, words: 
 
 
 @pytest.mark.parametrize(
-    ("program", "rounds"), [(_coupled_later, ROUNDS), (_cannot_be_factorised, 12), (_no_number, 12)]
+    ("program", "row", "rounds"),
+    [
+        (_coupled_later, 7, ROUNDS),
+        (_coupled_by_vmap_later, 39, 12),
+        (_cannot_be_factorised, 7, 12),
+        (_no_number, 7, 12),
+    ],
 )
-def test_rows_are_evaluated_alone_whatever_a_vertical_program_does(program: Any, rounds: int) -> None:
+def test_rows_are_evaluated_alone_whatever_a_vertical_program_does(program: Any, row: int, rounds: int) -> None:
     """Coupled where no check looks, or failing on one person: that person's row moves, or counts as nothing."""
-    found = gaps(lambda changed: columns_world(changed, program, 7, rounds, learning_rate=1.0), rounds)
+    found = gaps(lambda changed: columns_world(changed, program, row, rounds, learning_rate=1.0), rounds)
     assert len(found) == 2 * rounds - 1
     assert 0.1 < found.max() <= 1 + 1e-9
 
@@ -323,16 +336,28 @@ class _OfARow(Predictor):
         return {name: value.expand(count, *value.shape[1:]) for name, value in self.first.items()}
 
 
-@pytest.mark.parametrize(("program", "row"), [(_standardised, 7), (_coupled_later, 7), (_centred_at_a_row, 0)])
+SHIPPED = {
+    "rows together": (VerticalSilo, "draw_by_record", _together),
+    "read on a row": (vertical_fitting, "Predictor", _OfARow),
+    "bare vmap": (predictors, "_Unmixed", contextlib.nullcontext),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "row", "mechanism"),
+    [
+        (_standardised, 7, "rows together"),
+        (_coupled_later, 7, "rows together"),
+        (_centred_at_a_row, 0, "read on a row"),
+        (_coupled_by_vmap, 39, "bare vmap"),
+    ],
+)
 def test_people_coupled_by_a_vertical_program_are_found(
-    program: Any, row: int, monkeypatch: pytest.MonkeyPatch
+    program: Any, row: int, mechanism: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: what was shipped."""
-    monkeypatch.setattr("secure_fvi.vertical_fitting.check_predictor", lambda *_, **__: None)
-    if row:
-        monkeypatch.setattr(VerticalSilo, "draw_by_record", _together)
-    else:
-        monkeypatch.setattr("secure_fvi.vertical_fitting.Predictor", _OfARow)
+    monkeypatch.setattr(vertical_fitting, "check_predictor", lambda *_, **__: None)
+    monkeypatch.setattr(*SHIPPED[mechanism])
     assert gaps(lambda changed: columns_world(changed, program, row, 20, learning_rate=1.0), 20).max() > 2
 
 
