@@ -43,6 +43,7 @@ class VerticalProgram:
     likelihood: str  # as in `[model] likelihood`
     load: Callable[..., VerticalDataset]
     likelihood_options: Mapping[str, Any] = field(default_factory=dict)
+    scaled_by_records: bool = False  # `load` estimates scales from all people, which no epsilon covers
 
 
 def vertical_program(name: str) -> VerticalProgram:

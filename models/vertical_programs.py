@@ -107,8 +107,9 @@ POISSON = VerticalProgram(
     {"intercept_scale": vertical_poisson.SCALE},
 )
 HEART = VerticalProgram(
-    "heart", "heart disease from networks at two clinics that hold different columns", "bernoulli", load_heart
-)
+    "heart", "heart disease from networks at two clinics that hold different columns", "bernoulli", load_heart,
+    scaled_by_records=True,
+)  # fmt: skip
 ADULT = VerticalProgram(
     "vertical-adult", "logistic regression of income, census answers spread over five silos", "bernoulli", load_adult
 )

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,10 @@ from secure_fvi.discovery import Discovery, Start, kind_of, start_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.privacy.settings import RecordDP
 
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.vertical.predictors import Predictor
+
+_T = TypeVar("_T")
 _MADE = 4  # records of made data
 _SOME = 8  # rows at a silo that are also evaluated in parts
 _AT_ONCE = 1024  # rows whose gradient is looked at together
@@ -176,20 +180,26 @@ def _dependent(point: _Point, rows: Params) -> tuple[int, bool, bool]:
         return 0, False, False
     whole = point.evaluate(rows)
     bad, shared, silo = torch.zeros(count, dtype=torch.bool, device=whole.records.device), False, False
+    for part, found in _in_parts(lambda part: point.evaluate(rows, part), count):
+        bad[part] |= ~_alike(found.records, whole.records[part])
+        shared |= not _same(found.shared, whole.shared)
+        silo |= not _same(found.silo, whole.silo)
+    return int(bad.sum()), shared, silo
+
+
+def _in_parts(evaluate: Callable[[slice], _T], count: int) -> Iterator[tuple[slice, _T]]:
+    """What a program says of either half of the records, and of the first and the last alone."""
     half = count // 2
     for part in (slice(0, half), slice(half, count), slice(0, 1), slice(count - 1, count)):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # standard deviations of one record, say
-                found = point.evaluate(rows, part)
+                found = evaluate(part)
         except Exception:
             if part.stop - part.start > 1:
                 raise
             continue  # a fit never runs a program on one row, but record by record, which is looked at by itself
-        bad[part] |= ~_alike(found.records, whole.records[part])
-        shared |= not _same(found.shared, whole.shared)
-        silo |= not _same(found.silo, whole.silo)
-    return int(bad.sum()), shared, silo
+        yield part, found
 
 
 def _alike(a: Tensor, b: Tensor) -> Tensor:
@@ -335,6 +345,114 @@ def _check_mapped(point: _Point, rows: Params, expected: Tensor, why: str) -> No
         ) from error
     if not _same(found, expected):
         raise InputError(_NO_SUM)
+
+
+# ---- a predictor of a vertical run ----
+
+_ROWS = (
+    "a row of eta depends on other rows: together and in parts, the same people have another one. A program that "
+    "standardises, lags, sorts or counts over rows is another model in every batch; work such numbers out before, "
+    "under privacy not from these people, and pass them with sf.Shared"
+)
+_ROW_PRIOR = (
+    "the prior of its sites depends on rows; pass what it needs with sf.Shared (a scale, the number of groups), under "
+    "privacy nothing that was worked out from these people"
+)
+
+
+def check_predictor(predictor: Predictor, alone: bool) -> None:
+    """Raise InputError where a predictor does not keep its contract; on made data. `alone`: a row is evaluated by
+    itself in the fit, by `vmap`."""
+    theta, points = _near(predictor)
+    rows = _varied(predictor, theta, points)
+    first, again = (predictor.evaluate(theta, points, rows)[0] for _ in range(2))
+    if not _same(first, again):
+        raise InputError(
+            "predictor: another eta each time it is run: it draws numbers, or changes its own state; draw with "
+            "pyro.sample alone"
+        )
+    bad, in_prior = _coupled(predictor, rows)
+    if in_prior:
+        raise InputError(f"predictor: {_ROW_PRIOR}")
+    if bad:
+        raise InputError(f"predictor: {_ROWS}")
+    if not alone:
+        return
+    try:
+        mapped = predictor.evaluate_alone(theta, points, rows)
+    except Exception as error:
+        raise InputError(
+            "predictor: record-level privacy evaluates each row alone, by torch.func.vmap, which this program does not "
+            f"allow ({type(error).__name__}): values must not decide on its course (.item(), `if`, boolean indexing), "
+            "index_fill mixes rows, nor may it count on several"
+        ) from error
+    if not _same(mapped, first):
+        raise InputError(f"predictor: {_ROWS}")
+
+
+def check_predictor_at_silo(predictor: Predictor, rows: Params, silo: str) -> None:
+    """The same contract on some of a silo's own rows, without privacy: there no row would be evaluated alone. Raises
+    DataError, which counts rows."""
+    size = len(next(iter(rows.values())))
+    at = torch.linspace(0, size - 1, min(size, _SOME)).round().long()
+    some = {name: value[at.to(value.device)] for name, value in rows.items()}
+    try:
+        bad, in_prior = _coupled(predictor, some)
+    except Exception as error:
+        raise DataError(f"silo '{silo}': the predictor fails on part of its data ({type(error).__name__})") from None
+    if in_prior:
+        raise DataError(f"silo '{silo}': predictor: {_ROW_PRIOR}")
+    if bad:
+        raise DataError(f"silo '{silo}': predictor: in {bad} of {len(at)} rows looked at, {_ROWS}")
+
+
+def _near(predictor: Predictor) -> tuple[Tensor, Params]:
+    """theta_j and the `pyro.param`s around their start."""
+    rng = torch.Generator().manual_seed(0)
+
+    def around(value: Tensor) -> Tensor:
+        return value + _SPREAD * torch.randn(value.shape, generator=rng, dtype=torch.float64).to(value)
+
+    return around(predictor.start), {name: around(value) for name, value in predictor.points.items()}
+
+
+def _varied(predictor: Predictor, theta: Tensor, points: Params) -> Params:
+    """Made rows that differ and are not in order: numbers from 1 to 2; whole ones 0 and 1, or all 0 where the program
+    looks up no 1."""
+    rng, made = torch.Generator().manual_seed(1), predictor.made(_MADE)
+    for name, value in made.items():
+        if value.is_floating_point():
+            unordered = torch.rand(value.shape, generator=rng, dtype=torch.float64).sort(0).values[[2, 0, 3, 1]]
+            made[name] = value + unordered.to(value)
+    order = torch.arange(_MADE) % 2
+    whole = {
+        name: order.reshape(-1, *[1] * (value.dim() - 1)).expand(value.shape).to(value)
+        for name, value in made.items()
+        if not value.is_floating_point()
+    }
+    try:
+        predictor.evaluate(theta, points, made | whole)
+    except Exception:
+        return made
+    return made | whole
+
+
+def _coupled(predictor: Predictor, rows: Params) -> tuple[int, bool]:
+    """How many rows have another eta in one half of the rows, or alone, than among all; whether the prior depends on
+    rows."""
+    theta, points = _near(predictor)
+    whole, prior = predictor.evaluate(theta, points, rows)
+    in_prior = not _same(prior, predictor.log_prior(theta, points))
+    bad = torch.zeros(len(whole), dtype=torch.bool, device=whole.device)
+
+    def evaluate(part: slice) -> tuple[Tensor, Tensor]:
+        return predictor.evaluate(theta, points, {name: value[part] for name, value in rows.items()})
+
+    if len(whole) > 1:
+        for part, (found, own) in _in_parts(evaluate, len(whole)):
+            bad[part] |= True if found.shape != whole[part].shape else ~_alike(found, whole[part]).all(-1)
+            in_prior |= not _same(own, prior)
+    return int(bad.sum()), in_prior
 
 
 # ---- a silo's data ----

@@ -5,6 +5,7 @@ Records must be aligned: row i is the same person at every silo (`secure_fvi.ali
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.base import SecureSum
-from secure_fvi.algorithms.base import SiloProgram
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.frame import PULL_PHASE, VerticalFrame, VerticalProblem, VerticalView
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
@@ -30,10 +30,12 @@ from secure_fvi.building import check_common, device_named
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import choose_mode, choose_threads
 from secure_fvi.compiled import threads as with_threads
+from secure_fvi.contracts import check_predictor, check_predictor_at_silo
 from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Progress, drive
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
+from secure_fvi.federated_model import Shared
 from secure_fvi.fitting import derived_secret, named_silos
 from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough
 from secure_fvi.privacy.noise import NoiseSource
@@ -60,7 +62,7 @@ class VerticalParties(NamedTuple):
 
 def fit_vertical(
     likelihood: Likelihood,
-    silos: Sequence[Mapping[str, Tensor]],
+    silos: Sequence[Mapping[str, Tensor | Shared]],
     response: Tensor,
     predictors: Sequence[Program] | None = None,
     offset: Tensor | None = None,
@@ -83,7 +85,8 @@ def fit_vertical(
 ) -> VerticalResult:
     """Fit p(response | sum of the silos' predictors), each from its own columns (Hassan et al. 2024).
 
-    silos: dicts of tensors (N, ...), the arguments of each silo's predictor; response and offset (N,), held by the
+    silos: dicts of tensors (N, ...), the arguments of each silo's predictor, and of `sf.Shared` values that all its
+    rows share; response and offset (N,), held by the
     server, and under `algorithm.response = "shared"` by every silo. predictors: Pyro programs, `linear()` by default.
     Everything else as in `fit`. Under `RecordDP` one person's columns at one silo, and where it is private the label,
     are protected (adjacency: values replaced).
@@ -110,7 +113,7 @@ def fit_vertical(
 
 def build_vertical_parties(
     likelihood: Likelihood,
-    silos: Sequence[Mapping[str, Tensor]],
+    silos: Sequence[Mapping[str, Tensor | Shared]],
     response: Tensor,
     predictors: Sequence[Program] | None,
     offset: Tensor | None,
@@ -133,10 +136,14 @@ def build_vertical_parties(
         raise InputError("max_missing must be 0: a sum that lacks one silo's columns predicts nobody")
     check_common(seed, dtype)
     where = device_named(device)
-    columns = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
+    found = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
+    columns = {name: rows for name, (rows, _) in found.items()}
     programs = list(predictors) if predictors is not None else [linear(likelihood.columns)] * len(silos)
     if len(programs) != len(silos):
         raise InputError(f"{len(programs)} predictors for {len(silos)} silos")
+    programs = [
+        functools.partial(p, **shared) if shared else p for p, (_, shared) in zip(programs, found.values(), strict=True)
+    ]
     known = _response(likelihood, response, offset, dtype, where)
     for name, rows in columns.items():
         size = len(next(iter(rows.values())))
@@ -158,7 +165,7 @@ def build_vertical_parties(
         tables = {PULL_PHASE: terms[PULL_PHASE].table(frame.z_blocks, [])}
         holder = build_guards((RESPONSE_HOLDER,), tables, terms, algorithm.name, books, noise)
     built: dict[str, Silo] = {}
-    shared: dict[Any, SiloProgram] = {}
+    shared: dict[Any, VerticalSiloProgram | SoulSiloProgram] = {}
     for name, program in zip(names, programs, strict=True):
         secret = silo_secret(lambda name=name: derived_secret(seed, name, None), bool(frame.terms), noise_key)  # type: ignore[misc]
         seen = known if algorithm.response == "shared" else ()
@@ -166,8 +173,9 @@ def build_vertical_parties(
         rows = columns[name]
         key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
         if key not in shared:
-            predictor = Predictor(program, rows, likelihood.columns)
-            shared[key] = _silo_program(algorithm, problem, predictor)
+            shared[key] = _silo_program(algorithm, problem, _predictor(name, program, rows, likelihood, frame))
+        if not frame.terms:
+            check_predictor_at_silo(shared[key].predictor, rows, name)
         view, silo_program = _view(name, rows, seen, secret), shared[key]
         released = guards.released(name)
         built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
@@ -176,7 +184,19 @@ def build_vertical_parties(
     return VerticalParties(problem, server, LocalEngine({n: built[n] for n in ordered}), guards, holder)
 
 
-def _silo_program(algorithm: Vertical | Soul, problem: VerticalProblem, predictor: Predictor) -> SiloProgram:
+def _predictor(silo: str, program: Program, rows: Params, likelihood: Likelihood, frame: VerticalFrame) -> Predictor:
+    """Read and checked on made data. Raises InputError, which names the silo."""
+    try:
+        found = Predictor(program, rows, likelihood.columns)
+        check_predictor(found, alone=bool(frame.terms))
+    except InputError as error:
+        raise InputError(f"silo '{silo}': {error}") from error
+    return found
+
+
+def _silo_program(
+    algorithm: Vertical | Soul, problem: VerticalProblem, predictor: Predictor
+) -> VerticalSiloProgram | SoulSiloProgram:
     if isinstance(algorithm, Soul):
         return SoulSiloProgram(algorithm, problem, predictor)
     return VerticalSiloProgram(algorithm, problem, predictor)
@@ -195,23 +215,30 @@ def _view(silo: str, rows: Params, response: Response | tuple[()], secret: bytes
     )
 
 
-def _columns(silo: str, data: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Params:
-    """The silo's tensors, checked; numbers as `dtype`, whole numbers as they are. No value is quoted."""
-    if not data or not all(isinstance(v, Tensor) and v.dim() > 0 for v in data.values()):
+def _columns(
+    silo: str, data: Mapping[str, Tensor | Shared], dtype: torch.dtype, device: torch.device
+) -> tuple[Params, Params]:
+    """The silo's rows and the values that they share, checked; numbers as `dtype`, whole numbers as they are. No value
+    is quoted."""
+
+    def moved(value: Tensor) -> Tensor:
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    shared = {name: moved(torch.as_tensor(v.tensor)) for name, v in data.items() if isinstance(v, Shared)}
+    given = {name: v for name, v in data.items() if isinstance(v, Tensor) and v.dim() > 0}
+    if not given or len(given) + len(shared) < len(data):
         raise InputError(f"silo '{silo}': give its columns as a dict of tensors with one row a record")
-    sizes = {name: len(v) for name, v in data.items()}
+    sizes = {name: len(v) for name, v in given.items()}
     if len(set(sizes.values())) > 1:
         raise InputError(f"silo '{silo}': all tensors must have one row a record, but sizes are {sizes}")
     if not next(iter(sizes.values())):
         raise InputError(f"silo '{silo}': no records")
     rows = {}
-    for name, value in data.items():
-        if value.is_floating_point():
-            if not bool(torch.isfinite(value).all()):
-                raise InputError(f"silo '{silo}': '{name}' holds NaN or infinite values; remove or impute them first")
-            value = value.to(dtype)
-        rows[name] = value.to(device)
-    return rows
+    for name, value in given.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InputError(f"silo '{silo}': '{name}' holds NaN or infinite values; remove or impute them first")
+        rows[name] = moved(value)
+    return rows, shared
 
 
 def _response(

@@ -63,9 +63,8 @@ class VerticalLocalPosterior:
 
     def sample(self, n: int, seed: int = 0) -> Params:
         """`n` draws of every site of the silo's program, (n, *shape), in its own space."""
-        first = {name: value[:1] for name, value in self._rows.items()}
         points = part(self.q, "point")
-        return torch.func.vmap(lambda t: self._program.predictor.constrain(t, points, first))(self._thetas(n, seed))
+        return torch.func.vmap(lambda t: self._program.predictor.constrain(t, points))(self._thetas(n, seed))
 
     def eta(self, rows: Mapping[str, Tensor], n: int, seed: int = 0) -> Tensor:
         """`n` draws of the predictor (n, N, C) for columns `rows` (N, ...) of this silo."""
@@ -77,7 +76,14 @@ class VerticalLocalPosterior:
         if moved.keys() != self._rows.keys():
             raise InputError(f"silo '{self.silo}': give the columns {', '.join(self._rows)}, not {', '.join(moved)}")
         points = part(self.q, "point")
-        return torch.func.vmap(lambda t: self._program.predictor.evaluate(t, points, moved)[0])(theta)
+        predictor, alone = self._program.predictor, bool(self._program.frame.terms)
+
+        def draw(theta: Tensor) -> Tensor:  # as in the fit
+            return (
+                predictor.evaluate_alone(theta, points, moved) if alone else predictor.evaluate(theta, points, moved)[0]
+            )
+
+        return torch.func.vmap(draw)(theta)
 
     def _thetas(self, n: int, seed: int) -> Tensor:
         if n < 1:

@@ -77,6 +77,11 @@ def federate_vertical(
         if name not in PROGRAMS:
             raise InputError(f"model.program = '{name}': must be one of {', '.join(PROGRAMS)}{nearest(name, PROGRAMS)}")
         program = vertical_program(name)
+        if privacy is not None and program.scaled_by_records:
+            raise InputError(
+                f"model.program = '{name}' standardises columns by the people's own means, which privacy would not "
+                "cover; write the silos' files in fixed units and name them under [[silo]]"
+            )
         options = [p for p in inspect.signature(program.load).parameters if p != "data_dir"]
         for key in config.data:
             if key not in options:

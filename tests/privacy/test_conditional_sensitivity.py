@@ -7,6 +7,7 @@ compared. The control is a rule that was shipped once: PVI with virtual clients,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,11 +21,15 @@ from programs import make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import vertical_fitting
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_silo import PVILocal, PVISilo
-from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Vertical
+from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
+from secure_fvi.algorithms.vertical.silo import VerticalSilo
+from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.clipping import noisy_clipped_sum
 from secure_fvi.privacy.gate import Gate, _clipped
@@ -227,26 +232,143 @@ def test_a_client_of_fedvi_moves_each_release_by_at_most_the_norm() -> None:
     assert 0.05 < found.max() <= 1 + 1e-9
 
 
+def columns_world(changed: bool, program: Any = None, row: int = 7, rounds: int = ROUNDS, **options: Any) -> Parties:
+    """40 people at two silos; in the changed world the columns of one at the first are large."""
+    rng = torch.Generator().manual_seed(3)
+    x, y = torch.randn(40, 4, generator=rng), torch.ones(40)
+    if changed:
+        x[row, :2] = 50.0
+    config = Vertical(response="private", rounds=rounds, family="diagonal", **options)
+    dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+    parties = build_vertical_parties(
+        Bernoulli(), [{"x": x[:, :2]}, {"x": x[:, 2:]}], y, [program or linear(), linear()], None, config, sf.Plain(),
+        dp, compile=False, noise_key=KEY,
+    )  # fmt: skip
+    return Parties(parties.server, parties.engine)
+
+
 @pytest.mark.parametrize("options", [{}, {"auxiliary": MeanField()}, {"batch_size": 20}], ids=str)
 def test_a_persons_columns_move_each_vertical_release_by_at_most_the_norm(options: Any) -> None:
     """Values replaced, at one silo: its rows of z_j, and the sum that it keeps to itself."""
-
-    def build(changed: bool) -> Parties:
-        rng = torch.Generator().manual_seed(3)
-        x, y = torch.randn(40, 4, generator=rng), torch.bernoulli(torch.full((40,), 0.5), generator=rng)
-        if changed:
-            x[7, :2] = 50.0
-        config = Vertical(response="private", rounds=ROUNDS, family="diagonal", **options)
-        dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
-        parties = build_vertical_parties(
-            Bernoulli(), [{"x": x[:, :2]}, {"x": x[:, 2:]}], y, None, None, config, sf.Plain(), dp,
-            compile=False, noise_key=KEY,
-        )  # fmt: skip
-        return Parties(parties.server, parties.engine)
-
-    found = gaps(build)
+    found = gaps(lambda changed: columns_world(changed, **options))
     assert len(found) == 2 * ROUNDS - 1  # the first round has no gradient yet
     assert 0.3 < found.max() <= 1 + 1e-9
+
+
+def _standardised(x: Tensor) -> Tensor:
+    beta = pyro.sample("beta", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+    return ((x - x.mean(0)) / x.std(0, unbiased=False).clamp(min=1e-3)) @ beta
+
+
+def _centred_at_a_row(x: Tensor) -> Tensor:
+    return 0.05 * x.new_ones(len(x)) * pyro.sample("beta", dist.Normal(x[0], 1e-3).to_event(1)).sum()
+
+
+def _coupled_later(x: Tensor) -> Tensor:
+    """One row by itself near the start of z, all rows together where z is large."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    return 0.1 * z * x.sum(1) + torch.relu(z - 0.6) * (x.sum() - 50)
+
+
+def _coupled_by_vmap(x: Tensor) -> Tensor:
+    """`vmap` gives all rows the value of the last one in `index_fill`."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    return 0.1 * z * x.sum(1) + torch.zeros(1).index_fill(0, torch.tensor([0]), torch.relu(z - 0.6) * (x.sum() - 20))
+
+
+def _coupled_by_vmap_later(x: Tensor) -> Tensor:
+    """The same, on a course that is taken where z is large."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    return _coupled_by_vmap(x) if z > 0.6 else 0.1 * z * x.sum(1)
+
+
+def _cannot_be_factorised(x: Tensor) -> Tensor:
+    b = pyro.sample("b", dist.Normal(0.0, 1.0))
+    return 10 * b * torch.linalg.cholesky(torch.diag_embed(20.0 - x.abs())).sum((-1, -2))
+
+
+def _no_number(x: Tensor) -> Tensor:
+    return pyro.sample("b", dist.Normal(0.0, 1.0)) * (20.0 - x.abs()).log().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (_standardised, "depends on other rows"),
+        (_centred_at_a_row, "prior of its sites depends on rows"),
+        (_coupled_by_vmap, "index_fill mixes rows"),
+    ],
+)
+def test_a_vertical_program_that_couples_people_is_refused(program: Any, words: str) -> None:
+    with pytest.raises(InputError, match=f"silo 'silo-1': predictor: .*{words}"):
+        columns_world(False, program)
+
+
+@pytest.mark.parametrize(
+    ("program", "row", "rounds"),
+    [
+        (_coupled_later, 7, ROUNDS),
+        (_coupled_by_vmap_later, 39, 12),
+        (_cannot_be_factorised, 7, 12),
+        (_no_number, 7, 12),
+    ],
+)
+def test_rows_are_evaluated_alone_whatever_a_vertical_program_does(program: Any, row: int, rounds: int) -> None:
+    """Coupled where no check looks, or failing on one person: that person's row moves, or counts as nothing."""
+    found = gaps(lambda changed: columns_world(changed, program, row, rounds, learning_rate=1.0), rounds)
+    assert len(found) == 2 * rounds - 1
+    assert 0.1 < found.max() <= 1 + 1e-9
+
+
+def _together(self: VerticalSilo, params: Any, rows: Any, response: Any, noise: Any) -> Tensor:
+    """z as it was: the program on the whole batch."""
+    return self.draw(params, rows, response, noise.z.new_ones(len(noise.z)), noise).z
+
+
+class _OfARow(Predictor):
+    """As it was: read, started and given a prior on the silo's first row."""
+
+    def __init__(self, program: Any, rows: Any, columns: int = 1) -> None:
+        self.first = {name: value[:1] for name, value in rows.items()}
+        super().__init__(program, rows, columns)
+
+    def made(self, count: int) -> dict[str, Tensor]:
+        return {name: value.expand(count, *value.shape[1:]) for name, value in self.first.items()}
+
+
+SHIPPED = {
+    "rows together": (VerticalSilo, "draw_by_record", _together),
+    "read on a row": (vertical_fitting, "Predictor", _OfARow),
+    "bare vmap": (predictors, "_Unmixed", contextlib.nullcontext),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "row", "mechanism"),
+    [
+        (_standardised, 7, "rows together"),
+        (_coupled_later, 7, "rows together"),
+        (_centred_at_a_row, 0, "read on a row"),
+        (_coupled_by_vmap, 39, "bare vmap"),
+    ],
+)
+def test_people_coupled_by_a_vertical_program_are_found(
+    program: Any, row: int, mechanism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what was shipped."""
+    monkeypatch.setattr(vertical_fitting, "check_predictor", lambda *_, **__: None)
+    monkeypatch.setattr(*SHIPPED[mechanism])
+    assert gaps(lambda changed: columns_world(changed, program, row, 20, learning_rate=1.0), 20).max() > 2
+
+
+def test_rows_that_fail_with_one_person_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: one person's failure made noise of everybody's rows."""
+
+    def shipped(self: Any, local: Any, params: Any, view: Any) -> Tensor:
+        return _together(self.core, params, view.rows, (), self._noise(local, view))
+
+    monkeypatch.setattr(VerticalSiloProgram, "_rows_alone", shipped)
+    assert gaps(lambda changed: columns_world(changed, _cannot_be_factorised, 7, 1), 1).max() > 1.5
 
 
 def _clip_parts(gate: Gate, changes: Tensor) -> Any:

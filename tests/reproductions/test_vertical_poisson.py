@@ -96,7 +96,7 @@ def test_mu_integrated_out_is_the_same_prior() -> None:
     predictor = Predictor(model.slopes_without_mu, rows)
     theta = torch.randn(predictor.n, generator=rng)
     eta, log_prior = predictor.evaluate(theta, {}, rows)
-    sites = predictor.constrain(theta, {}, rows)
+    sites = predictor.constrain(theta, {})
     sigma, beta = sites["sigma"], model.slopes(sites["mean"], sites["contrast"])
     torch.testing.assert_close(eta[:, 0], (rows["x"] * beta[rows["level"]]).sum(-1))
     one = torch.ones(model.LEVELS)

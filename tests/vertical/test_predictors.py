@@ -8,8 +8,11 @@ import torch
 from pyro.distributions import Beta, HalfNormal, Normal, Poisson
 from torch import Tensor
 
-from secure_fvi.algorithms.vertical import Predictor, grouped_slopes, linear
-from secure_fvi.errors import InputError
+import secure_fvi as sf
+from secure_fvi.algorithms.vertical import Bernoulli, Predictor, Vertical, grouped_slopes, linear
+from secure_fvi.contracts import check_predictor, check_predictor_at_silo
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.trees import Params
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
 LEVEL = torch.tensor([0, 1, 0, 1, 1, 0])
@@ -33,7 +36,7 @@ def test_grouped_slopes() -> None:
     rows = {"x": X, "level": LEVEL}
     predictor = Predictor(grouped_slopes(2), rows)
     theta = 0.1 * torch.arange(float(predictor.n))
-    values = predictor.constrain(theta, {}, rows)
+    values = predictor.constrain(theta, {})
     eta, log_prior = predictor.evaluate(theta, {}, rows)
     expected = torch.stack([X[i] @ values["beta"][LEVEL[i]] for i in range(6)])
     torch.testing.assert_close(eta[:, 0], expected)
@@ -54,12 +57,95 @@ def test_points_and_transforms() -> None:
     predictor = Predictor(program, {"x": X})
     assert predictor.n == 1
     assert set(predictor.points) == {"weight"}
-    torch.testing.assert_close(
-        predictor.constrain(predictor.start, predictor.points, {"x": X})["share"], torch.tensor(0.5)
-    )
+    torch.testing.assert_close(predictor.constrain(predictor.start, predictor.points)["share"], torch.tensor(0.5))
     doubled = {"weight": 2 * predictor.points["weight"]}
     expected = torch.tanh(X @ torch.full((3, 2), 2.0)).mean(-1, keepdim=True)
     torch.testing.assert_close(predictor.evaluate(predictor.start, doubled, {"x": X})[0], expected)
+
+
+def _started_at_a_row(x: Tensor) -> Tensor:
+    slope = pyro.sample("slope", Normal(x[0], 1.0).to_event(1))
+    return x @ (slope * pyro.param("scale", lambda: x.std(0)))
+
+
+def test_a_start_follows_from_made_data() -> None:
+    """Equal for any rows, also where the program would begin at one of them."""
+    one, other = (Predictor(_started_at_a_row, {"x": rows}) for rows in (X, 7 * X))
+    assert torch.equal(one.start, other.start)
+    assert torch.equal(one.points["scale"], other.points["scale"])
+
+
+def _sorted(x: Tensor) -> Tensor:
+    return x.sort(0).values[:, 0] * pyro.sample("slope", Normal(0.0, 1.0))
+
+
+def _counted(level: Tensor) -> Tensor:
+    share = (level == 1).double().mean()
+    return (level - share) * pyro.sample("slope", Normal(0.0, 1.0))
+
+
+def _drawn(x: Tensor) -> Tensor:
+    return x[:, 0] * pyro.sample("slope", Normal(0.0, 1.0)) + torch.randn(len(x))
+
+
+def _prior_of_rows(x: Tensor) -> Tensor:
+    return x @ pyro.sample("slope", Normal(torch.zeros(3), x.std(0)).to_event(1))
+
+
+def _unmappable(x: Tensor) -> Tensor:
+    slope = pyro.sample("slope", Normal(0.0, 1.0))
+    return x[:, 0] * slope if bool((x > 0).all()) else -x[:, 0] * slope
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("program", "rows", "words"),
+    [
+        (_sorted, {"x": X}, "depends on other rows"),
+        (_counted, {"level": LEVEL}, "depends on other rows"),
+        (_drawn, {"x": X}, "another eta each time"),
+        (_prior_of_rows, {"x": X}, "prior of its sites depends on rows"),
+    ],
+)
+def test_coupled_programs_are_refused_on_made_data(program: object, rows: Params, words: str, alone: bool) -> None:
+    predictor = Predictor(program, rows)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=words):
+        check_predictor(predictor, alone)
+
+
+def test_a_program_that_vmap_cannot_map_is_refused_where_rows_are_evaluated_alone() -> None:
+    predictor = Predictor(_unmappable, {"x": X})
+    check_predictor(predictor, False)
+    with pytest.raises(InputError, match="evaluates each row alone"):
+        check_predictor(predictor, True)
+
+
+def test_what_only_a_silos_rows_show_is_refused_there() -> None:
+    """Negative numbers, which made data have not; the message counts rows."""
+
+    def program(x: Tensor) -> Tensor:
+        return (x[:, 0] + (x < 0).double().sum()) * pyro.sample("slope", Normal(0.0, 1.0))
+
+    predictor = Predictor(program, {"x": X})
+    check_predictor(predictor, False)
+    with pytest.raises(DataError, match="silo 'a': predictor: in 6 of 6 rows looked at"):
+        check_predictor_at_silo(predictor, {"x": X}, "a")
+    check_predictor_at_silo(predictor, {"x": X.abs()}, "a")
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_what_rows_share_comes_by_sf_shared() -> None:
+    """The remedy: the numbers that a program would have worked out itself."""
+
+    def program(x: Tensor, mean: Tensor) -> Tensor:
+        return (x - mean) @ pyro.sample("slope", Normal(torch.zeros(3), 1.0).to_event(1))
+
+    silos = [{"x": X, "mean": sf.Shared(X.mean(0))}, {"x": X}]
+    result = sf.fit_vertical(
+        Bernoulli(), silos, (X[:, 0] > 0).double(), [program, linear()], None, Vertical(rounds=3), sf.Plain()
+    )
+    eta = result.local["silo-1"].eta({"x": X.mean(0, keepdim=True)}, 2)
+    torch.testing.assert_close(eta, torch.zeros(2, 1, 1))
 
 
 def _by_record(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Integrated, MeanField, Vertical
+from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Integrated, MeanField, Poisson, Vertical
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE
 from secure_fvi.algorithms.vertical.silo import Incoming, Noise, SiloParams
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
@@ -57,7 +57,8 @@ def test_record_gradients_add_up_to_the_gradient(auxiliary: Any) -> None:
     incoming = Incoming(pull, torch.tensor(0.25), torch.zeros_like(pull), torch.zeros(1), torch.ones(()))
     weights = torch.ones(RECORDS)
     whole = core.gradient(params, view.rows, (), weights, noise, sent, incoming)
-    by_record, data_free = core.gradient_by_record(params, view.rows, (), noise, sent, incoming)
+    by_record = core.gradient_by_record(params, view.rows, (), noise, sent, incoming)
+    data_free = core.prior_gradient(params, noise.theta)
     for name, value in whole.shared.items():
         torch.testing.assert_close(by_record.shared[name].sum(0) + data_free[name], value, rtol=1e-9, atol=1e-9)
     for name, value in whole.record.items():
@@ -161,6 +162,76 @@ def test_what_privacy_refuses(options: dict[str, Any], privacy: dict[str, Any], 
     config = Vertical(**{"response": "private", **options})
     with pytest.raises(InputError, match=words):
         sf.fit_vertical(Bernoulli(), silos, y, algorithm=config, privacy=sf.RecordDP(epsilon=1.0, **privacy))
+
+
+class _Fails(Bernoulli):
+    """On one label, where a matrix cannot be factorised."""
+
+    def check(self, y: Tensor) -> None:
+        pass
+
+    def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
+        return torch.linalg.cholesky((2 - y).reshape(-1, 1, 1))[:, 0, 0].log() - predictor[:, 0].square()
+
+
+def test_a_label_on_which_a_likelihood_fails_counts_as_nothing() -> None:
+    """The holder's pulls come out all the same, that person's as noise. The control has no privacy, and stops."""
+    silos, y = _data()
+    y[7] = 5.0
+    config = Vertical(response="private", rounds=3, auxiliary=MeanField(), learning_rate=0.1)
+    for privacy in (sf.RecordDP(noise_multiplier=1e-9, clipping_norm=1.0, noise="silo"), None):
+        parties = build_vertical_parties(
+            _Fails(), silos, y, None, None, config, sf.Plain(), privacy, compile=False, noise_key=KEY
+        )
+        if privacy is None:
+            with pytest.raises(torch.linalg.LinAlgError):
+                parties.engine.run(parties.server.round())
+            continue
+        parties.engine.run(parties.server.round())
+        pull = parties.server.state.algorithm.pull[:, 0].abs()
+        assert float(pull[7]) < 1e-6
+        assert float(pull.median()) > 0.01
+
+
+def test_a_likelihood_that_fails_on_every_label_is_refused() -> None:
+    class Never(_Fails):
+        def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
+            return predictor[:, 0] if bool((y > 0).any()) else predictor[:, 0] * 2
+
+    silos, y = _data()
+    config, privacy = Vertical(response="private", rounds=3), sf.RecordDP(noise_multiplier=1.0, noise="silo")
+    with pytest.raises(InputError, match="likelihood of each record alone"):
+        build_vertical_parties(Never(), silos, y, None, None, config, sf.Plain(), privacy)
+
+
+def test_no_offset_is_broadcast_without_noise() -> None:
+    """The curvature is the largest rate: of one person with a large offset. Zero under privacy; the control tells."""
+    silos, y = _data()
+    offset = torch.zeros(RECORDS)
+    offset[7] = 5.0
+    config = Vertical(response="private", rounds=3, rho=0.1, auxiliary=MeanField())
+    for privacy in (sf.RecordDP(noise_multiplier=1.0, noise="silo"), None):
+        found = []
+        for off in (torch.zeros(RECORDS), offset):
+            parties = build_vertical_parties(
+                Poisson(), silos, y, None, off, config, sf.Plain(), privacy,
+                compile=False, noise_key=KEY,
+            )  # fmt: skip
+            parties.engine.run(parties.server.round())
+            found.append(float(parties.server.state.algorithm.curvature))
+        assert found == [0.0, 0.0] if privacy is not None else found[1] > 10 * found[0]
+
+
+def test_several_classes_that_silos_know_are_answered_under_privacy() -> None:
+    """The network's features of a label, a record at a time: no record counts as nothing."""
+    silos, y = _data()
+    privacy = sf.RecordDP(noise_multiplier=1.0, noise="silo")
+    parties = build_vertical_parties(
+        Categorical(3), silos, y + (y > 0.5), None, None, Vertical(rounds=3), sf.Plain(), privacy, compile=False
+    )
+    for _ in range(2):
+        parties.engine.run(parties.server.round())
+    assert [silo.gate.dropped for silo in parties.engine.silos.values()] == [0, 0]
 
 
 def test_silo_privacy_is_refused() -> None:

@@ -85,8 +85,7 @@ def _levels(program: Program, data: Areas, fit: Fit) -> Levels:
     rows = {"x": data.x[0], "level": data.level}
     predictor = Predictor(program, rows)
     theta = fit.draws.reshape(len(fit.draws) * SILOS, predictor.n)
-    one = {name: value[:1] for name, value in rows.items()}
-    sites = torch.func.vmap(lambda t: predictor.constrain(t, {}, one))(theta)
+    sites = torch.func.vmap(lambda t: predictor.constrain(t, {}))(theta)
     found = {name: value.reshape(-1, SILOS, *value.shape[1:]) for name, value in sites.items()}
     if "mu" in found:
         return Levels(found["mu"], found["beta"])

@@ -135,7 +135,7 @@ class Vertical(RunShape):
             )
 
     def declare(self, silos: int, private: bool) -> Declaration:
-        return row_sums(self.phases, self.rounds, silos, self.participation)
+        return row_sums(self.phases, self.rounds, silos, self.participation, private)
 
     def resolved(self, likelihood: Likelihood) -> Vertical:
         """With the auxiliary family that is used. Raises InputError where `likelihood` cannot be integrated."""
@@ -179,11 +179,15 @@ class Vertical(RunShape):
         return block_tables(self.model, records, columns, gamma_size, self.bound, weights)
 
 
-def row_sums(phases: tuple[str, ...], rounds: int, silos: int, participation: float) -> Declaration:
+_WITH_Z = ", its part of the objective, whether its own parameters still drift, its weight where weights are learned"
+
+
+def row_sums(phases: tuple[str, ...], rounds: int, silos: int, participation: float, private: bool) -> Declaration:
     """What vertical sums are: every total has a row a record, what the silos' columns together say of a person."""
     what = {
-        AUXILIARY_PHASE: "its auxiliary variable of each person, and its part of the objective",
-        SLOPE_PHASE: "its slope of the likelihood at each person",
+        AUXILIARY_PHASE: "its auxiliary variable of each person" + ("" if private else _WITH_Z),
+        SLOPE_PHASE: "its slope of the likelihood at each person, its gradient in the shared parameters, its weighted "
+        "log-likelihood",
     }
     sums = tuple(Sums(phase, rounds, what[phase], *drawn(silos, participation)) for phase in phases)
     keeps = "its parameters' posterior"

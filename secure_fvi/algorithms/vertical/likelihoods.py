@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, distributions
 from torch.distributions import Distribution
-from torch.nn.functional import logsigmoid, one_hot
+from torch.nn.functional import logsigmoid
 
+from secure_fvi.algorithms.vertical.predictors import each_alone
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.objective import vjp
@@ -205,7 +206,7 @@ class Categorical:
             raise InputError(f"a categorical response holds whole numbers from 0 to {self.columns - 1}")
 
     def features(self, y: Tensor) -> Tensor:
-        return one_hot(y.long(), self.columns).to(y.dtype)
+        return (y.unsqueeze(-1) == torch.arange(self.columns, device=y.device)).to(y.dtype)  # one_hot cannot be mapped
 
     def log_prob(self, y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         logits = torch.log_softmax(predictor + gamma, -1)
@@ -257,13 +258,13 @@ class RecordSlopes(NamedTuple):
 def slopes_by_record(
     likelihood: Likelihood, y: Tensor, offset: Tensor, predictor: Tensor, gamma: Tensor
 ) -> RecordSlopes:
-    """d log p_i / d predictor_i and d log p_i / d gamma for each record; arguments as in `slopes`."""
+    """d log p_i / d predictor_i and d log p_i / d gamma for each record, evaluated alone; arguments as in `slopes`."""
 
     def one(y: Tensor, predictor: Tensor, gamma: Tensor) -> Tensor:
         return likelihood.log_prob(y.unsqueeze(0), predictor.unsqueeze(0), gamma).sum()
 
     at = predictor + offset.unsqueeze(-1)
-    return RecordSlopes(*torch.func.vmap(torch.func.grad(one, argnums=(1, 2)), in_dims=(0, 0, None))(y, at, gamma))
+    return RecordSlopes(*each_alone(torch.func.grad(one, argnums=(1, 2)), (0, 0, None), len(y))(y, at, gamma))
 
 
 def _normal(x: Tensor, scale: float) -> Tensor:

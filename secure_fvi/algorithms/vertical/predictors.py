@@ -2,11 +2,13 @@
 
 The program is a function of the silo's columns that returns eta (N,) or (N, C). Its `pyro.sample` sites are theta_j,
 its `pyro.param` sites (a network's weights, say) are fitted as points. A silo chooses its program alone: nobody else
-needs to know it (Hassan et al. 2024, sections 3.1, 5.2 and 5.3).
+needs to know it (Hassan et al. 2024, sections 3.1, 5.2 and 5.3). A row of eta follows from the same row of the columns
+(`contracts.check_predictor`); what a program is like, where theta_j starts and its prior come from made data.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +18,11 @@ from pyro.distributions import HalfNormal, Normal
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, transform_to
+from torch.overrides import TorchFunctionMode
 
 from secure_fvi.density import param_constraint, running
 from secure_fvi.errors import InputError
+from secure_fvi.federated_model import Schema
 from secure_fvi.trees import Params
 
 Program = Callable[..., Tensor]
@@ -114,7 +118,7 @@ class _Evaluate(Messenger):  # type: ignore[misc]
 
 
 class Predictor:
-    """A program read on one silo's columns. Stays at the silo.
+    """A program read on made data of a silo's columns. Stays at the silo, and holds no value of `rows`.
 
     `n` is the length of theta_j, unconstrained; `start` (n,) the centre of its prior; `points` the start of the
     `pyro.param`s, unconstrained. Raises InputError for a program that cannot serve as a predictor.
@@ -122,24 +126,36 @@ class Predictor:
 
     def __init__(self, program: Program, rows: Params, columns: int = 1) -> None:
         self.program, self.columns = program, columns
-        some = next(iter(rows.values()))
+        self.schema = Schema(tuple((n, tuple(v.shape[1:]), v.dtype) for n, v in rows.items()), {})
+        self._device = next(iter(rows.values())).device
         self._dtype = next((r.dtype for r in rows.values() if r.is_floating_point()), torch.get_default_dtype())
-        two, three = (self._discover(rows, count, some.device) for count in (2, 3))
+        two, three = self._discover(2), self._discover(3)
         if [s[:2] for s in two.sites] != [s[:2] for s in three.sites]:
             raise InputError("predictor: a latent site grows with the number of records; latents must belong to groups")
         self._sites = two.sites
-        empty = torch.zeros(0, dtype=self._dtype, device=some.device)
+        empty = torch.zeros(0, dtype=self._dtype, device=self._device)
         self.start = torch.cat([empty, *(s.start.to(self._dtype) for s in two.sites)])
         self.points = {name: value.to(self._dtype) for name, value in two.points.items()}
         self.n = len(self.start)
 
-    def _discover(self, rows: Params, count: int, device: torch.device) -> _Discover:
-        first = {name: value[:1].expand(count, *value.shape[1:]) for name, value in rows.items()}
-        with running(self._dtype, device), torch.no_grad(), _Discover() as run:
-            eta = self.program(**first)
-        if tuple(eta.shape) not in {(count,), (count, self.columns)} or (eta.dim() == 1 and self.columns > 1):
+    def made(self, count: int) -> Params:
+        """`count` rows of made data, all alike."""
+        return {name: value.to(self._device) for name, value in self.schema.dummy_rows(count).items()}
+
+    def _discover(self, count: int) -> _Discover:
+        rows = self.made(count)
+        try:
+            with running(self._dtype, self._device), torch.no_grad(), _Discover() as run:
+                eta = self.program(**rows)
+        except InputError:
+            raise
+        except Exception as error:  # the program is the user's: anything may come
+            said = " ".join(str(error).split())[:200]
+            raise InputError(f"predictor: fails on made data ({type(error).__name__}: {said})") from error
+        shape = tuple(eta.shape) if isinstance(eta, Tensor) else ()
+        if shape not in {(count,), (count, self.columns)} or (len(shape) == 1 and self.columns > 1):
             raise InputError(
-                f"predictor: returns shape {tuple(eta.shape)} for {count} records; it should be ({count}, "
+                f"predictor: returns shape {shape} for {count} records; it should be ({count}, "
                 f"{self.columns})" + (f" or ({count},)" if self.columns == 1 else "")
             )
         return run
@@ -147,12 +163,24 @@ class Predictor:
     def evaluate(self, theta: Tensor, points: Params, rows: Params) -> tuple[Tensor, Tensor]:
         """eta (N, C) and log p(theta) (), nats, at theta (n,)."""
         eta, run = self._run(theta, points, rows)
-        eta = eta.unsqueeze(-1) if eta.dim() == 1 else eta
-        return eta, sum(run.log_prior, theta.new_zeros(()))
+        return eta.reshape(-1, self.columns), sum(run.log_prior, theta.new_zeros(()))
 
-    def constrain(self, theta: Tensor, points: Params, rows: Params) -> Params:
-        """theta_j by site in the program's own space."""
-        return self._run(theta, points, rows)[1].values
+    def evaluate_alone(self, theta: Tensor, points: Params, rows: Params) -> Tensor:
+        """eta (N, C), each row evaluated by itself."""
+
+        def one(row: Params) -> Tensor:
+            return self.evaluate(theta, points, {name: value.unsqueeze(0) for name, value in row.items()})[0].squeeze(0)
+
+        found: Tensor = each_alone(one, 0, len(next(iter(rows.values()))))(rows)
+        return found
+
+    def log_prior(self, theta: Tensor, points: Params) -> Tensor:
+        """log p(theta) (), nats, from made data: no row has a part in it."""
+        return self.evaluate(theta, points, self.made(2))[1]
+
+    def constrain(self, theta: Tensor, points: Params) -> Params:
+        """theta_j by site in the program's own space, from made data."""
+        return self._run(theta, points, self.made(2))[1].values
 
     def _run(self, theta: Tensor, points: Params, rows: Params) -> tuple[Tensor, _Evaluate]:
         sizes = [torch.Size(s.shape).numel() for s in self._sites]
@@ -160,6 +188,28 @@ class Predictor:
         latents = {s.name: piece.reshape(s.shape) for s, piece in zip(self._sites, pieces, strict=True)}
         with running(theta.dtype, theta.device), _Evaluate(latents, points) as run:
             return self.program(**rows), run
+
+
+def each_alone(fn: Callable[..., Any], in_dims: Any, count: int) -> Callable[..., Any]:
+    """`fn` of one row, mapped over `count` rows: none can enter another one's result, whatever `fn` does.
+
+    By `vmap`, less the one operation whose rule in PyTorch mixes what is mapped: `index_fill` raises
+    NotImplementedError where there are several rows.
+    """
+    mapped = torch.func.vmap(fn, in_dims=in_dims)
+
+    def run(*args: Any) -> Any:
+        with _Unmixed() if count > 1 else contextlib.nullcontext():
+            return mapped(*args)
+
+    return run
+
+
+class _Unmixed(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(getattr(func, "__name__", "")).split(".")[0] in ("index_fill", "index_fill_"):
+            raise NotImplementedError("index_fill mixes rows where they are mapped; use torch.where or index_put")
+        return func(*args, **(kwargs or {}))
 
 
 def _mean(fn: Any) -> Tensor | None:

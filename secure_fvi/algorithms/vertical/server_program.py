@@ -9,6 +9,7 @@ Under privacy the pulls on a private response pass the holder's own gate before 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, Posterior, Step, Verdict
 from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE, PULL_PHASE, VerticalFrame, VerticalProblem
-from secure_fvi.algorithms.vertical.likelihoods import slopes_by_record
+from secure_fvi.algorithms.vertical.likelihoods import RecordSlopes, slopes_by_record
 from secure_fvi.algorithms.vertical.server import ServerParams, VerticalServer
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.soul import Soul
@@ -67,6 +68,8 @@ class VerticalServerProgram:
         self.core = VerticalServer(
             self.likelihood, Optimizer(config.optimizer, config.learning_rate), problem.dtype, config.family
         )
+        if gate is not None:
+            self._check_alone()
         self._draws = server_draws(problem.seed)
         self._respond = Traced(self.core.respond, (None,) * 4, problem.mode)
         self._update = Traced(self.core.update, (None,) * 4, problem.mode)
@@ -117,11 +120,13 @@ class VerticalServerProgram:
             return state._replace(phase=SLOPE_PHASE), step
         response = self._batch(state.round)
         gamma = self._gamma(state)
-        answer = self._respond(response, s, gamma, self.frame.weights())
-        pull, in_gamma = answer.pull, answer.gamma
         if self.gate is not None:
+            # The curvature, which several local steps would need, follows from every offset, and is not noised.
             pull, in_gamma = self._guarded(self.gate, message, response, s, gamma)
-        return self._finish(state._replace(pull=pull, curvature=answer.curvature), in_gamma, float(answer.value))
+            return self._finish(state._replace(pull=pull, curvature=pull.new_zeros(())), in_gamma, math.nan)
+        answer = self._respond(response, s, gamma, self.frame.weights())
+        state = state._replace(pull=answer.pull, curvature=answer.curvature)
+        return self._finish(state, answer.gamma, float(answer.value))
 
     def posterior(self, state: VerticalState) -> Posterior:
         """q(gamma); the silos' q(theta_j) stay with them."""
@@ -180,12 +185,37 @@ class VerticalServerProgram:
         self, gate: Gate, message: Broadcast, response: Response, s: Tensor, gamma: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The response's part of a round, clipped, noised and charged: pulls and the gradient in gamma."""
-        found = slopes_by_record(self.likelihood, response.y, response.offset, s, gamma)
+        found = self._slopes_alone(response, s, gamma)
         gate.begin(message.sum_index, PULL_PHASE, len(message.cohort))
         in_gamma = gate.hidden_sum(HIDDEN_PHASE, found.gamma) * self.frame.weight
         pull = gate.release_rows(found.predictor)
         move = self.frame.move
         return move(pull.values).reshape(found.predictor.shape), move(in_gamma)
+
+    def _slopes_alone(self, response: Response, s: Tensor, gamma: Tensor) -> RecordSlopes:
+        """A record on which the likelihood fails is not a number, which the gate counts as nothing: to fail would tell
+        of it without noise."""
+        with contextlib.suppress(Exception):
+            return slopes_by_record(self.likelihood, response.y, response.offset, s, gamma)
+        found = RecordSlopes(torch.full_like(s, math.nan), s.new_full((len(s), self.frame.gamma_size), math.nan))
+        for k in range(len(s)):
+            at = slice(k, k + 1)
+            with contextlib.suppress(Exception):
+                one = slopes_by_record(self.likelihood, response.y[at], response.offset[at], s[at], gamma)
+                found.predictor[k], found.gamma[k] = one.predictor[0], one.gamma[0]
+        return found
+
+    def _check_alone(self) -> None:
+        """Raise InputError for a likelihood that cannot be evaluated a record at a time, on made labels."""
+        zero = self.frame.move(torch.zeros(2, self.frame.columns))
+        gamma = self.frame.move(torch.zeros(self.frame.gamma_size))
+        try:
+            slopes_by_record(self.likelihood, zero[:, 0], zero[:, 0], zero, gamma)
+        except Exception as error:  # the likelihood may be the user's
+            raise InputError(
+                "record-level privacy evaluates the likelihood of each record alone, which fails on labels of 0 "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            ) from error
 
     def _batch(self, round_: int) -> Response:
         return Response(**take(self.response._asdict(), self.frame.batch(round_)))

@@ -22,7 +22,8 @@ from secure_fvi.algorithms.sfvi_frame import local_units, mean_units
 from secure_fvi.algorithms.vertical.auxiliary import log_normal
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
-from secure_fvi.algorithms.vertical.predictors import Predictor
+from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone
+from secure_fvi.errors import InputError
 from secure_fvi.families import global_family
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.trees import Params, merge, part
@@ -133,35 +134,64 @@ class VerticalSilo:
 
         return torch.func.grad(bound)(params)
 
+    def draw_by_record(self, params: SiloParams, rows: Params, response: Any, noise: Noise) -> Tensor:
+        """z (N, C) of `draw`, each row evaluated alone: it follows from that person's columns, whatever the program
+        does with a batch."""
+
+        def record(own: Params, row: Params, y: Any, z: Tensor) -> Tensor:
+            one = SiloParams(params.shared, own)
+            return self._draw_one(one, one, row, y, Noise(noise.theta, z)).z.squeeze(0)
+
+        mapped = each_alone(record, (0, 0, 0 if response else None, 0), len(noise.z))
+        found: Tensor = mapped(params.record, rows, response, noise.z)
+        return found
+
     def gradient_by_record(
         self, params: SiloParams, rows: Params, response: Any, noise: Noise, sent: Tensor, incoming: Incoming
-    ) -> tuple[SiloParams, Params]:
-        """The same gradient in its parts (augmented-variable model): each record's own, unweighted, with a first axis
-        (N, ...) throughout, and that of log p(theta) / q(theta) in `shared`, which depends on no record."""
-        one = torch.ones_like(sent[:1, 0])
+    ) -> SiloParams:
+        """The parts of the same gradient (augmented-variable model): each record's own, unweighted, with a first axis
+        (N, ...) throughout, each row evaluated alone. What depends on no record is `prior_gradient`."""
 
         def record(free: SiloParams, row: Params, y: Any, z: Tensor, sent: Tensor, pull: Tensor) -> Tensor:
-            only = SiloParams(free.shared, {k: v.unsqueeze(0) for k, v in free.record.items()})
-            held = SiloParams(params.shared, {k: v.detach() for k, v in only.record.items()})
-            one_row = {k: v.unsqueeze(0) for k, v in row.items()}
-            seen = Response(*(v.unsqueeze(0) for v in y)) if y else ()
-            draw = self._draw(only, held, one_row, seen, one, Noise(noise.theta, z.unsqueeze(0)), prior=False)
+            held = SiloParams(params.shared, {k: v.detach() for k, v in free.record.items()})
+            draw = self._draw_one(free, held, row, y, Noise(noise.theta, z))
             moved = draw.z - sent
             pulled = (pull * moved - 0.5 * incoming.curvature * moved.square()).sum()
             return draw.local + pulled
 
         axes = (SiloParams(None, 0), 0, 0 if response else None, 0, 0, 0)  # type: ignore[arg-type]
-        by_record = torch.func.vmap(torch.func.grad(record), in_dims=axes)(
-            params, rows, response, noise.z, sent, incoming.pull
-        )
+        mapped = each_alone(torch.func.grad(record), axes, len(sent))
+        return SiloParams(*mapped(params, rows, response, noise.z, sent, incoming.pull))
 
-        def prior(free: SiloParams) -> Tensor:
-            theta = self.family.transform(part(free.shared, "theta"), noise.theta)
-            first = {k: v[:1] for k, v in rows.items()}
-            log_prior = self.predictor.evaluate(theta, part(free.shared, "point"), first)[1]
+    def prior_gradient(self, params: SiloParams, noise_theta: Tensor) -> Params:
+        """Of log p(theta) / q(theta) in `params.shared`, from made data."""
+
+        def prior(free: Params) -> Tensor:
+            theta = self.family.transform(part(free, "theta"), noise_theta)
+            log_prior = self.predictor.log_prior(theta, part(free, "point"))
             return log_prior - self.family.log_prob(part(params.shared, "theta"), theta)
 
-        return SiloParams(*by_record), torch.func.grad(prior)(params).shared
+        return torch.func.grad(prior)(params.shared)
+
+    def check_alone(self) -> None:
+        """Evaluate made records alone. Raises InputError where that fails, as it then would for each of the silo's."""
+        count, columns = 2, self.likelihood.columns
+        start = self.predictor.start
+        params = self.init(count, torch.Generator().manual_seed(0))[0]
+        params = SiloParams(*({k: v.to(start) for k, v in p.items()} for p in params))
+        zero, rows = start.new_zeros(count, columns), self.predictor.made(count)
+        response = Response(zero[:, 0], zero[:, 0]) if self._sees else ()
+        noise = Noise(start.new_zeros(self.family.noise_size), zero)
+        incoming = Incoming(zero, zero.sum(), zero, start.new_zeros(self.likelihood.gamma_size), zero.sum())
+        try:
+            sent = self.draw_by_record(params, rows, response, noise)
+            self.gradient_by_record(params, rows, response, noise, sent, incoming)
+        except Exception as error:  # program and likelihood may be the user's
+            said = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"record-level privacy evaluates each record alone, which fails on made data ({type(error).__name__}: "
+                f"{said})"
+            ) from error
 
     def update(
         self,
@@ -196,6 +226,14 @@ class VerticalSilo:
         """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
         record = local_units(params.record)
         return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
+
+    def _draw_one(self, free: SiloParams, held: SiloParams, row: Params, y: Any, noise: Noise) -> Draw:
+        """`_draw` of one record, without the prior; everything of the record comes without an axis of records."""
+        free, held = (p._replace(record={k: v.unsqueeze(0) for k, v in p.record.items()}) for p in (free, held))
+        one_row = {k: v.unsqueeze(0) for k, v in row.items()}
+        seen = Response(*(v.unsqueeze(0) for v in y)) if y else ()
+        z = noise.z.unsqueeze(0)
+        return self._draw(free, held, one_row, seen, z.new_ones(1), Noise(noise.theta, z), prior=False)
 
     def _draw(
         self,

@@ -8,6 +8,8 @@ exchange sums d_j, and what the update needs of it waits in the silo's state.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,11 +65,15 @@ class VerticalSiloProgram:
         self.tables, self.terms, self.order = self.frame.tables, self.frame.terms, self.frame.order
         optimizer = Optimizer(config.optimizer, config.learning_rate)
         self.core = VerticalSilo(config, problem.likelihood, predictor, len(problem.silos), optimizer)
+        if self.terms:
+            self.core.check_alone()
         mode = problem.mode
         self._draw = Traced(self.core.draw, (None,) * 5, mode, by_shape=True)
         self._slope = Traced(self.core.slope, (None,) * 6, mode, by_shape=True)
         self._update = Traced(self.core.update, (None,) * 8, mode, by_shape=True)
-        self._by_record = Traced(self.core.gradient_by_record, (None,) * 6, mode, by_shape=True)
+        self._draw_by_record = Traced(self.core.draw_by_record, (None,) * 4, mode, by_shape=True)
+        self._gradient_by_record = Traced(self.core.gradient_by_record, (None,) * 6, mode, by_shape=True)
+        self._prior_gradient = Traced(self.core.prior_gradient, (None,) * 2, mode, by_shape=True)
         self._ascend = Traced(self._ascend_function, (None,) * 4, mode, by_shape=True)
 
     def init_local(self, view: VerticalView) -> VerticalLocal:
@@ -88,9 +94,9 @@ class VerticalSiloProgram:
         if local.sent_round >= 0:
             local = self._finish_round(message, local, view, gate)
         local = local._replace(sent_round=message.round, turn=view.turn)
-        draw = self._draw_at(local, view)
         if self.terms:
-            return gate.release_rows(draw.z.detach()), local
+            return gate.release_rows(self._rows_alone(local, self._record_params(local), view).detach()), local
+        draw = self._draw_at(local, view)
         z = draw.z
         if self.config.max_staleness:
             z, local = draw.z - local.sent, local._replace(sent=draw.z)
@@ -146,8 +152,7 @@ class VerticalSiloProgram:
             incoming = Incoming(
                 pull, h, torch.zeros_like(pull), pull.new_zeros(self.frame.gamma_size), torch.ones_like(h)
             )
-        at = self.frame.batch(round_)
-        params = SiloParams(local.params.shared, take(local.params.record, at))
+        at, params = self.frame.batch(round_), self._record_params(local)
         moments = Moments(local.moments.shared, take(local.moments.record, at))
         new, new_moments = self._steps(local, params, moments, view, incoming, scale, gate)
         local = local._replace(
@@ -179,15 +184,50 @@ class VerticalSiloProgram:
         if not self.terms:
             found = self._update(params, moments, rows, response, weights, noise, incoming, scale)
             return SiloParams(*found[0]), Moments(*found[1])
-        sent = self._draw(params, rows, response, weights, noise).z
-        by_record, data_free = self._by_record(params, rows, response, noise, sent, incoming)
+        sent = self._rows_alone(local, params, view)
+        by_record = self._gradients_alone(params, rows, response, noise, sent, incoming)
+        data_free = self._prior_gradient(params, noise.theta)
         # theta_j follows from everyone's values, so that its gradient is noised before any row of z_j depends on it.
         names = sorted(data_free)
         together = torch.cat([by_record.shared[n].reshape(len(sent), -1) for n in names], 1)
         total = self.frame.move(gate.hidden_sum(HIDDEN_PHASE, together)) * self.frame.weight
         parts = total.split([data_free[n].numel() for n in names])
         noised = {n: p.reshape(data_free[n].shape) + data_free[n] for n, p in zip(names, parts, strict=True)}
-        return self._ascend(params, moments, SiloParams(noised, by_record.record), scale)
+        # A record that cannot be computed stays where it is.
+        record = {k: v.nan_to_num(0.0, 0.0, 0.0) for k, v in by_record.record.items()}
+        return self._ascend(params, moments, SiloParams(noised, record), scale)
+
+    # ---- a record at a time: one on which the program fails is not a number, which the gate counts as nothing ----
+
+    def _rows_alone(self, local: VerticalLocal, params: SiloParams, view: VerticalView) -> Tensor:
+        """z_j (B, C) of the round that `local` is in."""
+        rows, response = self._rows(local.sent_round, view), self._response(local.sent_round, view)
+        noise = self._noise(local, view)
+        with contextlib.suppress(Exception):
+            found: Tensor = self._draw_by_record(params, rows, response, noise)
+            return found
+        found = torch.full_like(noise.z, math.nan)
+        for k in range(len(found)):
+            with contextlib.suppress(Exception):
+                found[k] = self.core.draw_by_record(*_only(k, params, rows, response, noise))[0]
+        return found
+
+    def _gradients_alone(
+        self, params: SiloParams, rows: Params, response: Any, noise: Noise, sent: Tensor, incoming: Incoming
+    ) -> SiloParams:
+        with contextlib.suppress(Exception):
+            return SiloParams(*self._gradient_by_record(params, rows, response, noise, sent, incoming))
+        shared = {name: value.new_full((len(sent), *value.shape), math.nan) for name, value in params.shared.items()}
+        record = {name: torch.full_like(value, math.nan) for name, value in params.record.items()}
+        for k in range(len(sent)):
+            with contextlib.suppress(Exception):
+                one = _only(k, params, rows, response, noise)
+                pulled = incoming._replace(pull=incoming.pull[k : k + 1])
+                alone = self.core.gradient_by_record(*one, sent[k : k + 1], pulled)
+                for into, found in ((shared, alone.shared), (record, alone.record)):
+                    for name in into:
+                        into[name][k] = found[name][0]
+        return SiloParams(shared, record)
 
     def _ascend_function(
         self, params: SiloParams, moments: Moments, gradient: SiloParams, scale: Tensor
@@ -197,10 +237,13 @@ class VerticalSiloProgram:
 
     def _draw_at(self, local: VerticalLocal, view: VerticalView) -> Draw:
         """The z_j of the round that `local` is in, the same however often it is asked for."""
-        round_, noise = local.sent_round, self._noise(local, view)
-        params = SiloParams(local.params.shared, take(local.params.record, self.frame.batch(round_)))
+        round_, noise, params = local.sent_round, self._noise(local, view), self._record_params(local)
         rows, response = self._rows(round_, view), self._response(round_, view)
         return Draw(*self._draw(params, rows, response, self.frame.weights(), noise))
+
+    def _record_params(self, local: VerticalLocal) -> SiloParams:
+        """With those of the records in the round that `local` is in."""
+        return SiloParams(local.params.shared, take(local.params.record, self.frame.batch(local.sent_round)))
 
     def _rows(self, round_: int, view: VerticalView) -> Params:
         return take(view.rows, self.frame.batch(round_))
@@ -222,6 +265,16 @@ class VerticalSiloProgram:
 
     def _moved(self, params: Params) -> Params:
         return {name: value.to(self.problem.device) for name, value in params.items()}
+
+
+def _only(
+    k: int, params: SiloParams, rows: Params, response: Response | tuple[()], noise: Noise
+) -> tuple[SiloParams, Params, Response | tuple[()], Noise]:
+    """Arguments for record k alone."""
+    at = slice(k, k + 1)
+    seen = Response(*(v[at] for v in response)) if response else ()
+    own = {name: value[at] for name, value in params.record.items()}
+    return params._replace(record=own), {n: v[at] for n, v in rows.items()}, seen, noise._replace(z=noise.z[at])
 
 
 def _settled(local: VerticalLocal) -> bool:

@@ -94,7 +94,7 @@ class Soul(RunShape):
         return round_ >= self.rounds * self.burn_in
 
     def declare(self, silos: int, private: bool) -> Declaration:
-        return row_sums(self.phases, self.rounds, silos, self.participation)
+        return row_sums(self.phases, self.rounds, silos, self.participation, private)
 
     def resolved(self, likelihood: Likelihood) -> Soul:
         return self
