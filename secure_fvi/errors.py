@@ -14,8 +14,8 @@ class InputError(SecureFVIError, ValueError):
 
 
 class DataError(InputError):
-    """One silo's data that do not fit the model. The message counts rows: it is for that silo alone, and a server is
-    told `TOLD` instead."""
+    """One silo's data that cannot be read, or do not fit the model. The message counts rows and names files: it is for
+    that silo alone, and a server, as the site's paper trail, is told `TOLD` instead."""
 
     TOLD = "its data do not fit the model"
 

@@ -200,7 +200,7 @@ class Silo:
             ):  # a refusal tells the server something of this silo alone: once
                 self.past = claimed._replace(failed=True)
                 self.on_claim(self.past)
-                self.on_event(UNANSWERABLE, f"round {broadcast.round}: {type(error).__name__}")
+                self.on_event(UNANSWERABLE, f"round {broadcast.round}")
             if isinstance(error, ArithmeticError | LinAlgError):
                 raise AggregationError(
                     f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "

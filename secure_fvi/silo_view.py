@@ -42,4 +42,5 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
         KeyedDraws(secret, b"records", keyed),
         KeyedDraws(secret, b"batches", keyed),
         KeyedDraws(secret, b"silo/" + silo.encode(), np.array([UNIT_ID])),
+        KeyedDraws(secret, b"hiding/" + silo.encode(), np.array([UNIT_ID])),
     )

@@ -55,6 +55,7 @@ class SiloView(NamedTuple):
     record_draws: KeyedDraws  # keyed by record id, N + 1 rows
     batch_draws: KeyedDraws
     silo_draws: KeyedDraws
+    hiding_draws: KeyedDraws  # of what stands for numbers that are not told (`hiding`)
     turn: int = 0  # the silo's own count of questions, from 0: what keys its draws, and no number that the server names
 
 

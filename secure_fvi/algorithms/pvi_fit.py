@@ -102,7 +102,7 @@ class SiloFit:
         self.exact = ExactFit(config, problem, frame) if config.local_optimizer in EXACT else None
         self.block = Block(frame, global_steps(frame)) if self.exact is None else None
         self._slope = SiloSlope(problem, frame.local_family, frame.silo_family, frame.samples)
-        self._weigher = Weigher(problem, frame.local_family, frame.silo_family, config.bound)
+        self._weigher = Weigher(problem, frame.local_family, frame.silo_family)
 
     def init(self, view: SiloView) -> OwnState:
         """Before the first fit."""

@@ -55,7 +55,7 @@ class PVIFrame:
         if self.terms is None:
             final = stationarity.blocks(self.n, self.full, config.bound)
             if config.rounds is None:
-                final += weighing.blocks(layout, self.family.name, self.local_family, config.bound)
+                final += weighing.blocks(problem, self.family.name, self.local_family)
             self.tables[FINISH] = BlockTable((*final, self._present, Block("records", (), 2.0**31, integer=True)))
         self._turns, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
         each = (len(problem.silos),)

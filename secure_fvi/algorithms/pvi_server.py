@@ -266,7 +266,7 @@ class PVIServer:
         whole = int(present.sum()) == len(self.problem.silos)
         eps = final_draws(self.problem.seed, self.frame.n, self.frame.full, self.config.rounds is not None)
         prior = lambda z: self.prior.log_prob(z, state.theta)  # noqa: E731
-        rest = at_rest(self.problem, state.q, state.theta, prior, eps, sums)
+        rest = at_rest(self.problem, state.q, state.theta, prior, eps, sums, self.config.bound)
         state = state._replace(phase=ROUND_PHASE, rest=rest if whole else Rest(), checked=whole)
         return state, Step(rest.objective if whole else math.nan, state.damping, None, FINISH, True)
 

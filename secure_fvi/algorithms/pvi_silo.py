@@ -30,7 +30,7 @@ from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_parts import part_views
 from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
-from secure_fvi.algorithms.stationarity import final_draws, within
+from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import asked
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
@@ -131,7 +131,7 @@ class PVISilo:
             for key, part, of in zip(keys, local.parts, views, strict=True)
         ]
         present = [float(name == view.silo) for name in self.problem.silos]
-        terms = within(np.sum(found, 0), self.config.bound)
+        terms = as_sent(self.problem, self.tables[FINISH], np.sum(found, 0), view)
         return gate.release(np.concatenate([terms, present, [float(view.size)]]))
 
     def _theta(self, message: Broadcast) -> Params:
@@ -236,7 +236,7 @@ class PVISilo:
             any(distance(q, q.plus(part.change, whole)) > self.config.tolerance for part in parts),
         )
         present = [float(name == view.silo) for name in self.problem.silos]
-        value = within(sum(answer.value for answer in answers), self.config.bound)
+        value = sum(answer.value for answer in answers)
         counts = [float(value), float(view.size), *map(float, flags)]
         return [np.array(counts), np.array(present)]
 

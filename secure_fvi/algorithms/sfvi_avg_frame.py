@@ -127,7 +127,7 @@ class SFVIAvgFrame:
         if self.full and self.config.bures_iterations > 1:
             tables[BURES] = BlockTable((weight, *root))
         final = stationarity.blocks(n, self.full, bound)
-        final += weighing.blocks(self.problem.layout, self.family.name, self.base.local_family, bound)
+        final += weighing.blocks(self.problem, self.family.name, self.base.local_family)
         tables[FINISH] = BlockTable((records, objective, *final))
         return tables, {}
 

@@ -120,7 +120,7 @@ class SFVIAvgServer:
             q = as_natural(self.family, state.eta)
             eps = final_draws(self.problem.seed, q.n, q.full)
             prior = lambda z: self._log_prior(z, state.theta)  # noqa: E731
-            rest = at_rest(self.problem, q, state.theta, prior, eps, blocks)
+            rest = at_rest(self.problem, q, state.theta, prior, eps, blocks, self.config.bound)
             state = state._replace(rest=rest)
         if message.phase == MERGE:
             state = state._replace(absent=absent)

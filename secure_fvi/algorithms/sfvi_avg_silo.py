@@ -24,7 +24,7 @@ from secure_fvi.algorithms.sfvi_avg_frame import (
 )
 from secure_fvi.algorithms.sfvi_avg_steps import LocalRun, Point
 from secure_fvi.algorithms.sfvi_avg_trusted import own_row
-from secure_fvi.algorithms.stationarity import final_draws, within
+from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import asked
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
@@ -81,7 +81,7 @@ class SFVIAvgSilo:
         if message.phase == FINISH:
             eps = final_draws(self.problem.seed, self.frame.family.n, self.frame.full)
             slope = self.run.at_the_end(self._point(local, shared), eps, view, asked(self.tables[FINISH]))
-            flat = np.concatenate([flat, within(slope, self.config.bound)])
+            flat = np.concatenate([flat, as_sent(self.problem, self.tables[FINISH], slope, view)])
         return gate.release(flat), local
 
     def commit(self, local: SFVIAvgLocal, pending: Pending, accepted: int) -> SFVIAvgLocal:

@@ -53,7 +53,7 @@ class LocalRun:
         self._server_gradient = server_gradient(problem.density, frame.family)
         axes = (None, None, 0, 0, None, None, 0, 0, None, 1, None, None)
         self._slope = SiloSlope(problem, self.base.local_family, self.base.silo_family, self.base.samples)
-        self._weigher = Weigher(problem, self.base.local_family, self.base.silo_family, config.bound)
+        self._weigher = Weigher(problem, self.base.local_family, self.base.silo_family)
         self._step: Callable[..., Any] = Traced(
             self.step_function, axes, problem.mode, self.base.local_family.couples_records
         )

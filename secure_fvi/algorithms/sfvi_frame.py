@@ -49,7 +49,7 @@ class SFVIFrame:
         self.tables = {ROUND_PHASE: self.table}
         if self.terms is None and config.iterations is None and self.family.name in ("diagonal", "full"):
             final = stationarity.blocks(self.family.n, self.family.name == "full", config.bound)
-            final += weighing.blocks(layout, self.family.name, self.local_family, config.bound)
+            final += weighing.blocks(problem, self.family.name, self.local_family)
             self.tables[FINISH] = BlockTable((*final, Block("records", (), 2.0**31, integer=True)))
         self.order = one_phase(
             ROUND_PHASE, config.own_rounds, self.cohort, self._forms(),

@@ -165,7 +165,8 @@ class SFVIServer:
         if not absent:
             q, sums = as_natural(self.family, found.eta), self.tables[FINISH].split(total)
             eps = final_draws(self.problem.seed, q.n, q.full)
-            rest = at_rest(self.problem, q, found.theta, lambda z: self._log_prior(z, found.theta), eps, sums)
+            prior = lambda z: self._log_prior(z, found.theta)  # noqa: E731
+            rest = at_rest(self.problem, q, found.theta, prior, eps, sums, self.config.bound)
         step = Step(rest.objective, 0.0, state.monitor.r_hat, FINISH, True)
         return state._replace(phase=ROUND_PHASE, rest=rest), step
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Pending, Problem, SiloView, adopt_if_used
 from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame, local_units
-from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, final_draws, silo_inputs, within
+from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, as_sent, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, asked, points
 from secure_fvi.compiled import Traced
 from secure_fvi.families import Params
@@ -65,7 +65,7 @@ class SFVISilo:
         self.tables, self.terms, self.order = frame.tables, frame.terms_by_phase, frame.order
         self.optimizer = frame.local_optimizer
         self._slope = SiloSlope(problem, frame.local_family, frame.silo_family, frame.samples)
-        self._weigher = Weigher(problem, frame.local_family, frame.silo_family, config.bound)
+        self._weigher = Weigher(problem, frame.local_family, frame.silo_family)
         plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
         self._gradient: Callable[..., SiloGradient] = plain
         self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, frame.couples)
@@ -118,7 +118,7 @@ class SFVISilo:
         if asked(self.tables[FINISH]):
             at = points(self.problem.seed, q, self.problem.layout)
             terms = np.concatenate([terms, self._weigher(q, at, theta, local.record_average, silo, view, keys.stop)])
-        return gate.release(np.append(within(terms, self.config.bound), float(view.size)))
+        return gate.release(np.append(as_sent(self.problem, self.tables[FINISH], terms, view), float(view.size)))
 
     def commit(self, local: SFVILocal, pending: Pending, accepted: int) -> SFVILocal:
         kept: SFVILocal = adopt_if_used(local, pending, accepted)

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import Problem, SiloView, Verdict
+from secure_fvi.algorithms.hiding import bound_over, hidden, past, told_up_to, uniforms, unreadable
 from secure_fvi.algorithms.natural import Natural, distance, from_moments
-from secure_fvi.algorithms.weighing import WEIGHED, Weighed, points, weighed
+from secure_fvi.algorithms.weighing import WEIGHED, Weighed, as_told, points, spare, weighed
 from secure_fvi.compiled import Traced
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import silo_gradient
@@ -51,15 +52,16 @@ class Rest(NamedTuple):
     error: float = math.inf  # the step's Monte-Carlo error, one standard error
     objective: float = math.nan  # the bound at q, nats, by all silos; NaN before it is known
     weighed: Weighed | None = None  # None: too many dimensions, or a family that is not full
+    far: bool = False  # whether some silo's part was too large to tell, or no number
 
     @property
     def known(self) -> bool:
         """Whether all silos have answered."""
-        return not math.isnan(self.objective)
+        return self.far or not math.isnan(self.objective)
 
     @property
     def bound(self) -> float | None:
-        return self.objective if self.known else None
+        return None if math.isnan(self.objective) else self.objective
 
     @property
     def stationary(self) -> bool:
@@ -78,6 +80,9 @@ def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict
         return Verdict(False, f"{settled}; {advice}", details)
     if not rest.known:
         return Verdict(False, "a silo was missing when the final q was checked; run it again", details)
+    if rest.far:
+        what = "at the final q some silo's part of the bound, or of its slope, is out of all range, or no number"
+        return Verdict(False, f"{found}, but {what}; {advice}", details)
     against = rest.weighed and rest.weighed.against()
     if rest.stationary and against:
         return Verdict(False, f"{found}, but {against}", details)
@@ -102,9 +107,9 @@ def as_natural(family: GlobalFamily, eta: Params) -> Natural:
     return from_moments(loc, family.covariance(eta).to("cpu", torch.float64))
 
 
-def blocks(n: int, full: bool, bound: float) -> tuple[Block, ...]:
-    """What a silo adds: its part of the bound, and of E[s] and E[eps s'] in each half."""
-    curve = n * (n + 1) // 2 if full else n
+def blocks(n: int, full: bool, most: float) -> tuple[Block, ...]:
+    """What a silo adds: its part of the bound, and of E[s] and E[eps s'] in each half; each told up to `most`."""
+    curve, bound = n * (n + 1) // 2 if full else n, bound_over(most)
     return Block(VALUE, (), bound), Block(SLOPE, (2, n), bound), Block(CURVE, (2, curve), bound)
 
 
@@ -125,10 +130,16 @@ def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
     return torch.cat([half, -half], 1)
 
 
-def within(values: Any, bound: float) -> FloatArray:
-    """Values cut to what a sum takes. A slope at its bound says all the same that q is nowhere near rest, and to fail
-    here would lose the run."""
-    return np.asarray(np.clip(np.nan_to_num(values, nan=bound), -bound, bound))
+def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloView) -> FloatArray:
+    """A silo's `found` for the blocks above and of `weighing`, as it may leave (`hiding`). Where one of the former is
+    past what is told all of them are hidden: which ones are would say more."""
+    blocks = {b.name: b for b in table.blocks}
+    count, bound = sum(blocks[name].size for name in (VALUE, SLOPE, CURVE)), blocks[VALUE].bound
+    own, nats = np.split(found, [count])
+    drawn = uniforms(view, count + spare(problem.layout, len(nats)))
+    far = bool(past(own, told_up_to(bound)).any())
+    own = hidden(own, np.full(count, far), bound, drawn[:count])
+    return np.concatenate([own, as_told(problem, nats, drawn[count:])]) if len(nats) else own
 
 
 class SiloSlope:
@@ -195,8 +206,12 @@ def at_rest(
     log_prior: Callable[[Tensor], Tensor],
     eps: Tensor,
     sums: Mapping[str, FloatArray],
+    most: float,
 ) -> Rest:
-    """What the silos' total says, with the server's own part: the prior and q."""
+    """What the silos' total says, with the server's own part: the prior and q. most: of `blocks`."""
+    own = np.concatenate([np.ravel(sums[name]) for name in (VALUE, SLOPE, CURVE)])
+    if unreadable(own, bound_over(most)).any():
+        return Rest(far=True)
     z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
     gradient, value = over_draws(torch.func.grad_and_value(log_prior), z)
     own_slope, own_curve = _packed(q, eps, gradient.reshape(eps.shape))

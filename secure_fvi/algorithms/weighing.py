@@ -9,7 +9,10 @@ log p(y_j | Z_G), its own latents integrated out by importance sampling, at
 - points far out, along each dimension and where signs or components change places: one that is about as likely as q's
   own mean, with a valley between, is another mode.
 
-Only totals leave the silos. Of many dimensions weights say nothing, and the slope alone decides.
+Only totals leave the silos, of nats relative to those at q's mean. Numbers that are too large to tell are hidden
+(`hiding`), in a way that says little of the silo whose they are: at q's mean and its draws all are or none, and along a
+line all that are past a threshold which the silo draws for it. Of many dimensions weights say nothing, and the slope
+alone decides.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import Problem, SiloView
+from secure_fvi.algorithms.hiding import hidden, past, told_up_to, unreadable
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.density import Layout
 from secure_fvi.families import LocalFamily, Params
@@ -37,8 +41,8 @@ WEIGHED = "weighed"
 #: What the final sum of a run that stops by itself is made of, in the words of a disclosure statement.
 DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
 DISCLOSED = (
-    f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood at up to some thousand points around q and away from it, which "
-    "all parties derive from q"
+    f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood, relative to that at q's mean, at up to some thousand points "
+    "around q and away from it, which all parties derive from q; of numbers out of range, that they are"
 )
 #: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
 #: large, in logs, and where the standard error of these is no larger.
@@ -62,8 +66,10 @@ _BETWEEN = (0.25, 0.5, 0.75, 1.0)
 _RECORD, _SILO, _SPREADS = 32, 64, (1.2, 3.0)
 #: Numbers of all evaluations together that fit well into a processor's cache.
 _AT_ONCE = 300_000
-#: Share of the bound of contributions below which a silo's nats at a point are cut.
-_WORST = 0.9
+#: Bound of all silos' numbers together, as a power of two: in 64 bits a sum has steps of 2^-10 then.
+_ROOM = 52
+#: Nats, relative to those at q's mean, that are told along every line, as a power of two.
+_ALWAYS = 20
 #: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
 #: a valley of exp(-_VALLEY) between.
 _APART, _LOWER, _VALLEY = 4.0, 5.0, 1.5
@@ -119,12 +125,18 @@ class Points(NamedTuple):
         return torch.cat([self.mean[None], self.draws, *self.lines])
 
 
-def blocks(layout: Layout, family: str, local: LocalFamily, bound: float) -> tuple[Block, ...]:
+def blocks(problem: Problem, family: str, local: LocalFamily) -> tuple[Block, ...]:
     """What a silo adds; nothing where q is not weighed: a mean field is not the posterior and does not claim to be, and
     a scale over all records of a silo leaves no records to weigh one by one."""
+    layout = problem.layout
     if family != "full" or layout.size("global") > UP_TO or local.couples_records:
         return ()
-    return (Block(WEIGHED, (_count(layout),), bound),)
+    return (Block(WEIGHED, (_count(layout),), _bound(problem)),)
+
+
+def _bound(problem: Problem) -> float:
+    """Of a silo's numbers."""
+    return math.ldexp(1.0, _ROOM) / len(problem.silos)
 
 
 def asked(table: BlockTable) -> bool:
@@ -132,10 +144,36 @@ def asked(table: BlockTable) -> bool:
     return any(block.name == WEIGHED for block in table.blocks)
 
 
+def _lines(layout: Layout) -> list[int]:
+    """How many points each line has."""
+    return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(_mirrors(layout))
+
+
 def _count(layout: Layout) -> int:
     """How many points there are."""
-    n = layout.size("global")
-    return 1 + 2 * HALF + 2 * _FAR * min(n, _LINES) + len(_BETWEEN) * len(_mirrors(layout))
+    return 1 + 2 * HALF + sum(_lines(layout))
+
+
+def spare(layout: Layout, count: int) -> int:
+    """How many random numbers `as_told` takes for nats at `count` points."""
+    return count + len(_lines(layout)) if count else 0
+
+
+def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray:
+    """A silo's nats at all points, as they leave. drawn: `spare` numbers in (0, 1).
+
+    The threshold of a line is log-uniform between 2^`_ALWAYS` and what may be told: where along it nats pass a known
+    one would tell how the likelihood of the silo that passes it first falls off.
+    """
+    lines, bound = _lines(problem.layout), _bound(problem)
+    near, most = 1 + 2 * HALF, told_up_to(bound)
+    with np.errstate(invalid="ignore"):
+        relative = nats - nats[0]
+    least = min(2.0**_ALWAYS, most)
+    thresholds = np.repeat(least * (most / least) ** drawn[: len(lines)], lines)
+    far = np.concatenate([np.full(near, past(relative[:near], most).any()), past(relative[near:], thresholds)])
+    far |= not np.isfinite(nats[0])
+    return hidden(relative, far, bound, drawn[len(lines) :])
 
 
 def points(seed: int, q: Natural, layout: Layout) -> Points:
@@ -191,9 +229,8 @@ def _wide(n: int) -> float:
 class Weigher:
     """A silo's log p(y_j | Z_G). It holds no data."""
 
-    def __init__(self, problem: Problem, local: LocalFamily, silo: LocalFamily, bound: float) -> None:
+    def __init__(self, problem: Problem, local: LocalFamily, silo: LocalFamily) -> None:
         self.problem, self.local, self.silo = problem, local, silo
-        self.least = -_WORST * bound
         layout = problem.layout
         self.n_record, self.n_silo = layout.size("record"), layout.size("silo")
         self.draws = (_RECORD if self.n_record else 1, _SILO if self.n_silo else 1)
@@ -201,12 +238,11 @@ class Weigher:
     def __call__(
         self, q: Natural, at: Points, theta: Params, record: Params, silo: Params, view: SiloView, key: int
     ) -> FloatArray:
-        """Nats at each of `at.all`, by all records of the silo; `key` and the next name the draws of its latents, one
-        for each half of the draws of q. record, silo: parameters around q's mean."""
+        """Nats at each of `at.all`, by all records of the silo, whatever they are: for `as_told`. `key` and the next
+        name the draws of its latents, one for each half of the draws of q. record, silo: parameters around q's mean."""
         z, half = at.all, HALF + 1
         found = [self._over(q, part, theta, record, silo, view, key + k) for k, part in enumerate((z[:half], z[half:]))]
-        values, least = torch.cat(found).to("cpu", torch.float64), self.least
-        return np.asarray(values.nan_to_num(nan=least, posinf=least, neginf=least).clamp(min=least))
+        return torch.cat(found).to("cpu", torch.float64).numpy()
 
     def _over(
         self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, key: int
@@ -282,7 +318,8 @@ def weighed(
 ) -> Weighed:
     """What the silos' total at `at.all` says, with the server's own part: the prior and q."""
     prior = over_draws(log_prior, at.all)
-    joint = torch.from_numpy(np.asarray(total)) + prior.nan_to_num(nan=-math.inf)
+    told = np.where(unreadable(np.asarray(total), _bound(problem)), -math.inf, total)
+    joint = torch.from_numpy(told) + prior.nan_to_num(nan=-math.inf)
     log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
     log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
     log_w, log_v = joint[1 : 1 + len(at.draws)] - log_drawn, log_q - log_drawn

@@ -27,9 +27,10 @@ from secure_fvi.deployment.trail import Exchange
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import SessionLost
-from secure_fvi.errors import DataError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
+from secure_fvi.silo import UNANSWERABLE
 
 _log = logging.getLogger(__name__)
 #: Rows of messages that were not answered, and how many of them a job may have.
@@ -84,11 +85,15 @@ class Site:
     def _note_refusal(self, job: str, kind: bytes, message: bytes, error: Exception) -> None:
         """A row for a message that was not answered; after so many of a job, none: a server does not fill the disk."""
         known = self._trail.chain.jobs.get(job)
-        if known is None or not known.accepted or known.omissions.get(REFUSED, 0) >= _MOST_REFUSED:
+        if known is None or not known.accepted:
+            return
+        if isinstance(error, DataError) and UNANSWERABLE not in known.omissions:  # `max_unanswered` counts the job
+            self._trail.omission(job, UNANSWERABLE, _for_trail(error))
+        if known.omissions.get(REFUSED, 0) >= _MOST_REFUSED:
             return
         said = f"{_STEPS[kind]} of {len(message)} bytes, SHA-256 {hashlib.sha256(message).hexdigest()}"
         with contextlib.suppress(SecureFVIError, OSError):
-            self._trail.omission(job, REFUSED, f"{said}: {type(error).__name__}")
+            self._trail.omission(job, REFUSED, f"{said}: {_for_trail(error)}")
 
     def longest(self) -> int:
         """Bytes of the longest message that the server may send by now: by the tables of the job that is open."""
@@ -135,9 +140,7 @@ class Site:
         try:
             self._job = self._made(decision)
         except Exception as error:
-            # What the data are like goes to the process's own log alone: the trail may be shown to others.
-            why = error.TOLD if isinstance(error, DataError) else str(error)
-            self._trail.note(job, f"the job cannot run here: {printable(why)}")
+            self._trail.note(job, f"the job cannot run here: {_for_trail(error)}")
             raise
         self._server = decision.offer.server
         write_atomically(self._job.folder / "offer", offer)
@@ -184,6 +187,14 @@ class Site:
         if self._on_end is not None:
             self._on_end(job, path)
         return CODEC.pack(Ended())
+
+
+def _for_trail(error: Exception) -> str:
+    """What the paper trail says of an error: others read it, so that of all that may follow from data there is one
+    sentence, and counts, lines and paths stand in the process's own log alone."""
+    if isinstance(error, ProtocolError | PolicyError | BudgetError):
+        return printable(str(error))
+    return type(error).__name__ if isinstance(error, OSError) else DataError.TOLD
 
 
 def run_site(

@@ -9,9 +9,10 @@ results/JOB.safetensors    the silo's own posterior, for its eyes alone
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_sch
 from secure_fvi.deployment.session_sums import longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
 from secure_fvi.engines.stream_server import SessionLost
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import DataError, InputError, ProtocolError
 from secure_fvi.federated_model import read_data
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import derived_secret, work_of
@@ -95,7 +96,8 @@ class SiteJob:
     """A job that this site has accepted. Holds the silo's data while the process lives."""
 
     def __init__(self, home: Home, decision: Decision, local: Local, tell: Callable[[str, str], None]) -> None:
-        """Reads the data, agrees on terms and opens the ledger. Raises InputError, PolicyError and BudgetError. `tell`
+        """Reads the data, agrees on terms and opens the ledger. Raises InputError (of all that follows from the data
+        DataError), PolicyError and BudgetError. `tell`
         writes into the site's log what a silo has to say of the server (`Silo.on_event`)."""
         self.home, self.decision, self._tell = home, decision, tell
         algorithm, aggregation, privacy = chosen(decision.offer.config)
@@ -106,11 +108,12 @@ class SiteJob:
         config = _with_data(decision.local_config(home.id), home.id, local.data)
         hidden = [home.path, *(Path(s.data) for s in config.silo if s.id == home.id)]
         model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
-        rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
-        self.schema, records = read_data(rows, home.id, dtype)
-        if not ids_are_own:
-            check_repeats(records.rows, home.id)
+        with _of_data(home.id):
+            rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
+            self.schema, records = read_data(rows, home.id, dtype)
+            if not ids_are_own:
+                check_repeats(records.rows, home.id)
         work, run = work_of([rows], algorithm), config.run
         self.threads = choose_threads(work) if run.threads == "auto" else run.threads
         self.problem = build_problem(
@@ -138,7 +141,8 @@ class SiteJob:
             return derived_secret(config.seed, home.id, [ids] if ids_are_own else None)
 
         self.secret = self._secret(silo_secret(derived, bool(self.program.terms), None) if local.repeatable else None)
-        self.view = silo_view(home.id, self.problem, records, ids.numpy(), self.secret)
+        with _of_data(home.id):
+            self.view = silo_view(home.id, self.problem, records, ids.numpy(), self.secret)
         self._fresh = FreshBytes(self.folder / "fresh")
         self.party: DurableSilo | None = None
         self._store: HeldStore | None = None
@@ -348,6 +352,18 @@ class SiteJob:
         store = open_held(path, self.home.state_secret())
         store.same_boot()
         return store
+
+
+@contextlib.contextmanager
+def _of_data(silo: str) -> Iterator[None]:
+    """Whatever goes wrong with a site's own file or records follows from them: a DataError, of one kind for all."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        what = str(error) if isinstance(error, InputError) else f"its data cannot be read ({type(error).__name__})"
+        raise DataError(f"silo '{silo}': {what}") from error
 
 
 def _with_data(config: Config, silo: str, data: Path | None) -> Config:

@@ -36,7 +36,7 @@ from secure_fvi.engines.stream_messages import (
 )
 from secure_fvi.engines.stream_server import RECHECK, SessionLost
 from secure_fvi.engines.tls_files import TlsFiles
-from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
@@ -186,6 +186,10 @@ class StreamClient:
         return status, answer
 
 
+#: What a server hears, whatever of a silo's data was the reason.
+_AS_DATA = f"{DataError.TOLD}, or computing on them failed; the site's log says more"
+
+
 def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
     """Status and answer; nothing of an unforeseen error but its kind."""
     try:
@@ -198,11 +202,14 @@ def answered(handle: Handler, job: str, message: bytes) -> tuple[int, bytes]:
         return REFUSAL, reason(str(error))
     except DataError as error:  # it counts rows, which is for this site alone
         _log.error("job '%s' is refused: %s", job, error)
-        return REFUSAL, reason(error.TOLD)
-    except Exception as error:
-        # What else goes wrong may tell of data, were it only their number: it stays at the site.
+        return REFUSAL, reason(_AS_DATA)
+    except (BudgetError, OSError) as error:
         _log.exception("a message could not be answered")
         return REFUSAL, reason(f"{type(error).__name__}; the site's log says more")
+    except Exception:
+        # Whatever else goes wrong may follow from data, and its kind tell of them: it stays at the site.
+        _log.exception("a message could not be answered")
+        return REFUSAL, reason(_AS_DATA)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -70,7 +70,7 @@ def test_latents_are_integrated_out_whatever_their_conditionals(
     q = from_moments(torch.zeros(1).double(), torch.full((1, 1), 0.16).double())
     at = points(0, q, problem.layout)
     frame = program.frame
-    weigher = Weigher(problem, frame.local_family, frame.silo_family, 1e9)
+    weigher = Weigher(problem, frame.local_family, frame.silo_family)
     found = torch.from_numpy(weigher(q, at, {}, record, at_silo, silo.view, 0))[1 : 1 + len(at.draws)]
     covariance = 0.41 * torch.eye(len(y)) + 0.49
     marginal = dist.MultivariateNormal(at.draws.expand(-1, len(y)), covariance).log_prob(y)

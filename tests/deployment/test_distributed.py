@@ -178,7 +178,9 @@ def test_data_that_do_not_fit_are_counted_at_their_site_alone(
     job = Job(world, tmp_path, algorithm=SHORT)
     with pytest.raises(ProtocolError) as caught:
         job.run()
-    assert str(caught.value) == "silo 'south' refused: its data do not fit the model"
+    assert str(caught.value) == (
+        "silo 'south' refused: its data do not fit the model, or computing on them failed; the site's log says more"
+    )
     told = [record.getMessage() for record in caplog.records if "wheeze" in record.getMessage()]
     assert told
     assert all("is refused: silo 'south': 'wheeze' does not fit site 'wheeze' in" in line for line in told)

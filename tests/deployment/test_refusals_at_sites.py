@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment import countersigning, fence, imports, model_hash, session_messages, signatures
+from secure_fvi.deployment import countersigning, fence, imports, model_hash, session_messages, signatures, site_job
 from secure_fvi.deployment.admission import Admission
 from secure_fvi.deployment.authority import Authority, authority_hash
 from secure_fvi.deployment.certificates import (
@@ -59,14 +59,16 @@ from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail_rows import TrailChain
 from secure_fvi.deployment.trail_verify import verify
+from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_server import SessionLost
-from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
-from secure_fvi.runs import toml
+from secure_fvi.runs import federation, toml
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.tables import read_table
 
 CONFIG: dict[str, Any] = {
     "model": {"program": "six-cities"},
@@ -673,6 +675,77 @@ def test_jobs_that_data_could_not_answer_are_counted(world: World, tmp_path: Pat
                 site.handle(offer.job, join)
     finally:
         site.close()
+
+
+def _rows(world: World, folder: Path, cells: str) -> Any:
+    """A site's reader, whose own file has 500 rows with `cells` in one of them."""
+    path = folder / "cohort.csv"
+    path.write_text("record_id,wheeze\n" + "".join(f"{i},{cells if i == 16 else 1}\n" for i in range(500)))
+    return lambda *_: read_table(path, "silo[0].data")
+
+
+_BAD: dict[str, Callable[[World, Path], Callable[..., Any]]] = {
+    "no number": lambda world, folder: _rows(world, folder, "nan"),
+    "a line too long": lambda world, folder: _rows(world, folder, "1,1"),
+    "no file": lambda world, folder: lambda *_: read_table(folder / "none.csv", "silo[0].data"),
+    "lengths": lambda world, folder: (
+        lambda *_: ({"wheeze": torch.ones(5), "age": torch.ones(4)}, torch.arange(5), True)
+    ),
+    "an error of its own": lambda world, folder: lambda *_: {}["wheeze"],
+}
+
+
+def _told(world: World, join: bytes, job: str) -> tuple[int, bytes]:
+    site = Site(world.homes["east"], Local())
+    try:
+        return answered(site.handle, job, join)
+    finally:
+        site.close()
+
+
+def test_whatever_is_wrong_with_its_data_a_site_says_the_same_of_them(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To server and paper trail: no class of an error, no count, no line, no path. The control: its own process is
+    told which."""
+    offer, join = _offered(world, tmp_path)
+    told, own = set(), set()
+    for make in _BAD.values():
+        monkeypatch.setattr(site_job, "silo_part", make(world, tmp_path))
+        told.add(_told(world, join, offer.job))
+        site = Site(world.homes["east"], Local())
+        with pytest.raises(DataError) as caught:
+            site.handle(offer.job, join)
+        own.add(str(caught.value))
+        site.close()
+    assert len(told) == 1
+    assert len(own) == len(_BAD)
+    log = world.homes["east"].path.rglob("audit-log.sqlite*")
+    held = b"".join(path.read_bytes() for path in log)
+    assert b"its data do not fit the model" in held
+    for secret in (b"cohort.csv", b"none.csv", b"line 18", b"KeyError", b"DataError", b"InputError", b"has 5"):
+        assert secret not in held
+
+
+@pytest.mark.parametrize("bad", [True, False], ids=["refused", "control"])
+def test_jobs_that_data_do_not_fit_are_counted(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bool
+) -> None:
+    """Each such job would give an exact bit of the records: the fourth is not looked at. The control: of data that fit,
+    every one is let in. A job that is offered again counts once."""
+    right = federation.silo_part
+
+    def miscoded(*args: Any) -> Any:
+        rows, ids, own = right(*args)
+        return {**rows, "wheeze": rows["wheeze"] + bad}, ids, own
+
+    monkeypatch.setattr(site_job, "silo_part", miscoded)
+    said = []
+    for _ in range(5):
+        offer, join = _offered(world, tmp_path)
+        said.append([_told(world, join, offer.job)[1] for _ in range(2)])
+    stopped = [b"outside this site's policy" in again for pair in said for again in pair]
+    assert stopped == [False] * 6 + [bad] * 4
 
 
 def test_a_message_that_is_refused_has_a_row_as_well(world: World, tmp_path: Path, monkeypatch: Any) -> None:
