@@ -163,6 +163,36 @@ class Traced:
             return run, None
 
 
+class TracedOnMade(Traced):
+    """A traced function of records under record privacy: the data decide neither on whether it is traced nor on what
+    is. It is never compiled, which would choose its own order of sums, nor mapped over silos.
+
+    `made` is told what it was called with and gives arguments of the same shapes without the data of records.
+    """
+
+    def __init__(self, fn: Callable[..., Any], made: Callable[..., tuple[Any, ...]], mode: Mode) -> None:
+        super().__init__(fn, (), "traced" if mode == "compiled" else mode, by_shape=True)
+        self._made = made
+
+    def __call__(self, *args: Any) -> Any:
+        return self.alone(*args)
+
+    def alone(self, *args: Any) -> Any:
+        """One call, at once; before the one after `TRACE_AFTER_CALLS` the function is traced, on what is made."""
+        self._calls[()] += 1
+        if self.mode != "eager" and not self._traces and self._calls[()] > TRACE_AFTER_CALLS:
+            made = self._made(*args)
+            self.record_axis = (None,) * len(made)
+            try:
+                self._trace((), made, flatten(made))
+            except Exception:  # the program fails on what is made
+                self.mode = "eager"
+        if not self._traces:
+            return self.fn(*args)
+        run, build = self._traces[()]
+        return build(iter(run(*flatten(args))))
+
+
 def trace_graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]) -> GraphModule:
     """Trace on stand-ins whose record axis has a length that no other axis has, so that it alone is symbolic."""
     lengths = {size for tensor in flat for size in tensor.shape}
@@ -206,7 +236,7 @@ def lean(module: GraphModule) -> GraphModule:
             if node.all_input_nodes and all(before in constants for before in node.all_input_nodes):
                 values = torch.fx.map_arg((node.args, node.kwargs), constants.__getitem__)
                 constants[node] = node.target(*values[0], **values[1])
-            name = getattr(getattr(node.target, "_schema", None), "name", "").removeprefix("aten::")
+            name = str(getattr(getattr(node.target, "_schema", None), "name", "")).removeprefix("aten::")
             node.target = _CHEAPER.get(name, node.target)
     for k, (node, value) in enumerate(constants.items()):
         if node.op == "call_function" and isinstance(value, Tensor):

@@ -14,6 +14,7 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -61,7 +62,9 @@ def _words(text: str) -> frozenset[str]:
 #: Operations of ATen that a graph may name: pure, deterministic, and bounded by the tensors that they are given.
 #: Not among them, with reason: in-place and `out=` forms, `empty` (it shows old memory), `as_strided` (it reads around
 #: its argument), `linalg_lu_solve` and `native_group_norm` (they believe the sizes and places that they are told),
-#: `from_file`, random numbers, and whatever is new in another version of PyTorch.
+#: `from_file`, random numbers, `index_fill` (mapped over records it writes all of them into one buffer), `linalg_eigh`
+#: (it raises where it does not converge), and whatever is new in another version of PyTorch. A test maps each over
+#: records, and changes, moves and spoils one of them (tests/test_isolation.py).
 _PURE = _words(
     """
     abs acos acosh add addbmm addcdiv addcmul addmm addmv addr alias all amax amin aminmax any arange argmax
@@ -70,9 +73,9 @@ _PURE = _words(
     clone constant_pad_nd convolution copysign cos cosh cross cummax cummin cumprod cumsum deg2rad detach
     diag_embed diagonal diagonal_scatter digamma dist div dot elu embedding eq erf erfc erfinv exp exp2 expand
     expm1 eye fill flip floor floor_divide fmax fmin fmod frac full full_like gather ge gelu glu gt hardsigmoid
-    hardswish hardtanh heaviside hypot i0 igamma igammac index index_add index_copy index_fill index_put
+    hardswish hardtanh heaviside hypot i0 igamma igammac index index_add index_copy index_put
     index_select isfinite isinf isnan kthvalue le leaky_relu lerp lgamma lift_fresh lift_fresh_copy
-    linalg_cholesky_ex linalg_cross linalg_eigh linalg_householder_product linalg_inv_ex linalg_lu
+    linalg_cholesky_ex linalg_cross linalg_householder_product linalg_inv_ex linalg_lu
     linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular linalg_vector_norm
     linspace log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logcumsumexp logical_and logical_not
     logical_or logical_xor logit logspace logsumexp lt masked_fill masked_scatter max max_pool2d_with_indices
@@ -115,6 +118,93 @@ _INSTEAD: Mapping[str, Callable[..., Any]] = {
     "aten.copy.default": lambda to, source, non_blocking=False: source.to(to.dtype).expand_as(to),
     "aten.lift_fresh_copy.default": lambda x: x,
     "aten.lift_fresh.default": lambda x: x,
+}
+#: Of a run of a graph: whether an operation failed, () each. It then gives NaN, as it would else raise: a record under
+#: record privacy must not change how the others are evaluated, nor how long that takes.
+_failures: ContextVar[list[Tensor] | None] = ContextVar("failures", default=None)
+
+
+def _fails(where: Tensor) -> Tensor:
+    """`where`, noted as a failure of the graph if it holds anywhere."""
+    noted = _failures.get()
+    if noted is not None:
+        noted.append(where.any())
+    return where
+
+
+def _within(index: Tensor, size: int, lowest: int = 0) -> Tensor:
+    """Places from `lowest` to below `size`; 0 for others."""
+    return torch.where(_fails((index < lowest) | (index >= size)), 0, index)
+
+
+def _at(run: Callable[..., Any], x: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return run(x, dim, _within(index, x.shape[dim] if x.dim() else 1), *args, **kwargs)
+
+
+def _embedding(run: Callable[..., Any], weight: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return run(weight, _within(index, weight.shape[0]), *args, **kwargs)
+
+
+def _at_several(run: Callable[..., Any], x: Tensor, places: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if any(p is not None and not p.dtype.is_signed for p in places):  # masks: as many as there are, or refused
+        return run(x, places, *args, **kwargs)
+    return run(
+        x, [p if p is None else _within(p, n, -n) for p, n in zip(places, x.shape, strict=False)], *args, **kwargs
+    )
+
+
+def _masked_scatter(run: Callable[..., Any], x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    return run(
+        x, mask & ~_fails(mask.expand(torch.broadcast_shapes(mask.shape, x.shape)).sum() > source.numel()), source
+    )
+
+
+def _bce(run: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return run(torch.where(_fails(~((x >= 0) & (x <= 1))), 0.5, x), *args, **kwargs)
+
+
+def _whole_division(run: Callable[..., Any], x: Any, by: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of whole numbers: none by 0, nor of the lowest by -1, which the processor traps."""
+    kind = torch.result_type(x, by)
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool or kwargs.get("rounding_mode", "") is None:
+        return run(x, by, *args, **kwargs)
+    lowest = False if not kind.is_signed else (torch.as_tensor(x).to(kind) == torch.iinfo(kind).min) & (by == -1)
+    if isinstance(by, Tensor):
+        by = torch.where(_fails((by == 0) | lowest), 1, by)
+    elif isinstance(lowest, Tensor):
+        x = torch.where(_fails(lowest), 0, x)
+    return run(x, by, *args, **kwargs)
+
+
+def _unchecked(run: Callable[..., Any], *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
+    """A factorisation that says in its last result where it fails."""
+    found = run(*args, **kwargs)
+    if check_errors:
+        _fails(found[-1] != 0)
+    return found
+
+
+def _cholesky(run: Callable[..., Any], x: Tensor, upper: bool = False) -> Any:
+    found, info = torch.ops.aten.linalg_cholesky_ex(x, upper=upper)
+    _fails(info != 0)
+    return found
+
+
+def _check_errors(run: Callable[..., Any], info: Tensor, *args: Any, **kwargs: Any) -> None:
+    _fails(info != 0)
+
+
+#: Operations that raise at some values, as functions that do not. What they give is then of no use (`_fails`).
+_TOTAL: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(_words("gather index_add index_copy index_select scatter scatter_add scatter_reduce"), _at),
+    **dict.fromkeys(_words("index index_put"), _at_several),
+    **dict.fromkeys(_words("div.Tensor_mode div.Scalar_mode floor_divide fmod remainder"), _whole_division),
+    **dict.fromkeys(_words("linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex _linalg_solve_ex"), _unchecked),
+    "_linalg_check_errors": _check_errors,
+    "binary_cross_entropy": _bce,
+    "cholesky": _cholesky,
+    "embedding": _embedding,
+    "masked_scatter": _masked_scatter,
 }
 #: Memory as it was found would show what this process had there: a graph has zeros instead.
 _WRITTEN_AS = {
@@ -176,13 +266,23 @@ class TensorGraph:
         return f"TensorGraph({len(self._nodes)} operations)"
 
     def __call__(self, flat: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """The outputs for these inputs, on `device`. The caller has set the default type of numbers (`running`)."""
+        """The outputs for these inputs, on `device`; NaN where an operation failed. The caller has set the default type
+        of numbers (`running`)."""
         if device not in self._there:
             self._there[device] = {name: value.to(device) for name, value in self._constants.items()}
-        constants, values = self._there[device], list[Any](flat)
-        for node in self._nodes:
-            values.append(node.run(*_filled(node.args, values, constants), **node.options(values, constants, device)))
-        return [values[ref.at] for ref in self._outputs]
+        constants, values, failures = self._there[device], list[Any](flat), list[Tensor]()
+        token = _failures.set(failures)
+        try:
+            for node in self._nodes:
+                args, options = _filled(node.args, values, constants), node.options(values, constants, device)
+                values.append(node.run(*args, **options))
+        finally:
+            _failures.reset(token)
+        outputs = [values[ref.at] for ref in self._outputs]
+        if not failures:
+            return outputs
+        once = torch.where(torch.stack(failures).any(), math.nan, 1.0)  # times NaN, gradients are NaN too
+        return [found * once.to(found.dtype) if found.is_floating_point() else found for found in outputs]
 
     def check_work(self, flat: Sequence[Tensor]) -> None:
         """Raises InputError where these inputs, on the CPU, make it do more than a program may on made data. How large
@@ -720,7 +820,8 @@ def _operation(name: str) -> tuple[Callable[..., Any], bool]:
         raise InputError(f"it uses {name}, which PyTorch {torch.__version__} does not have, or which writes in place")
     if not all("Tensor" in str(given.type) for given in found._schema.returns):  # forms for lists, texts, devices
         raise InputError(f"it uses {name}, which gives no tensor")
-    return found, any(a.name == "device" for a in found._schema.arguments)
+    total = _TOTAL.get(rest) or _TOTAL.get(packet)
+    return partial(total, found) if total else found, any(a.name == "device" for a in found._schema.arguments)
 
 
 def _reckoned(run: Callable[..., Any], *sizes: Any) -> Any:

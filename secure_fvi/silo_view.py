@@ -11,13 +11,17 @@ from secure_fvi.contracts import read_at_silo
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
+from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 
 _SPARE_ID = -2
 
 
 def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int64], secret: bytes) -> SiloView:
-    """Records with one spare row at the end (a copy of the first, of weight zero), and the silo's draws."""
+    """Records with one spare row of weight zero at the end, and the silo's draws.
+
+    The spare row is a copy of the first; under record privacy it is made, since it stands beside every record.
+    """
     if ids.shape != (records.size,):
         raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
     different, counts = np.unique(ids, return_counts=True)
@@ -27,7 +31,8 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
             f"silo '{silo}': record ids must be different whole numbers of at least 0; in {bad} of {len(ids)} rows "
             "they are not"
         )
-    rows = {name: torch.cat([t, t[:1]]).to(problem.device) for name, t in records.rows.items()}
+    made = problem.schema.dummy_rows(1) if isinstance(problem.privacy, RecordDP) else {}
+    rows = {name: torch.cat([t, made.get(name, t[:1]).to(t)]).to(problem.device) for name, t in records.rows.items()}
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
     weights[-1] = 0.0
     keyed = np.append(ids, _SPARE_ID)

@@ -22,14 +22,15 @@ from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.algorithms.sfvi_frame import SFVIFrame, local_units
 from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, as_sent, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, asked, points
-from secure_fvi.compiled import Traced
+from secure_fvi.compiled import Traced, TracedOnMade, threads
 from secure_fvi.families import Params
 from secure_fvi.objective import RecordGradients, SiloGradient, flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import part, put, running_average, take
 
-#: Rows of per-record gradients held at once, at most.
-_LARGEST_CHUNK = 8192
+#: Rows of a block of per-record gradients, and numbers in one above which it has fewer rows: powers of two, so that no
+#: vectorised loop ends within a block. Only what everyone knows, the model's size, decides on them.
+_FEWEST_ROWS, _MOST_ROWS, _MOST_NUMBERS = 64, 512, 2**16
 #: The first key of the draws at the final q; those of rounds are smaller.
 _FINAL = 2**30
 
@@ -69,12 +70,13 @@ class SFVISilo:
         plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
         self._gradient: Callable[..., SiloGradient] = plain
         self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, frame.couples)
+        self._block = _rows_of_block(sum(b.size for b in frame.gradient_blocks))
         by_shape = frame.local_family.couples_records
         record, draws = (None, None) if by_shape else (0, 1)
         axes = (None, None, None, record, None, record, record, draws, None)
         self._step: Callable[..., Any] = self._step_function
         if frame.by_record:
-            self._step = Traced(self._record_step_function, (*axes, record, None, None), problem.mode)
+            self._step = TracedOnMade(self._record_step_function, self._made, problem.mode)
             self._own_terms = Traced(plain, (None,) * 10, problem.mode)
         elif self.optimizer.traceable:
             self._step = Traced(self._step_function, (*axes, record, None, None), problem.mode, by_shape)
@@ -170,17 +172,20 @@ class SFVISilo:
 
         def stepped(rows: npt.NDArray[np.int64]) -> tuple[Any, ...]:
             at = torch.from_numpy(rows).to(self.problem.device)
-            return self._step(
-                *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
-                self._eps_record(turn, view, rows), eps_silo, take(record_moments, at), {}, scale,
-            )  # fmt: skip
+            with threads(1):  # several would cut a block into parts at places of their own
+                return self._step(
+                    *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
+                    self._eps_record(turn, view, rows), eps_silo, take(record_moments, at), {}, scale,
+                )  # fmt: skip
 
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal record, record_moments
             for rows in self._chunks(turn, view):
-                found, failed = _evaluated(rows, stepped, view.size)
+                found, rows, failed = _evaluated(rows, stepped, view.size)
                 gate.dropped += failed
-                for at, (gradients, values, new, moments) in found:
+                if found is not None:
+                    gradients, values, new, moments = found
+                    at = torch.from_numpy(rows).to(self.problem.device)
                     record, record_moments = put(record, at, new), put(record_moments, at, moments)
                     yield gradients, values
 
@@ -214,15 +219,24 @@ class SFVISilo:
     def _own(self, shared: tuple[Tensor, Tensor, Params], silo: Params, eps_silo: Tensor) -> SiloGradient:
         """What the silo adds besides its records: prior and entropy of its silo-level latents, on made data."""
         problem, frame = self.problem, self.frame
-        rows = {name: frame.move(v) if v.is_floating_point() else v for name, v in self._made_rows.items()}
+        made = {n: v.to(problem.device) for n, v in problem.schema.dummy_rows(2).items()}
+        rows = {name: frame.move(v) if v.is_floating_point() else v for name, v in made.items()}
         local = frame.local_family.init(frame.move(problem.start.z_record[:1].expand(2, -1)))
         nothing = frame.move(torch.zeros(2))
         eps = frame.move(torch.zeros(frame.samples, 2, frame.n_record))
         return self._own_terms(*shared, local, silo, rows, nothing, eps, eps_silo, frame.scalar(1.0))
 
-    @property
-    def _made_rows(self) -> Params:
-        return {n: v.to(self.problem.device) for n, v in self.problem.schema.dummy_rows(2).items()}
+    def _made(self, *args: Any) -> tuple[Any, ...]:
+        """What `_record_step_function` was called with, made records in place of the silo's own."""
+        z_global, shift, theta, _, silo, rows, weights, eps_record, eps_silo, _, none, scale = args
+        count, frame = len(weights), self.frame
+        made = {n: v.to(rows[n]) for n, v in self.problem.schema.dummy_rows(count).items()}
+        start = frame.local_family.init(frame.move(self.problem.start.z_record[:1].expand(count, -1)))
+        eps = torch.randn(eps_record.shape, generator=torch.Generator().manual_seed(0))
+        return (
+            z_global, shift, theta, start, silo, made, torch.ones_like(weights), eps.to(eps_record), eps_silo,
+            self.optimizer.init(start, by_row=True), none, scale,
+        )  # fmt: skip
 
     # ---- what both ways need ----
 
@@ -250,36 +264,51 @@ class SFVISilo:
         return np.flatnonzero(joined)
 
     def _chunks(self, key: int, view: SiloView) -> Iterator[npt.NDArray[np.int64]]:
-        """The sample in pieces of one fixed size, filled up with the spare row of weight zero.
+        """The sample in blocks of one shape, whatever the data, filled up with the spare row of weight zero.
 
-        Nearly every sample fits into one piece; a larger one takes several, and none is cut.
+        There is a spare row in each, so that none differs from another by having one. None of the sample is cut.
         """
-        batch = self._batch(key, view)
+        batch, own = self._batch(key, view), self._block - 1
         rows = np.arange(view.size) if batch is None else batch
-        mean = self.config.sampling_rate * view.size
-        size = min(max(2, math.ceil(mean + 4 * math.sqrt(mean))), view.size + 1, _LARGEST_CHUNK)
-        size = max(size, 2)
-        pieces = max(1, math.ceil(len(rows) / size))
-        padded = np.concatenate([rows, np.full(pieces * size - len(rows), view.size, np.int64)])
-        yield from np.split(padded, pieces)
+        blocks = max(1, math.ceil(len(rows) / own))
+        filled = np.append(rows, np.full(blocks * own - len(rows), view.size, np.int64)).reshape(blocks, own)
+        yield from np.pad(filled, ((0, 0), (0, 1)), constant_values=view.size)
+
+
+def _rows_of_block(numbers: int) -> int:
+    """Rows whose gradients, of so many numbers each, are held at once."""
+    return min(_MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
+
+
+_Step = Callable[[npt.NDArray[np.int64]], tuple[Any, ...]]
 
 
 def _evaluated(
-    rows: npt.NDArray[np.int64], step: Callable[[npt.NDArray[np.int64]], tuple[Any, ...]], size: int
-) -> tuple[list[tuple[Tensor, tuple[Any, ...]]], int]:
-    """What `step` gives for some rows, and which they are; and on how many it failed. `size` is the spare row.
+    rows: npt.NDArray[np.int64], step: _Step, spare: int
+) -> tuple[tuple[Any, ...] | None, npt.NDArray[np.int64], int]:
+    """What `step` gives for a block of rows, which rows these are, and on how many it failed.
 
-    Where the program raises anything on them (a matrix that cannot be factorised), each record is evaluated by itself,
-    and those on which it still does are left out, which is what a zero is. To fail would tell the server of them,
-    without noise, as often as it asks.
+    Where the program raises anything (a matrix that cannot be factorised), the records on which it does are found and
+    the block is evaluated again with the spare row in their place, which is what a zero is: in the same shape, so that
+    no bit of another record's numbers moves. To fail would tell the server of them, without noise, as often as it
+    asks. None where the spare row itself fails, as it then does in each block of every silo.
     """
     with contextlib.suppress(Exception):
-        return [(torch.from_numpy(rows), step(rows))], 0
-    found, own = [], rows[rows < size]
-    for row in own:
-        with contextlib.suppress(Exception):
-            pair = np.array([row, row])  # graphs take at least two
-            gradients, values, *state = step(pair)
-            first = [{name: value[:1] for name, value in part.items()} for part in state]
-            found.append((torch.from_numpy(pair[:1]), (gradients[:1], values[:1], *first)))
-    return found, len(own) - len(found)
+        return step(rows), rows, 0
+    failing = _failing(rows[rows < spare], len(rows), step, spare)
+    rest = np.where(np.isin(rows, failing), spare, rows)
+    with contextlib.suppress(Exception):
+        return step(rest), rest, len(failing)
+    return None, rest, int((rows < spare).sum())
+
+
+def _failing(some: npt.NDArray[np.int64], size: int, step: _Step, spare: int) -> list[int]:
+    """Those rows on which `step` raises, each looked at in a block of the same shape."""
+    try:
+        step(np.append(some, np.full(size - len(some), spare, np.int64)))
+        return []
+    except Exception:
+        if len(some) <= 1:
+            return some.tolist()
+    half = len(some) // 2
+    return [row for part in (some[:half], some[half:]) for row in _failing(part, size, step, spare)]

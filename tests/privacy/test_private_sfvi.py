@@ -113,15 +113,16 @@ def test_two_sums_of_one_round_are_two_independent_samples() -> None:
     assert set(chunks[0].tolist()) != set(chunks[1].tolist())
 
 
-def test_a_sample_larger_than_a_chunk_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks of three rows, every row of each sample is in some chunk, once."""
-    monkeypatch.setattr("secure_fvi.algorithms.sfvi_silo._LARGEST_CHUNK", 3)
+def test_a_sample_larger_than_a_block_is_never_cut() -> None:
+    """With blocks of four rows, every row of each sample is in some block, once, and each has a spare row."""
     _, engine, _ = parties(small_job(), sf.SFVI(iterations=20, sampling_rate=0.1))
     silo = engine.silos["silo-2"]
+    silo.program._block = 4
     sizes = set()
     for index in range(50):
         pieces = list(silo.program._chunks(index, silo.view))
         sizes |= {len(p) for p in pieces}
+        assert all(p[-1] == silo.size for p in pieces)
         rows = np.concatenate(pieces)
         kept = rows[rows < silo.size]
         assert sorted(kept) == sorted(silo.program._batch(index, silo.view))
