@@ -182,8 +182,8 @@ class Vertical(RunShape):
 def row_sums(phases: tuple[str, ...], rounds: int, silos: int, participation: float) -> Declaration:
     """What vertical sums are: every total has a row a record, what the silos' columns together say of a person."""
     what = {
-        AUXILIARY_PHASE: "its auxiliary variable of each person, and its part of the objective",
-        SLOPE_PHASE: "its slope of the likelihood at each person",
+        AUXILIARY_PHASE: "its auxiliary variable of each person, its part of the objective, and whether it has settled",
+        SLOPE_PHASE: "its slope of the likelihood at each person and in gamma, and its part of the log-likelihood",
     }
     sums = tuple(Sums(phase, rounds, what[phase], *drawn(silos, participation)) for phase in phases)
     keeps = "its parameters' posterior"
