@@ -20,7 +20,7 @@ from secure_fvi.aggregation.homomorphic_schemes import scheme_named
 from secure_fvi.aggregation.homomorphic_silo import SlotCodecs
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
-from secure_fvi.privacy.terms import Terms
+from secure_fvi.privacy.terms import BELOW_NORM, Terms
 
 if TYPE_CHECKING:
     from secure_fvi.runs.config import Engine
@@ -40,6 +40,18 @@ DISCLOSURES = {
     "objective": "the bound, with noise that the same epsilon pays for",
     "adaptive_clipping": "the share of silos below the clipping norm, with noise that the same epsilon pays for",
 }
+_POINT = ("its own copy",)
+#: Words for each block, one of which has to stand in what its phase is declared to be. Names end where a "/" stands.
+WORDS = {
+    "direct": ("gradients",), "path": ("gradients",), "theta": ("parameters", "its site"), "eta": _POINT,
+    "objective": ("that part", "part of the bound", "part of the objective"), "records": ("number of records",),
+    "silos": ("weight", "number of records"), "value": ("part of the bound", "part of the log-likelihood"),
+    "slope": ("slope",), "curve": ("slope",), "weighed": ("log-likelihood",), "gamma": ("gamma",),
+    "loc": _POINT, "sd": _POINT, "root": (*_POINT, "covariance"), "weights": _POINT, "means": _POINT, "spreads": _POINT,
+    "change": ("change of its site", "change of q"), "skipped": ("could fit",), "tempered": ("tempered",),
+    "moving": ("would move q",), "distortion": ("part of the objective",), "rate": ("part of the objective",),
+    "auxiliary": ("auxiliary",), "local": ("part of the objective",), "unsettled": ("settled",),
+}  # fmt: skip
 #: An exact sum that rests on a smaller share of the records than this is "sampled_records".
 FEW = 0.5
 
@@ -197,6 +209,12 @@ class Disclosure:
                     f"phase '{name}' of {self.algorithm} plans its noise for {terms[name].cohort} silos, and asks "
                     f"{declared[name].asked}"
                 )
+            for b in table.blocks:
+                if b.rows == "presence" or b.name == BELOW_NORM:  # said of all sums, and by `kinds`
+                    continue
+                words = WORDS.get(b.name.split("/")[0], ())
+                if not any(word in declared[name].what for word in words):
+                    raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
         if isinstance(aggregation, Homomorphic):
             codecs = SlotCodecs(scheme_named(aggregation.scheme), self.silos)
             for table in tables.values():

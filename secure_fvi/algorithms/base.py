@@ -98,20 +98,33 @@ ITERATION = "iteration"
 CLIP = "clip"
 
 
-class Form(NamedTuple):
-    """What the broadcasts of a phase carry, whatever their values: names of numbers, and shapes of tensors by name."""
+#: Between what a number of a broadcast lies, ends included: factors, flags and counts. Others are finite.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "scale": (0.0, 2.0**20), "rate": (0.0, 1.0), "averaging": (0.0, 1.0), "stage": (0.0, 2.0**31),
+    "records": (0.0, 2.0**53), "prior": (0.0, 2.0**53),
+}  # fmt: skip
 
-    scalars: frozenset[str]
+
+class Form(NamedTuple):
+    """What the broadcasts of a phase carry: numbers, by name and range, and shapes of tensors by name."""
+
+    scalars: Mapping[str, tuple[float, float]]
     tensors: Mapping[str, tuple[int, ...]]
 
     def check(self, message: Broadcast) -> None:
-        """Raises ProtocolError where `message` is of another form, by what is missing, too many or of another shape."""
+        """Raises ProtocolError where `message` is of another form, by what is missing, too many, of another shape or
+        out of range. Nothing was computed: a refusal that follows from no data."""
         found = {name: tuple(value.shape) for name, value in message.tensors.items()}
         for kind, expected, given in (("number", self.scalars, message.scalars), ("tensor", self.tensors, found)):
             for name in sorted(set(expected) - set(given)):
                 raise ProtocolError(f"the broadcast of phase '{message.phase}' lacks the {kind} '{name}'")
             if len(given) > len(expected):
                 raise ProtocolError(f"the broadcast of phase '{message.phase}' has a {kind} that none asks for")
+        for name, (least, most) in self.scalars.items():
+            if not (least <= message.scalars[name] <= most and math.isfinite(message.scalars[name])):
+                raise ProtocolError(
+                    f"the number '{name}' of phase '{message.phase}' is not between {least:g} and {most:g}"
+                )
         for name, shape in self.tensors.items():
             if found[name] != shape:
                 raise ProtocolError(
@@ -124,11 +137,19 @@ class Form(NamedTuple):
         return sum(8 * math.prod(shape) for shape in self.tensors.values())
 
 
-def form(tensors: Mapping[str, Tensor | tuple[int, ...]], *scalars: str, terms: Terms | None = None) -> Form:
-    """The form of broadcasts with tensors like these (or of these shapes). terms: of the phase, under privacy."""
+def form(
+    tensors: Mapping[str, Tensor | tuple[int, ...]],
+    *scalars: str,
+    terms: Terms | None = None,
+    known: Mapping[str, float | None] | None = None,
+) -> Form:
+    """The form of broadcasts with tensors like these (or of these shapes). terms: of the phase, under privacy. known:
+    numbers that all parties know beforehand."""
     adaptive = {CLIP} if terms is not None and terms.adaptive else set[str]()
+    ranges = {name: _RANGES.get(name, (-math.inf, math.inf)) for name in sorted({*scalars, *adaptive})}
+    ranges |= {name: (value, value) for name, value in (known or {}).items() if value is not None and name in ranges}
     shapes = {name: value if isinstance(value, tuple) else tuple(value.shape) for name, value in tensors.items()}
-    return Form(frozenset({*scalars, *adaptive}), shapes)
+    return Form(ranges, shapes)
 
 
 class Order(NamedTuple):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: The phases: COUNT once, before a split of the prior whose N is not public; ROUND.
 COUNT, ROUND = "count", "round"
-_WHAT = "the change of q by its own fit, in natural parameters, and its number of records"
+_WHAT = "the change of q by its own fit, in natural parameters, its number of records, and whether it could fit"
 _KEEPS = "its own latents' posterior"
 
 

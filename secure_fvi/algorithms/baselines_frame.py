@@ -38,7 +38,8 @@ class BaselineFrame:
         self.tables = self._tables()
         before = {COUNT: problem.silos} if self.counts_first else None
         scalars, sent = (["records"] if self.split else []), {"q": (self.base.packed,)}
-        forms = {phase: form(sent, *scalars, terms=self.terms.get(phase)) for phase in (COUNT, ROUND_PHASE)}
+        known, phases = {"records": self.public_records}, (COUNT, ROUND_PHASE)
+        forms = {phase: form(sent, *scalars, terms=self.terms.get(phase), known=known) for phase in phases}
         self.order = one_phase(ROUND_PHASE, self.rounds, self.base.cohort, forms, before)
 
     def _as_pvi(self) -> PVI:

@@ -10,7 +10,7 @@ from secure_fvi.algorithms.baselines_frame import BaselineFrame
 from secure_fvi.algorithms.natural import Natural, nothing
 from secure_fvi.algorithms.pvi_fit import OwnState, SiloFit
 from secure_fvi.algorithms.pvi_start import first_start
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
 
@@ -37,6 +37,11 @@ class BaselineSilo:
         base = self.frame.base
         begin = prior if local.visits else first_start(prior, base.config.start_spread, base.problem.seed)
         fitted = self.fit(view.turn + 1, {}, begin, prior, local, view)
+        if self.frame.base.terms is None and self.frame.all_at_once and not fitted.sane:
+            # A zero in its place would make the total the others'.
+            raise AggregationError(
+                f"silo '{view.silo}': its local fit ran off; lower learning_rate, standardise the columns, or use pvi"
+            )
         change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)
         values = to_numpy(change.pack())
         if self.frame.base.terms is None:

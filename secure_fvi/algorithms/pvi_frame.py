@@ -21,6 +21,8 @@ from secure_fvi.privacy.terms import Extent, Terms, agree
 
 #: The default rate of natural gradients of a full covariance of n dimensions is at most this over n + 1.
 RATE_BY_SIZE = 2.0
+#: How many times the bound of other numbers a change may take.
+ROOM = 2.0**10
 #: Largest power of two of a unit.
 _MOST_UNITS = 200
 
@@ -45,7 +47,9 @@ class PVIFrame:
         self.packed = packed_size(self.n, self.full)
         shapes: dict[str, tuple[int, ...]] = {"change": (self.packed,)}
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
-        self.released = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
+        # First changes on raw scales are large; a silo does not send a share of one that it alone knows.
+        bounds = {"change": config.bound * (ROOM if problem.privacy is None else 1.0)}
+        self.released = tuple(Block(name, s, bounds.get(name, config.bound)) for name, s in shapes.items())
         #: Whether a silo's change is protected as one vector that a record may turn into any other.
         self.by_record = isinstance(problem.privacy, RecordDP)
         self.terms = self._terms()

@@ -32,7 +32,7 @@ from secure_fvi.algorithms.pvi_schedule import weight
 from secure_fvi.algorithms.pvi_start import first_start
 from secure_fvi.algorithms.stationarity import as_sent, final_draws
 from secure_fvi.algorithms.weighing import asked
-from secure_fvi.errors import ProtocolError
+from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import to_numpy
@@ -40,8 +40,6 @@ from secure_fvi.trees import to_numpy
 #: A cavity is tempered where in some direction it has no more than `IMPROPER` of q's precision (a silo that alone knows
 #: a parameter leaves but the prior's, a ten-thousandth perhaps), and then has `MARGIN` of it.
 IMPROPER, MARGIN = 1e-9, 0.05
-#: Share of the bound that a change takes at most.
-_SAFELY = 0.9
 
 
 class Answer(NamedTuple):
@@ -107,8 +105,7 @@ class PVISilo:
         views = part_views(view, self.config.virtual_clients)
         answered = [self._answered(message, k, part, views[k], late, gate) for k, part in enumerate(local.parts)]
         parts, answers = [part for part, _ in answered], [answer for _, answer in answered]
-        per_unit = self._per_unit(message)
-        parts = [self._within_bound(part, per_unit, len(parts)) for part in parts]
+        per_unit = self._per_unit(message, view.silo)
         rows = np.stack([self._row(p.change, a, per_unit) for p, a in zip(parts, answers, strict=True)])
         if self.frame.terms is None:
             release = gate.release(np.concatenate([rows.sum(0), *self._in_clear(message, parts, answers, view)]))
@@ -172,6 +169,12 @@ class PVISilo:
             if self.frame.terms is None:
                 raise
             gate.dropped += 1
+        if self.frame.terms is None and self.frame.cohort_size > 1:
+            # A zero in its place would make the total the others', and later totals this silo's.
+            raise AggregationError(
+                f"silo '{view.silo}': its local fit ran off in round {message.round}; lower learning_rate (now "
+                f"{self.frame.first_rate:.2g}), standardise the columns, or use sfvi"
+            )
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)
         return Answer(message.round, self._one, 0.0, zeros, False, False), own
@@ -205,19 +208,13 @@ class PVISilo:
             factor = kept
         return PVILocal(tuple(parts), 0, took, factor)
 
-    def _per_unit(self, message: Broadcast) -> Tensor:
+    def _per_unit(self, message: Broadcast, silo: str) -> Tensor:
+        """Of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""
         units = message.tensors["units"].to("cpu", torch.float64)
-        if units.shape != (self.frame.n,) or not bool((units.isfinite() & (units > 0)).all()):
-            raise ProtocolError("the units of a change are no positive numbers")
+        own = self.frame.units(self.frame.unpack(message.tensors["q"]))
+        if not bool(((units == own) | (units == 2 * own) | (units == own / 2)).all()):
+            raise ProtocolError(f"silo '{silo}': the units of a change are not those of the q that was sent")
         return self.frame.per_unit(units)
-
-    def _within_bound(self, part: Part, per_unit: Tensor, parts: int) -> Part:
-        """Where a change is past what the sum takes, as the first ones on raw scales are, a share of it: the rest comes
-        in the rounds that follow. What is protected is clipped anyway."""
-        most = float((part.change.pack() * per_unit).abs().max()) * parts / (_SAFELY * self.config.bound)
-        if self.frame.terms is not None or not most > 1:
-            return part
-        return part._replace(change=self._one.plus(part.change, 1 / most))
 
     def _row(self, change: Natural, answer: Answer, per_unit: Tensor) -> FloatArray:
         """What a part adds to the blocks that are protected."""

@@ -163,6 +163,7 @@ class SFVI:
         from secure_fvi.algorithms.base import ROUND_PHASE
 
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
+        what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
         sums = (*(s for s in before if s.phase != FINISH), own)

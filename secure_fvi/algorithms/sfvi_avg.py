@@ -178,7 +178,15 @@ class SFVIAvg:
                 sums.insert(0, Sums(COUNT, 1, bound, silos))
             if self.bures_iterations > 1 and self.family != "diagonal":
                 again = self.rounds * (self.bures_iterations - 1)
-                sums.append(Sums(BURES, again, "its covariance, as one iteration sees it", asked, cohort))
+                sums.append(
+                    Sums(
+                        BURES,
+                        again,
+                        "its covariance, as one iteration sees it; its weight, which is its number of records",
+                        asked,
+                        cohort,
+                    )
+                )
             from secure_fvi.algorithms.weighing import DISCLOSED
 
             sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos))

@@ -75,11 +75,12 @@ class SFVIAvgFrame:
         }
 
     def _form(self, phase: str) -> Form:
+        known = {"records": self.config.total_records}
         if phase == BURES:
             n = self.family.n
-            return form({ROOT: (n * (n + 1) // 2,)}, "records", "rate", ITERATION)
+            return form({ROOT: (n * (n + 1) // 2,)}, "records", "rate", ITERATION, known=known)
         sent = merge(eta=self.base.start(), theta=self.theta_start)
-        return form(sent, "records", "rate", terms=self.terms.get(phase))
+        return form(sent, "records", "rate", terms=self.terms.get(phase), known=known)
 
     @property
     def counts_first(self) -> bool:

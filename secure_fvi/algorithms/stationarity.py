@@ -45,6 +45,10 @@ HALF = 128
 VALUE, SLOPE, CURVE = "value", "slope", "curve"
 
 
+#: Blocks whose numbers are hidden all or none, and how much less of a slope is told than of the bound.
+_TOLD_TOGETHER, _STEEPEST = ((VALUE,), (SLOPE, CURVE)), 2.0**10
+
+
 class Rest(NamedTuple):
     """What the final sum tells of q. Everyone may see it."""
 
@@ -108,9 +112,10 @@ def as_natural(family: GlobalFamily, eta: Params) -> Natural:
 
 
 def blocks(n: int, full: bool, most: float) -> tuple[Block, ...]:
-    """What a silo adds: its part of the bound, and of E[s] and E[eps s'] in each half; each told up to `most`."""
-    curve, bound = n * (n + 1) // 2 if full else n, bound_over(most)
-    return Block(VALUE, (), bound), Block(SLOPE, (2, n), bound), Block(CURVE, (2, curve), bound)
+    """What a silo adds: its part of the bound, and of E[s] and E[eps s'] in each half; the former is told up to
+    `most` nats, the latter up to a `_STEEPEST` of that."""
+    curve, bound = n * (n + 1) // 2 if full else n, bound_over(most / _STEEPEST)
+    return Block(VALUE, (), bound_over(most)), Block(SLOPE, (2, n), bound), Block(CURVE, (2, curve), bound)
 
 
 def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
@@ -131,15 +136,19 @@ def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
 
 
 def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloView) -> FloatArray:
-    """A silo's `found` for the blocks above and of `weighing`, as it may leave (`hiding`). Where one of the former is
-    past what is told all of them are hidden: which ones are would say more."""
-    blocks = {b.name: b for b in table.blocks}
-    count, bound = sum(blocks[name].size for name in (VALUE, SLOPE, CURVE)), blocks[VALUE].bound
-    own, nats = np.split(found, [count])
-    drawn = uniforms(view, count + spare(problem.layout, len(nats)))
-    far = bool(past(own, told_up_to(bound)).any())
-    own = hidden(own, np.full(count, far), bound, drawn[:count])
-    return np.concatenate([own, as_told(problem, nats, drawn[count:])]) if len(nats) else own
+    """A silo's `found` for the blocks above and of `weighing`, as it may leave (`hiding`). Where one number of its
+    slope is past what is told all of them are hidden: which ones are would say more."""
+    blocks, sent, start = {b.name: b for b in table.blocks}, [], 0
+    own = sum(blocks[name].size for group in _TOLD_TOGETHER for name in group)
+    drawn = uniforms(view, own + spare(problem.layout, len(found) - own))
+    for group in _TOLD_TOGETHER:
+        bound, size = blocks[group[0]].bound, sum(blocks[name].size for name in group)
+        values, start = found[start : start + size], start + size
+        far = np.full(size, past(values, told_up_to(bound)).any())
+        sent.append(hidden(values, far, bound, drawn[start - size : start]))
+    if len(found) > own:
+        sent.append(as_told(problem, found[own:], drawn[own:]))
+    return np.concatenate(sent)
 
 
 class SiloSlope:
@@ -209,9 +218,10 @@ def at_rest(
     most: float,
 ) -> Rest:
     """What the silos' total says, with the server's own part: the prior and q. most: of `blocks`."""
-    own = np.concatenate([np.ravel(sums[name]) for name in (VALUE, SLOPE, CURVE)])
-    if unreadable(own, bound_over(most)).any():
-        return Rest(far=True)
+    far, steep = (
+        any(unreadable(sums[name], bound_over(up_to)).any() for name in group)
+        for group, up_to in zip(_TOLD_TOGETHER, (most, most / _STEEPEST), strict=True)
+    )
     z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
     gradient, value = over_draws(torch.func.grad_and_value(log_prior), z)
     own_slope, own_curve = _packed(q, eps, gradient.reshape(eps.shape))
@@ -219,9 +229,12 @@ def at_rest(
     slopes = torch.from_numpy(np.asarray(sums[SLOPE]) + own_slope.reshape(2, -1)) + eps.mean(1)
     curves = torch.from_numpy(np.asarray(sums[CURVE]) + own_curve.reshape(2, -1)) + outer
     log_q = -0.5 * eps.square().sum(-1).mean() - 0.5 * q.n * math.log(2 * math.pi) - _log_det(q)
+    objective = math.nan if far else float(sums[VALUE]) + float(value.mean() - log_q)
+    if steep:
+        return Rest(objective=objective, far=True)
     end = _end(q, slopes.mean(0), curves.mean(0))
     error = distance(_end(q, slopes[0], curves[0]), _end(q, slopes[1], curves[1])) / 2
-    found = Rest(distance(q, end), error, float(sums[VALUE]) + float(value.mean() - log_q))
+    found = Rest(distance(q, end), error, objective, far=far)
     if WEIGHED not in sums:
         return found
     at = points(problem.seed, q, problem.layout)

@@ -6,6 +6,9 @@ Every algorithm, every phase: its own broadcasts, spoilt one part at a time. The
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +21,11 @@ from pvi_world import REGRESSION, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms import base
 from secure_fvi.algorithms.base import Broadcast, Form
 from secure_fvi.algorithms.vertical import Gaussian, Soul, Vertical
-from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.disclosure import disclose
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.silo import Silo
@@ -180,3 +185,62 @@ def test_a_broadcast_is_no_longer_than_its_form() -> None:
     with pytest.raises(ProtocolError, match=r"silo 'silo-1': a broadcast of \d+ bytes, where at most \d+ are expected"):
         silo.handle(ROUND + encode_broadcast(message._replace(tensors=long)))
     silo.handle(ROUND + encode_broadcast(message))
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "value"),
+    [
+        ("sfvi", "scale", 1e308), ("sfvi", "averaging", 2.0), ("sfvi-avg", "rate", 1.5), ("sfvi-avg", "rate", -0.1),
+        ("sfvi-avg", "records", 1e60), ("fedavg", "prior", math.inf), ("sfvi, adaptive", "clip", math.nan),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_refused_before_it_is_used(
+    case: str, number: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of the job is spent: the honest question is answered afterwards. Controls follow."""
+
+    def spoilt(message: Broadcast) -> Iterator[Broadcast]:
+        if number in message.scalars:
+            yield message._replace(scalars={**message.scalars, number: value})
+
+    found = Attacked(case, monkeypatch, spoilt)
+    assert found.refused
+    for error in found.refused:
+        assert type(error) is ProtocolError
+        assert f"the number '{number}' of phase" in str(error) or "malformed scalars" in str(error)
+    assert not any(silo.past.failed for silo in found.engine.silos.values())
+
+
+def test_without_ranges_a_number_that_no_server_sends_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_RANGES", {})
+    found = Attacked("sfvi", monkeypatch, lambda m: iter([m._replace(scalars={**m.scalars, "averaging": 2.0})]))
+    assert not found.refused
+
+
+def test_a_number_that_all_know_has_that_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for total, refused in ((18, True), (None, False)):
+        monkeypatch.setitem(CASES, "known", (sf.SFVIAvg(rounds=1, local_steps=2, total_records=total), None))
+        lies = lambda m: iter([m._replace(scalars={**m.scalars, "records": 19.0})])  # noqa: E731
+        found = Attacked("known", monkeypatch, lies)
+        assert any("the number 'records'" in str(error) for error in found.refused) == refused
+
+
+_MORE: dict[str, tuple[Any, Any]] = {
+    "bcm, split": (sf.BCM(prior="split"), None),
+    "stream": (sf.StreamingVB(reveal_changes=True), None),
+    "sfvi-avg, equal": (sf.SFVIAvg(family="full", bures_iterations=2, weights="equal"), None),
+    "sfvi, counts": (sf.SFVI(iterations=2), sf.RecordDP(**DP, objective_share=0.1, public_counts=True)),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *_MORE])
+def test_every_block_is_declared(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a sum holds stands in the words of the statement. The control: words that are taken away are missed."""
+    monkeypatch.setattr(sys.modules[__name__], "CASES", {**CASES, **_MORE})
+    algorithm, privacy = CASES[case]
+    program = parties(algorithm, privacy)[0].program
+    found = disclose(algorithm, sf.Plain(), privacy, 3)
+    found.of_program(program.tables, program.terms, sf.Plain())
+    bare = dataclasses.replace(found, phases=tuple(dataclasses.replace(p, what="something") for p in found.phases))
+    with pytest.raises(InputError, match="which it does not declare"):
+        bare.of_program(program.tables, program.terms, sf.Plain())

@@ -26,6 +26,7 @@ from secure_fvi.algorithms.natural import Natural, from_moments, to_eta
 from secure_fvi.algorithms.pvi import FINISH
 from secure_fvi.algorithms.pvi_server import PVIServer
 from secure_fvi.algorithms.pvi_silo import MARGIN, PVISilo, tempered
+from secure_fvi.errors import AggregationError
 from secure_fvi.results import Result
 
 EXACT: Any = {"local_optimizer": "closed_form", "family": "full"}
@@ -128,8 +129,10 @@ def test_a_sum_of_nothing_is_no_rest(trouble: dict[str, float]) -> None:
         assert program.verdict(state).converged is False
 
 
-def test_fits_that_run_off_end_as_not_converged_and_the_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case of diamonds: nobody could fit, the sum of changes is zero, and q is the prior."""
+@pytest.mark.parametrize("schedule", ["synchronous", "sequential"])
+def test_fits_that_run_off_are_refused_or_end_as_not_converged(monkeypatch: pytest.MonkeyPatch, schedule: Any) -> None:
+    """The case of diamonds: nobody could fit. Of several silos none stands aside with a zero, which would make the
+    total the others': it says once that it cannot. Where a sum is of one silo anyway, the warning says so."""
 
     def runs_off(self: Any, *args: Any) -> Any:
         own = args[5]
@@ -137,10 +140,15 @@ def test_fits_that_run_off_end_as_not_converged_and_the_warning_says_so(monkeypa
 
     monkeypatch.setattr(pvi_fit.SiloFit, "_at", runs_off)
     silos, _ = make_regression(SIZES)
-    with pytest.warns(sf.SecureFVIWarning, match=r"3 of 3 silos could not fit.*lower learning_rate"):
-        result = sf.fit(REGRESSION, silos, sf.PVI(max_rounds=3), sf.Plain())
+    algorithm = sf.PVI(max_rounds=3, schedule=schedule, reveal_changes=schedule == "sequential")
+    if schedule == "synchronous":
+        with pytest.raises(AggregationError, match=r"'silo-1': its local fit ran off in round 0; lower learning_rate"):
+            sf.fit(REGRESSION, silos, algorithm, sf.Plain())
+        return
+    with pytest.warns(sf.SecureFVIWarning, match=r"1 of 3 silos could not fit.*lower learning_rate"):
+        result = sf.fit(REGRESSION, silos, algorithm, sf.Plain())
     assert result.converged is False
-    assert result.convergence["silos_skipped"] == 3
+    assert result.convergence["silos_skipped"] == 1
     assert result.to_json()["converged"] is False
 
 

@@ -109,7 +109,7 @@ def test_masked_sums_give_the_same_as_plain_ones() -> None:
             world.round()
         ends.append(world.state.q)
     assert not torch.equal(ends[0].precision, ends[1].precision)
-    assert _close(ends[1], ends[0], 1e-7)
+    assert _close(ends[1], ends[0], 1e-5)  # steps of 2^-20 of an sd and less
 
 
 LOSSES = [

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pvi_world import REGRESSION, World, build, make_regression
+from pvi_world import NOISE, REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
@@ -16,8 +16,10 @@ from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi_damping import accept, distance_moved, pace
 from secure_fvi.algorithms.pvi_start import first_start
+from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.messages import ROUND, encode_broadcast
 from secure_fvi.models.bnn import bayesian_network, class_log_probs, score
+from secure_fvi.privacy.gate import Gate
 from secure_fvi.results import draw_global
 
 #: Local fits of a network on a handful of records.
@@ -179,3 +181,64 @@ def test_a_server_cannot_weigh_one_silos_change(
         share = float(lacking @ totals[0] / (totals[0] @ totals[0]))
         torch.testing.assert_close(lacking, share * totals[0], rtol=1e-9, atol=1e-9)
         assert share == pytest.approx(0.5 if named[0] == 1.0 else 0.0, abs=1e-9)
+
+
+# ---- a server that states units of its own ----
+
+
+def _of_anything(self: Any, message: Broadcast, silo: str) -> Tensor:
+    """Control: whatever units are sent."""
+    per_unit: Tensor = self.frame.per_unit(message.tensors["units"])
+    return per_unit
+
+
+def _shared(bound: float) -> Any:
+    """Control: past the bound a silo sends a share of its change, as large as it may be, and keeps the rest."""
+    release = Gate.release
+
+    def share(self: Gate, values: Any) -> Any:
+        most = float(np.abs(values[:9]).max()) / (0.9 * bound)
+        return release(self, np.concatenate([values[:9] / max(1.0, most), values[9:]]))
+
+    return share
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["refused", "control"])
+def test_a_server_cannot_let_one_silo_alone_send_a_share(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In units between the two largest silos' changes, the largest alone is past the bound. It says so, once, and
+    answers nothing else; in the control it sends less of its change, and the total is short of that alone."""
+    silos, _ = make_regression((7, 30, 12))
+    world = build(REGRESSION, silos, sf.PVI(rounds=4, local_optimizer="closed_form", family="full"))
+    message = world.server.program.broadcast(world.state, 1, {})
+    bound = world.server.program.tables["round"].blocks[0].bound
+    own = [float((s["x"].T @ s["x"] / NOISE**2).abs().max()) for s in silos]
+    units = torch.full((3,), (0.9 * bound / (sorted(own)[-1] * sorted(own)[-2]) ** 0.5) ** 0.5, dtype=torch.float64)
+    asked = message._replace(accepted=dict.fromkeys(world.engine.silos, 0), tensors={**message.tensors, "units": units})
+    if cut:
+        monkeypatch.setattr(pvi_silo.PVISilo, "_per_unit", _of_anything)
+        monkeypatch.setattr(Gate, "release", _shared(bound))
+        sent = [np.frombuffer(s.handle(ROUND + encode_broadcast(asked)))[:9] for s in world.engine.silos.values()]
+        most = [float(np.abs(values).max()) for values in sent]
+        assert max(most) == pytest.approx(0.9 * bound)
+        return
+    for silo in world.engine.silos.values():
+        with pytest.raises(ProtocolError, match="the units of a change are not those of the q that was sent"):
+            silo.handle(ROUND + encode_broadcast(asked))
+        assert not silo.past.failed
+    monkeypatch.setattr(pvi_silo.PVISilo, "_per_unit", _of_anything)  # and where units are right and a change is large
+    largest = world.engine.silos["silo-2"]
+    with pytest.raises(AggregationError, match=r"its part of 'change' .* exceeds the declared bound"):
+        largest.handle(ROUND + encode_broadcast(asked))
+    assert largest.past.failed
+    with pytest.raises(ProtocolError, match="its data could not answer a question before"):
+        largest.handle(ROUND + encode_broadcast(message._replace(accepted=asked.accepted)))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_units_a_factor_of_two_off_are_another_machines_rounding(factor: float) -> None:
+    silos, _ = make_regression((7, 30, 12))
+    world = build(REGRESSION, silos, sf.PVI(rounds=4, local_optimizer="closed_form", family="full"))
+    message = world.server.program.broadcast(world.state, 1, {})
+    tensors = {**message.tensors, "units": factor * message.tensors["units"]}
+    asked = message._replace(accepted=dict.fromkeys(world.engine.silos, 0), tensors=tensors)
+    assert world.engine.silos["silo-1"].handle(ROUND + encode_broadcast(asked))
