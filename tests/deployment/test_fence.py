@@ -251,6 +251,8 @@ def test_a_deployed_job_runs_the_graph_and_never_the_file(job: Job, monkeypatch:
     def imported() -> bool:
         return any(name in sys.modules for name in ("fenced_parts", "secure_fvi_user_model"))
 
+    for name in ("fenced_parts", "secure_fvi_user_model"):  # of another test's run in this process
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert not imported()
     remote = job.run()
     assert not imported()
