@@ -35,8 +35,8 @@ NOT_YET = {
     "normal mixture, cut by value": "a silo that has one component alone keeps an improper cavity",
     "six cities, 10 silos": "in few rounds silos still move q",
 }
-#: Entries that end with a refusal, each with its cause: a silo that sent a share of a change that is too large, as it did
-#: once, would let a server single it out.
+#: Entries that end with a refusal, each with its cause: a silo that sent a share of a change that is too large, as it
+#: did once, would let a server single it out.
 REFUSED = {"raw scales": "a prior sd of 1,000 beside a posterior sd of 1e-5: a first change of 1e15 units and more"}
 #: Minutes, or not at rest within the rounds of the quick tier.
 HEAVY = (
@@ -106,7 +106,7 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
 
 def test_refusing_is_not_winning() -> None:
     """The floor reached today, each of which the tests above assert to end converged: 18 of 21 quick entries, and 19 of
-    30 in all; one that did is refused since silos no longer send a share of a change. The aim is four in five of all."""
+    30 in all; one that did is refused since silos no longer send a share of a change. The aim is four in five."""
     assert len(ENTRIES) >= 30
     assert set(NOT_YET) | set(HEAVY) | set(REFUSED) <= set(ENTRIES)
     assert len(set(ENTRIES) - set(HEAVY)) >= 20
