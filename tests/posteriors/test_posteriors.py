@@ -17,7 +17,7 @@ import torch
 from gallery import ENTRIES, HERE, POSTERIORDB, exact
 
 import secure_fvi as sf
-from secure_fvi.errors import SecureFVIWarning
+from secure_fvi.errors import AggregationError, SecureFVIWarning
 from secure_fvi.results import Result
 
 EXACT: dict[str, Any] = json.loads((HERE / "exact.json").read_text())
@@ -35,6 +35,9 @@ NOT_YET = {
     "normal mixture, cut by value": "a silo that has one component alone keeps an improper cavity",
     "six cities, 10 silos": "in few rounds silos still move q",
 }
+#: Entries that end with a refusal, each with its cause: a silo that sent a share of a change that is too large, as it
+#: did once, would let a server single it out.
+REFUSED = {"raw scales": "a prior sd of 1,000 beside a posterior sd of 1e-5: a first change of 1e15 units and more"}
 #: Minutes, or not at rest within the rounds of the quick tier.
 HEAVY = (
     "mesquite, raw", "logmesquite", "radon, reduced", "eight schools", "eight schools, centred", "surgical",
@@ -72,6 +75,10 @@ def wrong_by(name: str, result: Result) -> tuple[float, float, float]:
 
 def check(name: str, algorithm: Any) -> None:
     began = time.process_time()
+    if name in REFUSED:
+        with pytest.raises(AggregationError, match=r"its part of 'change' .* scale the data"):
+            fit(name, algorithm)
+        return
     result = fit(name, algorithm)
     error, least, most = wrong_by(name, result)
     took = time.process_time() - began
@@ -98,13 +105,13 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
 
 
 def test_refusing_is_not_winning() -> None:
-    """The floor reached today, each of which the tests above assert to end converged: 19 of 21 quick entries, and 20 of
-    30 in all. The aim is four in five of all."""
+    """The floor reached today, each of which the tests above assert to end converged: 18 of 21 quick entries, and 19 of
+    30 in all; one that did is refused since silos no longer send a share of a change. The aim is four in five."""
     assert len(ENTRIES) >= 30
-    assert set(NOT_YET) | set(HEAVY) <= set(ENTRIES)
+    assert set(NOT_YET) | set(HEAVY) | set(REFUSED) <= set(ENTRIES)
     assert len(set(ENTRIES) - set(HEAVY)) >= 20
-    assert len(set(ENTRIES) - set(HEAVY) - set(NOT_YET)) >= 19
-    assert len(set(ENTRIES) - set(NOT_YET)) >= 20
+    assert len(set(ENTRIES) - set(HEAVY) - set(NOT_YET) - set(REFUSED)) >= 18
+    assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 19
 
 
 @pytest.mark.parametrize("name", ["eight schools", "funnel", "collinear columns", "beta-binomial"])
