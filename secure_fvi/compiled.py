@@ -174,6 +174,10 @@ class TracedOnMade(Traced):
         super().__init__(fn, (), "traced" if mode == "compiled" else mode, by_shape=True)
         self._made = made
 
+    @property
+    def traced(self) -> bool:
+        return bool(self._traces)
+
     def __call__(self, *args: Any) -> Any:
         return self.alone(*args)
 

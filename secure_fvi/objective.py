@@ -139,10 +139,11 @@ class RecordGradients(NamedTuple):
     local: Params  # (B, ...) gradient of each record's own variational parameters
 
 
-def record_gradients(gradient: SiloFunction, with_path: bool) -> Callable[..., RecordGradients]:
-    """`gradient` of `silo_gradient`, mapped over records: what each adds to the silo's sum, silo-level terms aside.
+def record_gradients(gradient: SiloFunction, with_path: bool, mapped: bool = True) -> Callable[..., RecordGradients]:
+    """`gradient` of `silo_gradient` for each record alone: what it adds to the silo's sum, silo-level terms aside.
 
-    Each record is evaluated alone, so that its row cannot depend on another record whatever the program does.
+    mapped: by `vmap`, where a row depends on no other record as far as PyTorch's rule for each operation keeps them
+    apart (`exported.untested_operations`). Otherwise in a loop, where it cannot whatever the program does.
     """
 
     def run(
@@ -158,7 +159,12 @@ def record_gradients(gradient: SiloFunction, with_path: bool) -> Callable[..., R
             )  # fmt: skip
             return flat_gradient(g, with_path), g.value, {name: value.squeeze(0) for name, value in g.local.items()}
 
-        return RecordGradients(*vmap(one, in_dims=(0, 0, 0, 1))(local_params, rows, weights, eps_local))
+        if mapped:
+            return RecordGradients(*vmap(one, in_dims=(0, 0, 0, 1))(local_params, rows, weights, eps_local))
+        found = [one(_row(local_params, i), _row(rows, i), weights[i], eps_local[:, i]) for i in range(len(weights))]
+        gradients, values, local = zip(*found, strict=True)
+        stacked = {name: torch.stack([part[name] for part in local]) for name in local_params}
+        return RecordGradients(torch.stack(gradients), torch.stack(values), stacked)
 
     return run
 
@@ -172,6 +178,10 @@ def flat_gradient(g: SiloGradient, with_path: bool) -> Tensor:
 
 def _as_batch(params: Params) -> Params:
     return {name: value.unsqueeze(0) for name, value in params.items()}
+
+
+def _row(params: Params, i: int) -> Params:
+    return {name: value[i] for name, value in params.items()}
 
 
 class ServerGradient(NamedTuple):

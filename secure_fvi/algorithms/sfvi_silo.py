@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from secure_fvi.algorithms.sfvi_frame import SFVIFrame, local_units
 from secure_fvi.algorithms.stationarity import SiloSlope, as_natural, as_sent, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, asked, points
 from secure_fvi.compiled import Traced, TracedOnMade, threads
+from secure_fvi.errors import SecureFVIWarning
+from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Params
 from secure_fvi.objective import RecordGradients, SiloGradient, flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.gate import Gate, Release
@@ -70,11 +73,13 @@ class SFVISilo:
         plain = silo_gradient(problem.density, frame.local_family, frame.silo_family, frame.samples)
         self._gradient: Callable[..., SiloGradient] = plain
         self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, frame.couples)
+        self._alone = record_gradients(plain, frame.couples, mapped=False)
+        self._looked_at: int | None = None  # the turn in which `_look` looked last
         self._block = _rows_of_block(sum(b.size for b in frame.gradient_blocks))
         by_shape = frame.local_family.couples_records
         record, draws = (None, None) if by_shape else (0, 1)
         axes = (None, None, None, record, None, record, record, draws, None)
-        self._step: Callable[..., Any] = self._step_function
+        self._step: Any = self._step_function
         if frame.by_record:
             self._step = TracedOnMade(self._record_step_function, self._made, problem.mode)
             self._own_terms = Traced(plain, (None,) * 10, problem.mode)
@@ -172,11 +177,13 @@ class SFVISilo:
 
         def stepped(rows: npt.NDArray[np.int64]) -> tuple[Any, ...]:
             at = torch.from_numpy(rows).to(self.problem.device)
+            args: tuple[Any, ...] = (
+                *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
+                self._eps_record(turn, view, rows), eps_silo, take(record_moments, at), {}, scale,
+            )  # fmt: skip
             with threads(1):  # several would cut a block into parts at places of their own
-                return self._step(
-                    *shared, take(record, at), local.silo, take(view.rows, at), view.weights[at],
-                    self._eps_record(turn, view, rows), eps_silo, take(record_moments, at), {}, scale,
-                )  # fmt: skip
+                self._look(turn, args)
+                return self._step(*args)
 
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal record, record_moments
@@ -225,6 +232,28 @@ class SFVISilo:
         nothing = frame.move(torch.zeros(2))
         eps = frame.move(torch.zeros(frame.samples, 2, frame.n_record))
         return self._own_terms(*shared, local, silo, rows, nothing, eps, eps_silo, frame.scalar(1.0))
+
+    def _look(self, turn: int, args: tuple[Any, ...]) -> None:
+        """Which operations the program uses for a made record with what is shared this turn, until it is traced. With
+        one that is not known to keep records apart when it is mapped, they are evaluated in a loop from here on."""
+        if self._looked_at == turn or self._record_gradients is self._alone or self._step.traced:
+            return
+        if self._looked_at is not None and isinstance(self.problem.density, GraphDensity):
+            return  # it uses the same in each turn
+        self._looked_at = turn
+        shared, (record, silo, rows, weights, eps_record, eps_silo) = args[:3], self._made(*args)[3:9]
+        first = torch.zeros(1, dtype=torch.int64, device=weights.device)
+        made = (take(record, first), silo, take(rows, first), weights[:1], eps_record[:, :1], eps_silo)
+        found = untested_operations(lambda: self._alone(*shared, *made))
+        if found:
+            self._record_gradients, self._step.mode = self._alone, "eager"
+            warnings.warn(
+                f"the model uses {', '.join(found)}, which PyTorch is not known to keep apart for records that are "
+                "evaluated together: under record privacy they are evaluated one by one, which is slow. Write it with "
+                "other operations",
+                SecureFVIWarning,
+                stacklevel=2,
+            )
 
     def _made(self, *args: Any) -> tuple[Any, ...]:
         """What `_record_step_function` was called with, made records in place of the silo's own."""

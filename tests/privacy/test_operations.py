@@ -1,0 +1,312 @@
+"""Each operation that a program may use under record privacy, mapped over a block of records.
+
+PyTorch's own samples of its operations are run, and the calls of ATen that they make, their gradients' among them, are
+made again with every choice of their tensors given a row a record: one row changed, spoilt with NaN, or moved to
+another place changes no bit of another row; the mapped call is the single one within rounding; none raises at values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from secure_fvi.compiled import threads
+from secure_fvi.exported import _ALSO_APART, _INSTEAD, _PURE, TensorGraph, _Node, _operation, _Ref
+
+ROWS = 64
+#: Calls of one overload, tensors that have a row a record at once, and samples of one operation.
+CALLS, AT_ONCE, SAMPLES = 12, 3, 8
+#: Of these no call is mapped: they give memory as it was found, or take no tensor.
+MADE = {"empty", "empty_like", "new_empty", "new_empty_strided", "tril_indices", "triu_indices"}
+ALLOWED = (_PURE | _ALSO_APART) - MADE
+aten = torch.ops.aten
+Call = tuple[list[Any], dict[str, Any]]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [_copied(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dim(), value.dtype
+    return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else type(value)
+
+
+class _Calls(TorchDispatchMode):
+    """Calls by the overload's name, of arguments of different kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, dict[Any, Call]] = defaultdict(dict)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func)
+        if func._overloadpacket.__name__ not in ALLOWED or name.endswith("out") or len(self.found[name]) == CALLS:
+            return func(*args, **kwargs)
+        known = self.found[name]
+        kind = (_kind(args), tuple((k, _kind(v)) for k, v in sorted(kwargs.items())))
+        plain = all(t.layout == torch.strided for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
+        if plain and kind not in known:
+            known[kind] = _copied(args), {k: _copied(v) for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _of_pytorch() -> Sequence[Any]:
+    """PyTorch's table of operations, with samples of their arguments."""
+    sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=object))  # type: ignore[arg-type]
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return op_db  # type: ignore[no-any-return]
+
+
+def _by_hand() -> dict[str, Call]:
+    """What none of the samples calls: composed of other operations, on whole numbers, or in place."""
+    x = torch.linspace(-1.0, 2.0, 12, dtype=torch.float64).reshape(4, 3)
+    whole = torch.arange(6)
+    args: dict[str, list[Any]] = {name: [x] for name in ("argsort", "square", "isfinite", "lift_fresh_copy", "zero_")}
+    args |= {name: [x, x + 1] for name in ("_euclidean_dist", "cdist", "cross", "copy_")}
+    pairs = ("bitwise_or.Tensor", "bitwise_xor.Tensor", "floor_divide", "remainder.Tensor", "fmod.Tensor")
+    args |= {name: [whole, whole + 1] for name in pairs}
+    named = {f"aten.{name}" + ("" if "." in name else ".default"): (given, {}) for name, given in args.items()}
+    return {**named, "aten.div.Tensor_mode": ([whole, whole + 1], {"rounding_mode": "trunc"})}
+
+
+def _in_place(name: str) -> str | None:
+    """The form of an operation that writes into its first argument, where there is one."""
+    packet, overload = name.split(".")[1:]
+    found = getattr(getattr(aten, f"{packet}_", None), overload, None)
+    return str(found) if packet in _PURE and isinstance(found, torch._ops.OpOverload) else None
+
+
+def _forth_and_back(found: Any) -> None:
+    results = found if isinstance(found, (tuple, list)) else [found]
+    ends = [t.sum() for t in results if isinstance(t, Tensor) and t.requires_grad and not t.is_complex()]
+    if ends:
+        sum(ends).backward()
+
+
+@functools.cache
+def calls() -> dict[str, list[Call]]:
+    """By overload, of those operations that a program may use."""
+    seen = _Calls()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in _of_pytorch():
+            if torch.float64 not in op.dtypes:
+                continue
+            try:
+                samples = op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd)
+                for sample in itertools.islice(samples, SAMPLES):
+                    with seen:
+                        _forth_and_back(op(sample.input, *sample.args, **sample.kwargs))
+            except Exception:
+                continue  # what it wants is not here; `test_every_operation_is_looked_at` counts
+    allowed = _PURE | _ALSO_APART
+    for name, call in _by_hand().items():
+        seen.found[name]["by hand"] = call
+    return {
+        name: list(known.values())
+        for name, known in seen.found.items()
+        if name.startswith("aten.") and name.split(".")[1] in allowed and not name.endswith("out")
+    }
+
+
+def runs(name: str) -> Callable[..., Any]:
+    """As a graph runs it, where one may name it."""
+    packet, overload = name.split(".")[1:]
+    written = getattr(getattr(aten, packet), overload)
+    if packet in _PURE or name in _INSTEAD:
+        return _operation(name)[0]
+    if not written._schema.is_mutable:
+        return written  # type: ignore[no-any-return]
+    return lambda x, *args, **kwargs: written(x.clone(), *args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found = [t for t in tree_flatten(value)[0] if isinstance(t, Tensor)]
+    return [torch.view_as_real(t) if t.is_complex() else t for t in found]
+
+
+def _rows(value: Tensor, rng: torch.Generator) -> Tensor:
+    shape = (ROWS, *value.shape)
+    if value.is_floating_point():
+        return value * (1 + 0.1 * torch.randn(shape, generator=rng, dtype=value.dtype))
+    if value.dtype == torch.bool:
+        return torch.rand(shape, generator=rng) < 0.5
+    found = value.expand(shape).clone()
+    if value.dim():
+        found[::2] = found[::2].flip(-1)  # other places, and none out of range
+    return found
+
+
+def _changed(row: Tensor, spoilt: bool) -> Tensor:
+    if row.is_floating_point():
+        return torch.full_like(row, math.nan) if spoilt else row * -0.7 + 0.3
+    return ~row if row.dtype == torch.bool else row.flip(-1) if row.dim() else row
+
+
+def _mapped(name: str, call: Call, dtype: torch.dtype) -> Iterator[tuple[Callable[..., list[Tensor]], list[Tensor]]]:
+    """The call as a function of those of its tensors that have a row a record, and these, for every choice of them."""
+    rng, run = torch.Generator().manual_seed(0), runs(name)
+    flat, spec = tree_flatten(call)
+    flat = [v.to(dtype) if isinstance(v, Tensor) and v.dtype == torch.float64 else v for v in flat]
+    places = [i for i, v in enumerate(flat) if isinstance(v, Tensor) and not v.is_complex()]
+    for count in range(1, min(len(places), AT_ONCE) + 1):
+        for some in itertools.combinations(places, count):
+
+            def of_rows(*rows: Tensor, some: tuple[int, ...] = some) -> list[Tensor]:
+                filled = list(flat)
+                for i, row in zip(some, rows, strict=True):
+                    filled[i] = row
+                args, kwargs = tree_unflatten(filled, spec)
+                return _tensors(run(*args, **kwargs))
+
+            yield of_rows, [_rows(flat[i], rng) for i in some]
+
+
+def _equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7.25), b.nan_to_num(7.25)) for a, b in zip(found, expected, strict=True))
+
+
+def faults(name: str, call: Call, dtype: torch.dtype) -> set[str]:
+    """What a call does wrong when it is mapped. A choice of tensors that it refuses to map counts as none."""
+    found = set[str]()
+    for run, rows in _mapped(name, call, dtype):
+        try:
+            single = [run(*(r[i] for r in rows)) for i in (0, 5, ROWS - 1)]
+            together = torch.vmap(run)(*rows)
+        except Exception:
+            continue
+        rounding = 1e-8 if dtype == torch.float64 else 1e-4
+        for i, alone in zip((0, 5, ROWS - 1), single, strict=True):
+            if not all(torch.allclose(t[i], a, rounding, rounding, True) for t, a in zip(together, alone, strict=True)):
+                found.add("another number")
+        for at, spoilt in ((5, True), (ROWS - 1, False)):
+            one_changed, others = [r.clone() for r in rows], torch.arange(ROWS) != at
+            for r in one_changed:
+                r[at] = _changed(r[at], spoilt)
+            try:
+                again = torch.vmap(run)(*one_changed)
+            except Exception as error:
+                found.add(f"raises: {error}")
+                continue
+            if not _equal([t[others] for t in again], [t[others] for t in together]):
+                found.add("mixes")
+        for by in (1, 13):
+            moved = torch.vmap(run)(*(torch.empty_like(r).copy_(r.roll(by, 0)) for r in rows))  # of the same strides
+            if not _equal([t.roll(-by, 0) for t in moved], together):
+                found.add("the place matters")
+    return found
+
+
+def _all_faults(most: int) -> dict[str, set[str]]:
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    with threads(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {
+            name: {f for c in known[:most] for dtype in (torch.float64, torch.float32) for f in faults(name, c, dtype)}
+            for name, known in calls().items()
+        }
+    return {name: what for name, what in found.items() if what}
+
+
+def test_no_operation_mixes_records() -> None:
+    assert not _all_faults(1)
+
+
+@pytest.mark.slow
+def test_no_operation_mixes_records_in_any_of_its_samples() -> None:
+    assert not _all_faults(CALLS)
+
+
+def test_an_operation_that_mixes_is_found() -> None:
+    """The control: `index_fill`, which was in the list."""
+    x = torch.linspace(0.1, 1.0, 4, dtype=torch.float64)
+    with threads(1):
+        found = faults("aten.index_fill.int_Tensor", ([x, 0, torch.tensor([0, 2]), x[0]], {}), torch.float64)
+    assert {"mixes", "another number"} <= found
+
+
+#: Composed of others in the list before a graph is written, or without a tensor that could have a row a record.
+WITHOUT_ROWS = {"arange", "eye", "full", "linspace", "logspace", "ones", "scalar_tensor", "zeros", "view_as_real"}
+
+
+def test_every_operation_is_looked_at() -> None:
+    seen = {name.split(".")[1] for name in calls()}
+    assert seen >= _PURE - WITHOUT_ROWS
+    assert seen | {"_local_scalar_dense", "_reshape_alias"} >= _ALSO_APART - MADE
+
+
+# ---- no value raises ----
+
+SPOILT = {
+    torch.float64: (0.0, -1.0, 1e30, math.inf, math.nan),
+    torch.int64: (0, -1, 10**6, -(2**63)),
+    torch.bool: (False, True),
+}
+
+
+def test_no_value_makes_an_operation_of_a_graph_raise() -> None:
+    """Each tensor, or its first element, is set to numbers of all kinds: the graph gives NaN, and never raises."""
+    found = set[str]()
+    with threads(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, known in calls().items():
+            if name.split(".")[1] not in _PURE:
+                continue
+            for call, whole in itertools.product(known, (True, False)):
+                flat, spec = tree_flatten(call)
+                for i, value in enumerate(flat):
+                    for bad in SPOILT.get(getattr(value, "dtype", None), ()) if isinstance(value, Tensor) else ():
+                        spoilt = value.clone().contiguous()
+                        spoilt.view(-1)[: None if whole else 1] = bad
+                        args, kwargs = tree_unflatten([*flat[:i], spoilt, *flat[i + 1 :]], spec)
+                        try:
+                            runs(name)(*call[0], **call[1])
+                        except Exception:
+                            continue  # refused whatever the values
+                        try:
+                            runs(name)(*args, **kwargs)
+                        except Exception as error:
+                            found.add(f"{name}: {error}")
+    assert not found
+
+
+def test_what_fails_is_nan_with_its_gradient_and_what_does_not_is_as_it_was() -> None:
+    """A place out of range, in a graph mapped over records: that record alone is NaN."""
+    gather = _Node(_operation("aten.index.Tensor")[0], (_Ref(0), [_Ref(1)]), {}, False)
+    graph, table = TensorGraph(2, [gather], [_Ref(2)], {}), torch.tensor([1.0, 2.0])
+    places = torch.tensor([[0], [1], [2], [-3], [-1]])
+
+    def value(table: Tensor, place: Tensor) -> Tensor:
+        return graph([table, place], torch.device("cpu"))[0].sum()
+
+    slopes, values = torch.vmap(torch.func.grad_and_value(value), (None, 0))(table, places)
+    assert torch.equal(values.isnan(), torch.tensor([False, False, True, True, False]))
+    assert values[[0, 1, 4]].tolist() == [1.0, 2.0, 2.0]
+    assert torch.equal(slopes.isnan().any(1), values.isnan())
+    with pytest.raises(IndexError):
+        aten.index(table, [places[2]])  # the control
+
+
+@pytest.mark.parametrize("by", [0, -1])
+def test_whole_numbers_are_divided_by_nothing_that_the_processor_traps(by: int) -> None:
+    run = _operation("aten.div.Tensor_mode")[0]
+    assert run(torch.tensor([-(2**63), 7]), torch.tensor([by, 2]), rounding_mode="trunc")[1] == 3
+    assert _operation("aten.div.Scalar_mode")[0](torch.tensor([-(2**63), 7]), -1, rounding_mode="trunc")[1] == -7
