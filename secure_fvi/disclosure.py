@@ -50,7 +50,7 @@ WORDS = {
     "loc": _POINT, "sd": _POINT, "root": (*_POINT, "covariance"), "weights": _POINT, "means": _POINT, "spreads": _POINT,
     "change": ("change of its site", "change of q"), "skipped": ("could fit",), "tempered": ("tempered",),
     "moving": ("would move q",), "distortion": ("part of the objective",), "rate": ("part of the objective",),
-    "auxiliary": ("auxiliary",), "local": ("part of the objective",), "unsettled": ("settled",),
+    "auxiliary": ("auxiliary",), "local": ("part of the objective",), "unsettled": ("settled", "drift"),
 }  # fmt: skip
 #: An exact sum that rests on a smaller share of the records than this is "sampled_records".
 FEW = 0.5

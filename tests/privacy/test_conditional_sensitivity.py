@@ -388,7 +388,7 @@ def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> A
     answered = [self._answered(message, k, part, views[k], False, gate) for k, part in enumerate(local.parts)]
     parts = [part for part, _ in answered]
     rows = torch.from_numpy(
-        np.stack([self._row(part.change, answer, self._per_unit(message)) for part, answer in answered])
+        np.stack([self._row(part.change, answer, self._per_unit(message, view.silo)) for part, answer in answered])
     )
     release = _clip_parts(gate, rows)
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)

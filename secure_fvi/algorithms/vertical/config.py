@@ -186,8 +186,8 @@ def row_sums(phases: tuple[str, ...], rounds: int, silos: int, participation: fl
     """What vertical sums are: every total has a row a record, what the silos' columns together say of a person."""
     what = {
         AUXILIARY_PHASE: "its auxiliary variable of each person" + ("" if private else _WITH_Z),
-        SLOPE_PHASE: "its slope of the likelihood at each person, its gradient in the shared parameters, its weighted "
-        "log-likelihood",
+        SLOPE_PHASE: "its slope of the likelihood at each person, its gradient in the shared parameters gamma, and its "
+        "weighted part of the log-likelihood",
     }
     sums = tuple(Sums(phase, rounds, what[phase], *drawn(silos, participation)) for phase in phases)
     keeps = "its parameters' posterior"
