@@ -246,7 +246,7 @@ class SFVISilo:
         made = (take(record, first), silo, take(rows, first), weights[:1], eps_record[:, :1], eps_silo)
         found = untested_operations(lambda: self._alone(*shared, *made))
         if found:
-            self._record_gradients, self._step.mode = self._alone, "eager"
+            self._record_gradients, self._step.mode, self._block = self._alone, "eager", _FEWEST_ROWS
             warnings.warn(
                 f"the model uses {', '.join(found)}, which PyTorch is not known to keep apart for records that are "
                 "evaluated together: under record privacy they are evaluated one by one, which is slow. Write it with "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import sfvi_silo
+from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
 from secure_fvi.exported import GraphDensity, Program, TensorGraph, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.fitting import build_parties
@@ -113,8 +114,13 @@ def test_of_a_graph_a_record_that_fails_takes_as_many_operations(monkeypatch: py
     def operations(changed: bool) -> tuple[list[int], int]:
         parties, counts = failing_world("fenced", changed), list[int]()
         run = TensorGraph.__call__
+
+        def counted(*args: Any) -> Any:
+            calls.append(1)
+            return run(*args)
+
         with monkeypatch.context() as patched:
-            patched.setattr(TensorGraph, "__call__", lambda *args: calls.append(1) or run(*args))
+            patched.setattr(TensorGraph, "__call__", counted)
             for _ in range(ROUNDS):
                 calls: list[int] = []
                 parties.engine.run(parties.server.round())
@@ -127,3 +133,96 @@ def test_of_a_graph_a_record_that_fails_takes_as_many_operations(monkeypatch: py
     assert usual == with_record
     assert min(usual) > 0
     assert none == 0 < dropped
+
+
+# ---- an operation that PyTorch maps wrongly ----
+
+
+def mixes(x: Tensor, y: Tensor) -> None:
+    """All records' numbers go through one buffer where `index_fill` is mapped over them."""
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    with pyro.plate("row", len(y)):
+        shift = torch.zeros(1).to(x).index_fill(0, torch.tensor([0]), torch.relu(z - 0.6) * x.sum())
+        pyro.sample("y", dist.Normal(z + shift, 1.0), obs=y)
+
+
+def mixing_world(changed: bool) -> Parties:
+    silo = {"x": torch.zeros(40), "y": 3 + torch.randn(40, generator=torch.Generator().manual_seed(0))}
+    return world(mixes, "unfenced", silo, {"x": torch.tensor([1e4]), "y": torch.tensor([3.0])} if changed else None)
+
+
+def test_a_program_with_an_operation_that_mixes_records_is_evaluated_one_by_one() -> None:
+    with pytest.warns(sf.SecureFVIWarning, match="index_fill.*one by one"):
+        assert 0.3 < gaps(mixing_world, ROUNDS).max() <= 1 + 1e-9
+
+
+def test_a_graph_does_not_have_it() -> None:
+    silo = {"x": torch.zeros(40), "y": torch.zeros(40)}
+    with pytest.raises(sf.InputError, match="index_fill"):
+        world(mixes, "fenced", silo, None)
+
+
+def test_records_that_are_mixed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: nobody looks at what the program uses, and no row that is made comes last."""
+
+    def as_it_was(self: sfvi_silo.SFVISilo, key: int, view: Any) -> Any:
+        yield np.arange(view.size)[::-1].copy()
+
+    monkeypatch.setattr(sfvi_silo, "untested_operations", lambda call: [])
+    monkeypatch.setattr(sfvi_silo.SFVISilo, "_chunks", as_it_was)
+    assert gaps(mixing_world, ROUNDS).max() > 20
+
+
+# ---- what data may not decide on ----
+
+
+@pytest.mark.parametrize("count", [1, 40, 600])
+def test_blocks_have_one_shape_whatever_the_number_of_records(count: int) -> None:
+    silo = {"x": torch.zeros(count), "y": torch.randn(count)}
+    party = world(plain, "unfenced", silo, None).engine.silos["silo-1"]
+    program, view = party.program, party.view
+    blocks = list(program._chunks(0, view))
+    assert {b.shape for b in blocks} == {(512,)}
+    assert all(b[-1] == count for b in blocks)  # the spare row, which is no record
+    assert np.array_equal(np.concatenate(blocks)[np.concatenate(blocks) < count], np.arange(count))
+    assert view.rows["x"][-1] == 1.0  # and made
+
+
+def plain(x: Tensor, y: Tensor) -> None:
+    z = pyro.sample("z", dist.Normal(0.0, 2.0))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(z * x, 1.0), obs=y)
+
+
+def test_a_function_is_traced_on_what_is_made() -> None:
+    """Once it is traced it has not seen the data again: neither the trace nor the comparison did."""
+    sums = list[float]()
+
+    def doubled(x: Tensor) -> Tensor:
+        with contextlib.suppress(Exception):  # while it is traced there are no numbers
+            sums.append(float(x.sum()))
+        return x * 2
+
+    traced = TracedOnMade(doubled, lambda x: (torch.ones_like(x),), "compiled")
+    for _ in range(TRACE_AFTER_CALLS + 2):
+        assert torch.equal(traced(torch.full((4,), 7.0)), torch.full((4,), 14.0))
+    assert traced.traced
+    assert traced.mode == "traced"
+    assert sums.count(28.0) == TRACE_AFTER_CALLS
+    assert len(sums) > TRACE_AFTER_CALLS
+
+
+def test_a_block_runs_in_one_thread_whatever_the_process_is_told() -> None:
+    parties = world(plain, "unfenced", {"x": torch.ones(3), "y": torch.ones(3)}, None)
+    program: Any = parties.engine.silos["silo-1"].program
+    step, found = program._step, list[int]()
+
+    def counted(*args: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return step(*args)
+
+    counted.traced = False  # type: ignore[attr-defined]
+    program._step = counted
+    with threads(2):
+        parties.engine.run(parties.server.round())
+    assert found == [1]

@@ -15,6 +15,7 @@ import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from secure_fvi.exported import _ALSO_APART, _INSTEAD, _PURE, TensorGraph, _Node
 
 ROWS = 64
 #: Calls of one overload, tensors that have a row a record at once, and samples of one operation.
-CALLS, AT_ONCE, SAMPLES = 12, 3, 8
+CALLS, AT_ONCE, SAMPLES = 12, 3, 6
+#: Samples that call no operation of the lists that others do not.
+ELSEWHERE = ("fft.", "sparse.", "masked.", "signal.", "stft", "istft", "_refs")
 #: Of these no call is mapped: they give memory as it was found, or take no tensor.
 MADE = {"empty", "empty_like", "new_empty", "new_empty_strided", "tril_indices", "triu_indices"}
 ALLOWED = (_PURE | _ALSO_APART) - MADE
@@ -69,10 +72,12 @@ class _Calls(TorchDispatchMode):
 
 def _of_pytorch() -> Sequence[Any]:
     """PyTorch's table of operations, with samples of their arguments."""
-    sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=object))  # type: ignore[arg-type]
+    absent: Any = types.ModuleType("expecttest")  # which that module imports, for tests of its own
+    absent.TestCase = object
+    sys.modules.setdefault("expecttest", absent)
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return op_db  # type: ignore[no-any-return]
+    return op_db
 
 
 def _by_hand() -> dict[str, Call]:
@@ -83,7 +88,9 @@ def _by_hand() -> dict[str, Call]:
     args |= {name: [x, x + 1] for name in ("_euclidean_dist", "cdist", "cross", "copy_")}
     pairs = ("bitwise_or.Tensor", "bitwise_xor.Tensor", "floor_divide", "remainder.Tensor", "fmod.Tensor")
     args |= {name: [whole, whole + 1] for name in pairs}
-    named = {f"aten.{name}" + ("" if "." in name else ".default"): (given, {}) for name, given in args.items()}
+    named: dict[str, Call] = {
+        f"aten.{name}" + ("" if "." in name else ".default"): (given, {}) for name, given in args.items()
+    }
     return {**named, "aten.div.Tensor_mode": ([whole, whole + 1], {"rounding_mode": "trunc"})}
 
 
@@ -98,7 +105,7 @@ def _forth_and_back(found: Any) -> None:
     results = found if isinstance(found, (tuple, list)) else [found]
     ends = [t.sum() for t in results if isinstance(t, Tensor) and t.requires_grad and not t.is_complex()]
     if ends:
-        sum(ends).backward()
+        torch.stack(ends).sum().backward()
 
 
 @functools.cache
@@ -108,7 +115,7 @@ def calls() -> dict[str, list[Call]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in _of_pytorch():
-            if torch.float64 not in op.dtypes:
+            if torch.float64 not in op.dtypes or op.name.startswith(ELSEWHERE):
                 continue
             try:
                 samples = op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd)
@@ -134,7 +141,7 @@ def runs(name: str) -> Callable[..., Any]:
     if packet in _PURE or name in _INSTEAD:
         return _operation(name)[0]
     if not written._schema.is_mutable:
-        return written  # type: ignore[no-any-return]
+        return partial(written)
     return lambda x, *args, **kwargs: written(x.clone(), *args, **kwargs)
 
 
@@ -193,7 +200,7 @@ def faults(name: str, call: Call, dtype: torch.dtype) -> set[str]:
             together = torch.vmap(run)(*rows)
         except Exception:
             continue
-        rounding = 1e-8 if dtype == torch.float64 else 1e-4
+        rounding = 1e-8 if dtype == torch.float64 else 1e-3
         for i, alone in zip((0, 5, ROWS - 1), single, strict=True):
             if not all(torch.allclose(t[i], a, rounding, rounding, True) for t, a in zip(together, alone, strict=True)):
                 found.add("another number")
@@ -216,7 +223,8 @@ def faults(name: str, call: Call, dtype: torch.dtype) -> set[str]:
 
 
 def _all_faults(most: int) -> dict[str, set[str]]:
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
     with threads(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {
@@ -273,7 +281,7 @@ def test_no_value_makes_an_operation_of_a_graph_raise() -> None:
             for call, whole in itertools.product(known, (True, False)):
                 flat, spec = tree_flatten(call)
                 for i, value in enumerate(flat):
-                    for bad in SPOILT.get(getattr(value, "dtype", None), ()) if isinstance(value, Tensor) else ():
+                    for bad in SPOILT.get(value.dtype, ()) if isinstance(value, Tensor) else ():
                         spoilt = value.clone().contiguous()
                         spoilt.view(-1)[: None if whole else 1] = bad
                         args, kwargs = tree_unflatten([*flat[:i], spoilt, *flat[i + 1 :]], spec)
