@@ -27,7 +27,7 @@ from secure_fvi.aggregation.kdf import (
 )
 from secure_fvi.aggregation.messages import Deposit
 from secure_fvi.aggregation.prg import keystream
-from secure_fvi.aggregation.session import Session, number, secret_commitment
+from secure_fvi.aggregation.session import Secret, Session, number, secret_commitment
 from secure_fvi.errors import ProtocolError
 
 Secrets = npt.NDArray[np.uint8]  # (indices, 2, 32): b, then e, of each index of a batch
@@ -35,7 +35,7 @@ Secrets = npt.NDArray[np.uint8]  # (indices, 2, 32): b, then e, of each index of
 LABEL_SEED = b"seed-commitment"
 LABEL_SHARE = b"share-commitment"
 
-SELF, PAIR = 0, 1
+SELF, PAIR = Secret.SELF.column, Secret.PAIR.column
 #: Bytes of one commitment in a row.
 ROW = 16
 _TAG = 16
@@ -107,8 +107,8 @@ def draw(session: Session, me: int, batch: int, pair_secrets: Mapping[int, bytes
     commitments, sealed = [], []
     for at, (b, e) in enumerate(secrets):
         index = batch * count + at
-        commitments.append(secret_commitment(session.binding, me, index, b"b", b.tobytes()))
-        commitments.append(secret_commitment(session.binding, me, index, b"e", e.tobytes()))
+        commitments.append(secret_commitment(session.binding, me, index, Secret.SELF, b.tobytes()))
+        commitments.append(secret_commitment(session.binding, me, index, Secret.PAIR, e.tobytes()))
         sealed.append(_sealing(session, me, index, e.tobytes()).encrypt(bytes(_NONCE), by_index[at].tobytes(), b""))
     envelopes = [_seal_envelope(session, batch, me, v, pair_secrets[v], shares[v].tobytes()) for v in neighbours]
     own = shares.get(me)

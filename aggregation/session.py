@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from enum import Enum
 from functools import cached_property
 
 import numpy as np
@@ -56,9 +57,21 @@ def graph_order(key_set: bytes, members: Sequence[int], nonces: Sequence[bytes])
     return tuple(sorted(members, key=lambda place: digest(LABEL_ORDER, seed, number(place))))
 
 
-def secret_commitment(binding: bytes, owner: int, index: int, kind: bytes, secret: bytes) -> bytes:
-    """Commitment to a one-time secret of 32 random bytes; `kind` is b"b" or b"e"."""
-    return digest(LABEL_COMMITMENT, binding, number(owner), number(index), kind, secret)
+class Secret(Enum):
+    """The one-time secrets of an owner and index, by the byte that names them. A third there is not."""
+
+    SELF = b"b"  # the seed of the self mask
+    PAIR = b"e"  # what the pairwise seeds are sealed with
+
+    @property
+    def column(self) -> int:
+        """Its place where both stand together."""
+        return int(self is Secret.PAIR)
+
+
+def secret_commitment(binding: bytes, owner: int, index: int, kind: Secret, secret: bytes) -> bytes:
+    """Commitment to a one-time secret of 32 random bytes."""
+    return digest(LABEL_COMMITMENT, binding, number(owner), number(index), kind.value, secret)
 
 
 class Session:

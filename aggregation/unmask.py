@@ -15,7 +15,7 @@ from secure_fvi.aggregation import shamir
 from secure_fvi.aggregation.messages import Deliver, Deposit, Shares, pack, unpack
 from secure_fvi.aggregation.onetime import ROW, mask_key, open_seeds, seed_row, share_row
 from secure_fvi.aggregation.prg import Mask
-from secure_fvi.aggregation.session import Session, secret_commitment
+from secure_fvi.aggregation.session import Secret, Session, secret_commitment
 from secure_fvi.errors import AggregationError, ProtocolError
 
 
@@ -63,14 +63,14 @@ class ServerBatch:
         """The owners of the shares in `holder`'s answer, in its order."""
         return [v for v in self.session.holders(holder) if v in self.present]
 
-    def opens(self, owner: int, index: int, kind: bytes, secret: bytes) -> bool:
+    def opens(self, owner: int, index: int, kind: Secret, secret: bytes) -> bool:
         """Whether `secret` is the b or e of `index` that `owner` committed to."""
         made = secret_commitment(self.session.binding, owner, index, kind, secret)
         return bool(secret) and hmac.compare_digest(made, self.commitment(owner, index, kind))
 
-    def is_share(self, owner: int, holder: int, index: int, kind: bytes, share: bytes) -> bool:
+    def is_share(self, owner: int, holder: int, index: int, kind: Secret, share: bytes) -> bool:
         """Whether `share` is the one of b or e that `owner` committed to for `holder`."""
-        entry = 2 * (index % self.session.roster.batch) + (kind == b"e")
+        entry = 2 * (index % self.session.roster.batch) + kind.column
         row = self.deposits[owner].share_rows[self.session.position(owner, holder) - 1]
         made = share_row(self.session, self.number, owner, holder, share, entry)
         return hmac.compare_digest(made, row[ROW * entry : ROW * entry + ROW])
@@ -91,9 +91,9 @@ class ServerBatch:
         }
         return [(p, v) for (p, v), row in rows.items() if p < v and (v, p) in rows and rows[v, p] != row]
 
-    def commitment(self, owner: int, index: int, kind: bytes) -> bytes:
+    def commitment(self, owner: int, index: int, kind: Secret) -> bytes:
         """What `owner` committed to for its b or e of `index`."""
-        at = 64 * (index % self.session.roster.batch) + (0 if kind == b"b" else 32)
+        at = 32 * (2 * (index % self.session.roster.batch) + kind.column)
         return self.deposits[owner].commitments[at : at + 32]
 
 
@@ -114,10 +114,11 @@ def masks_left(
     """
     session = batch.session
     dropped = [d for d in batch.depositors if d not in payloads and any(v in payloads for v in session.neighbours(d))]
-    own = {v: reveals[v].own for v in payloads if v in reveals and batch.opens(v, index, b"b", reveals[v].own)}
+    own = {v: reveals[v].own for v in payloads if v in reveals and batch.opens(v, index, Secret.SELF, reveals[v].own)}
     seeds = _told_seeds(batch, index, payloads.keys(), reveals, fault)
     needed = {d: [v for v in session.neighbours(d) if v in payloads and (v, d) not in seeds] for d in dropped}
-    wanted = {v: b"b" for v in payloads if v not in own} | {d: b"e" for d, lacking in needed.items() if lacking}
+    wanted = dict.fromkeys([v for v in payloads if v not in own], Secret.SELF)
+    wanted |= {d: Secret.PAIR for d, lacking in needed.items() if lacking}
     secrets = _recover(batch, index, wanted, reveals, fault)
 
     def key(seed: bytes) -> bytes:
@@ -188,7 +189,7 @@ class Convicted(AggregationError):
 _PROOF = wire.Row(
     wire.binary(),
     wire.whole(),
-    wire.binary(1),
+    wire.one_of(*(kind.value for kind in Secret)),
     wire.Listed(wire.whole(shamir.MAX_HOLDERS + 1, 1)),
     wire.Listed(wire.binary(32)),
 )
@@ -199,7 +200,8 @@ def convicts(session: Session, place: int, proof: bytes) -> bool:
 
     Raises ProtocolError for what is no proof of that form.
     """
-    packed, index, kind, positions, shares = wire.decode(proof, _PROOF, what="a proof")
+    packed, index, named, positions, shares = wire.decode(proof, _PROOF, what="a proof")
+    kind = Secret(named)
     deposit = unpack(packed, Deposit)
     batch = ServerBatch(session, deposit.batch, {place: deposit})
     holders = session.holders(place)
@@ -225,7 +227,7 @@ def _combined(positions: Sequence[int], shares: Sequence[bytes]) -> bytes:
 def _recover(
     batch: ServerBatch,
     index: int,
-    wanted: Mapping[int, bytes],
+    wanted: Mapping[int, Secret],
     reveals: Mapping[int, Shares],
     fault: Callable[[int, str], None],
 ) -> dict[int, bytes]:
@@ -256,7 +258,7 @@ def _recover(
         if not batch.opens(owner, index, kind, secrets[owner]):
             positions = sorted(right)[: session.threshold]
             shares = [right[p] for p in positions]
-            proof: bytes = msgpack.packb([pack(batch.deposits[owner]), index, kind, positions, shares])
+            proof: bytes = msgpack.packb([pack(batch.deposits[owner]), index, kind.value, positions, shares])
             raise Convicted(
                 f"sum {index}: the shares that silo '{ids[owner]}' dealt do not open its commitment; it is left "
                 "out from now on",

@@ -20,6 +20,7 @@ from secure_fvi.aggregation.onetime import mask_key, open_seeds, pair_seeds
 from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.ring import RingArray
 from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.session import Secret
 from secure_fvi.audits.protocol_contract import Forgery, Signatures, Words
 from secure_fvi.audits.protocol_session import Copy, HonestSession
 from secure_fvi.errors import ProtocolError
@@ -61,7 +62,7 @@ class MaskedSession(HonestSession):
     def __init__(self, subject: MaskedSubject, identities: Mapping[str, Identity]) -> None:
         super().__init__(subject, identities)
         self.subject: MaskedSubject = subject
-        self._shares: dict[tuple[int, int, bytes], dict[int, bytes]] = defaultdict(dict)
+        self._shares: dict[tuple[int, int, Secret], dict[int, bytes]] = defaultdict(dict)
         self._setups: dict[int, Setup] = {}  # of colluders; a session has one
         self._sent: dict[tuple[int, int], bytes] = {}  # contributions, by index and place
         self._signed: dict[bytes, RevealRequest] = {}  # by survivors: the latest request with all signatures
@@ -180,12 +181,12 @@ class MaskedSession(HonestSession):
         place, batch = self.roster.places[holder], self.batch(request.sum_index)
         rows = zip([(s, owner) for s in sets for owner in batch.held_by(place)], reply.shares, strict=False)
         for (survivors, owner), share in rows:
-            kind = b"b" if self.silos[owner] in survivors else b"e"
+            kind = Secret.SELF if self.silos[owner] in survivors else Secret.PAIR
             if share:
                 at = batch.session.position(owner, place)
                 self._shares[owner, request.sum_index, kind][at] = share
 
-    def _secret(self, owner: int, index: int, kind: bytes) -> bytes | None:
+    def _secret(self, owner: int, index: int, kind: Secret) -> bytes | None:
         """A secret of which enough shares came in."""
         shares, needed = self._shares[owner, index, kind], self.batch(index).session.threshold
         if len(shares) < needed:
@@ -198,7 +199,7 @@ class MaskedSession(HonestSession):
         self, victim: str, index: int, message: bytes, context: bytes, colluders: Collection[str] = ()
     ) -> FloatArray | None:
         place, batch = self.roster.places[victim], self.batch(index)
-        own, seeds = self._secret(place, index, b"b"), self._opened(place, index)
+        own, seeds = self._secret(place, index, Secret.SELF), self._opened(place, index)
         for other in range(self.roster.size):
             if other == place or other in seeds:
                 continue
@@ -214,7 +215,7 @@ class MaskedSession(HonestSession):
 
     def _opened(self, owner: int, index: int) -> dict[int, bytes]:
         """The pairwise seeds of an owner whose e is known."""
-        e, batch = self._secret(owner, index, b"e"), self.batch(index)
+        e, batch = self._secret(owner, index, Secret.PAIR), self.batch(index)
         return {} if e is None else open_seeds(batch.session, owner, index, e, batch.deposits[owner].sealed_seeds)
 
     def impersonate(self, victim: str, how: Forgery, values: FloatArray, context: bytes) -> FloatArray:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import NOTHING, ChainReader, Row
 from secure_fvi.privacy.chain_file import ChainFile
-from secure_fvi.privacy.witness import Receipt, check_receipt
+from secure_fvi.privacy.witness import Countersignature, check_receipt, proves
 
 C = TypeVar("C", bound=ChainReader)
 
@@ -17,13 +17,13 @@ def verify_chain(
     file: ChainFile,
     chain: C,
     public_key: bytes | None,
-    shown: Iterable[Receipt],
+    shown: Iterable[Countersignature],
     after_row: Callable[[C, Row], None] = lambda chain, row: None,
 ) -> C:
     """Follow all rows of the empty `chain` in `file`, then compare with the receipts in it and with those `shown`.
 
-    public_key: pins its key. after_row: called with the chain and each row that it took in. Raises ProtocolError that
-    names the first bad row.
+    Receipts of the older form in it prove nothing. public_key: pins its key. after_row: called with the chain and each
+    row that it took in. Raises ProtocolError that names the first bad row.
     """
     heads = [NOTHING]
     for row in file.rows(chain.silo):
@@ -34,7 +34,7 @@ def verify_chain(
     kind = chain.kind
     if not chain.length:
         raise InputError(f"'{file.path}' holds no {kind.name} of silo '{chain.silo}'")
-    for receipt in [*(check_receipt(data, None, kind) for data in chain.receipts), *shown]:
+    for receipt in [*(check_receipt(data, None, kind) for data in chain.receipts if proves(data)), *shown]:
         if receipt.public_key != chain.public_key:
             raise ProtocolError(
                 f"{kind.name} of silo '{chain.silo}': {shown_by(receipt)} is about a {kind.name} of another key"
@@ -52,6 +52,6 @@ def verify_chain(
     return chain
 
 
-def shown_by(receipt: Receipt) -> str:
+def shown_by(receipt: Countersignature) -> str:
     """Whose word it is, for messages."""
     return f"the receipt of witness '{receipt.witness}'"

@@ -154,7 +154,8 @@ class Writer(Generic[C]):
         """Raise ProtocolError and refuse all further writes if a receipt shows rows that this chain does not have.
 
         To be called whenever a job starts: the refusal lasts as long as this object. witness_keys: the public keys that
-        the site accepts; a receipt by any other is refused as forged, which leaves the chain usable.
+        the site accepts. A receipt by any other, or one that this chain's own key never signed, is refused as forged
+        (WitnessFault for the latter), which leaves the chain usable.
         """
         self.catch_up()
         keys, chain = frozenset(witness_keys), self.chain

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.chain_file import ChainFile
 from secure_fvi.privacy.ledger_chain import LEDGER
-from secure_fvi.privacy.ledger_state import Chain, JobRecord, read_chain
+from secure_fvi.privacy.ledger_state import BudgetRecord, Chain, JobRecord, read_chain
 from secure_fvi.privacy.ledger_terms import Budget
 
 
@@ -25,7 +25,7 @@ class Account(NamedTuple):
     silo: str
     data_set: str
     budget: Budget  # in force
-    history: tuple[tuple[int, Budget], ...]  # (time, budget), oldest first
+    history: tuple[BudgetRecord, ...]  # oldest first
     jobs: tuple[JobRecord, ...]  # in the order of their charging
     curve: NDArray[np.float64]  # total Renyi DP of all jobs over accounting.ORDERS, nats
     epsilon: float  # of that curve at the budget's delta by plain conversion, for information

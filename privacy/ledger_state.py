@@ -8,13 +8,21 @@ needs the accountant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import ChainReader, Row, check_keys
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.ledger_chain import BUDGET, CLOSE, JOB, LEDGER, RELEASE
 from secure_fvi.privacy.ledger_terms import Budget, Job
+
+
+class BudgetRecord(NamedTuple):
+    """A budget as its row set it. seq: of the row, which alone orders rows: many may have the same time."""
+
+    seq: int
+    time: int  # microseconds since 1970, UTC
+    budget: Budget
 
 
 @dataclass
@@ -38,13 +46,13 @@ class Chain(ChainReader):
 
     def __init__(self, silo: str) -> None:
         super().__init__(LEDGER, silo)
-        self.budgets: dict[str, list[tuple[int, Budget]]] = {}  # by data set: (time, budget), the last in force
+        self.budgets: dict[str, list[BudgetRecord]] = {}  # by data set, the last in force
         self.jobs: dict[str, JobRecord] = {}
 
     def budget(self, data_set: str) -> Budget | None:
         """The budget in force."""
         history = self.budgets.get(data_set)
-        return history[-1][1] if history else None
+        return history[-1].budget if history else None
 
     def charged(self, data_set: str) -> list[JobRecord]:
         """The jobs charged to `data_set`, in order."""
@@ -68,7 +76,7 @@ class Chain(ChainReader):
         before = self.budget(budget.data_set)
         if before is not None and before.unit != budget.unit:
             raise ProtocolError(f"it changes the unit of data set '{budget.data_set}'")
-        self.budgets.setdefault(budget.data_set, []).append((row.time, budget))
+        self.budgets.setdefault(budget.data_set, []).append(BudgetRecord(row.seq, row.time, budget))
 
     def _job(self, row: Row, job: Job) -> None:
         budget = self.budget(job.data_set)

@@ -29,7 +29,7 @@ def verify(
     """Check all chains of the file, or that of `silo`, and return them.
 
     public_key: of 32 bytes; pins the key of the chain. receipts: bytes from `Witness.countersign`. witness_keys: the
-    keys whose receipts count; by default each receipt's own, which shows a cut ledger but could be made up.
+    keys whose receipts count; by default each receipt's own, since all hold what the ledger's own key has signed.
     Raises ProtocolError that names the first bad row and what is wrong with it; InputError for a file or row that
     this version cannot read.
     """

@@ -23,7 +23,7 @@ from secure_fvi.privacy.ledger_account import Account, account, read_ledger
 from secure_fvi.privacy.ledger_filter import job_curve
 from secure_fvi.privacy.ledger_state import JobRecord
 from secure_fvi.privacy.ledger_terms import Job
-from secure_fvi.privacy.report_words import adjacency, composition, largest_of, not_covered
+from secure_fvi.privacy.report_words import adjacency, bound_of, composition, not_covered
 
 _POINTS = 60
 
@@ -99,10 +99,10 @@ def make_report(of: Account) -> Report:
     """The report of an account."""
     curve = np.zeros(len(ORDERS))
     # Those that a job may have met: what was taken back before the first was charged promises nothing.
-    begun = of.jobs[0].opened if of.jobs else math.inf
-    before, after = ([b for at, b in of.history if (at > begun) == late] for late in (False, True))
+    begun = of.jobs[0].seq if of.jobs else math.inf
+    before, after = ([b.budget for b in of.history if (b.seq > begun) == late] for late in (False, True))
     jobs, budgets = [], [*before[-1:], *after]
-    largest = largest_of(budgets)
+    bound = bound_of(budgets)
     for record in of.jobs:
         curve = curve + job_curve(record.job)
         jobs.append(_job(record, epsilon_of_rdp(curve, of.budget.delta)))
@@ -121,11 +121,11 @@ def make_report(of: Account) -> Report:
         budget={
             "epsilon": of.budget.epsilon,
             "delta": of.budget.delta,
-            "largest": {"epsilon": largest.epsilon, "delta": largest.delta},
-            "history": [{"set": _time(at), "epsilon": b.epsilon, "delta": b.delta} for at, b in of.history],
+            "bound": bound._asdict(),
+            "history": [{"set": _time(at), "epsilon": b.epsilon, "delta": b.delta} for _, at, b in of.history],
         },
         remaining=of.remaining,
-        strongest_belief=1 / (1 + math.exp(-largest.epsilon)),
+        strongest_belief=1 / (1 + math.exp(-bound.epsilon)),
         not_covered=not_covered(of.budget.unit, [_facts(record.job) for record in of.jobs]),
         ledger_head=of.head.hex(),
         ledger_length=of.length,

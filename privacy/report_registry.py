@@ -84,7 +84,7 @@ def registry_entry(report: Report) -> dict[str, Any]:
             "privacy_loss": {
                 "privacy_unit": unit,
                 "privacy_unit_details": report.adjacency,
-                "privacy_parameters": dict(report.budget["largest"]),
+                "privacy_parameters": dict(report.budget["bound"]),
                 "privacy_parameters_details": f"Spent so far: epsilon {report.epsilon:.6g} at the same delta, by "
                 f"{len(report.jobs)} jobs. Ledger head {report.ledger_head}.",
             },

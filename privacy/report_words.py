@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.terms import REPLACE
@@ -50,14 +50,16 @@ def adjacency(unit: str, declared: Collection[object] = ()) -> str:
 
 
 def composition(budgets: Sequence[Budget]) -> str:
-    """How jobs add up, and which statement is the guarantee; all budgets that the data set had, the last in force."""
-    largest, raised = largest_of(budgets), any(b.epsilon < c.epsilon for b, c in pairwise(budgets))
+    """How jobs add up, and which statement is the guarantee; all budgets that a job may have met, the last in force."""
+    bound = bound_of(budgets)
+    epsilons, deltas = ", ".join(f"{b.epsilon:g}" for b in budgets), ", ".join(f"{b.delta:g}" for b in budgets)
     held = (
-        f"total fits. The budget was raised after it was set (epsilon {', '.join(f'{b.epsilon:g}' for b in budgets)}): "
-        f"all jobs so far are within {largest}, as if it had been set before the first. What is asked later is bounded "
-        "by it only if nobody raises it again once results are known."
-        if raised
-        else f"total fits: whatever was and will be asked, all jobs together are within {largest}."
+        f"total fits. The budget was changed after the first job (epsilon {epsilons}; delta {deltas}): all jobs so far "
+        f"are within {bound}, the largest epsilon and the sum of the deltas of these {len(budgets)} budgets, provided "
+        "that their changes did not depend on results. What is asked later is bounded by it only if nobody changes the "
+        "budget again."
+        if len(budgets) > 1
+        else f"total fits: whatever was and will be asked, all jobs together are within {bound}."
     )
     return (
         "Within a job every release was declared before the first, and its epsilon is for all of them. Across jobs, "
@@ -67,10 +69,23 @@ def composition(budgets: Sequence[Budget]) -> str:
     )
 
 
-def largest_of(budgets: Sequence[Budget]) -> Budget:
-    """What bounds everything that was charged under these budgets: one that was lowered bounds none of what it met."""
-    last = budgets[-1]
-    return Budget(last.data_set, max(b.epsilon for b in budgets), max(b.delta for b in budgets), last.unit)
+class Bound(NamedTuple):
+    """What all jobs of a data set together are within: (epsilon, delta)."""
+
+    epsilon: float
+    delta: float
+
+    def __str__(self) -> str:
+        nothing = ", which promises nothing" if self.delta >= 1 else ""
+        return f"epsilon {self.epsilon:.6g} at delta {self.delta:.3g}{nothing}"
+
+
+def bound_of(budgets: Sequence[Budget]) -> Bound:
+    """What bounds everything that was charged under these budgets (docs/ledger.md, "A budget that is changed").
+
+    One that was lowered bounds none of what was charged before, and each may fail with its own delta.
+    """
+    return Bound(max(b.epsilon for b in budgets), min(1.0, math.fsum(b.delta for b in budgets)))
 
 
 def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:

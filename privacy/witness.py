@@ -7,7 +7,9 @@
 
 A statement carries the digests of the rows after `since`; the witness folds them, from the head that it remembers to
 the head that is stated, so it need not trust the silo that one continues the other. It learns the number of
-rows, and digests of them; nothing of what was released. All messages are bytes of fixed schema.
+rows, and digests of them; nothing of what was released. A receipt holds what the ledger's owner signed, so that it is
+the owner's own word which it is held to: a witness that makes one up convicts itself alone. All messages are bytes of
+fixed schema.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Statement(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """Witness to ledger, and to whoever verifies: the witness saw this ledger at this length with this head."""
+    """What witnesses once gave: their word alone, no proof against the owner. Read where it is kept, made no more."""
 
     witness: str
     witness_key: bytes
@@ -55,6 +57,24 @@ class Receipt(NamedTuple):
     signature: bytes
 
 
+class Countersignature(NamedTuple):
+    """A receipt, witness to ledger and to whoever verifies: the owner stated this, and the witness has seen it."""
+
+    witness: str
+    witness_key: bytes
+    silo: str
+    public_key: bytes
+    length: int
+    head: bytes
+    time: int
+    stated: bytes  # the owner's signature of its statement
+    signature: bytes  # the witness's
+
+
+class WitnessFault(ProtocolError):
+    """A receipt whose owner never stated what it says: nobody but the witness can have made it."""
+
+
 _name, _count, _is_32, _is_64 = wire.text(200, 1), wire.whole(), wire.binary(32), wire.binary(64)
 _SEEN = wire.Row(_count, _is_32)
 #: A ledger may have grown by as many rows since it was seen last.
@@ -64,6 +84,7 @@ _CODEC = Codec(
     {
         Statement: (1, (_name, _is_32, _count, _is_32, _count, _is_64, _count, wire.Listed(_is_32))),
         Receipt: (2, (_name, _is_32, _name, _is_32, _count, _is_32, _count, _is_64)),
+        Countersignature: (3, (_name, _is_32, _name, _is_32, _count, _is_32, _count, _is_64, _is_64)),
     }
 )
 
@@ -90,13 +111,40 @@ def stated_key(statement: bytes) -> bytes:
     return key
 
 
-def check_receipt(data: bytes, witness_keys: frozenset[bytes] | None = None, chain: ChainKind = LEDGER) -> Receipt:
-    """The receipt in `data`; raises ProtocolError if it is malformed, forged, or by none of `witness_keys`."""
-    receipt = _CODEC.unpack(data, Receipt)
+def proves(data: bytes) -> bool:
+    """Whether the receipt `data` is of the form that holds its owner's signature; an older one proves nothing."""
+    return _CODEC.kind_of(data) is not Receipt
+
+
+def shown_length(data: bytes) -> int:
+    """How many rows the receipt `data`, of either form, says that its witness has seen: a claim, not checked."""
+    return (_CODEC.unpack(data, Countersignature) if proves(data) else _CODEC.unpack(data, Receipt)).length
+
+
+def check_receipt(
+    data: bytes, witness_keys: frozenset[bytes] | None = None, chain: ChainKind = LEDGER
+) -> Countersignature:
+    """The receipt in `data`, whose owner and witness both signed it; that the owner's is the key expected, see to it.
+
+    Raises ProtocolError if it is malformed, forged, by none of `witness_keys`, or of the older form; WitnessFault where
+    the witness signed what the owner did not.
+    """
+    if not proves(data):
+        old = _CODEC.unpack(data, Receipt)
+        raise ProtocolError(
+            f"a receipt of witness '{old.witness}' is of an older form, without the signature of silo '{old.silo}', "
+            "and proves nothing; have the witness countersign again"
+        )
+    receipt = _CODEC.unpack(data, Countersignature)
     if witness_keys is not None and receipt.witness_key not in witness_keys:
         raise ProtocolError(f"a receipt of witness '{receipt.witness}' is by a key that is not accepted here")
     if not signed(receipt.witness_key, chain.label(_RECEIPT), _received(receipt), receipt.signature):
         raise ProtocolError(f"a receipt of witness '{receipt.witness}' has a wrong signature")
+    if not signed(receipt.public_key, chain.label(_STATEMENT), _stated(receipt), receipt.stated):
+        raise WitnessFault(
+            f"a receipt of witness '{receipt.witness}' (key {receipt.witness_key.hex()[:16]}...) shows "
+            f"{receipt.length} rows that silo '{receipt.silo}' never signed: the witness made it up"
+        )
     return receipt
 
 
@@ -115,7 +163,9 @@ class Witness:
         return self._seen(public_key)[0]
 
     def receipt(self, public_key: bytes) -> bytes:
-        """The newest receipt for the ledger of that key, by which its owner can check it; empty before any."""
+        """The newest receipt for the ledger of that key, by which its owner can check it; empty before any.
+
+        One of the older form says no more than how far this witness has seen it."""
         return self._store.get(self._slot(public_key) + "/receipt") or b""
 
     def countersign(self, statement: bytes, public_key: bytes) -> bytes:
@@ -133,7 +183,7 @@ class Witness:
         if stated.length < length:
             raise ProtocolError(f"{who} was rolled back: it has {stated.length} rows, {length} were seen")
         given = self.receipt(public_key)
-        if given and (stated.length, stated.head) == (length, head):  # a statement that comes again
+        if given and proves(given) and (stated.length, stated.head) == (length, head):  # a statement that comes again
             return given
         if stated.since != length or len(stated.links) != stated.length - length:
             raise ProtocolError(f"a statement by {who} must say how it continues the {length} rows that were seen")
@@ -141,8 +191,16 @@ class Witness:
             head = link(self._chain, head, content)
         if head != stated.head:
             raise ProtocolError(f"{who} contradicts what was seen: it does not continue those {length} rows")
-        unsigned = Receipt(
-            self.name, self._identity.public_key, stated.silo, public_key, stated.length, head, stated.time, b""
+        unsigned = Countersignature(
+            self.name,
+            self._identity.public_key,
+            stated.silo,
+            public_key,
+            stated.length,
+            head,
+            stated.time,
+            stated.signature,
+            b"",
         )
         signature = self._identity.sign(self._chain.label(_RECEIPT) + _received(unsigned))
         receipt = _CODEC.pack(unsigned._replace(signature=signature))
@@ -161,9 +219,9 @@ class Witness:
         return f"{self._chain.name}/{public_key.hex()}"
 
 
-def _stated(s: Statement) -> bytes:
+def _stated(s: Statement | Countersignature) -> bytes:
     return bytes(msgpack.packb([s.silo, s.public_key, s.length, s.head, s.time]))
 
 
-def _received(r: Receipt) -> bytes:
+def _received(r: Receipt | Countersignature) -> bytes:
     return bytes(msgpack.packb(list(r[:-1])))

@@ -278,8 +278,11 @@ def whole(below: int = 2**63, least: int = 0) -> Shape:
     return _Leaf([_INT], lambda v: type(v) is int and least <= v < below)
 
 
-def one_of(*numbers: int) -> Shape:
-    return _Leaf([_INT], lambda v: type(v) is int and v in numbers)
+def one_of(*values: int | bytes) -> Shape:
+    """One of these numbers or byte strings: of no other type, equal or not."""
+    kinds = {_BYTES if isinstance(v, bytes) else _INT for v in values}
+    longest = max(len(v) if isinstance(v, bytes) else 0 for v in values)
+    return _Leaf(sorted(kinds), lambda v: type(v) in (int, bytes) and v in values, 0, longest)
 
 
 def binary(*lengths: int, most: int = MAX_MESSAGE_BYTES) -> Shape:

@@ -41,6 +41,7 @@ def verify(
     from secure_fvi.deployment.trail_verify import compare, rows
     from secure_fvi.deployment.trail_verify import verify as check
     from secure_fvi.key_files import load_public_key
+    from secure_fvi.privacy.witness import proves
 
     shown = [read_bytes(path, "the receipt") for path in receipts]
     accepted = [load_public_key(path) for path in witness_key] or None
@@ -58,7 +59,11 @@ def verify(
         found = compare(log, against)
         click.echo(f"'{found.site}' and '{found.server}' agree on {found.agreed} exchanges in {len(found.jobs)} jobs")
         click.echo(f"  {found.lost_answers} answers were lost on the way, {found.unanswered} requests had none")
-    count = len(shown) + len(chain.receipts)
+    kept = [data for data in chain.receipts if proves(data)]
+    if len(kept) < len(chain.receipts):
+        older = len(chain.receipts) - len(kept)
+        click.echo(f"receipts in it of an older form, which prove nothing: {older}")
+    count = len(shown) + len(kept)
     click.echo(f"verified, against {count} {'receipt' if count == 1 else 'receipts'}")
 
 

@@ -13,8 +13,9 @@ refuses to write into it, and by the one who saw more of it. These messages are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 from secure_fvi import wire
@@ -29,8 +30,9 @@ from secure_fvi.deployment.trail_rows import TRAIL
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.privacy.ledger_chain import LEDGER
-from secure_fvi.privacy.witness import Witness, check_receipt, stated_key
+from secure_fvi.privacy.witness import Witness, WitnessFault, check_receipt, proves, shown_length, stated_key
 
+_log = logging.getLogger(__name__)
 #: First byte of these messages, both of the server's.
 SEEN = b"W"
 
@@ -89,7 +91,7 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
         trails, ledgers = (Witness(home.id, home.identity(), store, kind) for kind in (TRAIL, LEDGER))
         asked = {site: _pack(Seen(_receipts(trails, k), _receipts(ledgers, k))) for site, k in keys.items()}
         stated = {site: _CODEC.unpack(reply, Stated) for site, reply in exchange(asked).items()}
-        since = {site: _check_own(trail, keys[site], s.receipts) for site, s in stated.items()}
+        since = {site: _check_own(trail, site, keys[site], s.receipts) for site, s in stated.items()}
         signed = {
             site: _pack(
                 Countersigned(
@@ -101,7 +103,8 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
             for site, s in stated.items()
         }
     for site, reply in exchange(signed).items():
-        trail.add_receipt(_CODEC.unpack(reply, Receipt).receipt, keys[site][0])
+        with _of(site):
+            trail.add_receipt(_CODEC.unpack(reply, Receipt).receipt, keys[site][0])
 
 
 def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
@@ -115,30 +118,54 @@ def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
         if _CODEC.kind_of(message) is not Seen:
             signed = _CODEC.unpack(message, Countersigned)
             receipt = _countersigned(witness, signed.statement, keys)
-            trail.add_receipt(signed.trail, keys[0])
-            if signed.ledger:
-                with closing(open_ledger(home)) as ledger:
-                    ledger.add_receipt(signed.ledger, keys[0])
+            with _of(server):
+                trail.add_receipt(signed.trail, keys[0])
+                if signed.ledger:
+                    with closing(open_ledger(home)) as ledger:
+                        ledger.add_receipt(signed.ledger, keys[0])
             return _CODEC.pack(Receipt(receipt))
         seen = _CODEC.unpack(message, Seen)
-        stated = trail.statement(_check_own(trail, keys, seen.trails))
-        return _CODEC.pack(Stated(stated, _ledger(home, keys, seen.ledgers), _receipts(witness, keys)))
+        stated = trail.statement(_check_own(trail, server, keys, seen.trails))
+        return _CODEC.pack(Stated(stated, _ledger(home, server, keys, seen.ledgers), _receipts(witness, keys)))
 
 
-def _ledger(home: Home, keys: tuple[bytes, ...], receipts: list[bytes]) -> bytes:
+def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[bytes]) -> bytes:
     """The statement of the site's ledger; empty where there never was one."""
     if not home.ledger_file.exists():
-        if receipts:
+        own = records_keys(home, home.roster(now()), home.id)
+        with _of(server):
+            seen = [check_receipt(r, frozenset(keys)) for r in receipts if proves(r)]
+        if any(receipt.public_key in own for receipt in seen):
             raise ProtocolError(f"the ledger of '{home.id}' is gone: the server has seen one; restore its newest copy")
         return b""
     with closing(open_ledger(home)) as ledger:
-        return ledger.statement(_check_own(ledger, keys, receipts))
+        return ledger.statement(_check_own(ledger, server, keys, receipts))
 
 
-def _check_own(record: Trail | Ledger, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
-    """How many rows of this party's `record` the other has seen, by its receipts; raises where they are not there."""
-    record.check_receipts(receipts, witness_keys)
-    return max((check_receipt(r, chain=record.chain.kind).length for r in receipts), default=0)
+def _check_own(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
+    """How many rows of this party's `record` the `peer` says it has seen; raises where its receipts prove some missing.
+
+    A receipt that this party never signed is the peer's fault, and the record stays usable.
+    """
+    proofs = [r for r in receipts if proves(r)]
+    if len(proofs) < len(receipts):
+        _log.warning(
+            "'%s' has receipts of an older form for the %s, which prove nothing; it gives a new one now",
+            peer,
+            record.chain.kind.name,
+        )
+    with _of(peer):
+        record.check_receipts(proofs, witness_keys)
+    return max(map(shown_length, receipts), default=0)
+
+
+@contextmanager
+def _of(peer: str) -> Iterator[None]:
+    """Names the `peer` that sent a receipt which nobody but it can have made up; the name in it is what it likes."""
+    try:
+        yield
+    except WitnessFault as error:
+        raise ProtocolError(f"'{peer}' sent a receipt that it made up, so the fault is its own: {error}") from None
 
 
 def _receipts(witness: Witness, keys: tuple[bytes, ...]) -> list[bytes]:

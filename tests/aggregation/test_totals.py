@@ -2,6 +2,7 @@
 
 import os
 
+import msgpack
 import numpy as np
 import pytest
 from sum_adversary import TABLE, Tampering, World, exact, is_input
@@ -12,7 +13,8 @@ from secure_fvi.aggregation.homomorphic_flooding import RealSlots, step_exponent
 from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, pack, unpack, unpack_any
 from secure_fvi.aggregation.modular import PrimeRing
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.errors import AggregationError
+from secure_fvi.aggregation.session import Secret
+from secure_fvi.errors import AggregationError, ProtocolError
 
 BAD = 2
 
@@ -178,7 +180,6 @@ class TestWrongShares:
         deposit, t = world.batch.deposits[BAD], world.session.threshold
         silos = list(world.silos.values())
         shares = [silos[h]._state._batches[0]._held[BAD][0, 0].tobytes() for h in world.session.holders(BAD)[:t]]
-        import msgpack
 
         def proof(**changed):
             row = {"deposit": pack(deposit), "index": 0, "kind": b"b", "at": list(range(1, t + 1)), "shares": shares}
@@ -201,6 +202,48 @@ class TestWrongShares:
             proof(shares=forged, deposit=pack(deposit._replace(share_rows=fitting))),  # unsigned
         ):
             assert not unmask.convicts(world.session, BAD, attempt)
+
+    def shares_of(self, world, kind):
+        """An honest silo's shares of b or e of index 0, as its first holders were dealt them."""
+        silos, holders = list(world.silos.values()), world.session.holders(BAD)[: world.session.threshold]
+        return [silos[h]._state._batches[0]._held[BAD][0, kind.column].tobytes() for h in holders]
+
+    def proofs_by_kind(self, world):
+        """By the byte that names the secret and whose shares are shown: a proof against an honest silo."""
+        deposit, at = pack(world.batch.deposits[BAD]), list(range(1, world.session.threshold + 1))
+        shares = {kind: self.shares_of(world, kind) for kind in Secret}
+        return {
+            (named, kind): msgpack.packb([deposit, 0, named, at, shares[kind]])
+            for named in [bytes([b]) for b in range(256)] + [b"", b"bb", b"be", "b", 98, 0, 1, False, None]
+            for kind in Secret
+        }
+
+    def test_no_kind_of_secret_convicts_an_honest_silo(self):
+        """Shares of b, named as a secret that is not there, were checked as those of b and opened as e."""
+        world = World(4)
+        for (named, kind), proof in self.proofs_by_kind(world).items():
+            if named in [k.value for k in Secret]:
+                assert not unmask.convicts(world.session, BAD, proof), (named, kind)
+                continue
+            with pytest.raises(ProtocolError, match="a proof is not of the form"):
+                unmask.convicts(world.session, BAD, proof)
+
+    def test_control_where_any_byte_names_a_secret_honest_silos_are_convicted(self, monkeypatch):
+        """A third kind whose share is looked up as b's and whose commitment as e's, as it once was."""
+        world = World(4)
+
+        class Loose:
+            def __init__(self, value):
+                self.value, self.asked = value, 0
+
+            @property
+            def column(self):
+                self.asked += 1
+                return int(self.asked > world.session.threshold)  # all shares are looked up first
+
+        monkeypatch.setattr(unmask, "Secret", Loose)
+        monkeypatch.setattr(unmask, "_PROOF", unmask.wire.Anything(1 << 20, 8))
+        assert unmask.convicts(world.session, BAD, self.proofs_by_kind(world)[b"x", Secret.SELF])
 
     def test_shares_it_did_not_commit_to_are_not_held_and_it_is_left_out(self, monkeypatch):
         world = World(7, prepared=False, batch=2)

@@ -79,7 +79,7 @@ def test_a_budget_is_raised_but_keeps_its_unit(cli: CommandLine, tmp_path: Path)
     set_budget(cli)
     assert set_budget(cli, epsilon=3.0)[0] == 0
     chain = Ledger.open(tmp_path / "ledger.sqlite", "a").chain
-    assert [b.epsilon for _, b in chain.budgets["adult"]] == [1.0, 3.0]
+    assert [b.epsilon for _, _, b in chain.budgets["adult"]] == [1.0, 3.0]
     code, _, err = set_budget(cli, "--unit", "silo")
     assert code == 2
     assert "is 'record' and cannot become 'silo'" in err

@@ -177,7 +177,8 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         cs.Countersigned(b"a", b"b", b"c"),
         cs.Receipt(b"a"),
     )
-    receipt = witness.Receipt("w", d32, "a", d32, 3, d32, 0, d64)
+    receipt = witness.Countersignature("w", d32, "a", d32, 3, d32, 0, d64, d64)
+    older = witness.Receipt(*receipt[:7], d64)
     ended = (sm.Opened(d32), sm.Ended(), sm.End("finished", 2, b"abc"))
     return {
         "masked": (messages.unpack_any, sum_messages()),
@@ -190,7 +191,10 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         "countersigning": (cs._CODEC.unpack_any, [cs._CODEC.pack(m) for m in seen]),
         "witness": (
             witness._CODEC.unpack_any,
-            [witness._CODEC.pack(m) for m in (witness.Statement("a", d32, 3, d32, 0, d64, 1, [d32] * 2), receipt)],
+            [
+                witness._CODEC.pack(m)
+                for m in (witness.Statement("a", d32, 3, d32, 0, d64, 1, [d32] * 2), receipt, older)
+            ],
         ),
         "offer": (job._CODEC.unpack_any, [job._CODEC.pack(job._Signed(offered, d64)), offered]),
         "configuration": (lambda data: job._parse(data.decode("utf-8", "replace")), [CONFIG]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -14,23 +14,27 @@ from secure_fvi.deployment import countersigning
 from secure_fvi.deployment.countersigning import answer, countersign
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.records import open_ledger, open_trail
+from secure_fvi.deployment.trail_rows import TRAIL
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError
+from secure_fvi.privacy import witness
+from secure_fvi.privacy.chain import ChainKind
 from secure_fvi.privacy.ledger import Budget
+from secure_fvi.privacy.ledger_chain import LEDGER
 from secure_fvi.privacy.ledger_verify import verify as verify_ledger
 
 SITES = ("north", "south")
 
 
-def meet(world: World) -> None:
-    """What happens at the start of a job."""
+def meet(world: World, alter: Callable[[str, bytes], bytes] = lambda site, reply: reply) -> None:
+    """What happens at the start of a job. alter: what a site sends in place of its answer."""
     hub = world.homes["hub"]
 
     def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
         replies = {}
         for site, message in messages.items():
             with closing(open_trail(world.homes[site])) as trail:
-                replies[site] = answer(world.homes[site], trail, "hub", message[1:])
+                replies[site] = alter(site, answer(world.homes[site], trail, "hub", message[1:]))
         return replies
 
     with closing(open_trail(hub)) as trail:
@@ -97,7 +101,7 @@ def test_a_silo_that_hides_its_backup_is_refused_by_the_server(
     met: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str
 ) -> None:
     own = countersigning._check_own
-    monkeypatch.setattr(countersigning, "_check_own", lambda r, k, receipts: own(r, k, []))
+    monkeypatch.setattr(countersigning, "_check_own", lambda r, p, k, receipts: own(r, p, k, []))
     write(met.homes["north"], "control")
     restore(met.homes["north"], tmp_path / "old" / "north")
     with pytest.raises(ProtocolError, match=r"of silo 'north'.*(rolled back|must say how)"):
@@ -135,3 +139,55 @@ def test_receipts_of_another_record_count_for_nothing(met: World) -> None:
     with closing(open_trail(north)) as trail, pytest.raises(ProtocolError):
         answer(north, trail, "hub", message)
     meet(met)  # and the log is usable
+
+
+def made_up(kind: ChainKind, liar: Home, owner: Home, old: bool = False) -> bytes:
+    """A receipt by `liar`, under another's name, of a million rows of the `owner`; in the older form if `old`."""
+    keys = liar.identity().public_key, owner.identity().public_key
+    said: witness.Receipt | witness.Countersignature
+    if old:
+        said = witness.Receipt("south", keys[0], owner.id, keys[1], 10**6, bytes([7]) * 32, 1, b"")
+    else:
+        said = witness.Countersignature("south", keys[0], owner.id, keys[1], 10**6, bytes([7]) * 32, 1, bytes(64), b"")
+    signature = liar.identity().sign(kind.label("receipt") + witness._received(said))
+    return witness._CODEC.pack(said._replace(signature=signature))
+
+
+def test_a_site_that_makes_a_receipt_up_is_named_and_ends_nobodys_log(met: World) -> None:
+    hub, north = met.homes["hub"], met.homes["north"]
+
+    def lie(site: str, reply: bytes) -> bytes:
+        if site == "north" and countersigning._CODEC.kind_of(reply) is countersigning.Stated:
+            stated = countersigning._CODEC.unpack(reply, countersigning.Stated)
+            return countersigning._CODEC.pack(stated._replace(receipts=[made_up(TRAIL, north, hub)]))
+        return reply
+
+    with pytest.raises(ProtocolError, match=r"^'north' sent a receipt that it made up, so the fault is its own"):
+        meet(met, lie)
+    write(hub, "and goes on")
+    meet(met)
+
+
+@pytest.mark.parametrize("record", ["audit-log", "ledger", "no ledger"])
+def test_a_server_that_makes_a_receipt_up_is_named_and_ends_nobodys_record(met: World, record: str) -> None:
+    hub, north = met.homes["hub"], met.homes["north"]
+    if record == "no ledger":  # "the ledger is gone" was said on the server's word
+        north.ledger_file.unlink()
+    kind = TRAIL if record == "audit-log" else LEDGER
+    receipts = [made_up(kind, hub, north)]
+    seen = countersigning.Seen(receipts if kind is TRAIL else [], receipts if kind is LEDGER else [])
+    with closing(open_trail(north)) as trail:
+        with pytest.raises(ProtocolError, match=r"^'hub' sent a receipt that it made up"):
+            answer(north, trail, "hub", countersigning._CODEC.pack(seen))
+        trail.note("job", "and goes on")
+    spend(north, 3.0)
+
+
+def test_receipts_of_the_older_form_prove_nothing_and_say_so(met: World, caplog: pytest.LogCaptureFixture) -> None:
+    hub, north = met.homes["hub"], met.homes["north"]
+    seen = countersigning.Seen([made_up(TRAIL, hub, north, old=True)], [made_up(LEDGER, hub, north, old=True)])
+    with closing(open_trail(north)) as trail:
+        answer(north, trail, "hub", countersigning._CODEC.pack(seen))
+        trail.note("job", "and goes on")
+    assert "'hub' has receipts of an older form for the audit-log, which prove nothing" in caplog.text
+    assert "for the ledger" in caplog.text

@@ -107,7 +107,7 @@ def test_budgets_are_raised_and_lowered_and_nothing_is_forgotten(tmp_path: Path)
     with pytest.raises(InputError, match="unit of data set 'adult' is 'record'"):
         ledger.set_budget(Budget("adult", 0.5, 1e-5, "silo"))
     found = account(ledger.chain, "adult")
-    assert [b.epsilon for _, b in found.history] == [1.0, 3.0, 0.5]
+    assert [b.epsilon for _, _, b in found.history] == [1.0, 3.0, 0.5]
     assert found.remaining == 0
     verify(tmp_path / "ledger.sqlite")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -13,9 +14,12 @@ from ledger_world import gaussian_job, new_ledger, tamper
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 from secure_fvi.errors import ProtocolError, SecureFVIError
-from secure_fvi.privacy.ledger import Ledger, OpenJob
+from secure_fvi.privacy import witness as witness_module
+from secure_fvi.privacy.chain import NOTHING
+from secure_fvi.privacy.ledger import Budget, Ledger, OpenJob
+from secure_fvi.privacy.ledger_chain import LEDGER
 from secure_fvi.privacy.ledger_verify import verify
-from secure_fvi.privacy.witness import Witness, check_receipt
+from secure_fvi.privacy.witness import Countersignature, Receipt, Witness, WitnessFault, check_receipt, proves
 
 
 @pytest.fixture
@@ -137,6 +141,89 @@ def _packed(values: list[object]) -> bytes:
         return bytes(msgpack.packb(values))
     except OverflowError:
         return b""
+
+
+def made_up(liar: Identity, ledger: Ledger, stated: bytes = bytes(64), **changed: Any) -> bytes:
+    """A receipt that only its witness signed: of rows that `ledger` never had, under the signature `stated`."""
+    chain = ledger.chain
+    said = Countersignature("b", liar.public_key, chain.silo, chain.public_key, 50, bytes([7]) * 32, 1, stated, b"")
+    said = said._replace(**changed)
+    signature = liar.sign(LEDGER.label("receipt") + witness_module._received(said))
+    return witness_module._CODEC.pack(said._replace(signature=signature))
+
+
+def older(liar: Identity, ledger: Ledger, length: int = 50) -> bytes:
+    """A receipt of the form without the owner's signature."""
+    chain = ledger.chain
+    said = Receipt("b", liar.public_key, chain.silo, chain.public_key, length, bytes([7]) * 32, 1, b"")
+    signature = liar.sign(LEDGER.label("receipt") + bytes(msgpack.packb(list(said[:-1]))))
+    return witness_module._CODEC.pack(said._replace(signature=signature))
+
+
+def signature_of(ledger: Ledger) -> bytes:
+    return witness_module._CODEC.unpack(ledger.statement(), witness_module.Statement).signature
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"length": 2}, {"length": 10**6}, {"length": 0, "head": NOTHING}, {"silo": "another"}, {"time": 2}]
+)
+def test_a_witness_that_makes_rows_up_is_named_and_the_ledger_stays_usable(
+    tmp_path: Path, ledger: Ledger, changed: dict[str, Any]
+) -> None:
+    """Once a receipt was the word of the witness alone, and any witness could end a ledger."""
+    liar = Identity()
+    for stated in (bytes(64), signature_of(ledger), liar.sign(b"anything")):
+        receipt = made_up(liar, ledger, stated, **changed)
+        for read in (
+            lambda r=receipt: ledger.check_receipts([r], [liar.public_key]),
+            lambda r=receipt: ledger.add_receipt(r, liar.public_key),
+            lambda r=receipt: verify(tmp_path / "ledger.sqlite", receipts=[r], witness_keys=[liar.public_key]),
+            lambda r=receipt: verify(tmp_path / "ledger.sqlite", receipts=[r]),
+        ):
+            with pytest.raises(WitnessFault, match="never signed: the witness made it up") as caught:
+                read()
+            assert f"key {liar.public_key.hex()[:16]}" in str(caught.value)
+    ledger.set_budget(Budget("adult", 4.0, 1e-5))
+    verify(tmp_path / "ledger.sqlite")
+
+
+def test_control_a_witness_s_word_alone_would_end_an_honest_ledger(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, real = Identity(), witness_module.signed
+    owner = ledger.chain.public_key
+    monkeypatch.setattr(witness_module, "signed", lambda key, *of: key == owner or real(key, *of))
+    with pytest.raises(ProtocolError, match="was rolled back"):
+        ledger.check_receipts([made_up(liar, ledger)], [liar.public_key])
+    with pytest.raises(ProtocolError, match="was rolled back"):
+        ledger.set_budget(Budget("adult", 4.0, 1e-5))
+
+
+def test_a_receipt_of_the_older_form_proves_nothing_and_its_witness_gives_a_new_one(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    identity, store, key = Identity(), MemoryStore(), ledger.chain.public_key
+    witness = Witness("b", identity, store)
+    old = older(identity, ledger, ledger.chain.length)
+    assert not proves(old)
+    for read in (
+        lambda: ledger.check_receipts([old], [identity.public_key]),
+        lambda: ledger.add_receipt(old, identity.public_key),
+        lambda: verify(tmp_path / "ledger.sqlite", receipts=[old]),
+    ):
+        with pytest.raises(ProtocolError, match="of an older form, without the signature of silo 'a', and proves noth"):
+            read()
+    ledger.set_budget(Budget("adult", 4.0, 1e-5))
+    # A ledger that holds one from before is read as ever, and a witness that does goes on with the new form.
+    with ledger._writer.transaction():
+        ledger._writer.append("receipt", {"receipt": older(identity, ledger)})
+    verify(tmp_path / "ledger.sqlite")
+    ask(ledger, witness)
+    store.put({witness._slot(key) + "/receipt": old})
+    again = ask(ledger, witness)
+    assert proves(again)
+    assert witness.receipt(key) == again
+    ledger.add_receipt(again, identity.public_key)
 
 
 def test_a_receipt_row_must_be_about_this_ledger(tmp_path: Path, ledger: Ledger, witness: Witness) -> None:

@@ -262,8 +262,8 @@ def test_a_budget_that_was_raised_or_lowered_promises_no_more_than_it_can(path: 
     assert "whatever was and will be asked" in report.composition
     first = report.budget["epsilon"]
     for epsilon, said in (
-        (4 * first, f"within epsilon {4 * first:g} "),
-        (0.5 * first, f"within epsilon {4 * first:g} "),
+        (4 * first, f"within epsilon {4 * first:g} at delta 2e-06"),
+        (0.5 * first, f"within epsilon {4 * first:g} at delta 3e-06"),
     ):
         ledger = Ledger.open(path, "hospital-a")
         ledger.set_budget(Budget("adults", epsilon, report.delta))
@@ -271,6 +271,44 @@ def test_a_budget_that_was_raised_or_lowered_promises_no_more_than_it_can(path: 
         found = read_report(path)
         assert "will be asked" not in found.composition
         assert said in found.composition
-        assert found.budget["largest"]["epsilon"] == 4 * first
+        assert found.budget["bound"]["epsilon"] == 4 * first
         assert found.strongest_belief > report.strongest_belief
         assert f"epsilon: {4 * first:g}" in report_registry(found)
+
+
+def _changed(folder: Path, *budgets: Budget, step: float) -> Report:
+    """The report of a ledger with these budgets and a job under each; its clock goes on by `step` seconds a row."""
+    file, now = folder / f"{len(list(folder.iterdir()))}.sqlite", [1e9]
+    ledger = Ledger.open(file, "hospital-a", create=True, clock=lambda: now[0])
+    for number, budget in enumerate(budgets):
+        ledger.set_budget(budget)
+        now[0] += step
+        ledger.open_job(_job(f"job {number}", Gaussian(12.0), 1))
+        now[0] += step
+    ledger.close()
+    return read_report(file)
+
+
+@pytest.mark.parametrize("step", [1.0, 0.0, -30.0])
+def test_budgets_are_told_apart_by_rows_not_by_times(tmp_path: Path, step: float) -> None:
+    """Rows of one time, as after a clock that was set back: what the first job met was taken for taken back before it.
+    The control is a clock that runs."""
+    found = _changed(tmp_path, Budget("adults", 10.0, 1e-6), Budget("adults", 1.0, 1e-6), step=step)
+    assert found.budget["bound"] == {"epsilon": 10.0, "delta": 2e-6}
+    assert "within epsilon 10 at delta 2e-06" in found.composition
+    assert found.strongest_belief == pytest.approx(1 / (1 + math.exp(-10)))
+    times = [b["set"] for b in found.budget["history"]] + [job.opened for job in found.jobs]
+    assert (len(set(times)) == 1) == (step <= 0)
+
+
+def test_deltas_of_changed_budgets_add_up(tmp_path: Path) -> None:
+    """The control: of a budget that nobody changed, and of one that was changed before the first job, the delta is
+    its own."""
+    six = [Budget("adults", e, 1e-6) for e in (3.0, 2.9, 2.8, 2.7, 2.6, 2.5)]
+    found = _changed(tmp_path, *six, step=1.0)
+    assert found.budget["bound"] == {"epsilon": 3.0, "delta": pytest.approx(6e-6, rel=1e-12)}
+    assert "within epsilon 3 at delta 6e-06, the largest epsilon and the sum of the deltas" in found.composition
+    assert _changed(tmp_path, six[0], step=1.0).budget["bound"] == {"epsilon": 3.0, "delta": 1e-6}
+    wide = _changed(tmp_path, Budget("adults", 3.0, 0.6), Budget("adults", 2.0, 0.7), step=1.0)
+    assert wide.budget["bound"]["delta"] == 1.0
+    assert "at delta 1, which promises nothing" in wide.composition
