@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import mmap
 import os
 import platform
 import resource
@@ -49,9 +50,11 @@ from secure_fvi.runs.federation_base import python_function
 
 _log = logging.getLogger(__name__)
 
-#: What a traced program may weigh, and what it may cost to trace it: bytes, bytes, seconds, seconds of computation.
+#: What a traced program may weigh, and what it may cost to trace it: bytes, bytes of address space beyond what Python
+#: and PyTorch have when it begins, bytes of each of two folders in memory, seconds, seconds of computation.
 MOST_BYTES = 1 << 28
 _MEMORY = 8 << 30
+_FOLDER = 1 << 28
 _SECONDS = 600
 _CPU_SECONDS = 540
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
@@ -115,6 +118,7 @@ class FencedModel:
             "silo_sites": self.silo_sites,
             "start": dict(self.start),
             "dtype": "float64" if dtype == torch.float64 else "float32",
+            "memory": _MEMORY,
         }
         asked = json.dumps(request, allow_nan=False).encode()
         message = len(asked).to_bytes(8, "big") + asked + pack_schema(schema)
@@ -212,16 +216,21 @@ def _lay_out(closure: Closure, folder: Path) -> None:
 
 
 def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
-    """Bubblewrap with Python, the installed packages and the model's files, all of it read-only."""
+    """Bubblewrap with Python, the installed packages and the model's files, all of it read-only, and two folders in
+    memory, of `_FOLDER` bytes each. Read-only too are `/dev`, with the `/dev/shm` in it, and `/` itself: bubblewrap
+    makes them in memory, and without a size."""
     shown = [p for p in map(Path, (*_SYSTEM, *_places())) if p.exists()]
-    command = [*_walls(_tool()), "--hostname", "fence", "--dev", "/dev", "--size", str(1 << 28), "--tmpfs", "/tmp"]
+    command = [*_walls(_tool()), "--hostname", "fence", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--size", str(_FOLDER), "--tmpfs", "/tmp"]
     for path in sorted(shown):
         command += ["--ro-bind", str(path), str(path)]
     for path in hidden:  # where a folder of the site lies among these
         at = path.resolve()
         if any(at.is_relative_to(p.resolve()) for p in shown) and at.exists():
-            command += ["--tmpfs", str(at)] if at.is_dir() else ["--ro-bind", "/dev/null", str(at)]
-    command += ["--ro-bind", str(folder), _MODEL, "--size", str(1 << 28), "--tmpfs", _SCRATCH, "--chdir", _SCRATCH]
+            empty = ["--tmpfs", str(at), "--remount-ro", str(at)]
+            command += empty if at.is_dir() else ["--ro-bind", "/dev/null", str(at)]
+    command += ["--ro-bind", str(folder), _MODEL, "--size", str(_FOLDER), "--tmpfs", _SCRATCH]
+    command += ["--remount-ro", "/", "--chdir", _SCRATCH]
     for name, value in {
         "HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "model", "LANG": "C.UTF-8", "PATH": "/usr/bin",
         "OMP_NUM_THREADS": "1",
@@ -267,7 +276,7 @@ def serve() -> None:
     length = int.from_bytes(request[:8], "big")
     asked, schema = json.loads(request[8 : 8 + length]), unpack_schema(request[8 + length :])
     torch.set_num_threads(1)
-    _limit()
+    _limit(asked["memory"])
     tried: list[str] = []
     _listen(tried)
     forbid()
@@ -286,15 +295,35 @@ def serve() -> None:
     os._exit(0)
 
 
-def _limit() -> None:
+def _limit(memory: int) -> None:
+    """Of address space, since a limit of data counts neither shared memory nor pages that are made read-only. What it
+    does not count, memory that a file or a segment holds and no process has mapped, `_FORBIDDEN` and `_command` bar."""
     for what, most in (
-        (resource.RLIMIT_DATA, _MEMORY),
+        (resource.RLIMIT_AS, _mapped() + memory),
         (resource.RLIMIT_CPU, _CPU_SECONDS),
         (resource.RLIMIT_FSIZE, 1 << 28),
         (resource.RLIMIT_NOFILE, 1024),
         (resource.RLIMIT_CORE, 0),
     ):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (most, most))
+
+
+def _mapped() -> int:
+    """Bytes of address space of this process, to a MiB above: the least limit under which it may map another page.
+    There is no `/proc` here to say it."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    low, high = 0, 1 << 47 if hard == resource.RLIM_INFINITY else hard
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle, hard))
+        try:
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            high = middle
+        except (OSError, MemoryError):
+            low = middle
+    return high
 
 
 def _listen(tried: list[str]) -> None:
@@ -314,7 +343,8 @@ def _missing(path: Any) -> bool:
     return isinstance(path, str) and "__pycache__" not in path and not Path(path).exists()
 
 
-#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory, sockets, mounts, kernel interfaces.
+#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory, sockets, mounts, kernel interfaces,
+#: memory that is in no address space.
 _FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "socket": (41, 198), "socketpair": (53, 199),
@@ -325,6 +355,7 @@ _FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "open_by_handle_at": (304, 265), "open_tree": (428, 428), "move_mount": (429, 429),
     "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 317), "aarch64": (1, 0xC00000B7, 220, 277)}
 _CLONE3, _CLONE_THREAD = 435, 0x10000

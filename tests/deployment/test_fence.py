@@ -196,6 +196,68 @@ def test_a_model_that_does_not_end_or_eats_memory_is_stopped(monkeypatch: pytest
         fenced((HEAD + "while True:\n    pass\n").encode()).exported(SCHEMA, torch.float64)
 
 
+#: Memory that a limit of data does not count, nor one of a single file. Each takes 64 MB, or tries to.
+HOARDS: dict[str, str] = {
+    "private": "KEPT.append(mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))",
+    "shared": "KEPT.append(mmap.mmap(-1, 64 << 20, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS))",
+    "read-only": """
+m = LIBC.mmap(None, 64 << 20, 3, 0x22, -1, 0)
+LIBC.mprotect(ctypes.c_void_p(m), 64 << 20, 1)
+assert m != 2**64 - 1
+""",
+    "/tmp": "fill('/tmp')",
+    "scratch": "fill(os.getcwd())",
+    "/dev/shm": "fill('/dev/shm')",
+    "/dev": "fill('/dev')",
+    "/": "fill('/')",
+    "a file without a name": "os.truncate(os.memfd_create('m'), 64 << 20)",
+    "a segment": "assert LIBC.shmget(0, 64 << 20, 0o1600) >= 0",
+}
+HOARD = """
+import contextlib, ctypes, mmap
+KEPT, LIBC = [], ctypes.CDLL(None)
+LIBC.mmap.restype, LIBC.mmap.argtypes = ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3,
+                                                          ctypes.c_long]
+def fill(folder):
+    path = os.path.join(folder, f"hoard-{os.getpid()}")
+    try:
+        with open(path, "wb") as file:
+            for _ in range(64):
+                file.write(bytes(1 << 20))
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+"""
+
+
+@needs_fence
+def test_memory_of_every_kind_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: with more memory and larger folders there is what they limit; in the same walls without what makes
+    folders read-only, without a filter and a limit, there is all of it."""
+    model = tmp_path / "hoard.py"
+    tries = [f"try:\n    exec({source!r})\n    FOUND.append(1.0)\nexcept BaseException:\n    FOUND.append(0.0)\n"
+             for source in HOARDS.values()]  # fmt: skip
+    model.write_text(HEAD + "import os\nFOUND = []\n" + HOARD + "".join(tries) + BODY)
+
+    def hoarded() -> dict[str, bool]:
+        found = fenced(model.read_bytes()).exported(SCHEMA, torch.float64).start.theta["found"]
+        return dict(zip(HOARDS, found.bool().tolist(), strict=True))
+
+    folders = ["/tmp", "scratch"]
+    assert [name for name, there in hoarded().items() if there] == ["private", "shared", "read-only", *folders]
+    monkeypatch.setattr(fence, "_FOLDER", 32 << 20)
+    monkeypatch.setattr(fence, "_MEMORY", 48 << 20)
+    assert not any(hoarded().values())
+    monkeypatch.undo()
+    walls = fence._command(tmp_path, [])
+    while "--remount-ro" in walls:
+        at = walls.index("--remount-ro")
+        del walls[at : at + 2]
+    code = "import os\nFOUND = []\n" + HOARD + "".join(tries) + "print(sum(FOUND))"
+    said = subprocess.run([*walls, sys.executable, "-I", "-S", "-c", code], capture_output=True, check=True)
+    assert float(said.stdout) == len(HOARDS)
+
+
 @needs_fence
 def test_what_the_process_answers_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that takes over its process and writes an answer itself: bytes that are checked, never unpickled."""
