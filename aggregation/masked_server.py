@@ -79,7 +79,7 @@ class MaskedServer:
     @property
     def proofs(self) -> Mapping[str, bytes]:
         """By silo id, what shows to anyone that it dealt wrong shares (`unmask.convicts`)."""
-        return {self._roster.ids[place]: proof for place, proof in self._state.left_out.items() if proof}
+        return {self._roster.ids[place]: proof for place, proof in self._state.left_out.items()}
 
     def prepare(self, index: int) -> Exchanges[None]:
         """Set-up before the first sum, a refill before the first index of each batch, otherwise nothing.
@@ -148,8 +148,9 @@ class MaskedServer:
         asked = roster.bitmap(frozenset(places))
         limit = None if length is None else Limit(length + 4096)
         found: dict[int, tuple[bytes, Sent]] = {}
+        left_out = self._state.left_out.keys() | batch.left_out
         for place in places:
-            if roster.ids[place] not in contributions or place in self._state.left_out:
+            if roster.ids[place] not in contributions or place in left_out:
                 continue
             try:
                 message = unpack(contributions[roster.ids[place]], Contribution, limit)

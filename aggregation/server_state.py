@@ -52,17 +52,18 @@ class ServerState:
         self._keys: tuple[KeySet, Nonces] | None = None
         self._ready: set[int] = set()  # members known to have the session
         self.faults: dict[str, str] = {}
-        self.left_out: dict[int, bytes] = {}  # silos that take part no more, with the proof of why, where there is one
+        self.left_out: dict[int, bytes] = {}  # silos that take part no more, with the proof of why
         self._restore()
 
-    def leave_out(self, place: int, reason: str, proof: bytes = b"") -> None:
-        """Take no more contributions and deposits of a silo that dealt wrong shares."""
+    def leave_out(self, place: int, reason: str, proof: bytes) -> None:
+        """Take no more contributions and deposits of a silo that dealt wrong shares, as `proof` shows to anyone."""
         self.left_out[place] = proof
         self.store.put({"left_out": msgpack.packb(self.left_out)})
         self.fault(place, reason)
 
     def _restore(self) -> None:
-        self.left_out = wire.own(self.store.get("left_out") or b"\x80", "the server's list of silos left out")
+        left_out = wire.own(self.store.get("left_out") or b"\x80", "the server's list of silos left out")
+        self.left_out = {place: proof for place, proof in left_out.items() if proof}  # once also on others' word
         key_set, nonces = (self.store.get(slot) for slot in ("key_set", "nonces"))
         if key_set is None or nonces is None:
             return
@@ -72,10 +73,11 @@ class ServerState:
             kept = self.store.get(f"batch/{number}")
             if kept is None:
                 continue
-            deposits, signatures, active = wire.own(kept, "a batch of the server")
+            deposits, signatures, active, *left_out = wire.own(kept, "a batch of the server")
             batch = ServerBatch(self.session, number, {place: unpack(d, Deposit) for place, d in deposits.items()})
             batch.signatures.update(signatures)
             batch.active.update(active)
+            batch.left_out.update(*left_out)
             self.batches[number] = batch
 
     def _session_of(self, key_set: KeySet, nonces: Nonces) -> Session:
@@ -92,7 +94,7 @@ class ServerState:
         for old in gone:
             del self.batches[old]
         deposits = {place: pack(d) for place, d in batch.deposits.items()}
-        state = [deposits, batch.signatures, sorted(batch.active)]
+        state = [deposits, batch.signatures, sorted(batch.active), sorted(batch.left_out)]
         self.store.put({f"batch/{batch.number}": msgpack.packb(state), "batches": msgpack.packb(sorted(self.batches))})
         first = [old * self.roster.batch for old in gone]
         indices = [i for f in first for i in range(f, f + self.roster.batch)]
@@ -212,22 +214,37 @@ class ServerState:
         self._require(len(batch.active), "refill")
 
     def _hear_complaints(self, batch: ServerBatch, replies: Mapping[int, BatchSignature]) -> None:
-        """Leave out owners of whom too many holders were dealt no shares that fit: nobody could open their masks."""
+        """Leave out of this batch owners of whom too many holders say they were dealt no shares that fit.
+
+        Nobody could open their masks if it is true; one liar, with another silo away, can say it of all others, so that
+        none is left out where too few would remain for any sum. A proof comes when masks are to be opened.
+        """
         session, roster = batch.session, self.roster
         for place, reply in replies.items():
             try:
                 batch.unheld[place] = frozenset(roster.members_of(reply.unheld)) & set(batch.held_by(place))
             except ProtocolError as error:
                 self.fault(place, str(error))
+        doubted = set()
         for owner in batch.depositors:
             holders = [h for h in session.holders(owner) if h in batch.present]
             without = [h for h in holders if owner in batch.unheld.get(h, ())]
             if without and owner not in self.left_out:
-                reason = f"{len(without)} of {len(holders)} holders were dealt no shares that fit its commitments"
+                said = ", ".join(f"'{roster.ids[h]}'" for h in without[:3]) + (
+                    " and others" if len(without) > 3 else ""
+                )
+                self.fault(
+                    owner, f"{len(without)} of {len(holders)} holders were dealt no shares that fit, as {said} say"
+                )
                 if len(holders) - len(without) < session.threshold:
-                    self.leave_out(owner, reason)
-                else:
-                    self.fault(owner, reason)
+                    doubted.add(owner)
+        doubted |= batch.left_out
+        if self._can_spare(batch, doubted):
+            batch.left_out = doubted
+
+    def _can_spare(self, batch: ServerBatch, places: set[int]) -> bool:
+        """Whether sums of this batch come about without `places`."""
+        return len(batch.present - places - self.left_out.keys()) >= self._needed
 
     def _require(self, present: int, stage: str) -> None:
         if present < self._needed:

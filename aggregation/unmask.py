@@ -34,7 +34,8 @@ class ServerBatch:
         self.statement = session.batch_statement(self.digest)
         self.signatures: dict[int, bytes] = {}
         self.active: set[int] = set()
-        self.unheld: dict[int, frozenset[int]] = {}  # by holder, whose shares it was dealt wrong or not at all
+        self.unheld: dict[int, frozenset[int]] = {}  # by holder, whose shares it says were dealt wrong or not at all
+        self.left_out: set[int] = set()  # whose masks too few say they could open: no proof, so for this batch alone
         self._next_catch_up = number * session.roster.batch + 1
 
     def delivery(self, receiver: int) -> Deliver:

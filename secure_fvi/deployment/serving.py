@@ -154,6 +154,27 @@ def program_of(federation: RemoteFederation, problem: Problem) -> ServerProgram:
     return program
 
 
+def most_sums(program: ServerProgram, silos: int) -> int:
+    """More sums than a job under differential privacy has: each was charged by somebody, or ended a session, or lies
+    between two such as one of a phase that releases nothing."""
+    declared = sum(terms.releases for terms in program.terms.values())
+    return len(program.tables) * (silos * declared + _MOST_SESSIONS)
+
+
+def last_charged(joined: Mapping[str, Joined], known: int, sums: int) -> int:
+    """The last sum that any ledger has charged, by what the silos said; -1 for none.
+
+    Raises ProtocolError that names one which says that it was more than `sums` past `known`.
+    """
+    for silo, its in sorted(joined.items()):
+        if its.last_index - 1 > known + sums:
+            raise ProtocolError(
+                f"'{silo}' says that its ledger has charged sum {its.last_index - 1} of this job, which can have come "
+                f"to {known + sums} at most: look at the ledger of '{silo}' before it takes part again"
+            )
+    return max(its.last_index for its in joined.values()) - 1
+
+
 class _Parties(NamedTuple):
     server: Server
     aggregation: SecureSum
@@ -248,6 +269,7 @@ class Hub:
         states = self._checkpoints.load({"server": start, "run": NOTHING_DONE})
         decided = states["server"].last_index if states is not None else 0
         over = states is not None and bool(states["run"].finished)  # silos may have closed the job already
+        charged = self._charged(joined, decided, program) if program.terms else 0
         message = self._kept_session(joined)
         going_on = message is not None
         if message is None:
@@ -265,8 +287,19 @@ class Hub:
         self.engine.patience = self._patience
         server = Server(problem, program, self._sum(session, aggregation, message.holder), noise)
         if program.terms and not going_on:  # what was released under old secrets is released anew, and charged
-            server.skip_to(max(j.last_index for j in joined.values()) - 1)
+            write_atomically(self._kept / "charged", max(charged, 0).to_bytes(8, "big"))
+            server.skip_to(charged)
         return _Parties(server, aggregation)
+
+    def _charged(self, joined: Mapping[str, Joined], decided: int, program: ServerProgram) -> int:
+        """The last sum that any silo's ledger says it has charged; `decided`: the last that is known here.
+
+        Raises ProtocolError that names a silo whose word no sums of this job can make true. What was believed before is
+        kept, so that who came after it is not blamed.
+        """
+        path = self._kept / "charged"
+        believed = int.from_bytes(path.read_bytes(), "big") if path.exists() else 0
+        return last_charged(joined, max(decided, believed), most_sums(program, len(self.offer.silos)))
 
     def _end(self, server: Server, result: Result) -> None:
         """Tell the silos, so that each keeps its own posterior; under `drop`, one that is away does not learn of it."""

@@ -10,9 +10,19 @@ from sum_network import CONTEXT, carry, names, random_values, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Homomorphic, onetime, silo_state, unmask
 from secure_fvi.aggregation.homomorphic_flooding import RealSlots, step_exponent
-from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, pack, unpack, unpack_any
+from secure_fvi.aggregation.messages import (
+    BatchSignature,
+    Contribution,
+    Deposit,
+    DepositRequest,
+    Shares,
+    pack,
+    unpack,
+    unpack_any,
+)
 from secure_fvi.aggregation.modular import PrimeRing
 from secure_fvi.aggregation.ring import Ring
+from secure_fvi.aggregation.server_state import ServerState
 from secure_fvi.aggregation.session import Secret
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -245,14 +255,66 @@ class TestWrongShares:
         monkeypatch.setattr(unmask, "_PROOF", unmask.wire.Anything(1 << 20, 8))
         assert unmask.convicts(world.session, BAD, self.proofs_by_kind(world)[b"x", Secret.SELF])
 
-    def test_shares_it_did_not_commit_to_are_not_held_and_it_is_left_out(self, monkeypatch):
+    def test_shares_it_did_not_commit_to_are_not_held_and_it_is_left_out_of_the_batch(self, monkeypatch):
         world = World(7, prepared=False, batch=2)
         dealing(monkeypatch, world, shares=self.OTHERS, commit=False)
         bad = world.ids[BAD]
         assert "holders were dealt no shares that fit" in world.server.faults[bad]
-        assert BAD in world.server._state.left_out
+        assert world.batch.left_out == {BAD}
+        assert world.server._state.left_out == {}
         rest = [s for s in world.ids if s != bad]
         assert is_input(world.total(world.contribute()).values, exact(world, rest))
+        again = type(world.server)(world.roster, world.server._store)  # started again, in the same batch
+        assert again._state.batches[0].left_out == {BAD}
+
+    def complained(self, size=4):
+        """One holder says that it was dealt nothing of anybody; another silo is away while deposits are collected."""
+        world = World(size, prepared=False, batch=1, max_missing=1)
+        liar, away = world.ids[0], world.ids[-1]
+
+        def lie(data):
+            message = unpack_any(data)
+            if type(message) is BatchSignature:
+                return pack(message._replace(unheld=world.roster.bitmap(frozenset(range(1, size)))))
+            return data
+
+        def gone(data):
+            if type(unpack_any(data)) is DepositRequest:
+                raise ProtocolError("away")
+            return data
+
+        silos = world.silos | {
+            liar: Tampering(world.silos[liar], reply=lie),
+            away: Tampering(world.silos[away], request=gone),
+        }
+        carry(world.server.prepare(0), silos)
+        return world, [s for s in world.ids if s != away]
+
+    @pytest.mark.parametrize("size", [4, 5, 6])
+    def test_one_liar_while_another_is_away_puts_nobody_out(self, size):
+        """It once put all other honest silos out, for the whole session and without a proof."""
+        world, here = self.complained(size)
+        assert world.server._state.left_out == world.server.proofs == {}
+        assert "holders were dealt no shares that fit, as 'silo" in world.server.faults[world.ids[1]]
+        total = world.total(world.contribute(ids=here))
+        assert set(total.survivors) == set(here)
+        assert is_input(total.values, exact(world, here))
+        carry(world.server.prepare(1), world.silos)
+        assert is_input(world.total(world.contribute(1), index=1).values, exact(world))
+
+    def test_control_put_out_of_the_batch_they_cost_its_sums_and_no_more(self, monkeypatch):
+        monkeypatch.setattr(ServerState, "_can_spare", lambda *arguments: True)
+        world, here = self.complained()
+        assert world.batch.left_out == {1, 2}
+        with pytest.raises(AggregationError, match=r"1 silos contributed|past max_missing"):
+            world.total(world.contribute(ids=here))
+        carry(world.server.prepare(1), world.silos)
+        assert is_input(world.total(world.contribute(1), index=1).values, exact(world))
+
+    def test_who_was_left_out_without_a_proof_before_takes_part_again(self):
+        world = World(4)
+        world.server._store.put({"left_out": msgpack.packb({1: b"", 2: b"a proof"})})
+        assert type(world.server)(world.roster, world.server._store)._state.left_out == {2: b"a proof"}
 
     def test_complaints_of_fewer_than_n_less_t_leave_nobody_out(self, monkeypatch):
         world = World(7, prepared=False)

@@ -13,11 +13,11 @@ from deployment_world import World
 from safetensors.torch import load_file
 
 from secure_fvi.deployment import holding, serving, site_job
-from secure_fvi.deployment.session_messages import pack_schema, schema_digest, unpack_schema
+from secure_fvi.deployment.session_messages import Joined, pack_schema, schema_digest, unpack_schema
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.deployment.trail_verify import compare
 from secure_fvi.driving import Progress
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
 from secure_fvi.runs import federation
 
@@ -202,6 +202,61 @@ def test_under_privacy_each_silos_own_ledger_is_charged(world: World, tmp_path: 
     for silo in SILOS:
         assert world.homes[silo].ledger_file.exists()
         assert not (tmp_path / "remote" / "ledger.sqlite").exists()
+
+
+def _claiming(monkeypatch: pytest.MonkeyPatch, silo: str, index: int) -> None:
+    """Let `silo` say that its ledger has charged all sums below `index`."""
+    joins = site_job.SiteJob.join
+
+    def join(self: Any) -> Joined:
+        found = joins(self)
+        return found._replace(last_index=index) if self.home.id == silo else found
+
+    monkeypatch.setattr(site_job.SiteJob, "join", join)
+
+
+PRIVATE: dict[str, Any] = {
+    "privacy": {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"},
+    "algorithm": {"name": "sfvi", "iterations": 3, "sampling_rate": 0.5, "family": "diagonal"},
+}
+
+
+def test_a_silo_that_says_all_sums_are_used_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(world, tmp_path, **PRIVATE)
+    with monkeypatch.context() as patch:
+        _claiming(patch, "north", 2**63 - 1)
+        with pytest.raises(ProtocolError, match="'north' says that its ledger has charged sum 9223372036854775806"):
+            job.run()
+    job.run()  # the others' ledgers and the server know nothing of it
+
+
+def test_control_believed_it_ends_the_job_and_nobody_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "most_sums", lambda *arguments: 2**63)
+    _claiming(monkeypatch, "north", 2**63 - 1)
+    with pytest.raises(SecureFVIError) as caught:
+        Job(world, tmp_path, **PRIVATE).run()
+    assert "north" not in str(caught.value)
+
+
+def test_what_ledgers_may_say_they_have_charged() -> None:
+    """A liar within the bound moves all sums; honest silos that charged those after it are not to blame."""
+
+    def joined(**last: int) -> dict[str, Joined]:
+        return {silo: Joined(b"", bytes(32), b"", index) for silo, index in last.items()}
+
+    assert serving.last_charged(joined(north=0, south=0), 0, 10) == -1
+    assert serving.last_charged(joined(north=8, south=5), 0, 10) == 7
+    assert serving.last_charged(joined(north=11, south=1), 0, 10) == 10
+    assert serving.last_charged(joined(north=11, south=14), 10, 10) == 13
+    for known, index in ((0, 12), (10, 22), (0, 2**53), (5, 2**63 - 1)):
+        with pytest.raises(
+            ProtocolError, match=rf"'south' says that its ledger has charged sum {index - 1} .* at most"
+        ):
+            serving.last_charged(joined(north=3, south=index), known, 10)
 
 
 @pytest.mark.parametrize(
