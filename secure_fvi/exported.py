@@ -14,7 +14,7 @@ import math
 import operator
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -63,8 +63,9 @@ def _words(text: str) -> frozenset[str]:
 
 #: Operations of ATen that a graph may name: pure, deterministic, and bounded by the tensors that they are given.
 #: Not among them, with reason: in-place and `out=` forms, `empty` (it shows old memory), `as_strided` (it reads around
-#: its argument), `linalg_lu_solve` and `native_group_norm` (they believe the sizes and places that they are told),
-#: `from_file`, random numbers, `index_fill` (mapped over records it writes all of them into one buffer), `linalg_eigh`
+#: its argument), `linalg_matrix_exp` (its time follows from values), `linalg_lu_solve` and `native_group_norm` (they
+#: believe the sizes and places that they are told), `from_file`, random numbers,
+#: `index_fill` (mapped over records it writes all of them into one buffer), `linalg_eigh`
 #: (it raises where it does not converge), and whatever is new in another version of PyTorch. A test maps each over
 #: records, and changes, moves and spoils one of them (tests/privacy/test_operations.py).
 _PURE = _words(
@@ -78,7 +79,7 @@ _PURE = _words(
     hardswish hardtanh heaviside hypot i0 igamma igammac index index_add index_copy index_put
     index_select isfinite isinf isnan kthvalue le leaky_relu lerp lgamma lift_fresh lift_fresh_copy
     linalg_cholesky_ex linalg_cross linalg_householder_product linalg_inv_ex linalg_lu
-    linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular linalg_vector_norm
+    linalg_lu_factor_ex linalg_qr linalg_solve_triangular linalg_vector_norm
     linspace log log10 log1p log2 log_sigmoid_forward logaddexp logaddexp2 logcumsumexp logical_and logical_not
     logical_or logical_xor logit logspace logsumexp lt masked_fill masked_scatter max max_pool2d_with_indices
     maximum mean median min minimum mish mm mode mse_loss mul mv mvlgamma nan_to_num
@@ -123,6 +124,9 @@ _SIZES: Mapping[str, Callable[..., Any]] = {
     "sym_min": torch.sym_min,
     "getitem": operator.getitem,
 }
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+#: The most axes of `mvlgamma`, which makes one element for each of them.
+_MOST_AXES = 1000
 #: Sizes and what is reckoned with them stay below this: whole numbers of Python's own grow without end.
 _MOST_SIZE = 2**53
 #: In place of ATen's own: a size as Python sees it holds under `vmap` too; a view that memory forbids becomes a copy.
@@ -211,6 +215,11 @@ def _check_errors(run: Callable[..., Any], info: Tensor, *args: Any, **kwargs: A
     _fails(info != 0)
 
 
+def _mvlgamma(run: Callable[..., Any], x: Tensor, p: int) -> Any:
+    _need(type(p) is int and p <= _MOST_AXES, f"more than {_MOST_AXES} axes of mvlgamma")
+    return run(x, p)
+
+
 #: Operations that raise at some values, as functions that do not. What they give is then of no use (`_fails`).
 _TOTAL: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(_words("gather index_add index_copy index_select scatter scatter_add scatter_reduce"), _at),
@@ -222,6 +231,7 @@ _TOTAL: Mapping[str, Callable[..., Any]] = {
     "cholesky": _cholesky,
     "embedding": _embedding,
     "masked_scatter": _masked_scatter,
+    "mvlgamma": _mvlgamma,
 }
 #: Memory as it was found would show what this process had there: a graph has zeros instead.
 _WRITTEN_AS = {
@@ -324,8 +334,7 @@ def _filled(value: Any, values: Sequence[Any], constants: Params) -> Any:
 
 
 def _elements(run: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> int:
-    """Of what `run` would give, by shapes alone; 0 for what depends on values, as a choice by a mask: a part of what
-    is there."""
+    """Of what `run` would give, by shapes alone; where a mask decides on it, the most that it can be."""
     with FakeTensorMode() as mode:
 
         def shape_of(value: Any) -> Any:
@@ -336,8 +345,18 @@ def _elements(run: Callable[..., Any], args: Sequence[Any], options: Mapping[str
         try:
             found = run(*map(shape_of, args), **{name: shape_of(v) for name, v in options.items()})
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return 0
+            sizes = [x.numel() for x in _tensors([*args, *options.values()])]
+            # A choice by one mask is a part of what is there; several places are broadcast against each other.
+            return max(sizes) if len(sizes) == 2 else math.prod(sizes)
     return sum(t.numel() for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, Tensor))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _tensors(v)
 
 
 class Program(NamedTuple):
@@ -723,17 +742,22 @@ def _framed(table: Any, tensors: Params) -> bytes:
     return len(text).to_bytes(8, "big") + text + save(tensors)
 
 
-def read_program(content: bytes, schema: Schema) -> Program:
-    """The program in `content`, for data of this schema. Raises InputError for anything else."""
+def read_program(content: bytes, schema: Schema, *, checked: bool = False) -> Program:
+    """The program in `content`, for data of this schema. Raises InputError for anything else.
+
+    checked: another process has read these bytes without an error, so that nothing of them is run here. How much
+    memory and time an operation takes before its size is known only the operating system limits: whoever holds keys or
+    data lets a process without them read what comes from elsewhere first (`secure_fvi.deployment.fence`).
+    """
     try:
-        return _read(content, schema)
+        return _read(content, schema, checked)
     except InputError as error:
         raise InputError(f"what was traced of the model is not valid: {error}") from None
     except Exception as error:  # whatever malformed bytes make two parsers and PyTorch raise
         raise InputError(f"what was traced of the model is not valid ({type(error).__name__})") from None
 
 
-def _read(content: bytes, schema: Schema) -> Program:
+def _read(content: bytes, schema: Schema, checked: bool) -> Program:
     _need(len(content) <= _MOST_BYTES, f"more than {_MOST_BYTES} bytes")
     length = int.from_bytes(content[:8], "big")
     _need(8 + length <= len(content), "cut short")
@@ -752,7 +776,8 @@ def _read(content: bytes, schema: Schema) -> Program:
     said = tuple(_text(words, 2000) for words in table["warnings"])
     evaluate, recentre = (_graph_of(table[name], tensors) for name in ("evaluate", "recentre"))
     program = Program(layout, start, evaluate, recentre, observed, said)
-    _check(program, schema, dtype)
+    if not checked:
+        _check(program, schema, dtype)
     return program
 
 
@@ -862,6 +887,9 @@ def untested_operations(call: Callable[[], Any]) -> list[str]:
 
 
 def _reckoned(run: Callable[..., Any], *sizes: Any) -> Any:
+    """Of numbers alone, and of a list its places: Python's operators would also repeat lists and join them."""
+    numbers = sizes[1:] if run is operator.getitem and isinstance(sizes[0], list | tuple) else sizes
+    _need(all(isinstance(n, _NUMBERS) for n in numbers), "sizes that are none")
     found = run(*sizes)
     _need(not isinstance(found, int | float) or abs(found) < _MOST_SIZE, "a size past all data")
     return found

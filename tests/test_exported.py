@@ -306,6 +306,42 @@ BOMBS: dict[str, tuple[Callable[[Any], None], str]] = {
         ),
         "too large on made data",
     ),
+    "one element of a million axes": (
+        _chained(
+            ["aten.full.default", [[1], 1e9], {}],
+            lambda at: ["aten.mvlgamma.default", [{"at": at}, 10**6], {}], 1,
+        ),
+        "more than 1000 axes of mvlgamma",
+    ),
+    "as many as a mask says, for each of many rows": (
+        lambda t: t["evaluate"]["nodes"].extend(
+            [
+                ["aten.ones.default", [[6000]], {}],
+                ["aten.ge.Scalar", [{"at": (at := t["evaluate"]["inputs"] + len(t["evaluate"]["nodes"]))}, 0], {}],
+                ["aten.zeros.default", [[6000, 1]], {"dtype": {"dtype": "torch.int64"}}],
+                ["aten.ones.default", [[6000, 1]], {}],
+                ["aten.index.Tensor", [{"at": at + 3}, [{"at": at + 1}, {"at": at + 2}]], {}],
+            ]
+        ),
+        "too large on made data",
+    ),
+    "a list, repeated": (
+        lambda t: t["evaluate"]["nodes"].extend(
+            [
+                ["aten.zeros.default", [[2]], {}],
+                ["aten.split.Tensor", [{"at": (at := t["evaluate"]["inputs"] + len(t["evaluate"]["nodes"]))}, 1], {}],
+                ["size.mul", [{"at": at + 1}, 1 << 24], {}],
+            ]
+        ),
+        "sizes that are none",
+    ),
+    "an exponential of large numbers": (
+        _chained(
+            ["aten.full.default", [[9, 9], 1e300], {}],
+            lambda at: ["aten.linalg_matrix_exp.default", [{"at": at}], {}], 1,
+        ),
+        "not among the operations",
+    ),
     "many that are large": (
         _chained(["aten.full.default", [[1 << 22], 0.0], {}], lambda at: ["aten.neg.default", [{"at": at}], {}], 40),
         "too large on made data",

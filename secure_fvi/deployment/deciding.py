@@ -73,6 +73,9 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
             raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
         if before is not None and over(before.outcome):
             raise ProtocolError(f"job '{offer.job}' has finished; its offer was sent again")
+        again = before is not None and before.accepted and before.fields["policy"] == policy.hash
+        if trail.full and not again:
+            raise ProtocolError(f"job '{offer.job}': this site was asked too often today; offer it again tomorrow")
     except SecureFVIError as error:
         trail.note("", f"a job offer was refused: {printable(str(error))}")
         raise
@@ -83,13 +86,17 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
+    if trail.full:  # it goes on, by a row that is there
+        return Decision(offer, roster, policy, data)
     trail.job(job_entry(offer, policy.hash, accepted=True))
     if home.role == "silo":
         trail.note(
-            offer.job, f"secure_fvi here has digest {package_digest().hex()}, at the server {offer.package.hex()}"
+            offer.job,
+            f"secure_fvi here has digest {package_digest().hex()}, at the server {offer.package.hex()}",
+            always=True,
         )
         if offer.config.model.function is not None and policy.sandbox == "off":
-            trail.note(offer.job, UNFENCED)
+            trail.note(offer.job, UNFENCED, always=True)
     return Decision(offer, roster, policy, data)
 
 

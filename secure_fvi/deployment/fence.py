@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import platform
@@ -32,7 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import torch
 
@@ -57,6 +58,8 @@ _MEMORY = 8 << 30
 _FOLDER = 1 << 28
 _SECONDS = 600
 _CPU_SECONDS = 540
+#: What it may cost to read it, and to run it on made data: bytes of address space, seconds.
+_CHECK_MEMORY, _CHECK_SECONDS = 4 << 30, 90.0
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 _MODEL, _SCRATCH = "/fence/model", "/fence/scratch"
 UNFENCED = 'sandbox = "off": the code of the model runs in the process that holds this site\'s keys and data'
@@ -126,8 +129,8 @@ class FencedModel:
         key = hashlib.sha256(repr(sources).encode() + message).digest()
         if key not in _answers:  # a job that is taken up again asks for the same
             _answers.clear()
-            _answers[key] = _answer(self.closure, message, self.hidden)
-        program = read_program(_answers[key], schema)
+            _answers[key] = _traced(self.closure, message, pack_schema(schema), self.hidden)
+        program = read_program(_answers[key], schema, checked=True)
         if program.start.z_global.dtype != dtype:
             raise InputError("what was traced of the model has another type of numbers than the run")
         for words in program.warnings:
@@ -174,13 +177,40 @@ def model_for(
 # ---- the parent's side ----
 
 
-def _answer(closure: Closure, request: bytes, hidden: Iterable[Path]) -> bytes:
-    """What the fence says to `request`. Raises InputError with its words where it fails."""
-    with tempfile.TemporaryDirectory(prefix="secure-fvi-fence-") as folder, tempfile.TemporaryFile() as said:
-        _lay_out(closure, Path(folder))
-        command = [*_command(Path(folder), hidden), *_python()]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said)
-        clock = threading.Timer(_SECONDS, process.kill)
+def _traced(closure: Closure, request: bytes, schema: bytes, hidden: tuple[Path, ...]) -> bytes:
+    """The program that the fence makes of `request`, and that a second one, in which the author's code never ran, has
+    read and run on made data: what an operation costs is known once it has run, so that it does where limits hold.
+    Raises InputError with the words of the one that fails."""
+    with _Fenced("serve()", hidden, closure) as tracing, _checker(hidden) as checking:  # both start now
+        content = tracing.answer(request, _SECONDS)
+        checking.answer(len(schema).to_bytes(8, "big") + schema + content, _CHECK_SECONDS)
+        return content
+
+
+def _checker(hidden: Iterable[Path] = ()) -> _Fenced:
+    return _Fenced(f"serve_check({_CHECK_MEMORY}, {math.ceil(_CHECK_SECONDS)})", hidden)
+
+
+class _Fenced(contextlib.ExitStack):
+    """A process in the fence that waits for one request, with the files of `closure`. It ends with the `with`."""
+
+    def __init__(self, entry: str, hidden: Iterable[Path], closure: Closure | None = None) -> None:
+        super().__init__()
+        with contextlib.ExitStack() as undo:
+            folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="secure-fvi-fence-")))
+            self._said = undo.enter_context(tempfile.TemporaryFile())
+            if closure is not None:
+                _lay_out(closure, folder)
+            command = [*_command(folder, hidden), *_python(entry)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said)
+            self._process = undo.enter_context(process)
+            undo.callback(self._process.kill)
+            self.push(undo.pop_all())
+
+    def answer(self, request: bytes, seconds: float) -> bytes:
+        """What it says to `request`. Raises InputError with its words where it fails."""
+        process, said = self._process, self._said
+        clock = threading.Timer(seconds, process.kill)
         clock.start()
         try:
             assert process.stdin is not None
@@ -192,10 +222,8 @@ def _answer(closure: Closure, request: bytes, hidden: Iterable[Path]) -> bytes:
             process.kill()
             process.wait()
             clock.cancel()
-            if process.stdout is not None:
-                process.stdout.close()
         if answer[:1] == b"P" and len(answer) <= MOST_BYTES + 1:
-            return answer[1:]
+            return bytes(answer[1:])
         if answer[:1] == b"E":
             raise InputError(printable(answer[1:4000].decode(errors="replace"), 4000))
         said.seek(max(0, said.seek(0, os.SEEK_END) - 1000))
@@ -239,10 +267,13 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
     return [*command, "--"]
 
 
-def _python() -> list[str]:
-    """Python without what a site may add to its start: no .pth files, no sitecustomize, no environment."""
+def _python(entry: str) -> list[str]:
+    """Python without what a site may add to its start: no .pth files, no sitecustomize, no environment. entry: the
+    call of a function below."""
     paths = [str(_package().parent), *_packages(), f"{_MODEL}/modules"]
-    start = f"import sys; sys.path += {paths!r}; from secure_fvi.deployment.fence import serve; serve()"
+    start = (
+        f"import sys; sys.path += {paths!r}; from secure_fvi.deployment.fence import {entry.partition('(')[0]}; {entry}"
+    )
     return [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", start]
 
 
@@ -270,13 +301,9 @@ def _places() -> Iterator[str]:
 
 def serve() -> None:
     """Answer the one request on the standard input, and end. Only `_python` starts this."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a program prints is no answer
-    request = sys.stdin.buffer.read()
-    length = int.from_bytes(request[:8], "big")
-    asked, schema = json.loads(request[8 : 8 + length]), unpack_schema(request[8 + length :])
-    torch.set_num_threads(1)
-    _limit(asked["memory"])
+    out, first, rest = _request()
+    asked, schema = json.loads(first), unpack_schema(rest)
+    _limit(asked["memory"], _CPU_SECONDS)
     tried: list[str] = []
     _listen(tried)
     forbid()
@@ -290,17 +317,44 @@ def serve() -> None:
         if tried:
             words += f" (in the sandbox it tried {', '.join(tried[:3])}, and has only the files that its hash names)"
         answer = b"E" + words.encode(errors="replace")
+    _respond(out, answer)
+
+
+def serve_check(memory: int, seconds: int) -> None:
+    """Read and run what was traced, on made data, and say whether it is a program. Only `_python` starts this."""
+    out, schema, content = _request()
+    _limit(memory, seconds)
+    forbid()
+    try:
+        read_program(content, unpack_schema(schema))
+        answer = b"P"
+    except InputError as error:
+        answer = b"E" + str(error).encode(errors="replace")
+    _respond(out, answer)
+
+
+def _request() -> tuple[BinaryIO, bytes, bytes]:
+    """Where the answer goes, and the two parts of what was asked."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a program prints is no answer
+    torch.set_num_threads(1)
+    request = sys.stdin.buffer.read()
+    length = int.from_bytes(request[:8], "big")
+    return out, request[8 : 8 + length], request[8 + length :]
+
+
+def _respond(out: BinaryIO, answer: bytes) -> NoReturn:
     out.write(answer)
     out.flush()
     os._exit(0)
 
 
-def _limit(memory: int) -> None:
+def _limit(memory: int, seconds: int) -> None:
     """Of address space, since a limit of data counts neither shared memory nor pages that are made read-only. What it
     does not count, memory that a file or a segment holds and no process has mapped, `_FORBIDDEN` and `_command` bar."""
     for what, most in (
         (resource.RLIMIT_AS, _mapped() + memory),
-        (resource.RLIMIT_CPU, _CPU_SECONDS),
+        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 1 << 28),
         (resource.RLIMIT_NOFILE, 1024),
         (resource.RLIMIT_CORE, 0),

@@ -75,6 +75,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # epsilon = 3.0
 # delta = 1e-6
 # unit = "record"
+# from_job = []   # without a path: "partition", "data" where a job may say which of a program's records are this site's
 """
 
 
@@ -101,7 +102,8 @@ class ModelRule(Table):
 
 class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
-    epsilon, delta, unit: its budget over all jobs."""
+    epsilon, delta, unit: its budget over all jobs. from_job: the tables of a job, and so of its server, that may say
+    which of a program's records are the site's."""
 
     id: Text
     path: Text | None = None
@@ -109,9 +111,12 @@ class DataRule(Table):
     epsilon: Positive | None = None
     delta: Delta | None = None
     unit: Literal["record", "silo"] = "record"
+    from_job: tuple[Literal["partition", "data"], ...] = ()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.path is not None and self.from_job:
+            raise ValueError("a data set is the file of its path, or what a job takes from a program (from_job)")
         if (self.epsilon is None) != (self.delta is None):
             raise ValueError("a budget needs both epsilon and delta")
         return self

@@ -23,6 +23,7 @@ from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose, kind_of
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
+from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
 
 _OF_LOCAL_FIT = (
@@ -122,6 +123,10 @@ def unjudged(value: Any, where: str = "") -> Iterator[str]:
         for item in value:
             yield from unjudged(item, where)
         return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from unjudged(item, f"{where}.{key}" if where else str(key))
+        return
     if isinstance(value, BaseModel):
         names = list(type(value).model_fields)
     elif dataclasses.is_dataclass(value):
@@ -171,8 +176,28 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
     data = policy.data.get(offer.data_set)
     if data is None:
         yield f"data set '{offer.data_set}' is not offered ({_few(policy.data)})"
-    elif dp is not None and data.budget is not None and data.unit != dp.unit:
+        return
+    yield from _records(config, data, policy)
+    if dp is not None and data.budget is not None and data.unit != dp.unit:
         yield f"it protects each {dp.unit}, the budget of data set '{data.id}' counts each {data.unit}"
+
+
+def _records(config: Config, data: DataRule, policy: SitePolicy) -> Iterator[str]:
+    """A job's [partition] and [data] say which of a program's records are the site's: by their sizes and a seed a
+    server picks a single one."""
+    for name, given in (("partition", config.partition is not None), ("data", bool(config.data))):
+        if given and data.path is not None:
+            yield f"by [{name}] it would not read the file that data set '{data.id}' has as its path"
+        elif given and name not in data.from_job:
+            yield (
+                f"by [{name}] it says which records are used as data set '{data.id}' (from_job: {_few(data.from_job)})"
+            )
+    sizes = config.partition.sizes if config.partition is not None else None
+    if sizes and 2 * len(sizes) * min(sizes) < sum(sizes) and "sampled_records" not in policy.disclosures:
+        yield (
+            f"its partition.sizes give a silo {min(sizes)} records, less than half of what each had by count = "
+            f"{len(sizes)}: totals over few records (disclosures: 'sampled_records' is not listed)"
+        )
 
 
 def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:

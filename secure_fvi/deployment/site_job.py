@@ -369,6 +369,8 @@ def _of_data(silo: str) -> Iterator[None]:
 def _with_data(config: Config, silo: str, data: Path | None) -> Config:
     if data is None:
         return config
+    if config.partition is not None:
+        raise InputError(f"'{data}': the job's [partition] takes records from a program, and would not read this file")
     silos = tuple(s.model_copy(update={"data": str(data)}) if s.id == silo else s for s in config.silo)
     return config.model_copy(update={"silo": silos})
 

@@ -11,6 +11,7 @@ cost that many rows of evidence (never of privacy: the ledger forces its own). A
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.trail_rows import (
     CLOSE,
+    DAY,
     EXCHANGE,
     JOB,
     NOTE,
@@ -29,9 +31,12 @@ from secure_fvi.deployment.trail_rows import (
     ROSTER,
     TrailChain,
 )
+from secure_fvi.errors import SecureFVIError
 from secure_fvi.privacy.chain_writer import Writer
 
 SYNC_ROWS, SYNC_SECONDS = 100, 1.0
+#: Rows a day, of jobs and notes together, that a server can make by asking: it does not fill a site's disk.
+MOST_ASKED = 1000
 
 
 class Exchange(NamedTuple):
@@ -70,6 +75,7 @@ class Trail:
     def __init__(self, writer: Writer[TrailChain]) -> None:
         self._writer = writer
         self._unsynced, self._synced_at = 0, time.monotonic()
+        self._more, self._more_since = 0, 0  # refusals without a row, and the day of the first
 
     @classmethod
     def open(
@@ -112,12 +118,24 @@ class Trail:
         self._durable(POLICY, {"policy": policy})
 
     def job(self, entry: JobEntry) -> None:
-        """A job that was accepted or refused."""
-        self._durable(JOB, dict(vars(entry)))
+        """A job that was accepted or refused; of refusals, at most `MOST_ASKED` rows a day."""
+        if entry.accepted:
+            self._durable(JOB, dict(vars(entry)))
+        else:
+            self._asked(JOB, dict(vars(entry)))
 
-    def note(self, job: str, what: str) -> None:
-        """An event: a lost connection, a resumed session, a message that was refused and why."""
-        self._durable(NOTE, {"job": job, "what": what})
+    def note(self, job: str, what: str, *, always: bool = False) -> None:
+        """An event: a lost connection, a resumed session, a message that was refused and why. At most `MOST_ASKED` rows
+        a day, but those that are there `always`."""
+        if always:
+            self._durable(NOTE, {"job": job, "what": what})
+        else:
+            self._asked(NOTE, {"job": job, "what": what})
+
+    @property
+    def full(self) -> bool:
+        """Whether what a server asks has no more rows today."""
+        return self.chain.asked(self._writer.now()) >= MOST_ASKED
 
     def omission(self, job: str, kind: str, what: str) -> None:
         """What a server did not use or get: this silo's answer ("left out"), silos of a cohort ("difference"), an
@@ -161,8 +179,30 @@ class Trail:
 
     def close(self) -> None:
         """Force what was written to the disk and let go of the file."""
+        with contextlib.suppress(SecureFVIError, OSError):
+            self._tell_more()
         self._sync()
         self._writer.file.close()
+
+    def _asked(self, kind: str, body: dict[str, Any]) -> None:
+        """A row that a server's message makes; once the day has `MOST_ASKED`, one that says so, and afterwards how many
+        more there were."""
+        today = self._writer.now() // DAY
+        if self._more and self._more_since != today:
+            self._tell_more()
+        if not self.full:
+            self._durable(kind, body)
+            if self.full:
+                self._durable(
+                    NOTE, {"job": "", "what": f"{MOST_ASKED} rows of offers and notes today: no more of them"}
+                )
+            return
+        self._more, self._more_since = self._more + 1, today
+
+    def _tell_more(self) -> None:
+        if self._more:
+            self._durable(NOTE, {"job": "", "what": f"{self._more} more refusals and notes of one day have no row"})
+            self._more = 0
 
     def _durable(self, kind: str, body: dict[str, Any]) -> None:
         with self._writer.transaction():

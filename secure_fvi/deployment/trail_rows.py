@@ -19,6 +19,7 @@ TRAIL = ChainKind(
 ROSTER, POLICY, JOB, EXCHANGE, NOTE, CLOSE = "roster", "policy", "job", "exchange", "note", "close"
 #: What a server left out of a sum. A version that does not know such rows says so, and reads no log with them.
 OMISSION = "omission"
+DAY = 86_400_000_000  # microseconds
 
 
 class Seen(NamedTuple):
@@ -63,9 +64,12 @@ class TrailChain(ChainReader):
         self.roster: bytes | None = None
         self.policy: bytes | None = None
         self.last: Exchanged | None = None  # of the newest row, where it is an exchange
+        self._asked: tuple[int, int] = (0, 0)  # a day since 1970, its rows of jobs and notes
 
     def apply(self, row: Row, fields: dict[str, Any]) -> None:
         self.last = None
+        if row.kind in (JOB, NOTE):
+            self._asked = (row.time // DAY, self.asked(row.time) + 1)
         if row.kind == EXCHANGE:
             self._exchange(read_exchange(fields))
         elif row.kind == ROSTER:
@@ -90,6 +94,11 @@ class TrailChain(ChainReader):
             self.check_known(fields["job"]).outcome = str(fields["outcome"])
         else:
             raise InputError(f"its kind '{row.kind}' is unknown to this version; a newer one may have written it")
+
+    def asked(self, time: int) -> int:
+        """Rows of jobs and notes on the day of `time` (microseconds since 1970, UTC)."""
+        day, count = self._asked
+        return count if day == time // DAY else 0
 
     def _exchange(self, e: Exchanged) -> None:
         record = self.check_open(e.job)

@@ -66,7 +66,7 @@ class Job:
             "max_rounds": 100_000,
             "privacy": {**privacy, "noise": ["distributed", "silo"]},
             "model": [{"hash": manifest(self.config).hash.hex()}],
-            "data": [{"id": "data"}],
+            "data": [{"id": "data"} if self.config.silo else {"id": "data", "from_job": ["partition", "data"]}],
             **changes,
         }
         home.policy_file.write_text(toml.dumps(policy))

@@ -48,6 +48,7 @@ min_noise_multiplier = 0.3
 hash = "{model}"
 [[data]]
 id = "data"
+from_job = ["partition"]
 """
 
 

@@ -6,6 +6,7 @@ The tests that need a sandbox are left out where bubblewrap is missing or may no
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -14,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from consortium_run import SILOS, Job
 from deployment_world import NOW, World
 
+from secure_fvi import exported
 from secure_fvi.deployment import fence
 from secure_fvi.deployment.deciding import decide
 from secure_fvi.deployment.fence import FencedModel, check_fence, model_for
@@ -28,8 +32,10 @@ from secure_fvi.deployment.model_hash import manifest, package_digest
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.errors import InputError, PolicyError
+from secure_fvi.exported import export
 from secure_fvi.federated_model import FederatedModel, Schema
 
 try:
@@ -264,6 +270,58 @@ def test_what_the_process_answers_is_data(monkeypatch: pytest.MonkeyPatch) -> No
     lies = "import os, pickle\nos.write(3, b'P' + pickle.dumps([1]))\nos._exit(0)\n"
     with pytest.raises(InputError, match="what was traced of the model is not valid"):
         fenced(lies.encode()).exported(SCHEMA, torch.float64)
+
+
+def traced(*nodes: list[Any]) -> bytes:
+    """What is traced of a mean, with more operations."""
+
+    def mean(y: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("records", len(y)):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    content = export(FederatedModel(mean), SCHEMA, torch.float64)
+    length = int.from_bytes(content[:8], "big")
+    table = json.loads(content[8 : 8 + length])
+    table["evaluate"]["nodes"] += nodes
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "big") + text + content[8 + length :]
+
+
+@needs_fence
+def test_a_graph_runs_first_where_its_memory_and_time_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is the system's, whatever an operation takes before anyone knows its size. The control: with more of
+    either it is read."""
+    content = traced(*[["aten.full.default", [[1 << 21], 0.0], {}]] * 8)  # 128 MiB
+    schema = pack_schema(SCHEMA)
+
+    def check() -> bytes:
+        with fence._checker() as process:
+            return process.answer(len(schema).to_bytes(8, "big") + schema + content, fence._CHECK_SECONDS)
+
+    assert check() == b""
+    monkeypatch.setattr(fence, "_CHECK_MEMORY", 64 << 20)
+    with pytest.raises(InputError, match=r"not valid \(RuntimeError\)"):
+        check()
+    monkeypatch.undo()
+    monkeypatch.setattr(fence, "_CHECK_SECONDS", 0.1)
+    with pytest.raises(InputError, match="its process ended without an answer"):
+        check()
+
+
+@needs_fence
+@pytest.mark.parametrize("bad", [True, False], ids=["refused", "control"])
+def test_nothing_of_a_graph_runs_here_before_it_ran_there(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
+    """A model answers for its process with a graph of its own: no operation runs in the process that has the keys."""
+    content = traced(["aten.full.default", [[1 << 27 if bad else 9], 0.0], {}])
+    monkeypatch.setattr(exported.TensorGraph, "__call__", lambda *_: pytest.fail("it ran here"))
+    monkeypatch.setattr(exported.TensorGraph, "check_work", lambda *_: pytest.fail("it ran here"))
+    lies = fenced(f"import os\nos.write(3, b'P' + {content!r})\nos._exit(0)\n".encode())
+    if not bad:
+        assert lies.exported(SCHEMA, torch.float64).layout.size("global") == 1
+        return
+    with pytest.raises(InputError, match="results that are too large on made data"):
+        lies.exported(SCHEMA, torch.float64)
 
 
 MODEL = """

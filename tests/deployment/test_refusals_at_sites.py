@@ -58,7 +58,7 @@ from secure_fvi.deployment.session_sums import session_of
 from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail_rows import TrailChain
-from secure_fvi.deployment.trail_verify import verify
+from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
@@ -627,10 +627,10 @@ def test_a_graph_of_other_numbers_is_no_answer(monkeypatch: pytest.MonkeyPatch) 
     made = fence.FencedModel(imports.Closure({"<model>": b"x"}, {}, {}), "f", None, None, {})
     schema = Schema((("y", (), torch.float64),), {})
     start = types.SimpleNamespace(z_global=torch.zeros(1, dtype=torch.float32))
-    monkeypatch.setattr(fence, "_answer", lambda *_: b"P")
+    monkeypatch.setattr(fence, "_traced", lambda *_: b"P")
     monkeypatch.setattr(fence, "_answers", {})
     traced = types.SimpleNamespace(start=start, warnings=(), evaluate=None)
-    monkeypatch.setattr(fence, "read_program", lambda *_: traced)
+    monkeypatch.setattr(fence, "read_program", lambda *_, **__: traced)
     with raises(InputError, "another type of numbers than the run"):
         made.exported(schema, torch.float64)
     assert made.exported(schema, torch.float32) is traced
@@ -761,6 +761,37 @@ def test_a_message_that_is_refused_has_a_row_as_well(world: World, tmp_path: Pat
     with pytest.raises(SecureFVIError):
         site.handle("another", OPEN)
     site.close()
+
+
+@pytest.mark.parametrize("most", [5, 1000], ids=["limited", "control"])
+def test_refused_offers_do_not_fill_a_sites_log(world: World, monkeypatch: Any, most: int) -> None:
+    """Of a server that offers job after job, sends what is none, or one refused offer again and again: rows of a day,
+    and one at its end that says how many more there were. The control: a row each, below the limit."""
+    monkeypatch.setattr("secure_fvi.deployment.trail.MOST_ASKED", most)
+    home, hub = world.homes["east"], world.homes["hub"]
+    write_template(home.policy_file)
+    table = {"model": {"program": "six-cities"}, "partition": {"count": 3, "ids": ["east", "north", "south"]}}
+
+    def offer(k: int) -> bytes:
+        made = make_offer(parse(table, "test"), hub.roster(NOW), "hub", bytes(32), NOW, f"x{k}")
+        return sign_offer(made, hub.identity())
+
+    asked = [offer(0), *(offer(k) for k in range(8)), *(b"garbage%d" % k for k in range(8))]
+
+    def ask() -> int:
+        """Rows that a site of its own, closed afterwards, writes of all of them."""
+        site = Site(home, Local())
+        before = site._trail.chain.length
+        for k, message in enumerate(asked):
+            with pytest.raises(SecureFVIError):
+                site.handle(f"x{k}", JOIN + message)
+        site.close()
+        return verify(home.log_file).length - before
+
+    first, again = ask(), ask()
+    assert (first, again) == ((2 + most + 1 + 1, 1) if most == 5 else (2 + len(asked), len(asked)))  # 2: roster, policy
+    says = [row.fields()["what"] for row in rows(home.log_file)[1] if row.kind == "note"]
+    assert (f"{len(asked)} more refusals and notes of one day have no row" in says) == (most == 5)
 
 
 def test_an_end_is_not_refused_for_what_data_do(world: World, tmp_path: Path, monkeypatch: Any) -> None:

@@ -304,6 +304,43 @@ def test_an_option_that_nobody_has_judged_is_refused(site: Site, monkeypatch: py
     check(site.offer(), site.policy())
 
 
+def test_options_in_tables_are_judged_as_well() -> None:
+    """The control: a table of plain values."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Later:
+        echo_records: bool = True
+
+    table: Any = {"lr": 0.1, "more": [{"deep": Later()}]}
+    assert list(unjudged(table, "optimizer_options")) == ["optimizer_options.more.deep.echo_records"]
+    assert not list(unjudged({"lr": 0.1, "betas": [0.9, 0.99]}))
+
+
+def test_a_server_does_not_pick_a_sites_records(site: Site) -> None:
+    """One record of its choice, by sizes and a seed; or a program's rows in place of the policy's file. The controls:
+    a policy that lists both, an even split, a data set of a program."""
+
+    def offer(data: dict[str, Any] | None = None, **partition: Any) -> JobOffer:
+        split = {"ids": ["east", "north", "south"], **({} if "sizes" in partition else {"count": 3}), **partition}
+        of = config(model={"program": "six-cities"}, silo=None, data=data, partition=split)
+        return site.offer(of, manifest(of).hash)
+
+    def rules(**data: Any) -> dict[str, Any]:
+        return {"model": [{"hash": offer().model.hex()}], "data": [{"id": "cohort", **data}]}
+
+    site.refused(offer(), "by [partition] it says which records are used as data set 'cohort'", **rules())
+    site.refused(offer({"x": 1}), "by [data] it says which records", **rules(from_job=["partition"]))
+    site.refused(offer(), "by [partition] it would not read the file", **rules(path="none.csv"))
+    check(offer(), site.policy(**rules(from_job=["partition"])))
+    check(offer({"x": 1}), site.policy(**rules(from_job=["partition", "data"])))
+    one = offer(sizes=[268, 1, 268], seed=2)
+    site.refused(one, "give a silo 1 records", **rules(from_job=["partition"]))
+    check(one, site.policy(**rules(from_job=["partition"]), disclosures=["sampled_records"]))
+    check(offer(sizes=[200, 180, 157]), site.policy(**rules(from_job=["partition"])))
+    with pytest.raises(InputError, match="a data set is the file of its path"):
+        site.policy(**rules(path="cohort.csv", from_job=["partition"]))
+
+
 def test_the_derived_noise_is_held_to_the_floor(site: Site) -> None:
     settings = RecordDP(epsilon=0.9, delta=1e-7)
     terms = {"gradient": agree(settings, 3, 0.1, 100, Extent(10, 0, 0))}

@@ -74,7 +74,7 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
         "max_rounds": 10**6,
         "privacy": {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1},
         "model": [{"hash": manifest(config).hash.hex()}],
-        "data": [{"id": "data"}],
+        "data": [{"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}],
         **changes,
     }
     home.policy_file.write_text(toml.dumps(policy))
