@@ -6,6 +6,7 @@ The controls are honest rounds, which go on, and the numbers of a server that wo
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -588,7 +589,8 @@ def test_whatever_fails_on_data_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_servers_number_of_records_is_held_against_nobodys() -> None:
     """BCM's split of the prior asked whether a silo has more records than the server named: a bit, without noise or
-    charge. The control is the job's own public figure, before the first round."""
+    charge. A number that is not the job's own public figure is refused whatever the records; the control is that
+    figure, in a broadcast and before the first round."""
     privacy = sf.SiloDP(noise_multiplier=1.0, noise="silo", retries=0)
     silos = [{"x": torch.randn(n), "y": torch.randn(n)} for n in (30, 20, 10)]
     model = sf.FederatedModel(_line, "row")
@@ -599,9 +601,11 @@ def test_a_servers_number_of_records_is_held_against_nobodys() -> None:
 
     for named in (60.0, 29.0, 1.0):
         server, engine = built(60)
-        message = asked(server)
-        tell(engine.silos[NAME], message._replace(scalars={**message.scalars, "records": named}))
-        assert engine.silos[NAME].gate.paid == 1
+        lie = asked(server)._replace(scalars={**asked(server).scalars, "records": named})
+        for silo in engine.silos.values():
+            with pytest.raises(ProtocolError) if named != 60.0 else nullcontext():
+                tell(silo, lie)
+            assert silo.gate.paid == (named == 60.0)
     with pytest.raises(InputError, match="this silo alone has more records"):
         built(29)
 
@@ -630,9 +634,11 @@ def _is_below(algorithm: Any, privacy: Any, least: float, most: float = 7.0) -> 
     lie = torch.tensor([least - 100.0], dtype=torch.float64)
     if "q" in message.tensors:
         lie = torch.cat([lie * 1e4, torch.tensor([1e4], dtype=torch.float64)]).reshape(message.tensors["q"].shape)
-    name = "q" if "q" in message.tensors else "z_global"
+    told = {"q" if "q" in message.tensors else "z_global": lie}
+    if "q" in told:
+        told["units"] = server.program.frame.units(server.program.frame.unpack(lie))
     try:
-        tell(silo, message._replace(tensors={**message.tensors, name: lie}))
+        tell(silo, message._replace(tensors={**message.tensors, **told}))
     except AggregationError:
         return False, silo
     return True, silo
