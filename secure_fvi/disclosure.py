@@ -51,6 +51,7 @@ WORDS = {
     "change": ("change of its site", "change of q"), "skipped": ("could fit",), "tempered": ("tempered",),
     "moving": ("would move q",), "distortion": ("part of the objective",), "rate": ("part of the objective",),
     "auxiliary": ("auxiliary",), "local": ("part of the objective",), "unsettled": ("settled", "drift"),
+    "mass": ("weight",),
 }  # fmt: skip
 #: An exact sum that rests on a smaller share of the records than this is "sampled_records".
 FEW = 0.5
