@@ -89,6 +89,8 @@ class MaskedSilo:
         self._state = SiloState(roster, self._me, identity, self._store)
         self._max_missing = roster.max_missing if max_missing is None else min(roster.max_missing, max_missing)
         self._questions = self._store if questions is None else questions
+        # Where both are one, the next write to it settles what is claimed for a question.
+        self._settle = self._questions is not self._store
         self._unbound = unbound
         self._rings: dict[bytes, Ring] = {}
         self._signed = (b"", b"")  # the set signed last and the signature, which need not be checked when it comes back
@@ -220,7 +222,8 @@ class MaskedSilo:
                 raise ProtocolError(f"sum {index} is of another cohort than the one that was asked")
             if record.question != request.question:
                 raise ProtocolError(f"sum {index} answers another question")
-            if self._newest(index).question != record.question:
+            newest = self._newest(index)
+            if newest is None or newest.question != record.question:
                 # What a total lacks is counted when the next question comes; nothing may change after it.
                 raise ProtocolError(f"sum {index} is over: silo '{self.silo_id}' has answered a later question")
         elif self._me in survivors:
@@ -242,12 +245,9 @@ class MaskedSilo:
         kept = self._store.get(f"{CONTRIBUTED}/{index}")
         return None if kept is None else _Record(*wire.own(kept, "what a silo remembers of its contribution"))
 
-    def _newest(self, index: int) -> _Record:
+    def _newest(self, index: int) -> _Record | None:
         """Of the newest sum contributed to; `index` is one of them."""
-        found = self._record(max(index, self._last_index()))
-        if found is None:
-            raise ProtocolError(f"sum {index} is over: silo '{self.silo_id}' has answered a later question")
-        return found
+        return self._record(max(index, self._last_index()))
 
     def _check_bound(self, index: int, question: bytes) -> None:
         if not question and not self._unbound:
@@ -283,8 +283,7 @@ class MaskedSilo:
             ids = [[roster.ids[p] for p in roster.members_of(m)] for m in (request.cohort, request.survivors)]
             missing = len(ids[0]) - len(ids[1])
             mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + missing.to_bytes(4, "big")
-            settle = self._questions is not self._store  # where both are one, the survivors' claim settles both
-            if self._questions.claim(_question_slot(request.question), mine, settle) != mine:
+            if self._questions.claim(_question_slot(request.question), mine, self._settle) != mine:
                 raise ProtocolError(
                     f"sum {index}: other survivors of this question were named before, at another index"
                 )
@@ -322,7 +321,7 @@ class MaskedSilo:
         if not checked or self._me not in there:
             return Shares(index, shares, b"", [])
         if request.question:
-            self._questions.claim(_shown_slot(request.question), b"1", self._questions is not self._store)
+            self._questions.claim(_shown_slot(request.question), b"1", self._settle)
         # Signed by T silos, these survivors are the only ones: what t holders would open anyhow may be said at once.
         return Shares(index, shares, batch.self_seed(index), batch.seeds_with(index, there))
 

@@ -78,6 +78,22 @@ def clinics(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mu + u + b, 0.5), obs=y)
 
 
+def _shifted(x: Tensor, y: Tensor) -> None:
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    pyro.sample("weight", dist.Normal(0.0, 1.0))
+    shift = pyro.sample("shift", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Normal(slope * x + shift, 0.5), obs=y)
+
+
+def _encode(values: dict[str, Tensor], present: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (values["weight"] * (present * x).sum() / present.sum()).reshape(1), torch.ones(1).to(x)
+
+
+#: A silo's own latents by an encoder of all its records.
+ENCODED = sf.FederatedModel(_shifted, "row", ("shift",), sf.SiloEncoder(_encode, ("x",)))
+
+
 def _gaussian(
     design: list[Tensor], covariances: list[Tensor], y: list[Tensor], prior_sd: float
 ) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import make_clinics, make_intercepts
+from programs import ENCODED, make_clinics, make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
@@ -86,18 +86,6 @@ def _regression(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(x * beta, 1.0), obs=y)
 
 
-def _shifted(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-    pyro.sample("weight", dist.Normal(0.0, 1.0))
-    shift = pyro.sample("shift", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-    with pyro.plate("row", len(y)):
-        pyro.sample("y", dist.Normal(slope * x + shift, 0.5), obs=y)
-
-
-def _encode(values: dict[str, Tensor], present: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return (values["weight"] * (present * x).sum() / present.sum()).reshape(1), torch.ones(1).to(x)
-
-
 def _rows() -> list[dict[str, Tensor]]:
     rng = torch.Generator().manual_seed(1)
     return [{"x": torch.randn(n, generator=rng), "y": torch.randn(n, generator=rng)} for n in (20, 15, 12, 9)]
@@ -136,7 +124,6 @@ def _sfvi_avg(**options: Any) -> Any:
 
 
 PLAIN_ROWS = sf.FederatedModel(_regression, "row")
-ENCODED = sf.FederatedModel(_shifted, "row", ("shift",), sf.SiloEncoder(_encode, ("x",)))
 PUBLIC = {"weights": "equal", "total_records": 56}
 CASES = [
     Case("sfvi", _flat(*_four(make_intercepts), sf.SFVI(iterations=ROUNDS, learning_rate=0.1)), (RECORD, SILO)),

@@ -17,7 +17,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import make_clinics, make_intercepts, make_slopes
+from programs import ENCODED, make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
@@ -202,22 +202,10 @@ def test_the_same_without_local_latents(algorithm: Any) -> None:
     assert 0.3 < found.max() <= 1 + 1e-9
 
 
-def _shifted(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-    pyro.sample("weight", dist.Normal(0.0, 1.0))
-    shift = pyro.sample("shift", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-    with pyro.plate("row", len(y)):
-        pyro.sample("y", dist.Normal(slope * x + shift, 0.5), obs=y)
-
-
-def _encode(values: dict[str, Tensor], present: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return (values["weight"] * (present * x).sum() / present.sum()).reshape(1), torch.ones(1).to(x)
-
-
 @pytest.mark.filterwarnings("ignore:site 'weight' does not reach")  # it is the encoder's
 def test_a_client_of_fedvi_moves_each_release_by_at_most_the_norm() -> None:
     algorithm = sf.FedVI(rounds=ROUNDS, batch_size=10, weights="equal", total_records=60, learning_rate=0.05)
-    model = sf.FederatedModel(_shifted, "row", ("shift",), sf.SiloEncoder(_encode, ("x",)))
+    model = ENCODED
 
     def build(changed: bool) -> Parties:
         rng = torch.Generator().manual_seed(1)
