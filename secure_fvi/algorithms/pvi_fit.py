@@ -18,12 +18,12 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
 from secure_fvi.algorithms.local_fit_options import EXACT, FIRST_FIT, PATIENCE, WINDOW, LocalFitOptions
 from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.options import SCHEDULES
 from secure_fvi.algorithms.pvi_block import Block, Carry, Inputs
 from secure_fvi.algorithms.pvi_exact import ExactFit
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_local import Anchored, reanchored_records, reanchored_silo
 from secure_fvi.algorithms.pvi_steps import global_steps
-from secure_fvi.algorithms.schedules import SCHEDULES
 from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.families import Params

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from secure_fvi.algorithms.schedules import SCHEDULES, check_schedule
+from secure_fvi.algorithms.options import SCHEDULES, check_schedule
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 import secure_fvi as sf
-from secure_fvi.algorithms.fedvi_frame import gaussian_kl
-from secure_fvi.algorithms.fedvi_silo import FedVISilo
+from secure_fvi.algorithms.fedvi import FedVIProgram, gaussian_kl
 from secure_fvi.driving import Rounds
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties, result_of
@@ -59,7 +58,7 @@ def test_a_step_is_equation_8s() -> None:
     silo, options = clients(1)[0], {"rounds": 1, "learning_rate": 0.1, "tau": 0.7, "gamma": 2.0, "total_records": 12}
     server, engine = _parties([silo], **options)
     view, half = engine.silos["silo-1"].view, engine.silos["silo-1"].program
-    assert isinstance(half, FedVISilo)
+    assert isinstance(half, FedVIProgram)
     ((support, query),) = half._batches(view)
     assert sorted([*support.tolist(), *query.tolist()]) == list(range(12))
     eps = view.silo_draws.normals(0, 1)[0]
@@ -170,7 +169,7 @@ def test_a_posterior_over_theta_goes_to_its_prior_where_only_that_counts() -> No
     for gamma in (400.0, 0.0):
         options = {"gamma": gamma, "theta": "gaussian", "start_scale": 0.3, "learning_rate": 0.01}
         server, engine = _parties(clients(1), rounds=10, server_momentum=0.0, total_records=12, **options)
-        frame = server.program.frame
+        frame = server.program
         before = float(frame.global_rate(_point(server)))
         for _ in range(10):
             engine.run(server.round())

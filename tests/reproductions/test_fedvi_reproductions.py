@@ -13,12 +13,12 @@ import pytest
 import torch
 from quick_run import quick_run
 
-from secure_fvi.algorithms.fedvi_bound import largest_loss, pac_bayes_bound, smoothed_loss
 from secure_fvi.cli import main
 from secure_fvi.errors import InputError
 from secure_fvi.models.fedvi import Network, start
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Request, fedvi_tau, fedvi_writers
+from secure_fvi_lab.experiments.fedvi_bound import largest_loss, pac_bayes_bound, smoothed_loss
 from secure_fvi_lab.experiments.fedvi_experiment import run
 from secure_fvi_lab.experiments.fedvi_methods import Tuning, fedrep, from_fedavg, scores
 from secure_fvi_lab.experiments.fedvi_report import margin, plot, table

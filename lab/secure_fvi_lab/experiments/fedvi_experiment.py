@@ -17,9 +17,7 @@ from torch import Tensor
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.fedavg import FedAvg
-from secure_fvi.algorithms.fedvi import FedVI
-from secure_fvi.algorithms.fedvi_bound import largest_loss, pac_bayes_bound, smoothed_loss
-from secure_fvi.algorithms.fedvi_frame import gaussian_kl
+from secure_fvi.algorithms.fedvi import FedVI, gaussian_kl
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
 from secure_fvi.driving import drive
@@ -29,6 +27,7 @@ from secure_fvi.fitting import build_parties
 from secure_fvi.models.fedvi import Network, common_classifier, embed, infer, personal_classifier, personal_log_probs
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Request, Tell
+from secure_fvi_lab.experiments.fedvi_bound import largest_loss, pac_bayes_bound, smoothed_loss
 from secure_fvi_lab.experiments.fedvi_methods import Predict, Tuning, fedrep, fedvi, from_fedavg, scores
 from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.machine import machine

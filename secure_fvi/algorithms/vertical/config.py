@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms.schedules import SCHEDULES, Schedule, check_schedule
+from secure_fvi.algorithms.options import SCHEDULES, Schedule, check_schedule
 from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.marginal import marginal

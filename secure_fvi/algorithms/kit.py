@@ -1,0 +1,266 @@
+"""From an algorithm, written as functions of named blocks, to the two halves that the driver wants.
+
+    setup       what follows from the options and the model; what cannot be is refused
+    sums        the secure sums by phase: their blocks, when they are asked, of whom, and in what form
+    init        the server's state before the first round
+    broadcast   the next message, from the state
+    answer      at the silo, the only function that sees data: numbers by block, and the silo's next state
+    step        the server's next state, from sums over silos by block
+
+What travels is one rule for all: without differential privacy every block of a sum; with it those alone that it
+protects, clipped and noised, and counts that the job makes public. An algorithm never flattens, splits, clips, noises
+or charges anything, and a sum that protects nothing does not exist under privacy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.algorithms.base import (
+    CLIP,
+    Broadcast,
+    Form,
+    LocalFit,
+    Order,
+    Pending,
+    Phase,
+    Posterior,
+    Problem,
+    SiloView,
+    Step,
+    Verdict,
+    choose_cohort,
+    cohort_size,
+    form,
+)
+from secure_fvi.errors import InputError
+from secure_fvi.families import Conditional
+from secure_fvi.privacy.gate import Gate, Release
+from secure_fvi.privacy.settings import RecordDP, SiloDP
+from secure_fvi.privacy.terms import Extent, Terms, agree
+from secure_fvi.trees import Params
+
+#: The name of a block, as contributions and totals have it.
+Blocks = Mapping[str, Any]
+Totals = Mapping[str, FloatArray]
+
+
+class Sum(NamedTuple):
+    """One secure sum of an algorithm.
+
+    blocks: in the order in which they travel. protected: those that privacy covers, by name. counts: those that travel
+    under record privacy too where the job says public_counts. when: in which rounds it is asked. sent: the shapes of
+    its broadcast's tensors, scalars: the numbers with them, known: those of which all parties know the value.
+    """
+
+    blocks: tuple[Block, ...]
+    when: Phase
+    sent: Mapping[str, Tensor | tuple[int, ...]]
+    protected: frozenset[str] = frozenset()
+    counts: frozenset[str] = frozenset()
+    scalars: tuple[str, ...] = ()
+    known: Mapping[str, float | None] = {}
+
+    def chosen(self, names: frozenset[str]) -> tuple[Block, ...]:
+        return tuple(block for block in self.blocks if block.name in names)
+
+
+class Answer(NamedTuple):
+    """What a silo has to say. Never leaves the silo but through its gate.
+
+    blocks: numbers by block, at least those that travel. local: the silo's next state. dropped: computations that
+    failed and counted as nothing. released: under privacy, the next state from the protected numbers as they were
+    released, one vector in natural units; for algorithms whose state follows what was said rather than what was found.
+    """
+
+    blocks: Blocks
+    local: Any
+    dropped: int = 0
+    released: Callable[[FloatArray], Any] | None = None
+
+
+class RecordAnswer(NamedTuple):
+    """An answer record by record, for record privacy. Never leaves the silo but through its gate.
+
+    chunks: matrices of gradients (B, shared + hidden) and the records' terms of the objective (B,). own: what follows
+    from no record, added after the noise, or None (`Gate.release_records`). blocks: counts. local: the next state, from
+    the noised sum of hidden gradients (hidden,), once all chunks were read. dropped: records that failed, once read.
+    """
+
+    chunks: Iterable[tuple[Tensor, Tensor]]
+    own: Tensor | None
+    blocks: Blocks
+    local: Callable[[Tensor], Any]
+    dropped: Callable[[], int]
+
+
+class Program(ABC):
+    """Options bound to a problem: `algorithms.base.ServerProgram` and `SiloProgram` in one. It holds no data, so that
+    all silos of a process share its traces; every party builds the same one."""
+
+    #: Why an algorithm takes no record privacy, as an error says it. Empty: it does.
+    no_record_privacy: ClassVar[str] = ""
+
+    def __init__(self, config: Any, problem: Problem) -> None:
+        self.config, self.problem = config, problem
+        if self.no_record_privacy and isinstance(problem.privacy, RecordDP):
+            raise InputError(f"{config.name} takes no record privacy{self.no_record_privacy}")
+        self.setup()
+        sums = self.sums()
+        if problem.privacy is not None:
+            sums = {name: one for name, one in sums.items() if one.protected}
+        self.parts = sums
+        self.terms = {} if problem.privacy is None else {n: self._agreed(one) for n, one in sums.items()}
+        self.tables = {name: self._table(name, one) for name, one in sums.items()}
+        forms = {name: self._form(name, one) for name, one in sums.items()}
+        self.order = Order({name: one.when for name, one in sums.items()}, self.asked, forms)
+
+    # ---- what an algorithm says ----
+
+    @abstractmethod
+    def setup(self) -> None:
+        """Set what follows from options and model. Raises InputError for what these or its privacy do not allow."""
+
+    @abstractmethod
+    def sums(self) -> dict[str, Sum]:
+        """By phase, in their order within a round."""
+
+    @abstractmethod
+    def init(self) -> Any: ...
+
+    @abstractmethod
+    def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast: ...
+
+    @abstractmethod
+    def answer(self, message: Broadcast, local: Any, view: SiloView) -> Answer | RecordAnswer:
+        """Draws are keyed by `view.turn`."""
+
+    @abstractmethod
+    def step(self, state: Any, message: Broadcast, sums: Totals, scale: float) -> tuple[Any, Step]:
+        """`scale`: what totals are to be multiplied by for silos that were absent."""
+
+    @abstractmethod
+    def posterior(self, state: Any) -> Posterior: ...
+
+    @abstractmethod
+    def verdict(self, state: Any) -> Verdict: ...
+
+    @abstractmethod
+    def metrics(self, state: Any) -> dict[str, float | None]: ...
+
+    # ---- what most say alike ----
+
+    #: Numbers of gradients of a silo's own latents, which record privacy noises and keeps.
+    hidden: int = 0
+    #: Share of its records on which an answer under record privacy rests, drawn by Poisson sampling.
+    sampled: float = 1.0
+
+    @property
+    def cohort_size(self) -> int:
+        """Silos asked in a round."""
+        return cohort_size(len(self.problem.silos), self.config.participation)
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        """The silos asked in a round."""
+        return choose_cohort(self.problem.silos, self.config.participation, self.problem.seed, round_)
+
+    def asked(self, round_: int, phase: str) -> tuple[str, ...]:
+        """The silos asked for one sum: all of them for what is asked but once."""
+        return self.cohort(round_) if self.parts[phase].when.counts else self.problem.silos
+
+    def init_local(self, view: SiloView) -> Any:
+        return ()
+
+    def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
+        """A local state that follows the global one step by step."""
+        return pending.local if pending.sum_index == accepted else local
+
+    def local_fit(self, local: Any) -> LocalFit:
+        """No latents of its own."""
+        family = Conditional().build(0, self.problem.layout.size("global"), 1)
+        return LocalFit(family, {}, family, {}, 1)
+
+    def rounds(self, state: Any) -> int:
+        return int(state.round)
+
+    # ---- what follows for all ----
+
+    def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
+        found, phase = self.answer(message, local, view), message.phase
+        if isinstance(found, RecordAnswer):
+            public = self._flat(found.blocks, self.tables[phase].blocks, some=True)
+            release, hidden = gate.release_records(found.chunks, found.own, public.tolist())
+            gate.dropped += found.dropped()
+            return release, found.local(hidden)
+        terms = self.terms.get(phase)
+        # Under privacy the gate adds its side coordinate itself.
+        chosen = self.tables[phase].blocks if terms is None else self.parts[phase].chosen(self.parts[phase].protected)
+        values = self._flat(found.blocks, chosen)
+        gate.dropped += found.dropped
+        if terms is not None and terms.settings.unit == "record":
+            release = gate.release_change(torch.from_numpy(values))
+        else:
+            release = gate.release(values)
+        if terms is None or found.released is None:
+            return release, found.local
+        clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
+        return release, found.released(terms.in_clear(release.values, clip)[: len(values)])
+
+    def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
+        return self.step(state, message, self.tables[message.phase].split(total), scale)
+
+    def answered(self, scale: float) -> float:
+        """The silos in a total, from its `scale`."""
+        return float(round(len(self.problem.silos) / scale))
+
+    def move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.problem.device, self.problem.dtype)
+
+    def received(self, message: Broadcast, names: Iterable[str]) -> Params:
+        """Tensors of a broadcast, where and as this party computes."""
+        return {name: self.move(message.tensors[name]) for name in names}
+
+    def _agreed(self, one: Sum) -> Terms:
+        privacy, shared = self.problem.privacy, sum(block.size for block in one.chosen(one.protected))
+        if isinstance(privacy, RecordDP):
+            extent = Extent(shared, self.hidden, int(privacy.objective_share > 0))
+        else:
+            assert isinstance(privacy, SiloDP)
+            extent = Extent(shared, 0, int(privacy.target_quantile is not None))
+        return agree(privacy, self.cohort_size, self.sampled, one.when.most, extent)
+
+    def _table(self, phase: str, one: Sum) -> BlockTable:
+        if phase not in self.terms:
+            return BlockTable(one.blocks)
+        return self.terms[phase].table(one.chosen(one.protected), one.chosen(one.counts))
+
+    def _form(self, phase: str, one: Sum) -> Form:
+        return form(one.sent, *one.scalars, terms=self.terms.get(phase), known=one.known)
+
+    @staticmethod
+    def _flat(values: Blocks, blocks: Iterable[Block], some: bool = False) -> FloatArray:
+        """`values` one after the other in the order of `blocks`; some: those that there are."""
+        chosen = [_numbers(values[b.name]) for b in blocks if not some or b.name in values]
+        return np.concatenate([np.empty(0), *chosen])
+
+
+def _numbers(value: Any) -> FloatArray:
+    tensor = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    return np.ravel(np.asarray(tensor, np.float64))
+
+
+def poisson_rows(view: SiloView, key: int, rate: float, device: torch.device) -> Tensor | None:
+    """Rows of a Poisson sample, at least two, filled up with the spare row of weight zero: a traced graph treats sizes
+    0 and 1 as special. Drawn from the silo's secret, so that nobody else knows who took part. None: all."""
+    if rate == 1:
+        return None
+    batch = np.flatnonzero(view.batch_draws.uniforms(key, 1)[0, : view.size, 0] < rate)
+    batch = np.concatenate([batch, np.full(max(2 - len(batch), 0), view.size, np.int64)])
+    return torch.from_numpy(batch).to(device)
