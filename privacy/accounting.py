@@ -15,16 +15,29 @@ Skellam and discrete Gaussian noise have `rdp` and `ledger` only. GDP is not off
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import gammaln, logsumexp
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy import discrete
-from secure_fvi.privacy.amplification import fill_orders, poisson_amplified, sampled_gaussian
-from secure_fvi.privacy.events import Composed, DiscreteGaussian, Event, Gaussian, PoissonSampled, Repeated, Skellam
+from secure_fvi.privacy.events import (
+    Composed,
+    DiscreteGaussian,
+    Event,
+    Gaussian,
+    Mechanism,
+    PoissonSampled,
+    Repeated,
+    Skellam,
+)
+from secure_fvi.privacy.ledger_terms import Budget, Job, Term
 
 FloatArray = NDArray[np.float64]
 Single = Gaussian | Skellam | DiscreteGaussian | PoissonSampled
@@ -82,8 +95,6 @@ def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
     if accountant == "rdp":
         return epsilon_of_rdp(rdp(event), delta)
     if accountant == "ledger":
-        from secure_fvi.privacy.ledger_filter import charge
-
         return charge(event, delta)
     sampled = _gaussians(event, accountant)
     if not sampled:
@@ -92,14 +103,11 @@ def epsilon(event: Event, delta: float, accountant: str = "pld") -> float:
     if whole > _MOST_ON_GRID:
         return whole  # a bound as well
     if accountant == "pld":
-        from secure_fvi.privacy.losses import loss_distribution
-
         return float(loss_distribution(sampled, whole).get_epsilon_for_delta(delta))
-    from secure_fvi.privacy import opacus_accounting
 
     if accountant == "prv":
-        return opacus_accounting.prv_epsilon(sampled, delta, epsilon_of_rdp(rdp(event), delta / 8000))
-    return opacus_accounting.rdp_epsilon(sampled, delta)
+        return prv_epsilon(sampled, delta, epsilon_of_rdp(rdp(event), delta / 8000))
+    return rdp_epsilon(sampled, delta)
 
 
 def delta(event: Event, epsilon: float, accountant: str = "pld") -> float:
@@ -116,8 +124,6 @@ def delta(event: Event, epsilon: float, accountant: str = "pld") -> float:
         return 0.0
     if epsilon_of_rdp(rdp(event), 0.5) > _MOST_ON_GRID:
         return _delta_of_rdp(rdp(event), epsilon)  # a bound as well
-    from secure_fvi.privacy.losses import loss_distribution
-
     return float(loss_distribution(sampled, max(epsilon, 0.01)).get_delta_for_epsilon(epsilon))
 
 
@@ -186,8 +192,8 @@ def _uncached_curve(single: Single) -> FloatArray:
 
     def bound(orders: FloatArray) -> FloatArray:
         if isinstance(mechanism, Skellam):
-            return discrete.skellam(mechanism, orders)
-        return discrete.discrete_gaussian(mechanism, orders)
+            return skellam(mechanism, orders)
+        return discrete_gaussian(mechanism, orders)
 
     if rate == 1 and isinstance(mechanism, DiscreteGaussian):
         return bound(_ORDERS)
@@ -208,3 +214,389 @@ def _delta_of_rdp(curve: FloatArray, epsilon: float) -> float:
         by_kl = 0.5 * np.log(-np.expm1(-curve))
     by_order = (_ORDERS - 1) * (curve - epsilon + np.log1p(-1 / _ORDERS)) - np.log(_ORDERS)
     return min(1.0, float(np.exp(np.minimum(by_kl, by_order).min())))
+
+
+# ----
+# The rule by which a data set's budget admits jobs that are chosen in view of earlier results: a Renyi DP filter
+#
+# Feldman and Zrnic 2021, Lecuyer 2021: as long as the declared curves at ONE order fixed beforehand sum to at
+# most what (epsilon, delta) allows there, everything released together is (epsilon, delta)-DP, however the jobs were
+# chosen. "Some order of a grid" is sound only when delta is split over the grid; docs/ledger.md has the argument. Most
+# of
+# delta goes to the order at which the data set's first job would use up the whole budget, the rest to four
+# orders around it.
+
+
+_MAIN_WEIGHT = 0.9
+#: The other orders, as multiples of (main order - 1).
+_OTHERS = (0.25, 0.5, 2.0, 4.0)
+
+
+def term_curve(term: Term) -> FloatArray:
+    """The Renyi DP curve of all `count` releases, over `ORDERS`, in nats."""
+    # Accounting loads SciPy: a silo that only goes on with a job that is charged already does not need it.
+    return term.count * rdp(term.event)
+
+
+def job_curve(job: Job) -> FloatArray:
+    """The curve of all that `job` declared."""
+    return sum_curves(term_curve(t) for t in job.terms)
+
+
+def sum_curves(curves: Iterable[FloatArray]) -> FloatArray:
+    total = np.zeros(len(ORDERS))
+    for curve in curves:
+        total += curve
+    return total
+
+
+@dataclass(frozen=True, eq=False)
+class Filter:
+    """The filter of one data set under one budget.
+
+    spent: the curve of all jobs charged so far. first: the curve of the first of them; where nothing was charged yet,
+    of the job that asks. It is public before anything is released, so it may choose the orders.
+    """
+
+    budget: Budget
+    spent: FloatArray
+    first: FloatArray
+
+    @cached_property
+    def limits(self) -> FloatArray:
+        """The largest total curve that may be spent, at each order of the filter; -inf at all other orders."""
+        orders = np.array(ORDERS)
+        main = _main_order(self.budget, self.first, orders)
+        near = {int(np.argmin(np.abs(np.log((orders - 1) / (m * (orders[main] - 1)))))) for m in _OTHERS} - {main}
+        limits = np.full(len(orders), -np.inf)
+        limits[main] = _allowed(self.budget.epsilon, _MAIN_WEIGHT * self.budget.delta, orders[[main]])[0]
+        for other in near:
+            share = (1 - _MAIN_WEIGHT) / len(near) * self.budget.delta
+            limits[other] = _allowed(self.budget.epsilon, share, orders[[other]])[0]
+        return limits
+
+    def order_for(self, asked: FloatArray) -> float | None:
+        """The order by which the budget admits the curve `asked` on top of what was spent; None if none does."""
+        room = self.limits - (self.spent + asked)
+        best = int(np.argmax(room))
+        return ORDERS[best] if room[best] >= 0 else None
+
+    def remaining(self) -> float:
+        """Epsilon, at the budget's delta, of the largest Gaussian release that still fits; 0 when none does."""
+        orders = np.array(ORDERS)
+        largest = float(np.max((self.limits - self.spent) / orders))
+        return epsilon_of_rdp(largest * orders, self.budget.delta) if largest > 0 else 0.0
+
+
+def filter_of(budget: Budget, charged: Iterable[Job], asked: FloatArray | None = None) -> Filter:
+    """The filter after the jobs in `charged`, in the order of their charging, when a job of curve `asked` asks."""
+    curves = [job_curve(j) for j in charged]
+    gaussian = np.array(ORDERS)  # up to a factor
+    first = [*curves, gaussian if asked is None else asked][0]
+    return Filter(budget, sum_curves(curves), first)
+
+
+def smallest_budget(job: Job) -> Budget:
+    """The smallest budget, to 0.1%, that admits `job` on a data set of which nothing was spent, at the job's delta.
+
+    Raises InputError for a job without finite privacy.
+    """
+    asked = job_curve(job)
+    low = epsilon_of_rdp(asked, job.delta)
+    if not math.isfinite(low):
+        raise InputError(f"job '{job.job}' has no finite epsilon at delta {job.delta:.3g}")
+    epsilon = _smallest(
+        lambda e: admitted(Budget(job.data_set, e, job.delta, job.unit), (), asked), max(low, 1e-3), 1.001
+    )
+    if epsilon is None:
+        raise InputError(f"no order of the filter admits job '{job.job}' at delta {job.delta:.3g}")
+    return Budget(job.data_set, epsilon, job.delta, job.unit)
+
+
+def charge(event: Event, delta: float) -> float:
+    """The epsilon of the smallest budget, to a millionth, that admits a job of cost `event` as a data set's first; inf
+    where none does. What `budget plan` and a run's own noise count with."""
+    asked = rdp(event)
+    low = epsilon_of_rdp(asked, delta)
+    if not math.isfinite(low):
+        return math.inf
+    found = _smallest(lambda e: admitted(Budget("any", e, delta), (), asked), max(low, 1e-9), 1 + 1e-6)
+    return math.inf if found is None else found
+
+
+def refusal(budget: Budget, charged: Iterable[Job], job: Job) -> str:
+    """Why `job` does not fit, in numbers, and what would."""
+    charged = tuple(charged)
+    asked = job_curve(job)
+    spent = filter_of(budget, charged).spent
+    at = budget.delta
+    fits = [_most(budget, charged, job, term) for term in job.terms]
+    offers = [
+        f"{n} of {t.count} releases of '{t.phase}'" for t, n in zip(job.terms, fits, strict=True) if 0 < n < t.count
+    ]
+    noise = _noise_factor(budget, charged, job)
+    if noise is not None:
+        offers.append(f"all of it with noise {noise:.4g} times as large")
+    return (
+        f"the budget of data set '{budget.data_set}' is {budget}; {epsilon_of_rdp(spent, at):.4g} is spent by "
+        f"{len(charged)} {'job' if len(charged) == 1 else 'jobs'} and job '{job.job}' asks for "
+        f"{epsilon_of_rdp(asked, at):.4g}, which makes {epsilon_of_rdp(spent + asked, at):.4g}; "
+        + (f"what would still fit: {', or '.join(offers)}" if offers else "nothing of this kind fits any more")
+    )
+
+
+def _allowed(epsilon: float, delta: float, orders: FloatArray) -> FloatArray:
+    """The largest Renyi divergence that gives (epsilon, delta) at each order: Canonne et al. 2020, Prop. 12."""
+    return epsilon - np.log1p(-1 / orders) + np.log(delta * orders) / (orders - 1)
+
+
+def _main_order(budget: Budget, curve: FloatArray, orders: FloatArray) -> int:
+    # Where a job of this shape, made as long as the budget allows, would be converted.
+    allowed = _allowed(budget.epsilon, _MAIN_WEIGHT * budget.delta, orders)
+    times = np.where(allowed > 0, allowed / np.maximum(curve, 1e-300), -np.inf)
+    return int(np.argmax(times if np.isfinite(times).any() and times.max() > 0 else allowed))
+
+
+def _fits(budget: Budget, charged: tuple[Job, ...], terms: tuple[Term, ...]) -> bool:
+    return admitted(budget, charged, sum_curves(term_curve(t) for t in terms))
+
+
+def admitted(budget: Budget, charged: Iterable[Job], asked: FloatArray) -> bool:
+    """Whether `budget` admits the curve `asked` after the jobs in `charged`."""
+    return filter_of(budget, charged, asked).order_for(asked) is not None
+
+
+def _most(budget: Budget, charged: tuple[Job, ...], job: Job, term: Term) -> int:
+    """How many releases of `term` fit beside the rest of the job, 0 if none do."""
+    rest = tuple(t for t in job.terms if t is not term)
+    low, high = 0, term.count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(budget, charged, (*rest, replace(term, count=middle))):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _noise_factor(budget: Budget, charged: tuple[Job, ...], job: Job) -> float | None:
+    """A factor on the noise of every event with which the job fits, at most 1% above the smallest; None above 1000."""
+    factor = _smallest(
+        lambda f: _fits(budget, charged, tuple(replace(t, event=scaled(t.event, f)) for t in job.terms)), 1.0, 1.01
+    )
+    if factor is None:
+        return None
+    # Rounded up, so that the number as it is printed fits.
+    digits = 3 - math.floor(math.log10(factor))
+    return math.ceil(factor * 10**digits) / 10**digits
+
+
+def _smallest(fits: Callable[[float], bool], low: float, within: float) -> float | None:
+    """A value that fits and is at most `within` times the smallest at or above `low`; None beyond 1024 times, of a
+    thousandth at least: a split delta leaves less to no job, however little it costs."""
+    high, limit = low, 1024 * max(low, 1e-3)
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > limit:
+            return None
+    while high / low > within:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def scaled(event: Event, factor: float) -> Event:
+    """`event` with noise of `factor` times the standard deviation."""
+    if isinstance(event, Gaussian):
+        return Gaussian(event.noise_multiplier * factor)
+    if isinstance(event, DiscreteGaussian):
+        return replace(event, sigma=event.sigma * factor)
+    if isinstance(event, Skellam):
+        return replace(event, variance=event.variance * factor**2)
+    if isinstance(event, Composed):
+        return Composed(tuple(scaled(e, factor) for e in event.events))
+    if isinstance(event, PoissonSampled):
+        return PoissonSampled(event.rate, cast(Mechanism, scaled(event.event, factor)))
+    return Repeated(cast(Mechanism | PoissonSampled, scaled(event.event, factor)), event.count)
+
+
+# ---- Privacy amplification by Poisson sampling, for a mechanism that is known by its Renyi curve ----
+#
+# Each record joins the batch independently with probability q, and nobody who sees the output sees who joined. With P
+# the output without the record, Q with it, and M = (1 - q) P + q Q, both D_alpha(M || P) and D_alpha(P || M) count.
+# Where a reflection swaps P and Q (any symmetric noise that is added to a sum: y -> v - y) the second is never the
+# larger; docs/md has the proof, and the tests compare both directions with direct summation.
+
+
+_MOST_POINTS = 20_000
+_SLACK = 1e-8  # far more than the quadrature's error
+
+
+def poisson_amplified(curve: Callable[[FloatArray], FloatArray], rate: float, orders: FloatArray) -> FloatArray:
+    """The curve at `orders` (n,), integers of at least 2, of a symmetric additive mechanism on a Poisson batch.
+
+    curve: bounds D_alpha(Q || P) at every integer alpha from 2 to the largest order.
+    exp((alpha - 1) D_alpha(M || P)) = sum_k binomial(alpha, k) (1 - q)^(alpha - k) q^k exp((k - 1) D_k(Q || P)).
+    The terms k = 0 and 1 and the ones in the others sum to 1; without them nothing cancels at small q.
+    """
+    whole = curve(orders)
+    if rate == 1:
+        return whole
+    k = np.arange(2, int(orders.max()) + 1, dtype=np.float64)
+    moments = _log_expm1((k - 1) * curve(k))
+    log_factorials = gammaln(np.arange(int(orders.max()) + 2, dtype=np.float64) + 1)
+    result = np.empty_like(orders)
+    for i, order in enumerate(orders):
+        alpha = int(order)
+        used = slice(0, alpha - 1)
+        binomials = log_factorials[alpha] - log_factorials[2 : alpha + 1] - log_factorials[alpha - 2 :: -1]
+        terms = binomials + (alpha - k[used]) * np.log1p(-rate) + k[used] * np.log(rate) + moments[used]
+        result[i] = np.logaddexp(0.0, logsumexp(terms)) / (alpha - 1)
+    return np.minimum(result, whole)
+
+
+def sampled_gaussian(rate: float, noise_multiplier: float, orders: FloatArray) -> FloatArray:
+    """The curve at any `orders` above 1 of Gaussian noise on a Poisson batch; inf where a moment overflows.
+
+    The moment E_P[(M / P)^alpha] - 1 of Mironov, Talwar, Zhang 2019 by the trapezoidal rule, which converges
+    geometrically for these integrands. Less the term of mean 0 they are positive, so that nothing cancels. The series
+    for fractional orders in common use stops early and comes out up to 40% too high.
+    """
+    sigma = noise_multiplier
+    width = min(sigma / 8, sigma**2 / 3)
+    if (float(orders.max()) + 28 * sigma) / width > _MOST_POINTS:
+        return np.full(len(orders), np.inf)
+    z = np.arange(-14 * sigma, orders.max() + 14 * sigma, width)
+    weights = np.exp(-(z**2) / (2 * sigma**2)) * width / (sigma * np.sqrt(2 * np.pi))
+    loss = (2 * z - 1) / (2 * sigma**2)
+    a = orders[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = rate * np.expm1(loss)  # M / P - 1
+        log_ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + loss)
+        far = np.exp(a * log_ratio - z**2 / (2 * sigma**2)) * width / (sigma * np.sqrt(2 * np.pi))
+        far -= weights * (1 + a * x)
+        series = 1 + (a - 2) / 3 * x * (1 + (a - 3) / 4 * x * (1 + (a - 4) / 5 * x))
+        near = weights * a * (a - 1) / 2 * x**2 * series
+        moments = np.where(np.abs(x) < 1e-3, near, far).sum(axis=1)
+    curve = np.log1p(moments) / (orders - 1) * (1 + _SLACK)
+    return np.where(np.isfinite(curve), curve, np.inf)
+
+
+def fill_orders(curve: FloatArray, known: NDArray[np.bool_], orders: FloatArray) -> FloatArray:
+    """The curve with bounds where it is not `known`, orders ascending.
+
+    (alpha - 1) D_alpha is convex in alpha and 0 at alpha = 1, so a chord between known orders lies above it.
+    """
+    anchors = np.concatenate([[0.0], (orders[known] - 1) * curve[known]])
+    chord = np.interp(orders, np.concatenate([[1.0], orders[known]]), anchors, right=np.inf)
+    return np.where(known, curve, chord / (orders - 1))
+
+
+def _log_expm1(x: FloatArray) -> FloatArray:
+    return np.where(x > 30, x, np.log(np.expm1(np.minimum(x, 30))))
+
+
+# ----
+# Renyi DP curves of integer-valued noise, at any order above 1. docs/md has the statements and sources
+
+
+def skellam(event: Skellam, orders: FloatArray) -> FloatArray:
+    """A bound on D_alpha between Skellam vectors shifted by integers, at integer orders of at least 2.
+
+    Agarwal, Kairouz, Liu 2021, Thm 3.5 and its corollary for vectors: with v the change of the integer sum,
+    alpha |v|_2^2 / 2 mu + min(((2 alpha - 1) |v|_2^2 + 6 |v|_1) / 4 mu^2, 3 |v|_1 / 2 mu), where mu is the variance of
+    the noise (each Poisson part has mean mu / 2). Increasing in both norms, so their largest values bound every v.
+    """
+    mu, l1, squared = event.variance, event.l1, event.l2**2
+    correction = np.minimum(((2 * orders - 1) * squared + 6 * l1) / (4 * mu**2), 3 * l1 / (2 * mu))
+    return orders * squared / (2 * mu) + correction
+
+
+def discrete_gaussian(event: DiscreteGaussian, orders: FloatArray) -> FloatArray:
+    """D_alpha of one discrete Gaussian a coordinate: alpha l2^2 / 2 sigma^2, every order above 1.
+
+    Canonne, Kamath, Steinke 2020, Prop. 5. It does not hold for a sum of several parties' discrete Gaussians, which
+    is no discrete Gaussian; shares that are added up use Skellam noise.
+    """
+    return orders * event.l2**2 / (2 * event.sigma**2)
+
+
+# ---- Privacy loss distributions of composed Gaussian mechanisms, by dp-accounting (Doroshenko et al. 2022) ----
+
+# Loss distributions live on a grid. A thousandth of the total loss would do for the answer; a fifth of one step's
+# loss is needed where many small steps add up. The range of the grid is limited to some millions of points.
+_FINEST, _COARSEST = 1e-7, 1e-4
+_POINTS = 2e6
+
+
+def loss_distribution(sampled: Mapping[tuple[float, float], int], scale: float) -> Any:
+    """The composed dp_accounting PrivacyLossDistribution of {(rate, noise multiplier): count}; its estimates are upper.
+
+    scale: roughly the epsilon of the whole, which sets the grid together with the loss of one step.
+    """
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    step = min(_typical_loss(rate, noise) for rate, noise in sampled)
+    interval = float(np.clip(step / 5, _FINEST, _COARSEST))
+    interval = max(interval, scale / _POINTS)
+    total = None
+    for (rate, noise), count in sorted(sampled.items()):
+        one = pld.from_gaussian_mechanism(
+            noise, sampling_prob=rate, value_discretization_interval=interval, pessimistic_estimate=True
+        )
+        part = one.self_compose(count) if count > 1 else one
+        total = part if total is None else total.compose(part)
+    return total
+
+
+def _typical_loss(rate: float, noise: float) -> float:
+    """The standard deviation of one step's privacy loss, to leading order in the rate."""
+    return rate * float(np.sqrt(np.expm1(min(noise**-2, 50.0))))
+
+
+# ---- Opacus' own accountants, for comparison with ours ----
+#
+# Its PRV looks at the removal of a record only, and its grid grows without bound with epsilon: it hangs, or overflows
+# exp(709). Both are ruled out before it starts. What it returns is the upper end of its error interval.
+
+_MOST_GRID_POINTS = 2**23
+_LARGEST_LOSS = 300.0  # nats: exp(2 L) must stay finite
+_DELTA_ERROR = 1e-3  # as a share of delta
+
+Sampled = Mapping[tuple[float, float], int]
+
+
+def rdp_epsilon(sampled: Sampled, delta: float) -> float:
+    """Epsilon by Opacus' RDP over its default orders, for {(rate, noise multiplier): count}."""
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    accountant.history = [(noise, rate, count) for (rate, noise), count in sampled.items()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the best order is at the edge of its grid
+        return float(accountant.get_epsilon(delta))
+
+
+def prv_epsilon(sampled: Sampled, delta: float, largest_loss: float) -> float:
+    """Epsilon by Opacus' PRV accountant, its upper end.
+
+    largest_loss: epsilon by RDP at delta / 8000, the range that the grid must cover. Raises InputError where the
+    grid would not fit; pld has no such limit.
+    """
+    from opacus.accountants import PRVAccountant
+
+    steps = sum(sampled.values())
+    if largest_loss > _LARGEST_LOSS:
+        raise InputError(f"Opacus' PRV cannot represent privacy losses near {largest_loss:.0f}; use pld")
+    spread = math.sqrt(steps * math.log(12 / (_DELTA_ERROR * delta)) / 2)
+    error = max(min(0.01, 0.001 * largest_loss), 2 * (largest_loss + 3) * spread / _MOST_GRID_POINTS)
+    if error > 0.02 * largest_loss:
+        raise InputError(f"Opacus' PRV would need more than {_MOST_GRID_POINTS} grid points for {steps} steps; use pld")
+    accountant = PRVAccountant()
+    accountant.history = [(noise, rate, count) for (rate, noise), count in sampled.items()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return max(0.0, float(accountant.get_epsilon(delta, eps_error=error, delta_error=_DELTA_ERROR * delta)))
+    except (RuntimeError, ValueError) as failure:
+        raise InputError(f"Opacus' PRV cannot account for this: {failure}; use pld") from failure

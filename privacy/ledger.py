@@ -19,9 +19,9 @@ from contextlib import contextmanager
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError
+from secure_fvi.privacy.accounting import admitted, job_curve, refusal
 from secure_fvi.privacy.chain_writer import Writer
 from secure_fvi.privacy.ledger_chain import BUDGET, JOB
-from secure_fvi.privacy.ledger_filter import admitted, job_curve, refusal
 from secure_fvi.privacy.ledger_job import OpenJob, check_block
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain

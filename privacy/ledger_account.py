@@ -60,8 +60,7 @@ def read_ledger(path: str | os.PathLike[str], silo: str | None = None) -> dict[s
 
 def account(chain: Chain, data_set: str) -> Account:
     """The state of `data_set`; raises InputError if the chain has no budget for it."""
-    from secure_fvi.privacy.accounting import epsilon_of_rdp
-    from secure_fvi.privacy.ledger_filter import filter_of
+    from secure_fvi.privacy.accounting import epsilon_of_rdp, filter_of
 
     budget = chain.budget(data_set)
     if budget is None:

@@ -56,7 +56,7 @@ def verify(
 def _check_budget(chain: Chain, row: Row) -> None:
     if row.kind != JOB:
         return
-    from secure_fvi.privacy.ledger_filter import filter_of, job_curve
+    from secure_fvi.privacy.accounting import filter_of, job_curve
 
     newest = list(chain.jobs.values())[-1]
     before = [r.job for r in chain.charged(newest.job.data_set)[:-1]]

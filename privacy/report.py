@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.accounting import ORDERS, Single, epsilon, epsilon_of_rdp, grouped
+from secure_fvi.privacy.accounting import ORDERS, Single, epsilon, epsilon_of_rdp, grouped, job_curve
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
 from secure_fvi.privacy.ledger_account import Account, account, read_ledger
-from secure_fvi.privacy.ledger_filter import job_curve
 from secure_fvi.privacy.ledger_state import JobRecord
 from secure_fvi.privacy.ledger_terms import Job
 from secure_fvi.privacy.report_words import adjacency, bound_of, composition, not_covered

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from secure_fvi.federated_model import Shared as Shared
     from secure_fvi.federated_model import SiloEncoder as SiloEncoder
     from secure_fvi.fitting import fit as fit
+    from secure_fvi.fitting import fit_alone as fit_alone
     from secure_fvi.guarding import Books as Books
-    from secure_fvi.independent import fit_alone as fit_alone
     from secure_fvi.privacy.settings import RecordDP as RecordDP
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
@@ -70,7 +70,7 @@ _HOME = {
     "Vertical": "secure_fvi.algorithms.vertical.config",
     "WarmStart": "secure_fvi.algorithms.sfvi",
     "fit": "secure_fvi.fitting",
-    "fit_alone": "secure_fvi.independent",
+    "fit_alone": "secure_fvi.fitting",
     "fit_vertical": "secure_fvi.vertical_fitting",
 }
 __all__ = sorted(_HOME)

@@ -13,9 +13,8 @@ from secure_fvi.contracts import check_program
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
-from secure_fvi.exported import Elsewhere, GraphDensity
+from secure_fvi.exported import Elsewhere, GraphDensity, watched
 from secure_fvi.federated_model import FederatedModel, Schema
-from secure_fvi.outer_state import watched
 from secure_fvi.privacy.settings import DP
 
 

@@ -14,7 +14,7 @@ import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch._inductor.config
@@ -29,9 +29,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from secure_fvi.batching import waiting
-
-if TYPE_CHECKING:
-    from secure_fvi.mapped import Mapped
 
 Mode = Literal["compiled", "traced", "eager"]
 
@@ -96,8 +93,6 @@ class Traced:
 
     def together(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """Several silos' calls of equal shapes, as one."""
-        from secure_fvi.mapped import Mapped
-
         if self._mapped is None:
             self._mapped = Mapped(self)
         return self._mapped(calls)
@@ -387,3 +382,74 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---- A traced function, mapped over silos by `vmap` ----
+
+
+class Mapped:
+    """Calls of `alone` on equal shapes as one call. Where `vmap` cannot map the function they are made one by one."""
+
+    def __init__(self, alone: Traced) -> None:
+        self.alone = alone
+        # Steps in place, as PyTorch's optimisers make them, would be mapped by a loop.
+        mapped = torch.func.vmap(torch.func.functionalize(alone.fn))
+        self._all = Traced(mapped, (None,) * len(alone.record_axis), alone.mode, by_shape=True)
+        self._works: bool | None = None  # not known before the first call
+        self._last: dict[Any, list[tuple[list[Tensor], Tensor]]] = {}  # by shapes: tensors and their stack
+
+    def __call__(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """The result of each call, in their order."""
+        if self._works:
+            return self._mapped(calls)
+        expected = [self.alone.alone(*args) for args in calls]
+        if self._works is None:
+            self._works = self._as(expected, calls)
+        return expected
+
+    def _as(self, expected: list[Any], calls: list[tuple[Any, ...]]) -> bool:
+        """Whether the mapped function says the same."""
+        try:
+            works = agree(flatten(self._mapped(calls)), flatten(expected))
+        except Exception:  # a program that branches on values, say
+            _log.debug("mapping failed", exc_info=True)
+            works = False
+        if not works:
+            _log.warning("%s cannot be mapped over silos; they run one by one", self.alone.name)
+        return works
+
+    def _mapped(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        leaves = [flatten(args) for args in calls]
+        supply = iter(self._stacked(leaves))
+        found = self._all(*(structure(arg)(supply) for arg in calls[0]))
+        out, build = flatten(found), structure(found)
+        return [build(iter([t[k] for t in out])) for k in range(len(calls))]
+
+    def _stacked(self, leaves: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Tensors of all calls side by side. Those of data are the same objects in every round: stacked once."""
+        shapes = tuple(t.shape for t in leaves[0])
+        before = self._last.get(shapes, [])
+        kept = []
+        for position, tensors in enumerate(map(list, zip(*leaves, strict=True))):
+            old = before[position] if before else ([], tensors[0])
+            same = len(old[0]) == len(tensors) and all(a is b for a, b in zip(old[0], tensors, strict=True))
+            kept.append(old if same else (tensors, torch.stack(tensors)))
+        self._last[shapes] = kept
+        return [stack for _, stack in kept]
+
+
+def over_draws(fn: Callable[..., Any], *args: Tensor) -> Any:
+    """`fn` of each draw along the first axis, a tensor or a tuple or dict of them, mapped; one by one for a program
+    that PyTorch cannot map."""
+    try:
+        return torch.func.vmap(fn)(*args)
+    except RuntimeError:
+        return _stacked([fn(*(arg[k] for arg in args)) for k in range(len(args[0]))])
+
+
+def _stacked(found: list[Any]) -> Any:
+    if isinstance(found[0], dict):
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+    if isinstance(found[0], tuple):
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+    return torch.stack(found)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, check_silo_ids
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
@@ -234,3 +234,37 @@ def result_of(
 def number_or_none(value: Any) -> float | None:
     """None for what was not released."""
     return float(value) if math.isfinite(value) else None
+
+
+# ---- Every silo on its own: what it would know if it exchanged nothing, for comparison ----
+
+
+def fit_alone(
+    model: FederatedModel | Callable[..., Any],
+    silos: Sequence[Data],
+    algorithm: Algorithm | None = None,
+    seed: int = 0,
+    *,
+    silo_ids: Sequence[str] | None = None,
+    **options: Any,
+) -> dict[str, Result]:
+    """Fit `model` to each silo's data alone, by its own run of `algorithm`; the results by silo, in the order given.
+
+    Nothing is shared: a silo is its own server, and its result is for its own eyes. `options` are those of `fit` but
+    for aggregation, privacy, books and checkpoints, which exchanges have and this has not. Raises InputError as `fit`.
+    """
+    for option in ("aggregation", "privacy", "books", "noise_key", "checkpoint_dir", "resume"):
+        if option in options:
+            raise InputError(f"fit_alone exchanges nothing and takes no {option}")
+    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(len(silos))]
+    if len(names) != len(silos):
+        raise InputError(f"{len(names)} silo ids for {len(silos)} silos")
+    check_silo_ids(names)
+    ids = options.pop("record_ids", None) or [None] * len(silos)
+    return {
+        name: fit(
+            model, [data], algorithm, Plain(), seed=seed, silo_ids=[name],
+            record_ids=None if own is None else [own], **options,
+        )
+        for name, data, own in zip(names, silos, ids, strict=True)
+    }  # fmt: skip

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import LocalFit, Posterior, Problem
+from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError
 from secure_fvi.families import rows as gaussian_rows
-from secure_fvi.results import draw_unconstrained, over_draws
 from secure_fvi.silo import Silo
 
 
@@ -58,7 +58,7 @@ class LocalPosterior:
 
         draws = over_draws(
             one,
-            draw_unconstrained(self._posterior, n, seed),
+            self._posterior.draws(n, seed),
             noise(samples, rows, layout.size("record")),
             noise(1, layout.size("silo")),
             uniform,

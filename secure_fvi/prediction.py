@@ -18,7 +18,6 @@ from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.density import Params, has_no_density, observed_value, param_constraint, record_dim, running
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import read_data
-from secure_fvi.results import draw_unconstrained
 
 
 class _Forward(Messenger):  # type: ignore[misc]
@@ -91,7 +90,7 @@ def _runs(
     rows = {name: value.to(problem.device) for name, value in records.rows.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for k, z in enumerate(draw_unconstrained(posterior, n, seed)):
+        for k, z in enumerate(posterior.draws(n, seed)):
             values, _ = problem.density.constrain(z, posterior.theta)
             if local is not None:
                 values = {**values, **local(z, seed + k)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi.algorithms.base import Posterior, Problem, Verdict
+from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.files import write_atomically
@@ -163,37 +164,10 @@ def draw_global(
     most = max(1, NUMBERS_AT_ONCE // max(1, posterior.family.noise_size))
     parts = []
     for start in range(0, n, most):
-        z = _draw(posterior, min(most, n - start), rng)
+        z = posterior.draws(min(most, n - start), rng)
         found = over_draws(lambda z: problem.density.constrain(z, posterior.theta)[0], z)
         parts.append({name: v for name, v in found.items() if sites is None or name in sites})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def over_draws(fn: Callable[..., Any], *args: Tensor) -> Any:
-    """`fn` of each draw along the first axis, a tensor or a tuple or dict of them, mapped; one by one for a program
-    that PyTorch cannot map."""
-    try:
-        return torch.func.vmap(fn)(*args)
-    except RuntimeError:
-        return _stacked([fn(*(arg[k] for arg in args)) for k in range(len(args[0]))])
-
-
-def _stacked(found: list[Any]) -> Any:
-    if isinstance(found[0], dict):
-        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
-    if isinstance(found[0], tuple):
-        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
-    return torch.stack(found)
-
-
-def draw_unconstrained(posterior: Posterior, n: int, seed: int) -> Tensor:
-    """Draws of Z_G (n, n_global)."""
-    return _draw(posterior, n, torch.Generator().manual_seed(seed))
-
-
-def _draw(posterior: Posterior, n: int, rng: torch.Generator) -> Tensor:
-    eps = torch.randn(n, posterior.family.noise_size, generator=rng, dtype=torch.float64).to(posterior.eta["loc"])
-    return torch.func.vmap(lambda e: posterior.family.transform(posterior.eta, e))(eps)
 
 
 def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:

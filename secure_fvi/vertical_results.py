@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.aggregation.base import Block, BlockTable, SecureSum, carry
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.frame import VerticalProblem
@@ -26,12 +27,14 @@ from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import number_or_none
 from secure_fvi.guarding import Guards
-from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed, draw_unconstrained
+from secure_fvi.privacy.gate import Gate
+from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed
 from secure_fvi.silo import Silo
-from secure_fvi.trees import Params, part
+from secure_fvi.trees import Params, part, to_numpy
 
 if TYPE_CHECKING:
     from secure_fvi.vertical_fitting import VerticalParties
+
 
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_240_507
@@ -153,14 +156,12 @@ class VerticalResult(RunSummary):
     def _gamma(self, n: int, seed: int) -> Tensor:
         if n < 1:
             raise InputError(f"the number of draws must be at least 1, not {n}")
-        return draw_unconstrained(self.variational, n, seed)
+        return self.variational.draws(n, seed)
 
     def _predictors(
         self, silos: Mapping[str, Mapping[str, Tensor]], offset: Tensor | None, n: int, seed: int
     ) -> tuple[Tensor, Tensor]:
         """Draws of s + offset (n, N, C), the auxiliary variables' noise included, and of gamma (n, n_gamma)."""
-        from secure_fvi.vertical_predicting import sum_of_predictors
-
         names = self.problem.silos
         if set(silos) != set(names):
             raise InputError(f"give the new people's columns of each silo: {', '.join(names)}")
@@ -184,7 +185,7 @@ def vertical_result(
     state = server.state.algorithm
     variational = server.program.posterior(state)
     verdict = assessed(server.program.verdict(state), config.name, server.rounds)
-    gamma = draw_unconstrained(variational, _MOMENT_DRAWS, _MOMENT_SEED)
+    gamma = variational.draws(_MOMENT_DRAWS, _MOMENT_SEED)
     draws = parties.problem.likelihood.constrain(gamma)
     tail = np.array(rounds.objectives)
     return VerticalResult(
@@ -229,3 +230,30 @@ def _claim(server: Any, holder: Guards | None) -> dict[str, Any] | None:
 
 def _plain(tensors: Mapping[str, Tensor]) -> Params:
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+
+
+# ---- One secure sum outside a fit: the silos' predictors of new people ----
+
+_PHASE = "predict"
+
+
+def sum_of_predictors(aggregation: SecureSum, etas: Mapping[str, Tensor], bound: float) -> Tensor:
+    """The total of each silo's `etas`, all of one shape. Raises AggregationError past `bound`, as in a fit."""
+    names = tuple(sorted(etas))
+    first = etas[names[0]]
+    table = BlockTable((Block("eta", tuple(first.shape), bound),))
+    server, silos = aggregation.local_parties(names)
+    context = hashlib.sha256(repr((_PHASE, tuple(first.shape))).encode()).digest()
+
+    def answer(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        return {name: silos[name].handle(message) for name, message in messages.items()}
+
+    carry(server.prepare(1), answer)
+    sent = {}
+    for name in names:
+        gate = Gate(name, {_PHASE: table})
+        gate.begin(1, _PHASE)
+        release = gate.release(to_numpy(etas[name]).reshape(-1))
+        sent[name] = silos[name].contribute(release.sum_index, names, table, release.values, context)
+    total = carry(server.total(1, names, table, sent, context), answer)
+    return torch.from_numpy(total.values.reshape(first.shape)).to(first)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.batching import run_together
-from secure_fvi.compiled import Traced
+from secure_fvi.compiled import Mapped, Traced
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
-from secure_fvi.mapped import Mapped
 
 CLINICS = sf.FederatedModel(clinics, "person", ("u",))
 #: Three silos of one size, two of another, one alone.

@@ -265,6 +265,13 @@ class Posterior(NamedTuple):
     eta: Params
     theta: Params
 
+    def draws(self, n: int, seed: int | torch.Generator) -> Tensor:
+        """Draws of Z_G in unconstrained space (n, n_global)."""
+        rng = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+        eps = torch.randn(n, self.family.noise_size, generator=rng, dtype=torch.float64).to(self.eta["loc"])
+        found: Tensor = torch.func.vmap(lambda e: self.family.transform(self.eta, e))(eps)
+        return found
+
 
 class LocalFit(NamedTuple):
     """Where a silo's own fit ended. Never leaves the silo."""

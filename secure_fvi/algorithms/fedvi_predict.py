@@ -14,7 +14,6 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.errors import InputError
 from secure_fvi.prediction import log_predictive, predict
-from secure_fvi.results import draw_unconstrained
 from secure_fvi.trees import Params
 
 
@@ -34,7 +33,7 @@ class Personal:
         if n < 1:
             raise InputError(f"the number of draws must be at least 1, not {n}")
         constrain, theta = self._problem.density.constrain, self._posterior.theta
-        centres = draw_unconstrained(self._posterior, n, seed)
+        centres = self._posterior.draws(n, seed)
         draws = [{**constrain(z, theta)[0], **self._local(z, seed + k)} for k, z in enumerate(centres)]
         return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
 

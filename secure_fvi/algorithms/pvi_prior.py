@@ -16,10 +16,10 @@ from torch.func import grad, hessian, vmap
 
 from secure_fvi.algorithms.natural import Natural, kl, quadratic
 from secure_fvi.algorithms.pvi_frame import PVIFrame
+from secure_fvi.compiled import over_draws
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.randomness import server_draws
-from secure_fvi.results import over_draws
 
 _DRAWS = 64  # antithetic pairs
 _START_STEPS = 40

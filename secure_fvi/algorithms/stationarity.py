@@ -26,11 +26,10 @@ from secure_fvi.algorithms.base import Problem, SiloView, Verdict
 from secure_fvi.algorithms.hiding import bound_over, hidden, past, told_up_to, uniforms, unreadable
 from secure_fvi.algorithms.natural import Natural, distance, from_moments
 from secure_fvi.algorithms.weighing import WEIGHED, Weighed, as_told, points, spare, weighed
-from secure_fvi.compiled import Traced
+from secure_fvi.compiled import Traced, over_draws
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import silo_gradient
 from secure_fvi.randomness import server_draws
-from secure_fvi.results import over_draws
 
 #: Keeps these draws apart from those of rounds.
 _DRAWS = 2**31

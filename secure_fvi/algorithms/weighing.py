@@ -31,11 +31,11 @@ from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.hiding import hidden, past, told_up_to, unreadable
 from secure_fvi.algorithms.natural import Natural
+from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout
 from secure_fvi.families import LocalFamily, Params
 from secure_fvi.families import rows as gaussian_rows
 from secure_fvi.randomness import server_draws
-from secure_fvi.results import over_draws
 
 WEIGHED = "weighed"
 #: What the final sum of a run that stops by itself is made of, in the words of a disclosure statement.

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import gammaln, logsumexp
 
 from secure_fvi.privacy import accounting
-from secure_fvi.privacy.amplification import fill_orders, poisson_amplified
-from secure_fvi.privacy.discrete import discrete_gaussian, skellam
+from secure_fvi.privacy.accounting import discrete_gaussian, fill_orders, poisson_amplified, skellam
 from secure_fvi.privacy.events import DiscreteGaussian, PoissonSampled, Skellam
 
 FloatArray = NDArray[np.float64]

@@ -10,9 +10,9 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from ledger_world import gaussian_job, job_of
 
 from secure_fvi.privacy import accounting
+from secure_fvi.privacy.accounting import filter_of, job_curve, scaled, smallest_budget
 from secure_fvi.privacy.events import Composed, DiscreteGaussian, Event, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job
-from secure_fvi.privacy.ledger_filter import filter_of, job_curve, scaled, smallest_budget
 
 ORDERS = np.array(accounting.ORDERS)
 BUDGETS = [Budget("adult", e, d) for e, d in ((0.2, 1e-5), (1.0, 1e-5), (1.0, 1e-8), (8.0, 1e-6))]

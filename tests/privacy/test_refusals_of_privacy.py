@@ -15,13 +15,13 @@ from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
-from secure_fvi.privacy import accounting, opacus_accounting
+from secure_fvi.privacy import accounting
+from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, Row, check_keys, make_row
 from secure_fvi.privacy.chain_verify import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.ledger import Budget, Job, Ledger
-from secure_fvi.privacy.ledger_filter import smallest_budget
 from secure_fvi.privacy.ledger_state import Chain
 from secure_fvi.privacy.ledger_verify import verify
 from secure_fvi.privacy.plan import gaussian_job as event_of
@@ -116,7 +116,7 @@ def test_a_failure_inside_prv_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PRVAccountant, "get_epsilon", fail)
     with pytest.raises(InputError, match="cannot account for this: the grid is too small; use pld"):
-        opacus_accounting.prv_epsilon({(0.1, 1.0): 3}, 1e-5, 1.0)
+        accounting.prv_epsilon({(0.1, 1.0): 3}, 1e-5, 1.0)
 
 
 def row(chain: ChainReader, kind: str, body: object) -> Row:
