@@ -15,17 +15,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from secure_fvi.aggregation.base import BlockTable, Exchanges, SumServer, SumSilo, T, Total, check_silo_ids
-from secure_fvi.aggregation.homomorphic_schemes import BFV, Scheme, SecretContext, scheme_named
-from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
-from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder, holder_entry
+import numpy as np
+
+from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, SumServer, SumSilo, T, Total, check_silo_ids
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    BFV_HALF,
+    CKKS,
+    DECRYPTIONS,
+    CentredArray,
+    Ciphertexts,
+    Decrypted,
+    DecryptRequest,
+    HolderKey,
+    HolderKeyRequest,
+    PrimeRing,
+    PublicContext,
+    RealSlots,
+    Scheme,
+    SecretContext,
+    kind_of,
+    pack,
+    scheme_named,
+    unpack,
+)
+from secure_fvi.aggregation.key_holder import (
+    KEY_HOLDER,
+    KeyHolder,
+    KeyWornOut,
+    check_holder_key,
+    decrypted_statement,
+    holder_entry,
+    holder_signed,
+)
 from secure_fvi.aggregation.masked import Masked
+from secure_fvi.aggregation.masked_server import Agreed, MaskedServer, Sent, decoded
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.messages import Done
+from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.roster import Identity, Roster
+from secure_fvi.aggregation.session import number
 from secure_fvi.aggregation.store import MemoryStore, Store
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.wire import Limit
 
 
 @dataclass(frozen=True)
@@ -168,3 +202,271 @@ class WithHolder:
         for observer in self._observers:
             observer("up", reply)
         return reply
+
+
+# ---- A silo's half of homomorphic sums: a masked silo whose payload is encrypted for the key holder ----
+
+_HOLDER_KEY = "holder_key"
+
+
+class SlotCodecs:
+    """Encoders between values and slots, one for each block table; equal at silos and server."""
+
+    def __init__(self, scheme: Scheme, terms: int) -> None:
+        self._scheme = scheme
+        self._terms = terms
+        self._known: dict[bytes, PrimeRing | RealSlots] = {}
+
+    def __call__(self, table: BlockTable) -> PrimeRing | RealSlots:
+        """The codec of `table`; raises InputError when an integer block cannot be summed exactly."""
+        codec = self._known.get(table.digest)
+        if codec is None:
+            make = PrimeRing if self._scheme is BFV else RealSlots
+            codec = self._known[table.digest] = make(table, self._terms)
+        return codec
+
+
+def check_roster(roster: Roster) -> None:
+    """Raise InputError unless `roster` names a key holder and has its sums signed."""
+    if len(roster.key_holder) != 64:
+        raise InputError("the roster of a homomorphic sum must name the key holder")
+    if not roster.consistency_check:
+        raise InputError("homomorphic sums need the consistency check: the key holder asks for its signatures")
+
+
+class HomomorphicSilo:
+    """One silo. Holds the public encryption key only, and takes no other than the one that its roster names."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        silo_id: str,
+        identity: Identity,
+        scheme: Scheme,
+        masks: bool,
+        store: Store | None = None,
+        min_cohort: int | None = None,
+        max_missing: int | None = None,
+        questions: Store | None = None,
+        unbound: bool = False,
+    ) -> None:
+        """`roster`, `scheme` and `masks` are what this site agreed to; for the rest see `MaskedSilo`."""
+        check_roster(roster)
+        if masks and scheme is not BFV:
+            raise InputError("masks need scheme = 'bfv'")
+        self.silo_id = silo_id
+        self._roster = roster
+        self._scheme = scheme
+        self._masks = masks
+        self._store = MemoryStore() if store is None else store
+        self._inner = MaskedSilo(
+            roster, silo_id, identity, self._store, min_cohort, self._seal, max_missing, questions, unbound
+        )
+        self._codecs = SlotCodecs(scheme, roster.size)
+        kept = self._store.get(_HOLDER_KEY)
+        self._key: PublicContext | None = None
+        if kept is not None:
+            self._key = check_holder_key(roster, scheme, masks, unpack(kept, HolderKey))
+
+    def __repr__(self) -> str:
+        return f"HomomorphicSilo({self.silo_id!r})"
+
+    def handle(self, message: bytes) -> bytes:
+        """Answer one message of the server: the key holder's key, or those of masked sums."""
+        if kind_of(message) is not HolderKey:
+            return self._inner.handle(message)
+        key = unpack(message, HolderKey)
+        # Checked even if one is known: a server that tries another is told so.
+        accepted = check_holder_key(self._roster, self._scheme, self._masks, key)
+        if self._key is None:
+            self._store.put({_HOLDER_KEY: message})
+            self._key = accepted
+        return pack(Done())
+
+    def contribute(
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        values: FloatArray,
+        context: bytes,
+        question: bytes = b"",
+        most_missing: int | None = None,
+    ) -> bytes:
+        """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
+        return self._inner.contribute(index, cohort, table, values, context, question, most_missing)
+
+    def missing_from(self, question: bytes) -> int | None:
+        """See `SumSilo.missing_from`."""
+        return self._inner.missing_from(question)
+
+    def shown(self, question: bytes) -> bool | None:
+        """See `SumSilo.shown`."""
+        return self._inner.shown(question)
+
+    def outgoing(self, index: int) -> bytes:
+        """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""
+        return self._inner.outgoing(index)
+
+    def _seal(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask]) -> bytes:
+        if self._key is None:
+            raise ProtocolError("the key holder's key has not come in")
+        slots = self._codecs(table).encode(values, masks if self._masks else ())
+        return pack(Ciphertexts(self._key.encrypt(slots)))
+
+
+# ---- The server's half of homomorphic sums: adds ciphertexts, asks the key holder for the total, unmasks it ----
+
+_SPENT = "ckks/spent"
+
+
+class HomomorphicServer:
+    """The aggregator. Holds the public encryption key; its exchanges address the key holder as `KEY_HOLDER`.
+
+    Keys, signatures and recovery from dropouts are those of masked sums; so is the store.
+    """
+
+    def __init__(self, roster: Roster, scheme: Scheme, masks: bool, store: Store | None = None) -> None:
+        check_roster(roster)
+        self._roster = roster
+        self._scheme = scheme
+        self._masks = masks
+        self._store = MemoryStore() if store is None else store
+        self._inner = MaskedServer(roster, self._store)
+        self._codecs = SlotCodecs(scheme, roster.size)
+        self._key: PublicContext | None = None
+        self._key_message = b""
+        self._spent = int.from_bytes(self._store.get(_SPENT) or b"", "big")
+        self._widest = 1  # ciphertexts of the largest total so far
+        self._has_key: set[str] = set()
+        self._retry_at = 0
+        self._faults: dict[str, str] = {}
+
+    @property
+    def neighbourhood(self) -> str:
+        """Degree, threshold and failure probabilities of the graph of masks, in words."""
+        return self._inner.neighbourhood
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """By silo id, why its latest bad reply was taken for a dropout."""
+        return {**self._inner.faults, **self._faults}
+
+    def prepare(self, index: int) -> Exchanges[None]:
+        """As for masked sums; before the first sum also the key holder's key, fetched, checked, handed to all.
+
+        Raises KeyWornOut where a CKKS key may not last for this sum: nobody has contributed to it yet.
+        """
+        if self._scheme is CKKS and self._spent + self._widest > DECRYPTIONS:
+            raise KeyWornOut(f"{self._spent} ciphertexts were decrypted under one CKKS key; a new session is needed")
+        if self._key is None:
+            replies = yield {KEY_HOLDER: pack(HolderKeyRequest())}
+            message = _holder_reply(replies)
+            try:
+                self._key = check_holder_key(self._roster, self._scheme, self._masks, unpack(message, HolderKey))
+            except ProtocolError as error:
+                raise AggregationError(str(error)) from None
+            self._key_message = message
+        missing = [silo for silo in self._roster.ids if silo not in self._has_key]
+        if missing and index >= self._retry_at:
+            replies = yield dict.fromkeys(missing, self._key_message)
+            for silo in missing:
+                try:
+                    unpack(replies.get(silo, b""), Done)
+                except ProtocolError as error:
+                    self._faults[silo] = str(error) if silo in replies else "no answer to the key holder's key"
+                    continue
+                self._has_key.add(silo)
+                self._faults.pop(silo, None)
+            # Those that stay away are tried again after 1, 2, 4, ... sums, so that they cost little.
+            self._retry_at = 2 * index + 1
+        yield from self._inner.prepare(index)
+
+    def total(
+        self,
+        index: int,
+        cohort: Sequence[str],
+        table: BlockTable,
+        contributions: Mapping[str, bytes],
+        context: bytes,
+    ) -> Exchanges[Total]:
+        """The sum over those whose contribution arrived; errors as for masked sums, or when the holder refuses.
+
+        Three exchanges: signatures, decryption, and the signatures shown to all, who answer with shares.
+        """
+        codec = self._codecs(table)
+        if self._key is None:
+            raise AggregationError(f"sum {index} was not prepared")
+        admitted = self._inner.admit(index, cohort, table, contributions, context, None)
+        readable, added = self._read(admitted.sent, table)
+        agreed = yield from self._inner.agree(index, table, context, admitted._replace(sent=readable))
+        if agreed.sent.keys() != readable.keys():
+            added = self._read(agreed.sent, table)[1]
+        values = yield from self._decrypt(agreed, table, added)
+        masks: list[Mask] = []
+        if self._masks:
+            masks = yield from self._inner.masks_left(agreed)
+        else:
+            yield from self._inner.show(agreed)
+        survivors = tuple(self._roster.ids[place] for place in agreed.payloads)
+        return Total(decoded(index, lambda: codec.decode(values, masks, len(survivors))), survivors)
+
+    def _read(self, sent: Mapping[int, Sent], table: BlockTable) -> tuple[dict[int, Sent], list[Any]]:
+        """The contributions whose ciphertexts can be read, by place, and the sum of these."""
+        assert self._key is not None
+        readable: dict[int, Sent] = {}
+        added: list[Any] = []
+        parts = self._scheme.ciphertexts(table.size)
+        limit = Limit(4096 + parts * (self._scheme.max_ciphertext_bytes + 16), max(parts, 1))
+        for place, one in sent.items():
+            try:
+                vectors = self._key.read(unpack(one.payload, Ciphertexts, limit).parts, table.size)
+                if added:
+                    self._key.add(added, vectors)
+                else:
+                    added = vectors
+            except ProtocolError as error:
+                self._faults[self._roster.ids[place]] = str(error)
+                continue
+            readable[place] = one
+        return readable, added
+
+    def _decrypt(self, agreed: Agreed, table: BlockTable, added: list[Any]) -> Exchanges[CentredArray]:
+        """What the key holder makes of the sum of ciphertexts."""
+        signed, index = agreed.request, agreed.request.sum_index
+        request = DecryptRequest(
+            index,
+            agreed.batch.session.key_set,
+            agreed.batch.digest,
+            signed.cohort,
+            signed.survivors,
+            signed.table,
+            signed.context,
+            signed.question,
+            signed.signers,
+            signed.signatures,
+            table.size,
+            [vector.serialize() for vector in added],
+        )
+        self._spent, self._widest = self._spent + len(added), max(self._widest, len(added))
+        self._store.put({_SPENT: number(self._spent)})
+        replies = yield {KEY_HOLDER: pack(request)}
+        try:
+            reply = unpack(_holder_reply(replies), Decrypted, Limit(4096 + 8 * table.size))
+        except ProtocolError as error:
+            raise AggregationError(f"sum {index}: {error}") from None
+        statement = decrypted_statement(self._roster, request, reply.values)
+        if reply.sum_index != index or not holder_signed(self._roster, reply.signature, statement):
+            raise AggregationError(f"sum {index}: the answer is not the key holder's")
+        if len(reply.values) != 8 * table.size:
+            raise AggregationError(f"sum {index}: the key holder's answer does not fit the sum")
+        values: CentredArray = np.frombuffer(reply.values, "<i8")
+        if self._scheme is BFV and ((values > BFV_HALF) | (values < -BFV_HALF)).any():
+            raise AggregationError(f"sum {index}: the key holder's answer is out of the ring")
+        return values
+
+
+def _holder_reply(replies: Mapping[str, bytes]) -> bytes:
+    if KEY_HOLDER not in replies:
+        raise AggregationError("the key holder did not answer, or refused")
+    return replies[KEY_HOLDER]

@@ -9,17 +9,33 @@ Degree 8192 with at most 218 bits is 128-bit secure by SEAL's tables; a context 
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from secure_fvi.aggregation.homomorphic_messages import MAX_KEY_BYTES as MAX_KEY_BYTES
-from secure_fvi.aggregation.modular import BFV_PRIME
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi import wire
+from secure_fvi.aggregation.base import BlockTable, FloatArray
+from secure_fvi.aggregation.messages import (
+    Codec,
+    Done,
+    _32,
+    _64,
+    _64s,
+    _any_bytes,
+    _either,
+    _list,
+    _uint,
+)
+from secure_fvi.aggregation.prg import Mask, keystream
+from secure_fvi.aggregation.ring import Ring, out_of_range
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 DEGREE = 8192
 CKKS_SCALE = 2.0**60
@@ -216,3 +232,256 @@ def _check_parameters(scheme: Scheme, context: Any) -> None:
         raise ProtocolError("the parameters of the key holder's key cannot be read") from None
     if not fits:
         raise ProtocolError(f"the key holder's key has other parameters than {scheme.name} has here")
+
+
+# ---- The messages that homomorphic sums add to those of masked sums: between server, key holder and silos ----
+
+#: A public context has about 0.54 MB.
+MAX_KEY_BYTES = 1 << 20
+
+
+class HolderKeyRequest(NamedTuple):
+    """Server to key holder: send your public key."""
+
+
+class HolderKey(NamedTuple):
+    """Key holder to server, and on to each silo: its public encryption key, signed with its identity."""
+
+    public_key: bytes
+    signature: bytes
+
+
+class Ciphertexts(NamedTuple):
+    """A vector over as many ciphertexts as it needs: the payload of a contribution."""
+
+    parts: list[bytes]
+
+
+class DecryptRequest(NamedTuple):
+    """Server to key holder: decrypt the total of one index, given enough signatures on its survivors."""
+
+    sum_index: int
+    key_set: bytes
+    batch: bytes
+    cohort: bytes
+    survivors: bytes
+    table: bytes
+    context: bytes
+    question: bytes
+    signers: bytes
+    signatures: list[bytes]
+    size: int
+    parts: list[bytes]
+
+
+class Decrypted(NamedTuple):
+    """Key holder to server: the total's slots as little-endian int64, signed with its identity."""
+
+    sum_index: int
+    values: bytes
+    signature: bytes
+
+
+#: Each far below a megabyte; so many hold 33 million values.
+_ciphertexts = _list(wire.binary(most=1 << 20), 4096)
+
+_CODEC = Codec(
+    {
+        Done: (16, ()),
+        HolderKeyRequest: (32, ()),
+        HolderKey: (33, (wire.binary(most=MAX_KEY_BYTES), _64)),
+        Ciphertexts: (34, (_ciphertexts,)),
+        DecryptRequest: (
+            35,
+            (
+                *(_uint, _32, _32, _any_bytes, _any_bytes, _32, _32, _either(0, 32)),
+                *(_any_bytes, _64s, _uint, _ciphertexts),
+            ),
+        ),
+        Decrypted: (36, (_uint, _any_bytes, _64)),
+    }
+)
+pack, unpack_any, unpack, kind_of = _CODEC.pack, _CODEC.unpack_any, _CODEC.unpack, _CODEC.kind_of
+
+
+# ---- Fixed point in Z_p, p prime: the ring of BFV plaintexts, with masks that are uniform in it ----
+#
+# The scale follows from bound, number of terms and p, as in Z_2^w (ring.py). A mask element must be uniform in
+# [0, p), or a masked value would lean towards its input; hence rejection sampling from the keystream.
+
+#: The largest prime below 2^58 that is 1 modulo 2 * 8192, so that BFV of that degree packs one value a slot.
+BFV_PRIME = 288230376150876161
+BFV_HALF = BFV_PRIME // 2
+
+ModularArray = npt.NDArray[np.uint64]
+CentredArray = npt.NDArray[np.int64]  # representatives in [-(p-1)/2, (p-1)/2]
+
+#: Terms below 2^58 in size that a sum in int64 may have before a reduction is due.
+_LAZY_TERMS = 31
+#: Elements masked at a time: accumulator and keystream stay in the second-level cache together.
+_CHUNK = 1 << 14
+_ZEROS = bytes(8 * _CHUNK)
+
+
+class ResidueStream:
+    """Uniform elements of [0, modulus) from the AES-256-CTR keystream of a one-time key (32 bytes).
+
+    Each 64-bit word gives its leading bits, as many as the modulus has; words at or past it are passed over.
+    """
+
+    def __init__(self, key: bytes, modulus: int) -> None:
+        self._encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        self._modulus = modulus
+        self._shift = np.uint64(64 - modulus.bit_length())
+
+    def __repr__(self) -> str:
+        return "ResidueStream(...)"
+
+    def take(self, size: int) -> ModularArray:
+        """The next `size` elements."""
+        parts: list[ModularArray] = []
+        while size > 0:
+            zeros = _ZEROS[: 8 * size]  # no more than a chunk at a time
+            words = np.frombuffer(self._encryptor.update(zeros), "<u8") >> self._shift
+            if int(words.max()) >= self._modulus:
+                words = words[words < self._modulus]
+            parts.append(words)
+            size -= words.size
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def masked(values: CentredArray, masks: Sequence[Mask], modulus: int) -> CentredArray:
+    """Centred residues of `values` (centred) plus each mask, modulo `modulus` (odd, below 2^58)."""
+    streams = [(ResidueStream(m.key, modulus), np.subtract if m.negative else np.add) for m in masks]
+    half = modulus // 2
+    out = values.astype(np.int64)
+    for start in range(0, out.size, _CHUNK):
+        part = out[start : start + _CHUNK]
+        terms = 1
+        for stream, operation in streams:
+            operation(part, stream.take(part.size).view(np.int64), out=part)
+            terms += 1
+            if terms == _LAZY_TERMS:
+                np.remainder(part, modulus, out=part)
+                terms = 1
+        np.remainder(part, modulus, out=part)
+        np.subtract(part, modulus, out=part, where=part > half)
+    return out
+
+
+class PrimeRing:
+    """Encoder and decoder of one block table for sums of at most `terms` contributions modulo a prime."""
+
+    def __init__(self, table: BlockTable, terms: int, modulus: int = BFV_PRIME) -> None:
+        """Raises InputError when an integer block's bound cannot fit."""
+        self.modulus = modulus
+        self._ring = Ring(table, 64, terms, limit=modulus // 4)
+
+    @property
+    def resolution(self) -> FloatArray:
+        """The step of each element, shape (size,); a sum of J terms is off by at most J/2 steps."""
+        return self._ring.resolution
+
+    def encode(self, values: FloatArray, masks: Sequence[Mask]) -> CentredArray:
+        """Masked ring elements of `values`, (size,). Raises AggregationError as `Ring.encode` does."""
+        return masked(self._ring.encode(values).view(np.int64), masks, self.modulus)
+
+    def decode(self, total: CentredArray, masks: Sequence[Mask], survivors: int | None = None) -> FloatArray:
+        """The sum that `total` (size,) stands for once `masks` are applied to it, float64; `survivors` as in `Ring`."""
+        words: npt.NDArray[Any] = masked(total, masks, self.modulus).view(np.uint64)
+        return self._ring.decode(words, survivors)
+
+
+# ---- What the key holder does to a decrypted CKKS total before anyone sees it: flooding, then rounding ----
+#
+# A CKKS decryption is not the exact sum but the sum plus e, an affine function of the secret key whose
+# coefficients are in the ciphertext. Whoever knows the ciphertext and the exact sum solves for the key (Li and
+# Micciancio 2021). So Gaussian noise far above e is added, as Li, Micciancio, Schultz and Sorrell (2022) bound it:
+#
+#     sd = 8 sqrt(DECRYPTIONS) 2^(STATISTICAL_BITS / 2) E,        E >= |e|_2 over the slots of one ciphertext
+#
+# for STATISTICAL_BITS bits of statistical security over DECRYPTIONS ciphertexts, past which the holder refuses.
+# Rounding to a multiple of the largest power of two below sd follows: it costs nothing beside the noise, keeps
+# bits of no meaning out of the release, and makes the precision of the total plain.
+#
+# E: a fresh ciphertext loses its key's last prime, so that its error is that of rounding, (r0 + r1 s) with
+# variance (1 + 2N/3)/12 a coefficient (ternary s). J of them have J times that, an embedding N times, of which the
+# real part is half: |e|_2 is near N/2 sqrt(J (1 + 2N/3)/12) / scale. To twice that comes what decoding in float64
+# may add, 2^-49 of the vector's length, which is at most J sqrt(N/2), since each silo's slots lie in [-1, 1].
+
+STATISTICAL_BITS = 30
+#: Ciphertexts decrypted under one key.
+DECRYPTIONS = 1 << 14
+
+#: Integer totals are rounded to whole numbers; this many sds must fit in a half (8e-11 to be off by one).
+_SURE = 6.5
+
+
+def error_bound(terms: int) -> float:
+    """E for a sum of `terms` fresh ciphertexts, in the slots' unit."""
+    encryption = DEGREE / 2 * math.sqrt(terms * (1 + 2 * DEGREE / 3) / 12) / CKKS_SCALE
+    return 2 * encryption + 2**-49 * terms * math.sqrt(DEGREE / 2)
+
+
+def flooding_sd(terms: int) -> float:
+    """Standard deviation of the noise in each slot, as a share of the element's bound."""
+    return 8 * math.sqrt(DECRYPTIONS) * 2 ** (STATISTICAL_BITS / 2) * error_bound(terms)
+
+
+def step_exponent(terms: int) -> int:
+    """A released slot is a multiple of 2 to this power."""
+    return math.frexp(flooding_sd(terms))[1] - 1
+
+
+def secure_normal(size: int) -> FloatArray:
+    """Standard normal variates (size,) by Box and Muller, from a fresh AES-256-CTR keystream; |x| < 8.6."""
+    words = np.frombuffer(keystream(os.urandom(32), 16 * size), "<u8").reshape(2, size)
+    # In (0, 1], so that the logarithm is finite.
+    uniforms = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+    normal: FloatArray = np.sqrt(-2 * np.log(uniforms[0])) * np.cos(2 * np.pi * uniforms[1])
+    return normal
+
+
+def flood(slots: FloatArray, terms: int) -> npt.NDArray[np.int64]:
+    """Decrypted `slots` (size,) of a sum of at most `terms`, flooded and rounded: multiples of the step."""
+    noisy = slots + flooding_sd(terms) * secure_normal(slots.size)
+    return np.rint(np.ldexp(noisy, -step_exponent(terms))).astype(np.int64)
+
+
+class RealSlots:
+    """Values as CKKS slots: each divided by its bound; totals come back flooded."""
+
+    def __init__(self, table: BlockTable, terms: int) -> None:
+        """Raises InputError for an integer block whose total would not be sure to be exact."""
+        for block in table.blocks:
+            if block.integer and _SURE * flooding_sd(terms) * block.bound > 0.5:
+                raise InputError(
+                    f"integer block '{block.name}': bound {block.bound:g} is too large for exact totals by CKKS, "
+                    f"at most {0.5 / _SURE / flooding_sd(terms):.4g}; use scheme = 'bfv'"
+                )
+        self._bounds = table.bounds
+        self._checks = Ring(table, 64, terms)
+        self._step = 2.0 ** step_exponent(terms)
+        # A total is off by the noise, which is below 8.6 sds, and by rounding.
+        self._slack = 10 * flooding_sd(terms) + self._step
+        self._table = table
+        self._integer = np.repeat([b.integer for b in table.blocks], [b.size for b in table.blocks]).astype(bool)
+
+    def encode(self, values: FloatArray, masks: Any = ()) -> FloatArray:
+        """Slots of `values` (size,), in [-1, 1]. Raises AggregationError as `Ring.encode` does."""
+        self._checks.encode(values)
+        return values / self._bounds
+
+    def decode(self, total: npt.NDArray[np.int64], masks: Any = (), survivors: int | None = None) -> FloatArray:
+        """The sum that the holder's multiples of the step stand for, float64; `survivors` as in `Ring`."""
+        if survivors is not None:
+            end = 0
+            for block in self._table.blocks:
+                part = total[end : end + block.size] * self._step
+                end += block.size
+                if part.size and not np.abs(part).max() <= survivors + self._slack:
+                    raise AggregationError(out_of_range(block, survivors))
+        values: FloatArray = total * self._step * self._bounds
+        return np.where(self._integer, np.rint(values), values)

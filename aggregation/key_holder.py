@@ -15,17 +15,21 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS, flood
-from secure_fvi.aggregation.homomorphic_messages import (
+from secure_fvi.aggregation.homomorphic_schemes import (
+    CKKS,
+    DECRYPTIONS,
     Decrypted,
     DecryptRequest,
     HolderKey,
     HolderKeyRequest,
+    PublicContext,
+    Scheme,
+    SecretContext,
+    flood,
     pack,
     unpack_any,
 )
-from secure_fvi.aggregation.homomorphic_schemes import CKKS, PublicContext, Scheme, SecretContext
-from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity, Roster, check_missing
 from secure_fvi.aggregation.session import Session, number
 from secure_fvi.aggregation.store import MemoryStore, Store

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import msgpack
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from secure_fvi import wire
 from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, Total
 from secure_fvi.aggregation.messages import (
+    Activate,
+    BatchSignature,
     Contribution,
+    Deposit,
+    DepositRequest,
+    Done,
+    KeyAdvert,
+    KeySet,
+    KeysRequest,
+    NonceReveal,
+    Nonces,
     RevealRequest,
     SetSignature,
     Shares,
     SignRequest,
+    pack,
     unpack,
 )
+from secure_fvi.aggregation.onetime import MAX_ATTEMPTS, ROW, sealed_length
 from secure_fvi.aggregation.prg import Mask, apply_masks
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Roster, check_missing
-from secure_fvi.aggregation.server_state import ServerState
+from secure_fvi.aggregation.session import Session, advert_statement, graph_order, key_set_hash, nonce_commitment
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.aggregation.unmask import Convicted, ServerBatch, masks_left
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -307,3 +323,275 @@ def _some(silos: Sequence[str]) -> str:
     """A few names of many."""
     names = ", ".join(f"'{silo}'" for silo in silos[:3])
     return names if len(silos) <= 3 else f"{names} and {len(silos) - 3} others"
+
+
+# ---- The server's session and batches: set-up, refill, and how they outlive a crash ----
+
+M = TypeVar("M", bound=tuple[Any, ...])
+_KEPT_BATCHES = 2
+
+
+class ServerState:
+    """Runs set-up and refills; a reply that is missing, malformed or refused counts as a dropout."""
+
+    def __init__(self, roster: Roster, store: Store) -> None:
+        """Take up what `store` holds. Raises InputError when that is another session's."""
+        if store.claim("roster", roster.hash) != roster.hash:
+            raise InputError("the store holds the state of another session; a new session needs its own")
+        self.roster = roster
+        self.store = store
+        self.session: Session | None = None
+        self.batches: dict[int, ServerBatch] = {}
+        self._keys: tuple[KeySet, Nonces] | None = None
+        self._ready: set[int] = set()  # members known to have the session
+        self.faults: dict[str, str] = {}
+        self.left_out: dict[int, bytes] = {}  # silos that take part no more, with the proof of why
+        self._restore()
+
+    def leave_out(self, place: int, reason: str, proof: bytes) -> None:
+        """Take no more contributions and deposits of a silo that dealt wrong shares, as `proof` shows to anyone."""
+        self.left_out[place] = proof
+        self.store.put({"left_out": msgpack.packb(self.left_out)})
+        self.fault(place, reason)
+
+    def _restore(self) -> None:
+        left_out = wire.own(self.store.get("left_out") or b"\x80", "the server's list of silos left out")
+        self.left_out = {place: proof for place, proof in left_out.items() if proof}  # once also on others' word
+        key_set, nonces = (self.store.get(slot) for slot in ("key_set", "nonces"))
+        if key_set is None or nonces is None:
+            return
+        self._keys = unpack(key_set, KeySet), unpack(nonces, Nonces)
+        self.session = self._session_of(*self._keys)
+        for number in wire.own(self.store.get("batches") or b"\x90", "the server's list of batches"):
+            kept = self.store.get(f"batch/{number}")
+            if kept is None:
+                continue
+            deposits, signatures, active, *left_out = wire.own(kept, "a batch of the server")
+            batch = ServerBatch(self.session, number, {place: unpack(d, Deposit) for place, d in deposits.items()})
+            batch.signatures.update(signatures)
+            batch.active.update(active)
+            batch.left_out.update(*left_out)
+            self.batches[number] = batch
+
+    def _session_of(self, key_set: KeySet, nonces: Nonces) -> Session:
+        roster = self.roster
+        members = roster.members_of(key_set.members)
+        named = key_set_hash(roster, key_set.attempt, key_set.members, key_set.public_keys, key_set.nonce_commitments)
+        complete = roster.neighbourhood.complete
+        order = members if complete else graph_order(named, members, nonces.nonces)
+        return Session(roster, named, members, order)
+
+    def _keep(self, batch: ServerBatch) -> None:
+        self.batches[batch.number] = batch
+        gone = sorted(self.batches)[:-_KEPT_BATCHES]
+        for old in gone:
+            del self.batches[old]
+        deposits = {place: pack(d) for place, d in batch.deposits.items()}
+        state = [deposits, batch.signatures, sorted(batch.active), sorted(batch.left_out)]
+        self.store.put({f"batch/{batch.number}": msgpack.packb(state), "batches": msgpack.packb(sorted(self.batches))})
+        first = [old * self.roster.batch for old in gone]
+        indices = [i for f in first for i in range(f, f + self.roster.batch)]
+        self.store.drop([*(f"batch/{old}" for old in gone), *(f"survivors/{i}" for i in indices)])
+
+    def set_up(self) -> Exchanges[None]:
+        """Exchange keys; on a k-regular graph also nonces, and anew unless all are revealed."""
+        roster = self.roster
+        failures: Counter[int] = Counter()
+        for attempt in range(int.from_bytes(self.store.get("attempt") or b"", "big"), MAX_ATTEMPTS):
+            asked = [p for p in range(roster.size) if failures[p] < 2]
+            adverts = yield from self.ask(asked, KeysRequest(attempt), KeyAdvert)
+            members = tuple(p for p in sorted(adverts) if self._usable(p, attempt, adverts[p]))
+            self._require(len(members), "set-up")
+            bitmap = roster.bitmap(frozenset(members))
+            columns = [list(c) for c in zip(*(adverts[m][1:] for m in members), strict=True)]
+            key_set = KeySet(attempt, bitmap, *columns)
+            # Asked again, silos repeat their adverts; the attempt is used up once a key set is shown.
+            self.store.put({"attempt": (attempt + 1).to_bytes(8, "big")})
+            named = key_set_hash(roster, attempt, bitmap, key_set.public_keys, key_set.nonce_commitments)
+            reveals = yield from self.ask(members, key_set, NonceReveal)
+            reveals = {m: r for m, r in reveals.items() if r.key_set == named and self._opens(m, r, adverts[m])}
+            nonces = Nonces(attempt, [])
+            if roster.neighbourhood.complete:
+                self._ready.update(reveals)
+            elif len(reveals) < len(members):
+                # Who fails twice between its advert and its nonce cannot keep the others from a set-up.
+                failures.update(set(members) - reveals.keys())
+                continue
+            else:
+                nonces = Nonces(attempt, [reveals[m].nonce for m in members])
+                self._ready.update((yield from self.ask(members, nonces, Done)))
+            self._keys = key_set, nonces
+            self.session = self._session_of(key_set, nonces)
+            self.store.put({"key_set": pack(key_set), "nonces": pack(nonces)})
+            return
+        raise AggregationError(f"no set-up in {MAX_ATTEMPTS} attempts: silos dropped out between its exchanges")
+
+    def _usable(self, place: int, attempt: int, advert: KeyAdvert) -> bool:
+        """Whether the silos will take this advert; one that they refuse would cost all of them the set-up."""
+        statement = advert_statement(self.roster, attempt, place, advert.public_key, advert.nonce_commitment)
+        if advert.attempt != attempt or not self.roster.verify(place, advert.signature, statement):
+            self.fault(place, "a key that is not signed for this set-up")
+            return False
+        try:
+            X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(advert.public_key))
+        except ValueError:
+            self.fault(place, "an unusable key")
+            return False
+        return True
+
+    def _opens(self, place: int, reveal: NonceReveal, advert: KeyAdvert) -> bool:
+        """Whether a nonce is the one committed to."""
+        commitment = nonce_commitment(self.roster, advert.attempt, place, reveal.nonce)
+        if not hmac.compare_digest(commitment, advert.nonce_commitment):
+            self.fault(place, "a nonce that it did not commit to")
+            return False
+        return True
+
+    def _bring_up(self, session: Session) -> Exchanges[None]:
+        """Send the session to members that missed it; after a restart of the server, to all."""
+        late = set(session.members) - self._ready
+        if not late or self._keys is None:
+            return
+        key_set, nonces = self._keys
+        answered: Iterable[int] = yield from self.ask(sorted(late), key_set, NonceReveal)
+        if nonces.nonces:
+            answered = yield from self.ask(sorted(answered), nonces, Done)
+        self._ready.update(answered)
+
+    def refill(self, number: int) -> Exchanges[ServerBatch]:
+        """Collect the deposits of a batch, and fix who made one."""
+        session = self.session
+        assert session is not None
+        yield from self._bring_up(session)
+        asked = [p for p in session.members if p not in self.left_out]
+        deposits = yield from self.ask(asked, DepositRequest(number), Deposit)
+        for place in list(deposits):
+            if not _well_formed(session, place, number, deposits[place]):
+                self.fault(place, "a deposit of the wrong form or without its signature")
+                del deposits[place]
+        self._require(len(deposits), "refill")
+        batch = ServerBatch(session, number, deposits)
+        ids = self.roster.ids
+        for one, other in batch.at_odds():
+            for place, its in ((one, other), (other, one)):
+                self.fault(place, f"its seeds and those of '{ids[its]}' differ; one of the two sent wrong ones")
+        # Stored, then named: whoever is told of these depositors takes no others.
+        self._keep(batch)
+        return batch
+
+    def active_enough(self, batch: ServerBatch) -> bool:
+        """Whether enough silos have their shares for a sum to succeed."""
+        return len(batch.active) >= self._needed
+
+    def deliver(self, batch: ServerBatch, places: Iterable[int]) -> Exchanges[None]:
+        """Hand each of `places` its shares; with the consistency check, then the signatures on the batch."""
+        roster, number = self.roster, batch.number
+        replies = yield from self.ask_each({p: batch.delivery(p) for p in places}, BatchSignature)
+        self._hear_complaints(batch, replies)
+        if not roster.consistency_check:
+            batch.active.update(replies)
+            self._keep(batch)
+            self._require(len(batch.active), "refill")
+            return
+        for place, reply in replies.items():
+            if roster.verify(place, reply.signature, batch.statement):
+                batch.signatures[place] = reply.signature
+            else:
+                self.fault(place, "a wrong signature on the batch")
+        signers = sorted(batch.signatures)[: roster.signatures_needed]
+        self._require(len(batch.signatures), "refill")
+        activate = Activate(number, roster.bitmap(frozenset(signers)), [batch.signatures[s] for s in signers])
+        done = yield from self.ask([p for p in replies if p in batch.signatures], activate, Done)
+        batch.active.update(done)
+        self._keep(batch)
+        self._require(len(batch.active), "refill")
+
+    def _hear_complaints(self, batch: ServerBatch, replies: Mapping[int, BatchSignature]) -> None:
+        """Leave out of this batch owners of whom too many holders say they were dealt no shares that fit.
+
+        Nobody could open their masks if it is true; one liar, with another silo away, can say it of all others, so that
+        none is left out where too few would remain for any sum. A proof comes when masks are to be opened.
+        """
+        session, roster = batch.session, self.roster
+        for place, reply in replies.items():
+            try:
+                batch.unheld[place] = frozenset(roster.members_of(reply.unheld)) & set(batch.held_by(place))
+            except ProtocolError as error:
+                self.fault(place, str(error))
+        doubted = set()
+        for owner in batch.depositors:
+            holders = [h for h in session.holders(owner) if h in batch.present]
+            without = [h for h in holders if owner in batch.unheld.get(h, ())]
+            if without and owner not in self.left_out:
+                said = ", ".join(f"'{roster.ids[h]}'" for h in without[:3]) + (
+                    " and others" if len(without) > 3 else ""
+                )
+                self.fault(
+                    owner, f"{len(without)} of {len(holders)} holders were dealt no shares that fit, as {said} say"
+                )
+                if len(holders) - len(without) < session.threshold:
+                    doubted.add(owner)
+        doubted |= batch.left_out
+        if self._can_spare(batch, doubted):
+            batch.left_out = doubted
+
+    def _can_spare(self, batch: ServerBatch, places: set[int]) -> bool:
+        """Whether sums of this batch come about without `places`."""
+        return len(batch.present - places - self.left_out.keys()) >= self._needed
+
+    def _require(self, present: int, stage: str) -> None:
+        if present < self._needed:
+            raise AggregationError(
+                f"{stage}: {present} of {self.roster.size} silos answered, {self._needed} are needed"
+            )
+
+    @property
+    def _needed(self) -> int:
+        """Silos without which no sum of all of them comes about."""
+        roster = self.roster
+        signatures = roster.signatures_needed if roster.consistency_check else 0
+        return max(signatures, roster.min_cohort, roster.size - roster.max_missing)
+
+    # Exchanges
+
+    def ask(self, places: Iterable[int], message: tuple[Any, ...], kind: type[M]) -> Exchanges[dict[int, M]]:
+        """Send one message to several silos; the well-formed replies by place."""
+        data = pack(message)
+        return (yield from self._exchange(dict.fromkeys(places, data), kind))
+
+    def ask_each(self, messages: Mapping[int, tuple[Any, ...]], kind: type[M]) -> Exchanges[dict[int, M]]:
+        """Send each silo its own message; the well-formed replies by place."""
+        packed = {id(m): pack(m) for m in {id(m): m for m in messages.values()}.values()}
+        return (yield from self._exchange({p: packed[id(m)] for p, m in messages.items()}, kind))
+
+    def _exchange(self, messages: Mapping[int, bytes], kind: type[M]) -> Exchanges[dict[int, M]]:
+        ids = self.roster.ids
+        if not messages:
+            return {}
+        replies = yield {ids[place]: data for place, data in messages.items()}
+        out: dict[int, M] = {}
+        for place in messages:
+            data = replies.get(ids[place])
+            if data is None:
+                continue
+            try:
+                out[place] = unpack(data, kind, self.roster.limit)
+            except ProtocolError as error:
+                self.fault(place, str(error))
+        return out
+
+    def fault(self, place: int, reason: str) -> None:
+        self.faults[self.roster.ids[place]] = reason
+
+
+def _well_formed(session: Session, place: int, number: int, deposit: Deposit) -> bool:
+    count = session.roster.batch
+    return (
+        deposit.batch == number
+        and len(deposit.commitments) == 64 * count
+        and len(deposit.sealed_seeds) == count * sealed_length(session, place)
+        and len(deposit.envelopes) == len(session.neighbours(place))
+        and [len(row) for row in deposit.seed_rows] == [ROW * count] * len(session.neighbours(place))
+        and [len(row) for row in deposit.share_rows] == [2 * ROW * count] * len(session.holders(place))
+        and session.roster.verify(place, deposit.signature, session.deposit_statement(place, deposit))
+    )

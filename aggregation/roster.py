@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from secure_fvi.aggregation.base import check_silo_ids
 from secure_fvi.aggregation.graph import Neighbourhood, neighbourhood
-from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.wire import Limit
 

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from secure_fvi.aggregation.graph import complete_threshold, least_in_window, ring_neighbours
-from secure_fvi.aggregation.kdf import digest
 from secure_fvi.aggregation.messages import Deposit
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import ProtocolError
 

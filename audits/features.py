@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from secure_fvi.aggregation import homomorphic_messages, messages
+from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.natural import Natural, packed_size, unpack
@@ -164,7 +164,7 @@ def _numbers(kind: str, raw: bytes | None, size: int) -> FloatArray:
     if kind == "masked":
         dtype: npt.DTypeLike = "<i8" if len(payload) == 8 * size else "<i4"
         return _between_minus_one_and_one(np.frombuffer(payload, dtype))
-    parts: Sequence[bytes] = homomorphic_messages.unpack(payload, homomorphic_messages.Ciphertexts).parts
+    parts: Sequence[bytes] = homomorphic_schemes.unpack(payload, homomorphic_schemes.Ciphertexts).parts
     body = parts[0][len(parts[0]) // 2 :]  # past the header
     return _between_minus_one_and_one(np.frombuffer(body, "<i8", size))
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership_rows, protocol
-from secure_fvi.audits.attributes import Attribute
-from secure_fvi.audits.attributes_released import released_rows
+from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership, protocol
+from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_with_many
 from secure_fvi.audits.optimised_inversion import BATCHES, inversion_rows
@@ -249,7 +248,7 @@ def _kinds(found: Sequence[Protection]) -> list[str]:
 
 def _membership(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
     private = [(p.name, p.privacy) for p in found if p.privacy is not None]
-    return membership_rows.membership_rows(subject.model, subject.some, private, told=subject.told)
+    return membership.membership_rows(subject.model, subject.some, private, told=subject.told)
 
 
 def _study(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:

@@ -30,10 +30,19 @@ from secure_fvi.audits.protocol_homomorphic import (
     opened_by_others,
 )
 from secure_fvi.audits.protocol_masked import BeforeSetUp, MaskedSubject
-from secure_fvi.audits.protocol_probes import asked_twice, both_secrets, keys_of_its_own, two_broadcasts
-from secure_fvi.audits.protocol_randomness import collisions_row, repeats_row, search_row
-from secure_fvi.audits.protocol_seeds import CipherKeys, Mersenne, Seeds
-from secure_fvi.audits.protocol_uniformity import ALONE, NEIGHBOURS, ROUNDS, SILOS, Rounds, uniformity_row
+from secure_fvi.audits.protocol_probes import (
+    ALONE,
+    NEIGHBOURS,
+    ROUNDS,
+    SILOS,
+    Rounds,
+    asked_twice,
+    both_secrets,
+    keys_of_its_own,
+    two_broadcasts,
+    uniformity_row,
+)
+from secure_fvi.audits.protocol_randomness import CipherKeys, Mersenne, Seeds, collisions_row, repeats_row, search_row
 from secure_fvi.errors import InputError
 
 Told = Callable[[str], None]

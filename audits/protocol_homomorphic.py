@@ -11,15 +11,22 @@ from typing import Literal
 import numpy as np
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray, carry
-from secure_fvi.aggregation.homomorphic import Homomorphic, WithHolder
-from secure_fvi.aggregation.homomorphic_messages import Ciphertexts, Decrypted, DecryptRequest, HolderKey, pack
-from secure_fvi.aggregation.homomorphic_messages import unpack as unpack_encrypted
-from secure_fvi.aggregation.homomorphic_schemes import BFV, PublicContext, SecretContext
-from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
+from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicServer, HomomorphicSilo, WithHolder
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    BFV_PRIME,
+    Ciphertexts,
+    Decrypted,
+    DecryptRequest,
+    HolderKey,
+    PrimeRing,
+    PublicContext,
+    SecretContext,
+    pack,
+)
+from secure_fvi.aggregation.homomorphic_schemes import unpack as unpack_encrypted
 from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder
 from secure_fvi.aggregation.messages import Contribution, unpack
-from secure_fvi.aggregation.modular import BFV_PRIME, PrimeRing
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.audits.protocol_contract import REFUSALS, Attempt, Subject, Words, random_values
 from secure_fvi.audits.protocol_probes import Played, attempt, context_of

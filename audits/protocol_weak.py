@@ -12,8 +12,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from secure_fvi.aggregation.homomorphic_messages import Decrypted, DecryptRequest, pack
-from secure_fvi.aggregation.homomorphic_messages import unpack as unpack_encrypted
+from secure_fvi.aggregation.homomorphic_schemes import Decrypted, DecryptRequest, pack
+from secure_fvi.aggregation.homomorphic_schemes import unpack as unpack_encrypted
 from secure_fvi.aggregation.key_holder import KeyHolder
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.masked_silo import MaskedSilo
@@ -22,7 +22,7 @@ from secure_fvi.aggregation.prg import Mask, apply_masks, keystream
 from secure_fvi.aggregation.ring import RingArray
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.audits.protocol_masked import MaskedSubject
-from secure_fvi.audits.protocol_seeds import Seeds
+from secure_fvi.audits.protocol_randomness import Seeds
 from secure_fvi.audits.protocol_session import Apply, AuditStore
 from secure_fvi.errors import ProtocolError
 

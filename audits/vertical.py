@@ -25,8 +25,7 @@ from secure_fvi.audits.regressors import ATTACKS, cross_fitted
 from secure_fvi.audits.scores import auc, r_squared
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.errors import InputError
-from secure_fvi.models.vertical_base import VerticalDataset
-from secure_fvi.models.vertical_logistic import linear, make_data
+from secure_fvi.models.vertical_programs import VerticalDataset, linear, make_data
 from secure_fvi.privacy.settings import DP
 from secure_fvi.vertical_fitting import build_vertical_parties
 from secure_fvi.vertical_results import VerticalLocalPosterior

@@ -14,8 +14,7 @@ import torch
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import FloatArray, SecureSum
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.audits.late import LateStart
-from secure_fvi.audits.worlds import Data, Laboratory, pooled, resampled, shortened
+from secure_fvi.audits.worlds import Data, Laboratory, LateStart, pooled, resampled, shortened
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, read_data

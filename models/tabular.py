@@ -13,9 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyro
 import torch
+from pyro.distributions import Bernoulli, Normal
+from torch import Tensor
 
 from secure_fvi.errors import InputError
+from secure_fvi.federated_model import FederatedModel
 from secure_fvi.models.base import Dataset
 
 
@@ -107,3 +111,16 @@ class Design:
                         f"{path}, line {line}: {len(row)} columns where {len(self.columns) + 1} are documented"
                     )
                 yield line, row
+
+
+# ---- Bayesian logistic regression of a binary response on a table of features ----
+
+
+def logistic_regression(x: Tensor, y: Tensor) -> None:
+    """The model for N records: `x` (N, D), a column of ones included, `y` (N,) 0 or 1. Global site `weights` (D,)."""
+    weights = pyro.sample("weights", Normal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
+    with pyro.plate("record", len(y)):
+        pyro.sample("y", Bernoulli(logits=x @ weights), obs=y)
+
+
+MODEL = FederatedModel(logistic_regression, record_plate="record")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from secure_fvi.errors import InputError
 from secure_fvi.models.base import Dataset, Program, data_folder
-from secure_fvi.models.logistic import MODEL
-from secure_fvi.models.tabular import Design
+from secure_fvi.models.tabular import MODEL, Design
 
 #: Columns in the order of the file: categories, or (centre, unit) of a number.
 _CATEGORIES = {

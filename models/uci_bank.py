@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from secure_fvi.models.base import Dataset, Program, data_folder
-from secure_fvi.models.logistic import MODEL
-from secure_fvi.models.tabular import Design
+from secure_fvi.models.tabular import MODEL, Design
 
 _CATEGORIES = {
     "job": "admin. unknown unemployed management housemaid entrepreneur student blue-collar self-employed retired "

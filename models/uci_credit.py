@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from secure_fvi.models.base import Dataset, Program, data_folder
-from secure_fvi.models.logistic import MODEL
-from secure_fvi.models.tabular import Design
+from secure_fvi.models.tabular import MODEL, Design
 
 _CATEGORIES = {
     "A1": "b a",

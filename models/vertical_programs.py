@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -11,8 +15,82 @@ from torch import Tensor
 
 from secure_fvi.errors import InputError
 from secure_fvi.models import heart, uci_adult, vertical_poisson
-from secure_fvi.models.vertical_base import VerticalDataset, VerticalProgram
-from secure_fvi.models.vertical_logistic import COLUMNS, RECORDS, linear, make_data
+
+# ---- Simulated logistic regression whose columns are spread over silos (Hassan et al. 2024, section 5.1) ----
+
+RECORDS, COLUMNS = 500, 20
+
+
+class Data(NamedTuple):
+    x: Tensor  # (N, p)
+    y: Tensor  # (N,)
+    beta: Tensor  # (p,) truth
+
+    def by_silo(self, silos: int) -> Tensor:
+        """(J, N, p / J)."""
+        return self.x.reshape(len(self.x), silos, -1).movedim(1, 0).contiguous()
+
+
+def make_data(seed: int, records: int = RECORDS, columns: int = COLUMNS) -> Data:
+    """Standard normal columns and coefficients; the linear predictor of each record has standard normal noise."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(records, columns, generator=rng, dtype=torch.float64)
+    beta = torch.randn(columns, generator=rng, dtype=torch.float64)
+    noise = torch.randn(records, generator=rng, dtype=torch.float64)
+    y = torch.bernoulli(torch.sigmoid(x @ beta + noise), generator=rng)
+    return Data(x, y, beta)
+
+
+def linear(x: Tensor) -> Tensor:
+    """eta = x beta with beta ~ N(0, 1), x (N, D)."""
+    beta = pyro.sample("beta", Normal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
+    return x @ beta
+
+
+# ----
+# What a shipped vertical program is: silos' columns of the same people, a program for each, and the response
+
+#: Program name -> "module:attribute" of its `VerticalProgram`, imported only when asked for.
+PROGRAMS = {
+    "heart": "secure_fvi.models.vertical_programs:HEART",
+    "vertical-adult": "secure_fvi.models.vertical_programs:ADULT",
+    "vertical-logistic": "secure_fvi.models.vertical_programs:LOGISTIC",
+    "vertical-poisson": "secure_fvi.models.vertical_programs:POISSON",
+}
+
+
+@dataclass(frozen=True)
+class VerticalDataset:
+    """Aligned records: row i is the same person everywhere."""
+
+    silos: Mapping[str, dict[str, Tensor]]  # by id, the arguments of the silo's predictor, (N, ...)
+    predictors: Mapping[str, Callable[..., Tensor]]  # by id, a Pyro program that returns eta
+    response: Tensor  # (N,)
+    offset: Tensor | None = None  # (N,)
+
+    def __post_init__(self) -> None:
+        if set(self.silos) != set(self.predictors):
+            raise InputError("each silo needs its predictor")
+
+
+@dataclass(frozen=True)
+class VerticalProgram:
+    """What `[model] program = "..."` names in a vertical run. `load` as in `models.base.Program`."""
+
+    name: str
+    description: str
+    likelihood: str  # as in `[model] likelihood`
+    load: Callable[..., VerticalDataset]
+    likelihood_options: Mapping[str, Any] = field(default_factory=dict)
+    scaled_by_records: bool = False  # `load` estimates scales from all people, which no epsilon covers
+
+
+def vertical_program(name: str) -> VerticalProgram:
+    """The program called `name`, one of PROGRAMS."""
+    module, attribute = PROGRAMS[name].split(":")
+    found: VerticalProgram = getattr(importlib.import_module(module), attribute)
+    return found
+
 
 #: Who would hold which answers of the census: five silos of adult.
 ADULT_SILOS = {

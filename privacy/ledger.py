@@ -16,16 +16,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.errors import BudgetError, InputError
+from secure_fvi.errors import BudgetError, InputError, ProtocolError
 from secure_fvi.privacy.accounting import admitted, job_curve, refusal
-from secure_fvi.privacy.chain_writer import Writer
-from secure_fvi.privacy.ledger_chain import BUDGET, JOB
-from secure_fvi.privacy.ledger_job import OpenJob, check_block
+from secure_fvi.privacy.chain import Row
+from secure_fvi.privacy.chain_file import ChainFile, Writer, shown_by, verify_chain
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
-from secure_fvi.privacy.ledger_state import Chain
-from secure_fvi.privacy.ledger_terms import Budget, Job, Term, check_name, warn_of_large_delta
+from secure_fvi.privacy.ledger_state import Chain, JobRecord
+from secure_fvi.privacy.ledger_terms import (
+    BUDGET,
+    CLOSE,
+    JOB,
+    LEDGER,
+    RELEASE,
+    Budget,
+    Job,
+    Term,
+    check_name,
+    warn_of_large_delta,
+)
+from secure_fvi.privacy.witness import check_receipt
 
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
 
@@ -174,3 +186,155 @@ class Ledger:
 class _DoesNotFitError(Exception):
     def __init__(self, budget: Budget, charged: list[Job]) -> None:
         self.budget, self.charged = budget, charged
+
+
+# ---- A charged job, from which releases are taken one by one or in blocks ----
+
+MAX_BLOCK = 1_000_000
+
+
+def check_block(block: object) -> None:
+    """Raises InputError for a block of releases of no usable length."""
+    if type(block) is not int or not 1 <= block <= MAX_BLOCK:
+        raise InputError(f"block must lie in 1..{MAX_BLOCK} releases, not {block!r}")
+
+
+class OpenJob:
+    """Made by `Ledger.open_job`. block: releases that one durable row reserves; a crash loses the rest of a block."""
+
+    def __init__(self, writer: Writer[Chain], record: JobRecord, block: int) -> None:
+        self._writer, self._record, self._block = writer, record, block
+        # Of the blocks that this process reserved: what is left, the largest index, and what was sent, by phase.
+        self._left: dict[str, int] = {}
+        self._last: dict[str, int] = {}
+        self._sent: dict[tuple[str, int], bytes] = {}
+
+    def __repr__(self) -> str:
+        return f"OpenJob({self.job.job!r}, data_set={self.job.data_set!r})"
+
+    @property
+    def job(self) -> Job:
+        return self._record.job
+
+    def charge(self, phase: str, index: int, digest: bytes | None = None) -> None:
+        """Count the release of `phase` in secure sum number `index`: on disk when this returns, before it leaves.
+
+        Indices ascend within a phase. digest: of the bytes that leave (1 to 64 bytes); a retry of the same index with
+        the same digest is free. Raises ProtocolError for an index used with other bytes or out of order,
+        BudgetError beyond the declared count. Nothing may leave after an error.
+        """
+        if type(index) is not int or not 0 <= index < 2**63:
+            raise InputError(f"the index of a release must be a whole number of at least 0, not {index!r}")
+        if digest is not None and not (type(digest) is bytes and 1 <= len(digest) <= 64):
+            raise InputError("the digest of a release must be 1 to 64 bytes")
+        self.job.term(phase)
+        self._writer.check_usable()
+        if self._is_retry(phase, index, digest):
+            return
+        if not self._left.get(phase):
+            self._left[phase] = self._reserve(phase, index, digest)
+            if not self._left[phase]:
+                return
+        self._left[phase] -= 1
+        self._last[phase] = index
+        if digest is not None:
+            self._sent[phase, index] = digest
+
+    def left(self, phase: str) -> int:
+        """How many releases of `phase` can still be charged, the unused ones of this process' blocks included."""
+        return self.job.term(phase).count - self._record.released.get(phase, 0) + self._left.get(phase, 0)
+
+    def last_index(self, phase: str) -> int:
+        """The largest index known to be charged, -1 before the first: new releases need larger ones."""
+        return max(self._last.get(phase, -1), self._record.last.get(phase, -1))
+
+    def close(self, outcome: str) -> None:
+        """Write down how the job ended. Refunds nothing; a job that is resumed later may use what it has left."""
+        check_name("outcome", outcome)
+        with self._writer.transaction():
+            self._writer.append(CLOSE, {"job": self.job.job, "outcome": outcome})
+
+    def _reserve(self, phase: str, index: int, digest: bytes | None) -> int:
+        """Reserve a block from `index` on, durably; how many. 0 if another process just sent the same bytes."""
+        with self._writer.transaction():
+            if self._is_retry(phase, index, digest):
+                return 0
+            declared, released = self.job.term(phase).count, self._record.released.get(phase, 0)
+            if released >= declared:
+                raise BudgetError(
+                    f"job '{self.job.job}' declared {declared} releases of '{phase}', and all of them are used; "
+                    "release no more, or open another job"
+                )
+            count = min(self._block, declared - released)
+            body = {"job": self.job.job, "phase": phase, "index": index, "digest": digest, "count": count}
+            self._writer.append(RELEASE, body)
+        return count
+
+    def _is_retry(self, phase: str, index: int, digest: bytes | None) -> bool:
+        before = self._sent.get((phase, index), self._record.digests.get((phase, index)))
+        if before is not None and before == digest:
+            return True
+        last = self.last_index(phase)
+        if before is not None or index <= last:
+            raise ProtocolError(
+                f"job '{self.job.job}': release {index} of '{phase}' was charged already"
+                + (", for other bytes" if before is not None and digest is not None else "")
+                + f"; a new release needs an index above {last}, a retry the same bytes"
+            )
+        return False
+
+
+# ---- Checking a ledger from the outside: every row, every signature, every budget. Needs no private key ----
+#
+# What a chain alone cannot show is that its newest rows were cut off, or that an old copy was put back; receipts of
+# witnesses can (`witness`).
+
+
+def verify(
+    path: str | os.PathLike[str],
+    silo: str | None = None,
+    public_key: bytes | None = None,
+    receipts: Iterable[bytes] = (),
+    witness_keys: Iterable[bytes] | None = None,
+) -> list[Chain]:
+    """Check all chains of the file, or that of `silo`, and return them.
+
+    public_key: of 32 bytes; pins the key of the chain. receipts: bytes from `Witness.countersign`. witness_keys: the
+    keys whose receipts count; by default each receipt's own, since all hold what the ledger's own key has signed.
+    Raises ProtocolError that names the first bad row and what is wrong with it; InputError for a file or row that
+    this version cannot read.
+    """
+    keys = None if witness_keys is None else frozenset(witness_keys)
+    shown = [check_receipt(data, keys) for data in receipts]
+    file = ChainFile(Path(path), LEDGER, read_only=True)
+    try:
+        silos = file.silos() if silo is None else [silo]
+        if public_key is not None and len(silos) > 1:
+            raise InputError(f"'{path}' holds {len(silos)} ledgers; say whose key it is by its silo")
+        chains = [
+            verify_chain(file, Chain(s), public_key, [r for r in shown if r.silo == s], _check_budget) for s in silos
+        ]
+    finally:
+        file.close()
+    if not chains:
+        raise InputError(f"'{path}' holds no ledger")
+    for receipt in shown:
+        if receipt.silo not in silos:
+            raise ProtocolError(f"{shown_by(receipt)} is about a ledger of silo '{receipt.silo}', which is not here")
+    return chains
+
+
+def _check_budget(chain: Chain, row: Row) -> None:
+    if row.kind != JOB:
+        return
+    from secure_fvi.privacy.accounting import filter_of, job_curve
+
+    newest = list(chain.jobs.values())[-1]
+    before = [r.job for r in chain.charged(newest.job.data_set)[:-1]]
+    asked = job_curve(newest.job)
+    # Curves differ in their last digits from machine to machine, and a job may have used its budget up to the last.
+    if filter_of(newest.budget, before, asked).order_for(asked * (1 - 1e-9)) is None:
+        raise ProtocolError(
+            f"ledger of silo '{chain.silo}', row {row.seq}: job '{newest.job.job}' exceeds the budget of data set "
+            f"'{newest.job.data_set}', {newest.budget}"
+        )

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.chain_file import ChainFile
-from secure_fvi.privacy.ledger_chain import LEDGER
 from secure_fvi.privacy.ledger_state import BudgetRecord, Chain, JobRecord, read_chain
-from secure_fvi.privacy.ledger_terms import Budget
+from secure_fvi.privacy.ledger_terms import LEDGER, Budget
 
 
 class Account(NamedTuple):

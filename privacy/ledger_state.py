@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import ChainReader, Row, check_keys
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
-from secure_fvi.privacy.ledger_chain import BUDGET, CLOSE, JOB, LEDGER, RELEASE
-from secure_fvi.privacy.ledger_terms import Budget, Job
+from secure_fvi.privacy.ledger_terms import BUDGET, CLOSE, JOB, LEDGER, RELEASE, Budget, Job
 
 
 class BudgetRecord(NamedTuple):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from secure_fvi.errors import InputError, SecureFVIWarning
-from secure_fvi.privacy.chain import check_keys
+from secure_fvi.privacy.chain import ChainKind, check_keys
 from secure_fvi.privacy.events import Event, from_dict, to_dict
 
 UNITS = ("record", "silo")
@@ -189,3 +189,14 @@ def _plain(value: object, depth: int = 0) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     return isinstance(value, float) and math.isfinite(value)
+
+
+# ---- The chain that is a privacy ledger, and its kinds of row beyond those of every chain ----
+
+LEDGER = ChainKind(
+    name="ledger",
+    remedy="`secure-fvi budget set` makes one",
+    on_failure="nothing was charged, so nothing may leave",
+    otherwise="count the budget as spent",
+)
+BUDGET, JOB, RELEASE, CLOSE = "budget", "job", "release", "close"

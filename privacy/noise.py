@@ -15,6 +15,7 @@ import numpy.typing as npt
 from randomgen import ChaCha
 
 from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.privacy.terms import Terms
 
 #: What a report calls the source.
 SYSTEM_SOURCE = "ChaCha20, keyed by the operating system for each release"
@@ -56,3 +57,16 @@ def skellam(generator: np.random.Generator, variance: float, size: int) -> npt.N
 def gaussian(generator: np.random.Generator, sd: float, size: int) -> FloatArray:
     """Independent normals in floating point, (size,)."""
     return generator.standard_normal(size) * sd
+
+
+# ----
+# The aggregator's part in privacy: it reads totals off the lattice and, where it is trusted to, adds the noise
+
+
+def curated(total: FloatArray, terms: Terms, clip: float, noise: NoiseSource, index: int) -> FloatArray:
+    """The total (table.size,) of sum `index` in natural units. With noise = "server" nobody else may see `total`."""
+    values = total.copy()
+    if terms.settings.noise == "server":
+        noised = terms.extent.shared + terms.extent.side
+        values[:noised] += gaussian(noise.generator("server", index), terms.noise_multiplier * clip, noised)
+    return terms.in_clear(values, clip)

@@ -25,8 +25,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import Store
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import NOTHING, ChainKind, link, signed
-from secure_fvi.privacy.ledger_chain import LEDGER
-from secure_fvi.privacy.ledger_terms import check_name
+from secure_fvi.privacy.ledger_terms import LEDGER, check_name
 
 _STATEMENT, _RECEIPT = "statement", "receipt"
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import Block, BlockTable, SecureSum
+from secure_fvi.aggregation.homomorphic import SlotCodecs
 from secure_fvi.aggregation.homomorphic_schemes import scheme_named
-from secure_fvi.aggregation.homomorphic_silo import SlotCodecs
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import BELOW_NORM, Terms

@@ -29,14 +29,12 @@ from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import Books, Guards, build_guards, silo_secret, strong_enough, warn_of_large_delta
-from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
-from secure_fvi.results import Result, assessed, summarise
+from secure_fvi.results import LocalPosterior, Result, assessed, summarise
 from secure_fvi.server import Server
-from secure_fvi.silo import Silo
-from secure_fvi.silo_view import silo_view
+from secure_fvi.silo import Silo, silo_view
 
 
 def fit(

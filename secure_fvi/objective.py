@@ -25,7 +25,7 @@ from torch.func import vmap
 
 from secure_fvi.density import LogDensity
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
-from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.families import conditional as gaussian_rows
 
 
 def vjp(fn: Callable[..., Any], *args: Any) -> tuple[Any, Callable[..., Any]]:

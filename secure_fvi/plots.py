@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from secure_fvi.runs.rows import ComparisonRow
+    from secure_fvi.runs.marginals import ComparisonRow
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
 _RUN, _REFERENCE, _SECOND = "#2563eb", "#9ca3af", "#d97706"

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import CLIP, ITERATION, ServerProgram, Step
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
-from secure_fvi.privacy.curator import curated
-from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.noise import NoiseSource, curated
 
 T = TypeVar("T")
 

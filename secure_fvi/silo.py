@@ -22,13 +22,20 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from secure_fvi.aggregation.base import FloatArray, SumSilo
-from secure_fvi.algorithms.base import BEFORE_ALL, CLIP, Broadcast, Pending, Question, SiloProgram
-from secure_fvi.errors import AggregationError, BudgetError, ProtocolError
+from secure_fvi.algorithms.base import BEFORE_ALL, CLIP, Broadcast, Pending, Problem, Question, SiloProgram, SiloView
+from secure_fvi.contracts import read_at_silo
+from secure_fvi.errors import AggregationError, BudgetError, DataError, InputError, ProtocolError
+from secure_fvi.exported import GraphDensity, read_graph_at_silo
+from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
+from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.randomness import UNIT_ID, KeyedDraws
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
 #: What a message, a ledger or a disk makes fail. Whatever else is raised, a silo's data may have made fail.
@@ -372,3 +379,42 @@ class Silo:
             self.on_event("left out", f"sum {self.pending.sum_index if self.pending else 0}: {past.left_out} in all")
         if past.differences > self.past.differences:
             self.on_event("difference", f"round {past.asked.round} lacks silos: {past.differences} such rounds in all")
+
+
+# ---- What a silo's half of a horizontal algorithm works on, from the silo's data. Never leaves the silo ----
+
+_SPARE_ID = -2
+
+
+def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int64], secret: bytes) -> SiloView:
+    """Records with one spare row of weight zero at the end, and the silo's draws.
+
+    The spare row is a copy of the first; under record privacy it is made, since it stands beside every record.
+    """
+    if ids.shape != (records.size,):
+        raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
+    different, counts = np.unique(ids, return_counts=True)
+    if len(different) != len(ids) or (ids < 0).any():
+        bad = int((np.isin(ids, different[counts > 1]) | (ids < 0)).sum())
+        raise DataError(
+            f"silo '{silo}': record ids must be different whole numbers of at least 0; in {bad} of {len(ids)} rows "
+            "they are not"
+        )
+    made = problem.schema.dummy_rows(1) if isinstance(problem.privacy, RecordDP) else {}
+    rows = {name: torch.cat([t, made.get(name, t[:1]).to(t)]).to(problem.device) for name, t in records.rows.items()}
+    weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
+    weights[-1] = 0.0
+    keyed = np.append(ids, _SPARE_ID)
+    read = read_graph_at_silo if isinstance(problem.density, GraphDensity) else read_at_silo
+    start = read(problem, rows, records.size, silo)
+    return SiloView(
+        silo,
+        rows,
+        weights,
+        records.size,
+        start,
+        KeyedDraws(secret, b"records", keyed),
+        KeyedDraws(secret, b"batches", keyed),
+        KeyedDraws(secret, b"silo/" + silo.encode(), np.array([UNIT_ID])),
+        KeyedDraws(secret, b"hiding/" + silo.encode(), np.array([UNIT_ID])),
+    )

@@ -14,8 +14,7 @@ from programs import clinics, rate
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.batching import run_together
-from secure_fvi.compiled import Mapped, Traced
+from secure_fvi.compiled import Mapped, Traced, run_together
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 

@@ -8,7 +8,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from secure_fvi.errors import InputError
 from secure_fvi.families import Conditional, global_family
-from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.families import conditional as gaussian_rows
 
 
 @pytest.mark.parametrize("name", ["diagonal", "full", "low_rank"])

@@ -18,7 +18,7 @@ CONTRACTS = {contract["name"] for contract in _TOOLS["importlinter"]["contracts"
 #: By contract: a module, and what it may not import, even in a function.
 AGAINST = {
     "The core never imports the lab": ("secure_fvi/wire.py", "secure_fvi_lab.machine"),
-    "Layers": ("secure_fvi/privacy/gate.py", "secure_fvi.runs.toml"),
+    "Layers": ("secure_fvi/privacy/gate.py", "secure_fvi.runs.wording"),
     "A fit in one process needs nothing of sites, runs or the command line": (
         "secure_fvi/driving.py",
         "secure_fvi.deployment.names",
@@ -69,7 +69,7 @@ def test_a_contract_is_broken_by_what_it_is_against(contract: str, copied: Path)
 def test_the_core_does_not_import_the_lab_by_its_name_either() -> None:
     """Which the graph of imports would not see: `import_module("...")`."""
     files = [f for folder in ("", "*/", "*/*/") for f in (ROOT / "secure_fvi").glob(f"{folder}*.py")]
-    assert len(files) > 300
+    assert len(files) > 150
     assert not [f for f in files if "secure_fvi_lab" in f.read_text()]
     assert any("secure_fvi_lab" in f.read_text() for f in (ROOT / "lab").rglob("*.py")), "the control"
 

@@ -13,7 +13,7 @@ import secure_fvi as sf
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.families import Conditional, global_family
-from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.federated_model import read_data
 from secure_fvi.objective import server_gradient, silo_gradient
 

@@ -21,7 +21,7 @@ from secure_fvi.aggregation import Block, BlockTable, Masked, messages
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.messages import Contribution, KeySet, Shares, pack, unpack, unpack_any
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.wire import Limit
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ MANY = b"\xdd" + (1 << 20).to_bytes(4, "big") + b"\x90" * (1 << 20)
 _BOMBS = """
 import json, time, msgpack
 from secure_fvi import alignment, wire
-from secure_fvi.aggregation import homomorphic_messages, messages
+from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.engines import flower_letters, stream_messages
 from secure_fvi.messages import decode_broadcast
@@ -45,7 +45,7 @@ def many(unit, n):
     return b"\\xdd" + (n // len(unit)).to_bytes(4, "big") + unit * (n // len(unit))
 units = [b"\\x90", b"\\x80", b"\\xa1a", b"\\xc4\\x00", b"\\x91" * 64 + b"\\xc0", b"\\xd4\\x05x", b"\\x01"]
 units.append(b"\\xc4\\x20" + bytes(32))
-codecs = {"masked": messages.unpack_any, "homomorphic": homomorphic_messages.unpack_any,
+codecs = {"masked": messages.unpack_any, "homomorphic": homomorphic_schemes.unpack_any,
           "session": session_messages.CODEC.unpack_any, "stream": stream_messages.CODEC.unpack_any,
           "countersigning": countersigning._CODEC.unpack_any, "offer": job._CODEC.unpack_any,
           "witness": witness._CODEC.unpack_any, "letter": flower_letters._CODEC.unpack_any}
@@ -58,7 +58,7 @@ for bomb in bombs:                                 # inside a message of the rig
     cases.append(("key set", messages.unpack_any, bytes([0x97, messages.VERSION, 3, 0]) + b"\\xc4\\x01x" + bomb))
     cases.append(("shares", messages.unpack_any, bytes([0x94, messages.VERSION, 15, 0]) + bomb))
     cases.append(("contribution", messages.unpack_any, bytes([0x94, messages.VERSION, 11, 0]) + bomb))
-    cases.append(("ciphertexts", homomorphic_messages.unpack_any, bytes([0x93, messages.VERSION, 34]) + bomb))
+    cases.append(("ciphertexts", homomorphic_schemes.unpack_any, bytes([0x93, messages.VERSION, 34]) + bomb))
     cohort = b"\\x98\\x03\\x01\\x01\\x80" + bomb + b"\\x80\\x80\\xa1a"
     cases.append(("broadcast's cohort", decode_broadcast, cohort))
 one = '{"dtype":"F64","shape":[0],"data_offsets":[0,0]}'
@@ -206,10 +206,10 @@ def test_dotted_keys_of_a_table_cost_no_time() -> None:
         text = "x = 1\n" + ".".join([key] * 300_000) + " = 1"
         began = time.process_time()
         with pytest.raises(ValueError, match="a key of more than"):
-            toml.loads(text)
+            wording.loads(text)
         assert time.process_time() - began < 0.1
     began = time.process_time()
     tomllib.loads(".".join(["a"] * 4000) + " = 1")
     assert time.process_time() - began > 0.05
     values = [0.1, 1.5] * 100
-    assert toml.loads(f"x = {values}\ny.z = '{'a.' * 40}'\n") == {"x": values, "y": {"z": "a." * 40}}
+    assert wording.loads(f"x = {values}\ny.z = '{'a.' * 40}'\n") == {"x": values, "y": {"z": "a." * 40}}

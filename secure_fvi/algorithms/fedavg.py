@@ -27,8 +27,7 @@ from secure_fvi.algorithms.options import SCHEDULES, Count, Momentum, NotNegativ
 from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
-from secure_fvi.families.gaussian import GlobalFamily
-from secure_fvi.families.point import Point
+from secure_fvi.families.gaussian import GlobalFamily, Point
 from secure_fvi.trees import Params, merge, part, take
 
 #: Phases. COUNT once, before the first round, where N is needed; AVERAGE every round.

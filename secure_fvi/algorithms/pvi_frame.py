@@ -14,7 +14,7 @@ from secure_fvi.algorithms.pvi import FINISH, PVI
 from secure_fvi.algorithms.pvi_schedule import after_turn, delays, first_turns, next_cohort
 from secure_fvi.errors import InputError
 from secure_fvi.families import global_family
-from secure_fvi.families.amortised import ENCODER
+from secure_fvi.families.conditional import ENCODER
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree

@@ -11,7 +11,7 @@ from secure_fvi.algorithms.base import ROUND_PHASE, Form, Problem, choose_cohort
 from secure_fvi.algorithms.sfvi import FINISH, SFVI
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params, global_family
-from secure_fvi.families.amortised import ENCODER
+from secure_fvi.families.conditional import ENCODER
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree

@@ -34,7 +34,7 @@ from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout
 from secure_fvi.families import LocalFamily, Params
-from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.randomness import server_draws
 
 WEIGHED = "weighed"

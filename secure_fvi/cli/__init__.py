@@ -19,8 +19,7 @@ from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.run import run
 from secure_fvi.cli.serving import holder, server, silo
-from secure_fvi.cli.status import status
-from secure_fvi.cli.watch import watch
+from secure_fvi.cli.status import status, watch
 from secure_fvi.errors import InputError, SecureFVIError
 
 if TYPE_CHECKING:

@@ -65,6 +65,6 @@ def _render(report: Report, form: str, facts: Path | None, curators: tuple[str, 
                 raise InputError("in the facts, 'deployment' and 'deployment/basic' must be tables")
             deployment["basic"].update(basic)
         return report_registry(report, answers)
-    from secure_fvi.privacy.report_text import report_text
+    from secure_fvi.privacy.report_html import report_text
 
     return report_text(report)

@@ -59,7 +59,7 @@ def open_home(path: Path) -> Home:
 
 def confirm(code: str, given: str | None, question: str) -> None:
     """Go on only if people, or `given`, have the same code. Raises InputError otherwise."""
-    from secure_fvi.deployment.codes import same_code
+    from secure_fvi.deployment.names import same_code
     from secure_fvi.errors import InputError
 
     click.echo(f"code: {code}")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from secure_fvi.errors import NOT_CONVERGED
-from secure_fvi.runs.rows import comparison_rows, posterior_rows, reason, standing
+from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 
 #: Rows of a table; those of a network's weights would fill screens.
 _MOST_ROWS = 60

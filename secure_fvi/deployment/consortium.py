@@ -20,10 +20,9 @@ from typing import Annotated, Literal, Self
 import msgpack
 from pydantic import Field, ValidationError, model_validator
 
-from secure_fvi.aggregation.kdf import digest
 from secure_fvi.aggregation.masked import Masked
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Roster
-from secure_fvi.deployment.codes import reading_code
 from secure_fvi.deployment.names import (
     Hex32,
     Id,
@@ -33,9 +32,10 @@ from secure_fvi.deployment.names import (
     format_time,
     parse_table,
     parse_time,
+    reading_code,
 )
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 
 LABEL_ROSTER = b"secure-fvi/roster-file/1/"
 LABEL_SESSION = b"deployment-session"
@@ -220,4 +220,4 @@ def parse_roster(content: bytes, source: str) -> ConsortiumRoster:
 
 def _canonical(file: _File) -> bytes:
     table = file.model_dump(mode="json")
-    return toml.dumps(table).encode()
+    return wording.dumps(table).encode()

@@ -38,16 +38,14 @@ from typing import Any, BinaryIO, Literal, NoReturn
 import torch
 
 import secure_fvi
-from secure_fvi.deployment.imports import Closure
-from secure_fvi.deployment.model_hash import read_model
+from secure_fvi.deployment.model_hash import Closure, read_model
 from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.session_messages import pack_schema, unpack_schema
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.exported import Elsewhere, Program, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.runs.config import Config
-from secure_fvi.runs.federation import model_of
-from secure_fvi.runs.federation_base import python_function
+from secure_fvi.runs.federation import model_of, python_function
 
 _log = logging.getLogger(__name__)
 

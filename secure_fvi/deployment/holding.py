@@ -17,8 +17,7 @@ import msgpack
 import numpy as np
 
 from secure_fvi import wire
-from secure_fvi.aggregation.sealed_store import SealedStore
-from secure_fvi.aggregation.store import SqliteStore, Store
+from secure_fvi.aggregation.store import SealedStore, SqliteStore, Store
 from secure_fvi.algorithms.base import Pending
 from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import InputError

@@ -23,6 +23,8 @@ import datetime
 import fcntl
 import os
 import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
@@ -32,23 +34,24 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurv
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.admission import Admission
 from secure_fvi.deployment.authority import authority_hash
 from secure_fvi.deployment.certificates import (
+    check_certificate,
     check_revocations,
     key_hash,
+    pinned_name,
     read_certificate,
     read_revocations,
     revocation_number,
 )
-from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member
 from secure_fvi.deployment.names import Id, Role, Table, check_id, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.rotation import Endorsement, pinned_key, read_endorsement
 from secure_fvi.deployment.signatures import load_roster
-from secure_fvi.engines.tls_files import TlsFiles
+from secure_fvi.engines.remote import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.key_files import check_sealed, create_key, is_encrypted, load_key, load_private, seal, store_private
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 
 HOME_VARIABLE = "SECURE_FVI_HOME"
 
@@ -102,7 +105,7 @@ class Home:
         create_key(path / "identity.pem", passphrase, unsealed)
         store_private(path / "tls.key", generate_private_key(SECP256R1()), passphrase, unsealed)
         site = {"format": 1, "id": name, "role": role, "addresses": list(addresses)}
-        write_bytes(path / "site.toml", toml.dumps(site).encode())
+        write_bytes(path / "site.toml", wording.dumps(site).encode())
         return cls(path, passphrase)
 
     @property
@@ -316,3 +319,43 @@ def check_private(path: Path) -> None:
         raise InputError(f"'{path}' may be written by others than its owner; run: chmod go-w '{path}'")
     if found.st_uid not in (os.geteuid(), 0):
         raise InputError(f"'{path}' belongs to another user; the site's files must be its own")
+
+
+# ---- Which member stands at the other end of a TLS connection ----
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The rules of one moment: the signed roster, the authority, what it revoked, which TLS keys were changed since."""
+
+    roster: ConsortiumRoster
+    authority: x509.Certificate
+    revocations: x509.CertificateRevocationList
+    endorsements: Sequence[Endorsement] = ()
+
+    def member(self, certificate: bytes, now: datetime.datetime, *roles: Role) -> Member:
+        """The member whose certificate (PEM, as TLS accepted it) this is; of one of `roles`, where any are given.
+
+        Raises ProtocolError naming the reason.
+        """
+        self.roster.check_time(now)
+        read = read_certificate(certificate, "what the other side presented")
+        subject = check_certificate(read, self.authority, self.revocations, now)
+        if subject.consortium != self.roster.consortium:
+            raise ProtocolError(f"the certificate is of consortium '{subject.consortium}'")
+        member = self.roster.member(subject.id)
+        if subject.role != member.role:
+            raise ProtocolError(f"'{member.id}' is a {member.role} in the roster, its certificate says {subject.role}")
+        if roles and member.role not in roles:
+            expected = " or ".join(roles)
+            raise ProtocolError(f"'{member.id}' is a {member.role} in the roster; here a {expected} is expected")
+        if subject.tls_key != pinned_key(self.roster, member, self.endorsements):
+            raise ProtocolError(
+                f"the certificate of '{member.id}' is for another TLS key than roster {self.roster.serial} names: "
+                "the key was replaced, or the authority issued it to somebody else"
+            )
+        return member
+
+    def tls_name(self, member: str) -> str:
+        """What to ask TLS for when dialing `member` (gRPC: `grpc.ssl_target_name_override`): only its key has it."""
+        return pinned_name(pinned_key(self.roster, self.roster.member(member), self.endorsements))

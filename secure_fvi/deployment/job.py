@@ -22,7 +22,7 @@ from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.deployment.names import format_time, printable
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, parse
 
 LABEL_OFFER = b"secure-fvi/job-offer/2/"
@@ -223,7 +223,7 @@ def read_offer(
 
 def _parse(text: str) -> Config:
     try:
-        table = toml.loads(text)
+        table = wording.loads(text)
     except (ValueError, RecursionError):
         raise ProtocolError("the job offer's configuration is no TOML") from None
     try:

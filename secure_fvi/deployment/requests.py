@@ -15,11 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import general_name, is_p256, key_hash
-from secure_fvi.deployment.codes import reading_code
-from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, parse_table
+from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, parse_table, reading_code
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 
 LABEL_REQUEST = b"secure-fvi/request/1/"
 
@@ -59,7 +58,7 @@ def make_request(
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(tls, hashes.SHA256())
     statement = _statement(name, role, identity.public_key, addresses, key_hash(tls.public_key()))
-    return toml.dumps(
+    return wording.dumps(
         {
             "format": 1,
             "id": name,

@@ -20,7 +20,7 @@ from secure_fvi.deployment.consortium import ConsortiumRoster, Member
 from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, Time, format_time, parse_table, parse_time
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import signed
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 
 LABEL_ENDORSEMENT = b"secure-fvi/tls-endorsement/1/"
 LABEL_SUCCESSION = b"secure-fvi/identity-succession/1/"
@@ -72,7 +72,7 @@ def endorse(member: str, identity: Identity, roster: bytes, tls_key: bytes, now:
     """An endorsement file by the holder of `identity`; roster: its hash."""
     made = format_time(now)
     signature = identity.sign(LABEL_ENDORSEMENT + _digest(member, roster + tls_key, made))
-    return toml.dumps(
+    return wording.dumps(
         {
             "format": 1,
             "kind": "tls-endorsement",
@@ -113,7 +113,7 @@ def succeed(member: str, before: Identity, after: Identity, now: datetime.dateti
     """A succession file: from one identity to the next."""
     made = format_time(now)
     statement = LABEL_SUCCESSION + _digest(member, before.public_key + after.public_key, made)
-    return toml.dumps(
+    return wording.dumps(
         {
             "format": 1,
             "kind": "identity-succession",

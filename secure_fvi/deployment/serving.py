@@ -20,7 +20,7 @@ from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
-from secure_fvi.deployment.countersigning import SEEN, countersign
+from secure_fvi.deployment.countersigning import SEEN, countersign, open_trail
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.holding import boot_id, open_store
@@ -28,7 +28,6 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import now
-from secure_fvi.deployment.records import open_trail
 from secure_fvi.deployment.session_messages import (
     CODEC,
     END,
@@ -60,9 +59,9 @@ from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Engine
 from secure_fvi.runs.directory import RunDirectory, read_json
-from secure_fvi.runs.federation_base import FederationBase, written_out
+from secure_fvi.runs.federation import FederationBase, written_out
+from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.options import chosen
-from secure_fvi.runs.rows import standing
 from secure_fvi.server import Server
 
 _log = logging.getLogger(__name__)

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.base import BlockTable, SecureSum, SumServer, SumSilo
-from secure_fvi.aggregation.homomorphic import WithHolder
+from secure_fvi.aggregation.homomorphic import HomomorphicServer, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import scheme_named
-from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.plain import PlainServer, PlainSilo

@@ -11,7 +11,7 @@ from secure_fvi.deployment.consortium import LABEL_ROSTER, ConsortiumRoster, par
 from secure_fvi.deployment.names import Hex32, Hex64, Id, Table, parse_table, read_bytes
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 
 
 class Signature(NamedTuple):
@@ -35,7 +35,7 @@ def sign_roster(roster: ConsortiumRoster, name: str, identity: Identity) -> byte
         raise InputError(f"the roster names another identity for '{name}' than the one here")
     signature = identity.sign(LABEL_ROSTER + roster.hash)
     table = {"format": 1, "member": name, "roster": roster.hash.hex(), "signature": signature.hex()}
-    return toml.dumps(table).encode()
+    return wording.dumps(table).encode()
 
 
 def read_signature(content: bytes, source: str) -> Signature:

@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 
 from secure_fvi.deployment.consortium import Member
-from secure_fvi.deployment.countersigning import SEEN
+from secure_fvi.deployment.countersigning import SEEN, open_trail
 from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
 from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
-from secure_fvi.deployment.records import open_trail
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange

@@ -10,6 +10,7 @@ results/JOB.safetensors    the silo's own posterior, for its eyes alone
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,36 +25,34 @@ from secure_fvi import wire
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
-from secure_fvi.aggregation.sealed_store import Sealer
+from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats
+from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import model_for
-from secure_fvi.deployment.fresh_bytes import FreshBytes
-from secure_fvi.deployment.holding import DurableSilo, HeldStore, open_held
+from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.policy_check import check_terms
-from secure_fvi.deployment.records import open_ledger
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
 from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import DataError, InputError, ProtocolError
 from secure_fvi.federated_model import read_data
-from secure_fvi.files import write_atomically
+from secure_fvi.files import sync_folder, write_atomically
 from secure_fvi.fitting import derived_secret, work_of
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
-from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.results import LocalPosterior
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.federation import silo_part
 from secure_fvi.runs.options import chosen
-from secure_fvi.silo import Limits, Silo
-from secure_fvi.silo_view import silo_view
+from secure_fvi.silo import Limits, Silo, silo_view
 
 _DRAWS = 1000
 _log = logging.getLogger(__name__)
@@ -377,3 +376,31 @@ def _with_data(config: Config, silo: str, data: Path | None) -> Config:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+# ----
+# A silo's fresh bytes from JOIN to OPEN, kept for a process that ends in between; they open one session, once
+
+_SIZE = 32
+
+
+class FreshBytes:
+    """In `path`, with the system's boot id: a file that a restart of the machine brought back is not used."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def draw(self) -> bytes:
+        """32 bytes that no session has rested on."""
+        fresh = os.urandom(_SIZE)
+        write_atomically(self._path, fresh + boot_id())
+        return fresh
+
+    def take(self, named: bytes) -> bool:
+        """Whether `named` are the bytes drawn last, which then are used up."""
+        kept = self._path.read_bytes() if self._path.exists() else b""
+        if not hmac.compare_digest(kept[:_SIZE], named) or kept[_SIZE:] != boot_id():
+            return False
+        self._path.unlink()
+        sync_folder(self._path.parent)
+        return True

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.names import now as clock
-from secure_fvi.deployment.trail_rows import TRAIL, JobRecord, TrailChain
+from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.ledger_account import account, read_ledger

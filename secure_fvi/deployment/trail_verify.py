@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from secure_fvi.deployment.trail_rows import EXCHANGE, JOB, TRAIL, Exchanged, Seen, TrailChain, read_exchange
+from secure_fvi.deployment.trail import EXCHANGE, JOB, TRAIL, Exchanged, Seen, TrailChain, read_exchange
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import Row
-from secure_fvi.privacy.chain_file import ChainFile
-from secure_fvi.privacy.chain_verify import verify_chain
+from secure_fvi.privacy.chain_file import ChainFile, verify_chain
 from secure_fvi.privacy.witness import check_receipt
 
 

@@ -17,9 +17,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now
 from secure_fvi.engines.flower_letters import Letter, Received, read_letter, write_letter
-from secure_fvi.engines.remote import Patience, Remote, shown
+from secure_fvi.engines.remote import Patience, Remote, TlsFiles, shown
 from secure_fvi.engines.stream_messages import MESSAGE, Whole
-from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.files import write_atomically
 from secure_fvi.logs import start_log
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Engine, read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute_federation
@@ -73,7 +73,7 @@ def job_file(home: Path, name: str) -> Path:
 def write_job(home: Path, name: str, job: FlowerJob) -> None:
     path = job_file(home, name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(path, toml.dumps(job.model_dump(mode="json")).encode())
+    write_atomically(path, wording.dumps(job.model_dump(mode="json")).encode())
 
 
 def read_job(home: Path, name: str) -> FlowerJob:

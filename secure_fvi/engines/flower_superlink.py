@@ -30,7 +30,7 @@ from secure_fvi.engines.flower_setup import (
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
 from secure_fvi.key_files import PASSPHRASE_VARIABLE, given_passphrase
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import read
 
 _NAME = "local"
@@ -51,7 +51,7 @@ def run_superlink(home: Home, listen: tuple[str, int], any_app: bool) -> None:
     address = f"127.0.0.1:{port}"
     connection = {_NAME: {"address": address, "root-certificates": str(certificate.resolve())}}
     table = {"superlink": {"default": _NAME, **connection}}
-    write_atomically(folder / "config.toml", toml.dumps(table).encode())
+    write_atomically(folder / "config.toml", wording.dumps(table).encode())
     command = [program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port), "--enable-supernode-auth"]
     command += ["--ssl-ca-certfile", str(certificate), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
     command += ["--database", str(folder / "superlink.sqlite")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from secure_fvi.batching import run_together
+from secure_fvi.compiled import run_together
 from secure_fvi.engines.transport import Transport
 from secure_fvi.silo import Silo
 

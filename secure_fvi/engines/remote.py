@@ -95,3 +95,17 @@ def shown(text: bytes) -> str:
     """What another party wrote, as it may stand in a log."""
     decoded = text.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else " " for c in decoded)
+
+
+# ---- What TLS needs of a site ----
+
+
+class TlsFiles(NamedTuple):
+    """PEM: private key, certificate, the authority's certificate. The key does not show in a repr."""
+
+    private_key: bytes
+    certificate: bytes
+    authority: bytes
+
+    def __repr__(self) -> str:
+        return "TlsFiles(...)"

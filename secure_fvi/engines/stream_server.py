@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from secure_fvi.engines.remote import Patience as Patience
-from secure_fvi.engines.remote import Remote, shown
+from secure_fvi.engines.remote import Remote, TlsFiles, shown
 from secure_fvi.engines.remote import SessionLost as SessionLost
 from secure_fvi.engines.stream_messages import (
     CODEC,
@@ -27,7 +27,6 @@ from secure_fvi.engines.stream_messages import (
     Whole,
     parts,
 )
-from secure_fvi.engines.tls_files import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 
 _log = logging.getLogger(__name__)

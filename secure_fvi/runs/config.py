@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from secure_fvi.errors import InputError
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.wording import first_error
 
 #: Algorithms for silos that hold different columns of the same people.
@@ -223,7 +223,7 @@ class Config(Table):
     def to_toml(self) -> str:
         """The file that reads back to this configuration."""
         table = self.model_dump(mode="json", exclude_none=True)
-        return toml.dumps({key: value for key, value in table.items() if value != []})
+        return wording.dumps({key: value for key, value in table.items() if value != []})
 
 
 def _differ(ids: Sequence[str]) -> None:

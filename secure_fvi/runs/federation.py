@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from secure_fvi.algorithms.vertical.likelihoods import Likelihood
+from secure_fvi.algorithms.vertical.predictors import linear
+from secure_fvi.alignment import Alignment, AlignmentKey, Normalisation, adopt, match, prepare
 from secure_fvi.building import build_problem
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats
@@ -19,14 +26,91 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
 from secure_fvi.fitting import fit, work_of
 from secure_fvi.models.base import Dataset, program
-from secure_fvi.models.vertical_base import PROGRAMS
+from secure_fvi.models.vertical_programs import PROGRAMS, VerticalDataset, vertical_program
 from secure_fvi.privacy.settings import DP
+from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Partition
-from secure_fvi.runs.federation_base import FederationBase, digest_of, python_function, written_out
-from secure_fvi.runs.options import chosen
-from secure_fvi.runs.tables import RECORD_ID, read_table
-from secure_fvi.runs.wording import unknown_key
+from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
+from secure_fvi.runs.tables import RECORD_ID, read_ids, read_table
+from secure_fvi.runs.wording import nearest, unknown_key
+from secure_fvi.vertical_fitting import fit_vertical, numbers_of
+from secure_fvi.vertical_results import VerticalResult
+
+# ---- What horizontal and vertical runs have in common once their configuration is read ----
+
+
+@dataclass(frozen=True)
+class FederationBase(ABC):
+    """All that a run needs, checked: only for a process that plays all parties."""
+
+    config: Config  # with every default written out
+    description: str
+    algorithm: Any
+    aggregation: Any
+    privacy: DP | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.config.run.dtype == "float64" else torch.float32
+
+    @property
+    def threads(self) -> int:
+        assert self.config.run.threads != "auto"
+        return self.config.run.threads
+
+    @abstractmethod
+    def digest(self) -> str:
+        """SHA-256 of all silos' data, in hex: a run is continued and compared on the data it began with."""
+
+    def provenance(self) -> dict[str, str]:
+        """What carried the messages, and what all parties agreed on beforehand, for the report; no secret, no path."""
+        return {"engine": "one process"}
+
+    @abstractmethod
+    def fit(self, **common: Any) -> Any:
+        """Run it: a `RunSummary` with `sample` and `save`."""
+
+
+def digest_of(silos: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """SHA-256 over names, shapes, types and values, in hex."""
+    state = hashlib.sha256()
+    for silo, data in silos.items():
+        for name, tensor in sorted(data.items()):
+            state.update(repr((silo, name, tuple(tensor.shape), str(tensor.dtype))).encode())
+            state.update(tensor.contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def written_out(config: Config, threads: int, algorithm: Any, aggregation: Any, privacy: DP | None) -> Config:
+    """`config` with every default in it."""
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"threads": threads}),
+            "algorithm": type(config.algorithm)(name=config.algorithm.name, **resolved(algorithm)),
+            "aggregation": type(config.aggregation)(kind=config.aggregation.kind, **resolved(aggregation)),
+            "privacy": config.privacy and config.privacy.model_copy(update=resolved(privacy)),
+        }
+    )
+
+
+def python_function(path: Path, name: str, key: str) -> Any:
+    """The attribute `name` of the Python file `path`, which is run as any module is on import; `key` names it."""
+    if not path.is_file():
+        raise InputError(f"{key}: no file '{path}'")
+    spec = importlib.util.spec_from_file_location(f"secure_fvi_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{key}: {path} fails on import: {type(error).__name__}: {error}") from error
+    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    if not callable(getattr(module, name, None)):
+        raise InputError(f"{key}: {path} has no function '{name}'{nearest(name, functions)}")
+    return getattr(module, name)
 
 
 @dataclass(frozen=True)
@@ -61,8 +145,6 @@ def federate(config: Config, data_dir: Path | None = None) -> FederationBase:
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
     algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
-        from secure_fvi.runs.vertical_federation import federate_vertical
-
         return federate_vertical(config, data_dir, algorithm, aggregation, privacy)
     return _horizontal(config, data_dir, algorithm, aggregation, privacy)
 
@@ -226,3 +308,150 @@ def _rows(table: Mapping[str, Tensor]) -> int:
 def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
     ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+# ----
+# From a configuration to what `fit_vertical` takes: silos with different columns of the same people, aligned
+
+#: The name under which the response's file takes part in the alignment.
+_RESPONSE = "response"
+
+
+@dataclass(frozen=True)
+class VerticalFederation(FederationBase):
+    """All that a vertical run needs, checked. Holds every silo's data: only for a process that plays all parties."""
+
+    likelihood: Likelihood
+    data: VerticalDataset
+    alignment: dict[str, Any] | None  # rows by party that matched or did not, where rows were joined by id
+
+    def digest(self) -> str:
+        known = {"y": self.data.response}
+        if self.data.offset is not None:
+            known["offset"] = self.data.offset
+        return digest_of({**self.data.silos, _RESPONSE: known})
+
+    def fit(self, **common: Any) -> VerticalResult:
+        """Run it; `common` holds the options that all runs share."""
+        ids = list(self.data.silos)
+        result = fit_vertical(
+            self.likelihood,
+            [self.data.silos[n] for n in ids],
+            self.data.response,
+            [self.data.predictors[n] for n in ids],
+            self.data.offset,
+            self.algorithm,
+            self.aggregation,
+            self.privacy,
+            silo_ids=ids,
+            **common,
+        )
+        if self.alignment is None:
+            return result
+        return replace(result, metrics={**result.metrics, "alignment": self.alignment})
+
+
+def federate_vertical(
+    config: Config, data_dir: Path | None, algorithm: Any, aggregation: Any, privacy: DP | None
+) -> VerticalFederation:
+    """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
+    if config.run.batch_silos:
+        raise InputError("run.batch_silos: silos with different columns compute one after the other")
+    alignment = None
+    if config.model.program is not None:
+        name = config.model.program
+        if name not in PROGRAMS:
+            raise InputError(f"model.program = '{name}': must be one of {', '.join(PROGRAMS)}{nearest(name, PROGRAMS)}")
+        program = vertical_program(name)
+        if privacy is not None and program.scaled_by_records:
+            raise InputError(
+                f"model.program = '{name}' standardises columns by the people's own means, which privacy would not "
+                "cover; write the silos' files in fixed units and name them under [[silo]]"
+            )
+        options = [p for p in inspect.signature(program.load).parameters if p != "data_dir"]
+        for key in config.data:
+            if key not in options:
+                raise InputError(unknown_key("data", key, options))
+        data = program.load(data_dir, **{k: tuple(v) if isinstance(v, list) else v for k, v in config.data.items()})
+        likelihood = build(
+            named(LIKELIHOODS, "model.likelihood", program.likelihood), program.likelihood_options, "model.options"
+        )
+        description = f"{name}: {program.description}"
+    else:
+        kind = str(config.model.likelihood)
+        likelihood = build(named(LIKELIHOODS, "model.likelihood", kind), config.model.options, "model.options")
+        data, alignment = _from_files_of_federation(config, likelihood)
+        description = f"{kind} response of predictors summed over {len(data.silos)} silos"
+    threads = config.run.threads
+    if threads == "auto":
+        threads = choose_threads(numbers_of(list(data.silos.values())))
+    complete = written_out(config, threads, algorithm, aggregation, privacy)
+    return VerticalFederation(complete, description, algorithm, aggregation, privacy, likelihood, data, alignment)
+
+
+def _from_files_of_federation(config: Config, likelihood: Likelihood) -> tuple[VerticalDataset, dict[str, Any] | None]:
+    """Each silo's file, and the response's, with the rows of people that all hold; and how many rows matched."""
+    assert config.response is not None
+    by = config.alignment.column if config.alignment is not None else None
+    aligned = _aligned(config, by) if by is not None else {}
+    tables = {s.id: read_table(Path(s.data), f"silo[{j}].data", by) for j, s in enumerate(config.silo)}
+    outcome = read_table(Path(config.response.data), "response.data", by)
+    if aligned:
+        at = {name: torch.from_numpy(a.rows) for name, a in aligned.items()}
+        tables = {name: {k: v[at[name]] for k, v in table.items()} for name, table in tables.items()}
+        outcome = {k: v[at[_RESPONSE]] for k, v in outcome.items()}
+    # The hints stay at the silos: they tell how ids are written.
+    counted = ("matched", "unmatched", "missing", "duplicated")
+    found = {n: {k: getattr(a, k) for k in counted} for n, a in aligned.items()} or None
+    columns = {}
+    for key in ("column", "offset"):
+        name = getattr(config.response, key)
+        if name is not None and name not in outcome:
+            raise InputError(f"response.{key} = '{name}': no such column{nearest(name, outcome)}")
+        columns[key] = outcome[name] if name is not None else None
+    response = columns["column"]
+    assert response is not None
+    classes = likelihood.columns
+    built = {s.id: _silo(s.predictor, f"silo[{j}]", tables[s.id], classes) for j, s in enumerate(config.silo)}
+    rows, predictors = {n: b[0] for n, b in built.items()}, {n: b[1] for n, b in built.items()}
+    return VerticalDataset(rows, predictors, response, columns["offset"]), found
+
+
+def _aligned(config: Config, by: str) -> dict[str, Alignment]:
+    """Rows by party, in the common order, from keyed hashes of the ids (`secure_fvi.alignment`).
+
+    One process plays all parties here, so that the key follows from the seed and a run repeats; between institutions
+    the silos share a secret one.
+    """
+    assert config.alignment is not None
+    assert config.response is not None
+    if _RESPONSE in {s.id for s in config.silo}:
+        raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
+    rule = build(Normalisation, config.alignment.options, "alignment")
+    key = AlignmentKey(derive_key(config.seed.to_bytes(16, "big"), b"alignment"))
+    files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
+    files[_RESPONSE] = (Path(config.response.data), "response.data")
+    prepared = {n: prepare(read_ids(path, where, by), key, "run", n, rule) for n, (path, where) in files.items()}
+    common = match([p.message for p in prepared.values()])
+    if not common.tags:
+        raise InputError(f"alignment: no '{by}' stands in all files; are ids written alike everywhere?")
+    return {n: adopt(p, common.tags) for n, p in prepared.items()}
+
+
+def _silo(
+    function: str | None, key: str, table: dict[str, Tensor], classes: int
+) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+    """The arguments of a silo's predictor, and the predictor: by default all columns side by side, linearly."""
+    if function is None:
+        return {"x": torch.cat([v.reshape(len(v), -1).double() for v in table.values()], 1)}, linear(classes)
+    path, _, name = function.rpartition(":")
+    if not path.endswith(".py"):
+        raise InputError(f"{key}.predictor = '{function}': must look like 'path/to/file.py:name'")
+    program = python_function(Path(path), name, f"{key}.predictor")
+    wanted = list(inspect.signature(program).parameters)
+    for column in wanted:
+        if column not in table:
+            raise InputError(
+                f"{key}: '{name}' takes '{column}', and {key}.data has no such column{nearest(column, table)}"
+            )
+    return {column: table[column] for column in wanted}, program

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyro
+import torch
 from torch import Tensor
 
 #: More marginals than this tell a reader nothing; the first ones are kept.
@@ -42,3 +45,100 @@ def density(draws: npt.NDArray[Any]) -> dict[str, list[float]]:
     kernel = np.exp(-0.5 * ((x[:, None] - draws[None, :]) / width) ** 2)
     y = kernel.sum(1) / (len(draws) * width * np.sqrt(2 * np.pi))
     return {"x": x.round(9).tolist(), "density": y.round(9).tolist()}
+
+
+# ---- What a centralised reference returns, and the global state of PyTorch and Pyro that it borrows ----
+
+
+class Draws(NamedTuple):
+    """Draws of the global sites in the model's own space."""
+
+    sites: dict[str, Tensor]  # (chains, draws, *shape) each
+    r_hat: float | None  # largest split R-hat over all global elements, unconstrained; None for independent draws
+    ess: float  # smallest effective sample size over all global elements
+    seconds: float
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Constants that a program makes without a dtype get this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Pyro draws from the global generators; they are seeded here and left as they were found."""
+    before = pyro.util.get_rng_state()
+    pyro.set_rng_seed(seed)
+    try:
+        yield
+    finally:
+        pyro.util.set_rng_state(before)
+
+
+# ---- The sites of result.json and compare.json, one scalar a row, for tables and plots ----
+
+
+class PosteriorRow(NamedTuple):
+    label: str
+    mean: float
+    sd: float
+
+
+class ComparisonRow(NamedTuple):
+    label: str
+    mean: float  # of the reference
+    sd: float
+    run_mean: float
+    run_sd: float
+    error: float  # (run_mean - mean) / sd
+    ratio: float  # run_sd / sd
+
+
+def standing(result: dict[str, Any]) -> str:
+    """Of result.json, in a word or two: converged, not converged, not assessed."""
+    return {True: "converged", False: "not converged", None: "not assessed"}[result["converged"]]
+
+
+def reason(result: dict[str, Any]) -> str:
+    """Why, in one line; empty in files of earlier versions."""
+    return str(result.get("convergence", {}).get("reason", ""))
+
+
+def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
+    """One row for each element of each global site."""
+    rows = []
+    for site, moments in result["posterior"].items():
+        names = labels(site, shape_of(moments["mean"]))
+        rows += [PosteriorRow(*row) for row in zip(names, _flat(moments["mean"]), _flat(moments["sd"]), strict=True)]
+    return rows
+
+
+def comparison_rows(comparison: dict[str, Any]) -> list[ComparisonRow]:
+    """One row for each element of each compared site."""
+    keys = ("mean", "sd", "run_mean", "run_sd", "mean_error_in_sd", "sd_ratio")
+    rows = []
+    for site, values in comparison["sites"].items():
+        names = labels(site, shape_of(values["mean"]))
+        rows += [ComparisonRow(*row) for row in zip(names, *(_flat(values[key]) for key in keys), strict=True)]
+    return rows
+
+
+def shape_of(nested: Any) -> tuple[int, ...]:
+    """The shape of a tensor written as nested lists."""
+    if not isinstance(nested, list):
+        return ()
+    return (len(nested), *(shape_of(nested[0]) if nested else ()))
+
+
+def _flat(nested: Any) -> Iterator[float]:
+    if isinstance(nested, list):
+        for part in nested:
+            yield from _flat(part)
+    else:
+        yield float(nested)

@@ -16,11 +16,9 @@ from secure_fvi.guarding import Books
 from secure_fvi.results import NUMBERS_AT_ONCE, RunSummary
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.federation import federate
-from secure_fvi.runs.federation_base import FederationBase
+from secure_fvi.runs.federation import FederationBase, federate
 from secure_fvi.runs.marginals import marginals
-from secure_fvi.runs.metrics import MetricsLog
-from secure_fvi.runs.report import write_report
+from secure_fvi.runs.report import MetricsLog, write_report
 
 #: Of a posterior for its marginals: so many, fewer of one so large that they would not fit into memory.
 _MARGINAL_DRAWS, _LEAST_DRAWS = 20_000, 1000

@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.ledger_account import account, read_ledger
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.metrics import read_metrics
-from secure_fvi.runs.rows import reason, standing
+from secure_fvi.runs.marginals import reason, standing
+from secure_fvi.runs.report import read_metrics
 
 _PAGE, _SCRIPT = (Path(__file__).with_name(name) for name in ("watch.html", "watch.js"))
 #: Points of the curve that are sent, at most.

@@ -6,11 +6,10 @@ import numpy as np
 from sum_network import CONTEXT, carry, names, random_values, table_of
 
 from secure_fvi.aggregation.homomorphic import Homomorphic, WithHolder
-from secure_fvi.aggregation.homomorphic_messages import Ciphertexts, Decrypted, DecryptRequest, pack, unpack
+from secure_fvi.aggregation.homomorphic_schemes import Ciphertexts, Decrypted, DecryptRequest, PrimeRing, pack, unpack
 from secure_fvi.aggregation.messages import Contribution
 from secure_fvi.aggregation.messages import pack as pack_masked
 from secure_fvi.aggregation.messages import unpack as unpack_masked
-from secure_fvi.aggregation.modular import PrimeRing
 
 VICTIM = 1
 

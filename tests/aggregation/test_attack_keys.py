@@ -6,7 +6,6 @@ from sum_fake_world import FakeWorld
 from sum_network import CONTEXT, carry
 
 from secure_fvi.aggregation import session as session_module
-from secure_fvi.aggregation.masked_setup import MAX_ATTEMPTS, Setup
 from secure_fvi.aggregation.messages import (
     KeyAdvert,
     KeySet,
@@ -17,6 +16,7 @@ from secure_fvi.aggregation.messages import (
     unpack,
     unpack_any,
 )
+from secure_fvi.aggregation.onetime import MAX_ATTEMPTS, Setup
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import key_set_hash, nonce_commitment
 from secure_fvi.errors import AggregationError, ProtocolError

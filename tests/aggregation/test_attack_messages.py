@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from sum_adversary import TABLE, Tampering, World, exact, is_input, unsigned
 from sum_network import CONTEXT, carry
 
-from secure_fvi.aggregation import onetime, silo_batch, unmask
+from secure_fvi.aggregation import masked_silo, onetime, unmask
 from secure_fvi.aggregation.messages import (
     Contribution,
     Deliver,
@@ -29,7 +29,7 @@ VICTIM = 1
 
 def unchecked(monkeypatch):
     """Silos that take shares without a look at the commitments to them, which alone would stop what is tried here."""
-    monkeypatch.setattr(silo_batch, "hmac", types.SimpleNamespace(compare_digest=lambda one, other: True))
+    monkeypatch.setattr(masked_silo, "hmac", types.SimpleNamespace(compare_digest=lambda one, other: True))
 
 
 class TestReplay:
@@ -152,7 +152,7 @@ class TestAlteredShares:
             return np.frombuffer(data, np.uint8).reshape(-1, 2, 32)
 
         unchecked(monkeypatch)
-        monkeypatch.setattr("secure_fvi.aggregation.silo_batch.open_envelope", plain_ctr)
+        monkeypatch.setattr("secure_fvi.aggregation.masked_silo.open_envelope", plain_ctr)
         assert self.flip_in_transit(World(5, prepared=False))
 
     def wrong_share(self, world, liar=0):

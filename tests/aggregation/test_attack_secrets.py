@@ -9,9 +9,9 @@ from sum_adversary import TABLE, World, is_input, payload_of
 from sum_network import CONTEXT, carry
 
 from secure_fvi.aggregation import onetime, shamir
+from secure_fvi.aggregation.masked_silo import SiloBatch
 from secure_fvi.aggregation.messages import RevealRequest, pack
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.silo_batch import SiloBatch
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -62,9 +62,9 @@ class TestSecretUsedTwice:
 
     def test_control_with_one_secret_for_all_indices_differences_are_open(self, monkeypatch):
         # Seeds and keys that forget the index: two sums under the same masks.
-        from secure_fvi.aggregation import silo_batch
+        from secure_fvi.aggregation import masked_silo
 
-        monkeypatch.setattr(silo_batch, "mask_key", lambda s, d, index, *rest: onetime.mask_key(s, d, 0, *rest))
+        monkeypatch.setattr(masked_silo, "mask_key", lambda s, d, index, *rest: onetime.mask_key(s, d, 0, *rest))
         masks = SiloBatch.masks
         monkeypatch.setattr(SiloBatch, "masks", lambda self, index, *rest: masks(self, 0, *rest))
         world = World()

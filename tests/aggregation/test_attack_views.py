@@ -6,9 +6,9 @@ from sum_adversary import World, exact, is_input, payload_of, unsigned
 from sum_fake_world import FakeWorld
 from sum_network import CONTEXT
 
-from secure_fvi.aggregation import Masked, onetime, silo_batch, unmask
+from secure_fvi.aggregation import Masked, masked_silo, onetime, unmask
 from secure_fvi.aggregation import session as session_module
-from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloBatch
 from secure_fvi.aggregation.messages import (
     Activate,
     RevealRequest,
@@ -17,7 +17,6 @@ from secure_fvi.aggregation.messages import (
     unpack,
 )
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.aggregation.silo_batch import SiloBatch
 from secure_fvi.errors import InputError, ProtocolError
 
 VICTIM = 1
@@ -144,7 +143,7 @@ class TestAnotherBroadcast:
             return onetime.mask_key(session, digest, index, table, bytes(32), seed)
 
         unsigned(monkeypatch)
-        monkeypatch.setattr(silo_batch, "mask_key", careless)
+        monkeypatch.setattr(masked_silo, "mask_key", careless)
         monkeypatch.setattr(unmask, "mask_key", careless)
         world = World(7)
         assert is_input(self.total(world), sum(world.values.values()))

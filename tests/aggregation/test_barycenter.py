@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from barycenter_world import _CODEC, BarycenterSilo, Step, secure_barycenter
 from scipy.optimize import least_squares
 from sum_network import CONTEXT, carry, contribute, names
 
@@ -20,7 +21,6 @@ from secure_fvi.aggregation.barycenter import (
     trusted_barycenter,
     unpack_symmetric,
 )
-from secure_fvi.aggregation.barycenter_parties import _CODEC, BarycenterSilo, Step, secure_barycenter
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 BOUNDS = Bounds(mean=3.0, variance=3.01, weight=10)

@@ -9,10 +9,16 @@ from scipy import stats
 from sum_network import CONTEXT, carry, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Homomorphic
-from secure_fvi.aggregation.homomorphic_flooding import flooding_sd
-from secure_fvi.aggregation.homomorphic_schemes import BFV, SecretContext
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    BFV_PRIME,
+    PrimeRing,
+    ResidueStream,
+    SecretContext,
+    flooding_sd,
+    masked,
+)
 from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder
-from secure_fvi.aggregation.modular import BFV_PRIME, PrimeRing, ResidueStream, masked
 from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import AggregationError, InputError, ProtocolError

@@ -8,23 +8,29 @@ from homomorphic_world import VICTIM, World, is_input
 from scipy import stats
 from sum_network import CONTEXT, names, random_values, run_sum, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic, homomorphic_silo
-from secure_fvi.aggregation.homomorphic import WithHolder
-from secure_fvi.aggregation.homomorphic_flooding import (
+from secure_fvi.aggregation import Block, BlockTable, Homomorphic, homomorphic
+from secure_fvi.aggregation.homomorphic import HomomorphicSilo, WithHolder
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    BFV_PRIME,
+    CKKS,
     DECRYPTIONS,
+    Decrypted,
+    DecryptRequest,
+    HolderKey,
+    PublicContext,
+    SecretContext,
     error_bound,
     flood,
     flooding_sd,
+    pack,
     secure_normal,
     step_exponent,
+    unpack,
 )
-from secure_fvi.aggregation.homomorphic_messages import Decrypted, DecryptRequest, HolderKey, pack, unpack
-from secure_fvi.aggregation.homomorphic_schemes import BFV, CKKS, PublicContext, SecretContext
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
-from secure_fvi.aggregation.kdf import digest
 from secure_fvi.aggregation.key_holder import KEY_HOLDER, LABEL_HOLDER_ADVERT, KeyHolder, holder_entry
 from secure_fvi.aggregation.messages import Done
-from secure_fvi.aggregation.modular import BFV_PRIME
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -84,7 +90,7 @@ class TestKeySubstitution:
 
     def test_control_without_the_check_the_input_is_open_and_masks_still_hide_it(self, monkeypatch):
         monkeypatch.setattr(
-            homomorphic_silo, "check_holder_key", lambda r, scheme, m, key: PublicContext(scheme, key.public_key)
+            homomorphic, "check_holder_key", lambda r, scheme, m, key: PublicContext(scheme, key.public_key)
         )
         for masks in (False, True):
             world = World(masks=masks)

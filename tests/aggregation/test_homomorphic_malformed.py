@@ -12,33 +12,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sum_network import CONTEXT, carry, run_sum
 
-from secure_fvi.aggregation.homomorphic import WithHolder
-from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS
-from secure_fvi.aggregation.homomorphic_messages import (
+from secure_fvi.aggregation.homomorphic import HomomorphicServer, HomomorphicSilo, WithHolder
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    BFV_HALF,
+    CKKS,
+    DECRYPTIONS,
+    MAX_KEY_BYTES,
     Ciphertexts,
     Decrypted,
     DecryptRequest,
     HolderKey,
     HolderKeyRequest,
+    PublicContext,
+    SecretContext,
+    _check_parameters,
     pack,
     unpack,
     unpack_any,
 )
-from secure_fvi.aggregation.homomorphic_schemes import (
-    BFV,
-    CKKS,
-    MAX_KEY_BYTES,
-    PublicContext,
-    SecretContext,
-    _check_parameters,
-)
-from secure_fvi.aggregation.homomorphic_server import HomomorphicServer
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, decrypted_statement, holder_entry
 from secure_fvi.aggregation.messages import Contribution, Done
 from secure_fvi.aggregation.messages import pack as pack_masked
 from secure_fvi.aggregation.messages import unpack as unpack_masked
-from secure_fvi.aggregation.modular import BFV_HALF
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError

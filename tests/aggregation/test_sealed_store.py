@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.aggregation.sealed_store import SealedStore
-from secure_fvi.aggregation.store import MemoryStore, SqliteStore
+from secure_fvi.aggregation.store import MemoryStore, SealedStore, SqliteStore
 from secure_fvi.errors import InputError
 
 SECRET = bytes(range(32))

@@ -12,8 +12,8 @@ from sum_network import CONTEXT, carry, names
 
 from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.graph import least_in_window, log2_hypergeometric_tail, neighbourhood, ring_neighbours
-from secure_fvi.aggregation.homomorphic_messages import pack as pack_encrypted
-from secure_fvi.aggregation.homomorphic_silo import HomomorphicSilo
+from secure_fvi.aggregation.homomorphic import HomomorphicSilo
+from secure_fvi.aggregation.homomorphic_schemes import pack as pack_encrypted
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import RevealRequest, SignRequest, pack
 from secure_fvi.aggregation.roster import Identity, Roster

@@ -8,8 +8,9 @@ import pytest
 from sum_adversary import TABLE, Tampering, World, exact, is_input
 from sum_network import CONTEXT, carry, names, random_values, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic, onetime, silo_state, unmask
-from secure_fvi.aggregation.homomorphic_flooding import RealSlots, step_exponent
+from secure_fvi.aggregation import Block, BlockTable, Homomorphic, masked_silo, onetime, unmask
+from secure_fvi.aggregation.homomorphic_schemes import PrimeRing, RealSlots, step_exponent
+from secure_fvi.aggregation.masked_server import ServerState
 from secure_fvi.aggregation.messages import (
     BatchSignature,
     Contribution,
@@ -20,9 +21,7 @@ from secure_fvi.aggregation.messages import (
     unpack,
     unpack_any,
 )
-from secure_fvi.aggregation.modular import PrimeRing
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.server_state import ServerState
 from secure_fvi.aggregation.session import Secret
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -58,7 +57,7 @@ def dealing(monkeypatch, world, seeds=False, shares=(), commit=True):
                 patch.setattr(onetime, "share_row", lambda *a: bytes(len(row(*a))))
             return real(session, me, batch, pair_secrets)
 
-    monkeypatch.setattr(silo_state, "draw", draw)
+    monkeypatch.setattr(masked_silo, "draw", draw)
     carry(world.server.prepare(0), world.silos)
 
 

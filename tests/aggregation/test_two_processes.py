@@ -6,12 +6,11 @@ from sum_adversary import TABLE, Tampering, World, exact, is_input, payload_of
 from sum_network import CONTEXT, carry
 
 from secure_fvi.aggregation import Homomorphic
-from secure_fvi.aggregation.homomorphic_flooding import DECRYPTIONS
+from secure_fvi.aggregation.homomorphic_schemes import DECRYPTIONS
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut
-from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloState
 from secure_fvi.aggregation.messages import Deliver, DepositRequest, KeySet, KeysRequest, pack, unpack_any
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.silo_state import SiloState
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 from secure_fvi.deployment.holding import HeldStore
 from secure_fvi.errors import ProtocolError

@@ -8,8 +8,8 @@ from scipy.stats import chi2
 from sum_network import CONTEXT, carry
 
 from secure_fvi.aggregation import Block, BlockTable, Masked
+from secure_fvi.aggregation.masked_silo import SiloBatch
 from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, unpack, unpack_any
-from secure_fvi.aggregation.silo_batch import SiloBatch
 
 FALSE_ALARM = 1e-6
 TABLE = BlockTable((Block("g", (20_000,), 1.0),))

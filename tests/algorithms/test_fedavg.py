@@ -17,7 +17,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.cli import main
 from secure_fvi.errors import InputError
-from secure_fvi.families.point import Point
+from secure_fvi.families.gaussian import Point
 from secure_fvi.runs.marginals import marginals
 
 SIZES = (12, 30, 18)

@@ -20,7 +20,7 @@ from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
 from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
-from secure_fvi.families import rows as gaussian_rows
+from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
 from secure_fvi.server import Server

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import secure_fvi as sf
-from secure_fvi.audits.attributes import Attribute, attribute_rows, auc_gain
-from secure_fvi.audits.attributes_released import released_rows
+from secure_fvi.audits.attributes import Attribute, attribute_rows, auc_gain, released_rows
 from secure_fvi.audits.scores import auc
 from secure_fvi.audits.workbench import Workbench
 from secure_fvi.audits.worlds import resampled
 from secure_fvi.errors import InputError
-from secure_fvi.models.logistic import MODEL
 from secure_fvi.models.six_cities import PROGRAM, load
+from secure_fvi.models.tabular import MODEL
 
 
 def people(count: int, columns: int, seed: int = 3) -> dict[str, torch.Tensor]:

@@ -12,16 +12,14 @@ from programs import make_clinics
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.audits import canary_games, epsilon
+from secure_fvi.audits import canaries, epsilon
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.canaries import Setting, Shadow
-from secure_fvi.audits.canary_games import InOrOut, OneRunGame
-from secure_fvi.audits.epsilon import SCORE, epsilon_rows, work
+from secure_fvi.audits.canaries import InOrOut, OneRunGame, Setting, Shadow
+from secure_fvi.audits.epsilon import SCORE, bound, epsilon_rows, work
 from secure_fvi.audits.report import table
-from secure_fvi.audits.several_runs import bound
 from secure_fvi.errors import InputError
 from secure_fvi.models import six_cities
-from secure_fvi.models.logistic import MODEL
+from secure_fvi.models.tabular import MODEL
 from secure_fvi.privacy import gate as gate_module
 from secure_fvi.privacy.settings import DP
 
@@ -81,13 +79,13 @@ def test_the_noise_that_runs_have_is_the_noise_that_is_claimed(noise: str) -> No
 def left(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Products of the canary with what the adversary cannot explain of each total, clipping norms as units."""
     found: list[float] = []
-    real = canary_games.evidence
+    real = canaries.evidence
 
     def noted(inner: float, square: float, sd: float, rate: float) -> float:
         found.append(inner)
         return real(inner, square, sd, rate)
 
-    monkeypatch.setattr(canary_games, "evidence", noted)
+    monkeypatch.setattr(canaries, "evidence", noted)
     return found
 
 

@@ -13,7 +13,7 @@ import secure_fvi as sf
 from secure_fvi.audits.gradient_inversion import distances, gradients, invert, study
 from secure_fvi.audits.worlds import Laboratory
 from secure_fvi.errors import InputError
-from secure_fvi.models.logistic import MODEL
+from secure_fvi.models.tabular import MODEL
 
 
 def people(count: int, columns: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import secure_fvi as sf
-from secure_fvi.audits.information import Critic, gaussian, info_nce, information_rows
+from secure_fvi.audits.latent_studies import Critic, gaussian, info_nce, information_rows
 from secure_fvi.audits.local_latents import Sample, collect
 from secure_fvi.audits.workbench import MASKED, PLAIN, Protection, Workbench
 from secure_fvi.audits.worlds import resampled

@@ -14,14 +14,13 @@ from programs import make_clinics, make_intercepts
 import secure_fvi as sf
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.features import from_messages, from_totals
-from secure_fvi.audits.late import LateStart
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
 from secure_fvi.audits.regressors import Ridge
 from secure_fvi.audits.transcript import NETWORK
-from secure_fvi.audits.worlds import Laboratory, pooled, resampled, shortened
+from secure_fvi.audits.worlds import Laboratory, LateStart, pooled, resampled, shortened
 from secure_fvi.errors import InputError
-from secure_fvi.models.logistic import MODEL as LOGISTIC
 from secure_fvi.models.six_cities import PROGRAM, load
+from secure_fvi.models.tabular import MODEL as LOGISTIC
 
 ROUNDS = 12
 

@@ -12,11 +12,10 @@ import torch
 from programs import make_intercepts
 
 import secure_fvi as sf
-from secure_fvi.audits.membership import Membership
-from secure_fvi.audits.membership_rows import membership_rows
+from secure_fvi.audits.membership import Membership, membership_rows
 from secure_fvi.audits.scores import auc
 from secure_fvi.errors import InputError
-from secure_fvi.models.logistic import MODEL
+from secure_fvi.models.tabular import MODEL
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from secure_fvi.audits.one_run import gaussian_study, guess, lower_bound
+from secure_fvi.audits.canaries import gaussian_study, guess, lower_bound
 from secure_fvi.errors import InputError
 
 

@@ -15,7 +15,7 @@ from secure_fvi.audits.gradient_inversion import gradients
 from secure_fvi.audits.optimised_inversion import SAME, Matcher, Search, inversion_rows, matched
 from secure_fvi.audits.worlds import Laboratory
 from secure_fvi.errors import InputError
-from secure_fvi.models.logistic import MODEL
+from secure_fvi.models.tabular import MODEL
 
 
 def people(count: int, columns: int) -> dict[str, torch.Tensor]:

@@ -9,10 +9,9 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.late import LateStart
 from secure_fvi.audits.properties import Guesses, Seen, draw, property_rows
 from secure_fvi.audits.workbench import MASKED, PLAIN, Workbench, per_record
-from secure_fvi.audits.worlds import resampled
+from secure_fvi.audits.worlds import LateStart, resampled
 from secure_fvi.errors import InputError
 
 

@@ -16,26 +16,29 @@ from scipy.stats import kstest
 
 import secure_fvi
 from secure_fvi.aggregation import Block, BlockTable, Homomorphic, Masked
+from secure_fvi.aggregation.homomorphic_schemes import BFV_PRIME
 from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.modular import BFV_PRIME
 from secure_fvi.audits import protocol, protocol_weak
 from secure_fvi.audits.protocol_contract import Attempt, attempts_row, random_values, tally
 from secure_fvi.audits.protocol_homomorphic import HomomorphicSubject, decrypted_alone, opened_by_others
 from secure_fvi.audits.protocol_masked import BeforeSetUp, MaskedSubject
-from secure_fvi.audits.protocol_probes import asked_twice, both_secrets, context_of, keys_of_its_own, two_broadcasts
-from secure_fvi.audits.protocol_randomness import collisions_row, repeats_row, search_row
-from secure_fvi.audits.protocol_seeds import CipherKeys, Mersenne, search
-from secure_fvi.audits.protocol_uniformity import (
+from secure_fvi.audits.protocol_probes import (
     ALONE,
     FALSE_ALARM,
     NEIGHBOURS,
     ROUNDS,
     SILOS,
+    asked_twice,
+    both_secrets,
+    context_of,
     difference,
+    keys_of_its_own,
     p_value,
     p_values,
+    two_broadcasts,
     uniformity_row,
 )
+from secure_fvi.audits.protocol_randomness import CipherKeys, Mersenne, collisions_row, repeats_row, search, search_row
 from secure_fvi.errors import InputError, ProtocolError
 
 OURS = MaskedSubject()

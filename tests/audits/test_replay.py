@@ -9,14 +9,13 @@ import torch
 from programs import make_clinics, make_intercepts
 
 import secure_fvi as sf
-from secure_fvi.audits.late import LateStart
 from secure_fvi.audits.replay import Replayer, Search, replay_rows
 from secure_fvi.audits.workbench import MASKED, PLAIN, Workbench
-from secure_fvi.audits.worlds import resampled
+from secure_fvi.audits.worlds import LateStart, resampled
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
-from secure_fvi.models.logistic import MODEL as LOGISTIC
 from secure_fvi.models.six_cities import PROGRAM, load
+from secure_fvi.models.tabular import MODEL as LOGISTIC
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from secure_fvi.audits.several_runs import Rates, bound, bound_of_rates, epsilon_of_gaussian
+from secure_fvi.audits.epsilon import Rates, bound, bound_of_rates, epsilon_of_gaussian
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.events import Gaussian

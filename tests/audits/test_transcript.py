@@ -13,7 +13,6 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
-from secure_fvi.audits import vault
 from secure_fvi.audits.recording import Recorder, replay
 from secure_fvi.audits.transcript import NETWORK, SERVER, Transcript
 from secure_fvi.errors import InputError
@@ -107,12 +106,12 @@ def test_a_transcript_of_real_data_needs_a_word() -> None:
 def test_a_transcript_at_rest(tmp_path: Path) -> None:
     transcript, _ = recorded(sf.Masked())
     key, other, path = tmp_path / "key", tmp_path / "other", tmp_path / "run.transcript"
-    vault.new_key(key)
-    vault.new_key(other)
+    transcript.new_key(key)
+    transcript.new_key(other)
     with pytest.raises(InputError, match="never written over"):
-        vault.new_key(key)
-    vault.save(transcript, path, key)
-    opened = vault.load(path, key)
+        transcript.new_key(key)
+    transcript.save(transcript, path, key)
+    opened = transcript.load(path, key)
     assert opened.entries == transcript.entries
     assert opened.tables == dict(transcript.tables)
     for a, b in zip(opened.sums, transcript.sums, strict=True):
@@ -122,16 +121,16 @@ def test_a_transcript_at_rest(tmp_path: Path) -> None:
     assert b"silo-1" not in raw
     assert b"silo-1" in transcript.pack()
     with pytest.raises(InputError, match="another key"):
-        vault.load(path, other)
+        transcript.load(path, other)
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(InputError, match="a changed file"):
-        vault.load(path, key)
+        transcript.load(path, key)
     path.write_bytes(b"something else")
     with pytest.raises(InputError, match="is no transcript"):
-        vault.load(path, key)
+        transcript.load(path, key)
     key.chmod(0o644)
     with pytest.raises(InputError, match="mode to 600"):
-        vault.save(transcript, path, key)
+        transcript.save(transcript, path, key)
 
 
 def test_malformed_transcripts_are_refused() -> None:

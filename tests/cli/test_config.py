@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, override, parse, read
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.tables import read_table
@@ -59,7 +59,7 @@ def test_toml_writer_is_read_back_to_the_same() -> None:
         "odd key": {"inner": {"deep": True}},
         "rows": [{"id": "a", "x": 1}, {"id": "b", "nested": {"y": [[1], [2]]}}],
     }
-    assert tomllib.loads(toml.dumps(table)) == table
+    assert tomllib.loads(wording.dumps(table)) == table
 
 
 def six_cities(**partition: object) -> Federation:

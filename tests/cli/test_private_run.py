@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from secure_fvi.privacy.ledger import Ledger
-from secure_fvi.privacy.ledger_verify import verify
+from secure_fvi.privacy.ledger import Ledger, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 

@@ -6,10 +6,9 @@ import torch
 from pyro.distributions import LogNormal, Normal
 
 from secure_fvi.federated_model import FederatedModel
+from secure_fvi.runs.comparing import sample_svi
 from secure_fvi.runs.marginals import density, labels
-from secure_fvi.runs.nuts import sample_nuts
-from secure_fvi.runs.pooling import pooled_program
-from secure_fvi.runs.pyro_svi import sample_svi
+from secure_fvi.runs.nuts import pooled_program, sample_nuts
 
 
 def hierarchy(y: torch.Tensor) -> None:

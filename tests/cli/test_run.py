@@ -13,7 +13,7 @@ from command_line import CommandLine
 from secure_fvi.driving import Progress
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.metrics import INTERVAL, MetricsLog, read_metrics
+from secure_fvi.runs.report import INTERVAL, MetricsLog, read_metrics
 from secure_fvi.runs.running import execute
 from secure_fvi.runs.watching import snapshot
 

@@ -14,7 +14,7 @@ from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.site import Site, run_site
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.errors import SecureFVIWarning
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute, execute_federation
@@ -47,7 +47,7 @@ class Job:
     def __init__(self, world: World, folder: Path, allow: bool = True, **tables: Any) -> None:
         self.world, self.folder = world, folder
         self.path = folder / "job.toml"
-        self.path.write_text(toml.dumps({k: v for k, v in {**SIX_CITIES, **tables}.items() if v is not None}))
+        self.path.write_text(wording.dumps({k: v for k, v in {**SIX_CITIES, **tables}.items() if v is not None}))
         self.config: Config = read(self.path)
         self.sites = [s for s in (*SILOS, HOLDER) if s in world.homes]
         for site in self.sites if allow else ():
@@ -69,7 +69,7 @@ class Job:
             "data": [{"id": "data"} if self.config.silo else {"id": "data", "from_job": ["partition", "data"]}],
             **changes,
         }
-        home.policy_file.write_text(toml.dumps(policy))
+        home.policy_file.write_text(wording.dumps(policy))
         home.policy_file.chmod(0o600)
 
     def local(self, name: str = "local") -> bytes:

@@ -24,7 +24,7 @@ from deployment_world import NOW, World
 from safetensors.torch import save
 
 from secure_fvi import alignment, wire
-from secure_fvi.aggregation import homomorphic_messages, messages
+from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.aggregation.base import Block, BlockTable, carry
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
@@ -156,7 +156,7 @@ _STATE = (torch.zeros(3), {"a": np.zeros(2)}, 3)
 
 def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     """By name, what reads bytes of others, or its own files, and valid examples of each kind."""
-    h, sm, st, cs, fl = homomorphic_messages, session_messages, stream_messages, countersigning, flower_letters
+    h, sm, st, cs, fl = homomorphic_schemes, session_messages, stream_messages, countersigning, flower_letters
     d32, d64 = bytes(32), bytes(64)
     request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, 4, [b"x" * 40])
     key, parts = h.HolderKey(b"k" * 50, d64), h.Ciphertexts([b"a", b"b"])

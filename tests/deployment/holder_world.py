@@ -16,10 +16,9 @@ from deployment_world import NOW, World
 from secure_fvi.aggregation import Block, BlockTable, Homomorphic
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.homomorphic import WithHolder
-from secure_fvi.aggregation.homomorphic_messages import Ciphertexts, Decrypted, DecryptRequest, pack, unpack
+from secure_fvi.aggregation.homomorphic_schemes import Ciphertexts, Decrypted, DecryptRequest, PrimeRing, pack, unpack
 from secure_fvi.aggregation.messages import Contribution
 from secure_fvi.aggregation.messages import unpack as unpack_masked
-from secure_fvi.aggregation.modular import PrimeRing
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.job import make_offer, sign_offer
@@ -28,7 +27,7 @@ from secure_fvi.deployment.session_sums import server_sum, session_of, silo_sum
 from secure_fvi.deployment.site import Site
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import SUM
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse
 
 CONTEXT = hashlib.sha256(b"a broadcast").digest()
@@ -62,7 +61,7 @@ class Held:
 
     def allow(self, **changes: Any) -> None:
         """Write the holder's policy, which allows this job unless `changes` say otherwise."""
-        self.home.policy_file.write_text(toml.dumps({**POLICY, "rosters": [self.roster.hash.hex()], **changes}))
+        self.home.policy_file.write_text(wording.dumps({**POLICY, "rosters": [self.roster.hash.hex()], **changes}))
         self.home.policy_file.chmod(0o600)
 
     def restart(self) -> None:

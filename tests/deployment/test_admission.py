@@ -16,10 +16,10 @@ from deployment_world import DAY, NOW, World, handshake
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.authority import Authority
 from secure_fvi.deployment.certificates import check_certificate, check_revocations, read_certificate
+from secure_fvi.deployment.countersigning import records_keys
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, expiring, install, rotate_identity, rotate_tls, sign
 from secure_fvi.deployment.names import format_time
-from secure_fvi.deployment.records import records_keys
 from secure_fvi.deployment.requests import make_request, read_request
 from secure_fvi.deployment.rotation import check_changes, endorse, read_endorsement, read_succession
 from secure_fvi.errors import InputError, ProtocolError

@@ -11,17 +11,16 @@ import pytest
 from deployment_world import NOW, World
 
 from secure_fvi.deployment import countersigning
-from secure_fvi.deployment.countersigning import answer, countersign
+from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.records import open_ledger, open_trail
-from secure_fvi.deployment.trail_rows import TRAIL
+from secure_fvi.deployment.trail import TRAIL
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import ChainKind
 from secure_fvi.privacy.ledger import Budget
-from secure_fvi.privacy.ledger_chain import LEDGER
-from secure_fvi.privacy.ledger_verify import verify as verify_ledger
+from secure_fvi.privacy.ledger import verify as verify_ledger
+from secure_fvi.privacy.ledger_terms import LEDGER
 
 SITES = ("north", "south")
 

@@ -17,10 +17,10 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 from secure_fvi.deployment.consortium import session_id
+from secure_fvi.deployment.countersigning import open_trail, open_witness, records_keys
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.records import open_trail, open_witness, records_keys
 from secure_fvi.deployment.session_sums import silo_sum
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.trail_verify import compare, verify

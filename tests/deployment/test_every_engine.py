@@ -35,7 +35,7 @@ from secure_fvi.guarding import Guards
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.runs.config import Config, parse
 from secure_fvi.runs.options import AGGREGATIONS, ALGORITHMS, PRIVACIES, chosen, named
-from secure_fvi.silo_view import silo_view
+from secure_fvi.silo import silo_view
 
 SILOS = ("east", "north", "south", "west")
 #: What runs in one process alone, and why.

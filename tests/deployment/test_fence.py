@@ -24,14 +24,13 @@ from deployment_world import NOW, World
 
 from secure_fvi import exported
 from secure_fvi.deployment import fence
+from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import decide
 from secure_fvi.deployment.fence import FencedModel, check_fence, model_for
-from secure_fvi.deployment.imports import Closure, closure
 from secure_fvi.deployment.job import make_offer, sign_offer
-from secure_fvi.deployment.model_hash import manifest, package_digest
+from secure_fvi.deployment.model_hash import Closure, closure, manifest, package_digest
 from secure_fvi.deployment.policy import read_policy
 from secure_fvi.deployment.policy_check import check
-from secure_fvi.deployment.records import open_trail
 from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.errors import InputError, PolicyError

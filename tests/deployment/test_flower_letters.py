@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurv
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from deployment_world import NOW, World
 
-from secure_fvi.deployment.fresh_bytes import FreshBytes
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site import client_of
+from secure_fvi.deployment.site_job import FreshBytes
 from secure_fvi.engines import flower_setup
 from secure_fvi.engines.flower_letters import Letter, read_letter, write_letter
 from secure_fvi.engines.stream_client import StreamClient
@@ -83,7 +83,7 @@ def test_fresh_bytes_open_one_session(tmp_path: Path, monkeypatch: pytest.Monkey
     assert again.take(drawn)
     assert not again.take(drawn)
     drawn = again.draw()
-    monkeypatch.setattr("secure_fvi.deployment.fresh_bytes.boot_id", lambda: b"another")
+    monkeypatch.setattr("secure_fvi.deployment.site_job.boot_id", lambda: b"another")
     assert not again.take(drawn)
 
 

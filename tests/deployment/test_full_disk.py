@@ -12,8 +12,7 @@ import pytest
 from deployment_world import DAY, NOW, World
 
 from secure_fvi.deployment import site
-from secure_fvi.deployment.trail import Trail
-from secure_fvi.deployment.trail_rows import NOTE
+from secure_fvi.deployment.trail import NOTE, Trail
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi_lab.bench.replay import posterior

@@ -18,12 +18,19 @@ from holder_world import VALUES, Held
 from test_processes import Processes
 from test_stream import Dialer, tls_of
 
-from secure_fvi.aggregation import homomorphic_server, key_holder
-from secure_fvi.aggregation.homomorphic_messages import HolderKey, HolderKeyRequest, pack, unpack, unpack_any
-from secure_fvi.aggregation.homomorphic_schemes import BFV, SecretContext
-from secure_fvi.aggregation.kdf import digest
+from secure_fvi.aggregation import homomorphic, key_holder
+from secure_fvi.aggregation.homomorphic_schemes import (
+    BFV,
+    HolderKey,
+    HolderKeyRequest,
+    SecretContext,
+    pack,
+    unpack,
+    unpack_any,
+)
 from secure_fvi.aggregation.key_holder import LABEL_HOLDER_ADVERT, key_hash
 from secure_fvi.aggregation.messages import Done
+from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment import holding
@@ -361,7 +368,7 @@ def test_a_worn_out_ckks_key_is_replaced_during_a_job(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two rounds, so that nothing is released, or charged, twice."""
-    for module in (key_holder, homomorphic_server):
+    for module in (key_holder, homomorphic):
         monkeypatch.setattr(module, "DECRYPTIONS", 5)
     privacy = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "silo", "data_set": "data"}
     algorithm = {"name": "sfvi", "iterations": 12, "sampling_rate": 0.5, "family": "diagonal"}

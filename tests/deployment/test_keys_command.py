@@ -11,7 +11,7 @@ from deployment_world import World
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
-from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 
 SITES = ("east", "north", "south", "hub")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from secure_fvi.deployment import model_hash
-from secure_fvi.deployment.imports import closure
-from secure_fvi.deployment.model_hash import ModelManifest, manifest, package_digest
+from secure_fvi.deployment.model_hash import ModelManifest, closure, manifest, package_digest
 from secure_fvi.errors import InputError
 from secure_fvi.runs.config import parse
 

@@ -18,11 +18,10 @@ from deployment_world import NOW, World
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.deployment import trail as trail_module
+from secure_fvi.deployment.countersigning import open_ledger, open_trail, open_witness
 from secure_fvi.deployment.keeping import rotate_identity
 from secure_fvi.deployment.policy import read_policy
-from secure_fvi.deployment.records import open_ledger, open_trail, open_witness
-from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
-from secure_fvi.deployment.trail_rows import TRAIL
+from secure_fvi.deployment.trail import TRAIL, Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.privacy.chain import link
@@ -333,7 +332,7 @@ def test_rows_are_forced_in_groups(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 WORKER = """
 import sys
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.records import open_trail
+from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from pathlib import Path
 

@@ -27,8 +27,7 @@ from safetensors.torch import load_file, save
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment import countersigning, fence, imports, model_hash, session_messages, signatures, site_job
-from secure_fvi.deployment.admission import Admission
+from secure_fvi.deployment import countersigning, fence, model_hash, session_messages, signatures, site_job
 from secure_fvi.deployment.authority import Authority, authority_hash
 from secure_fvi.deployment.certificates import (
     check_certificate,
@@ -42,22 +41,22 @@ from secure_fvi.deployment.certificates import (
     subject_of,
 )
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
+from secure_fvi.deployment.countersigning import open_trail, open_witness
 from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.holding import DurableSilo
-from secure_fvi.deployment.home import Home, check_private
+from secure_fvi.deployment.home import Admission, Home, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
 from secure_fvi.deployment.keeping import install, sign
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Table, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.policy import write_template
-from secure_fvi.deployment.records import open_trail, open_witness
 from secure_fvi.deployment.requests import read_request
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Joined, Open
 from secure_fvi.deployment.session_sums import session_of
 from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
-from secure_fvi.deployment.trail_rows import TrailChain
+from secure_fvi.deployment.trail import TrailChain
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_server import SessionLost
@@ -65,7 +64,7 @@ from secure_fvi.errors import AggregationError, DataError, InputError, PolicyErr
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
-from secure_fvi.runs import federation, toml
+from secure_fvi.runs import federation, wording
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.tables import read_table
@@ -214,7 +213,7 @@ def test_requests_are_signed_with_the_key_that_they_bring(world: World) -> None:
     der[-1] ^= 1  # the last byte of its own signature
     broken = x509.load_der_x509_csr(bytes(der)).public_bytes(serialization.Encoding.PEM).decode()
     with raises(ProtocolError, "is not signed with its own key"):
-        read_request(toml.dumps({**table, "csr": broken}).encode(), "request")
+        read_request(wording.dumps({**table, "csr": broken}).encode(), "request")
 
 
 # Authority and home
@@ -319,7 +318,7 @@ def test_rosters_that_contradict_themselves(world: World, case: str) -> None:
     table = __import__("tomllib").loads(world.homes["hub"].roster(NOW).content.decode())
     change(table)
     with raises(InputError, what):
-        parse_roster(toml.dumps(table).encode(), "here")
+        parse_roster(wording.dumps(table).encode(), "here")
 
 
 def test_a_roster_follows_one_of_its_own_consortium(world: World) -> None:
@@ -417,7 +416,7 @@ def test_models_that_are_not_here() -> None:
     with raises(InputError, "no program is called 'nothing' here"):
         model_hash._module_of("nothing")
     with raises(InputError, "there is no module 'nothing_of_the_kind'"):
-        imports.closure("nothing_of_the_kind")
+        model_hash.closure("nothing_of_the_kind")
 
 
 def test_sessions_rest_on_fresh_bytes_of_each_silo_and_on_a_key_where_there_is_one(world: World) -> None:
@@ -624,7 +623,7 @@ def test_a_tool_that_makes_no_namespaces_is_no_sandbox(monkeypatch: pytest.Monke
 
 
 def test_a_graph_of_other_numbers_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = fence.FencedModel(imports.Closure({"<model>": b"x"}, {}, {}), "f", None, None, {})
+    made = fence.FencedModel(model_hash.Closure({"<model>": b"x"}, {}, {}), "f", None, None, {})
     schema = Schema((("y", (), torch.float64),), {})
     start = types.SimpleNamespace(z_global=torch.zeros(1, dtype=torch.float32))
     monkeypatch.setattr(fence, "_traced", lambda *_: b"P")

@@ -13,14 +13,13 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.authority import authority_hash
-from secure_fvi.deployment.codes import reading_code, same_code
 from secure_fvi.deployment.consortium import Sums, parse_roster, session_id, write_roster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, sign
-from secure_fvi.deployment.names import format_time
+from secure_fvi.deployment.names import format_time, reading_code, same_code
 from secure_fvi.deployment.signatures import load_roster, sign_roster, signature_folder
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 
 
 def file(world: World, site: str = "north") -> Path:
@@ -222,7 +221,7 @@ def test_a_malformed_member_is_named(world: World, change: dict[str, object], sa
     text = file(world).read_text()
     member = {"id": "zone", "role": "silo", "identity": "1" * 64, "tls_key": "2" * 64, **change}
     with pytest.raises(InputError, match=says):
-        parse_roster((text + toml.dumps({"member": [member]})).encode(), "roster")
+        parse_roster((text + wording.dumps({"member": [member]})).encode(), "roster")
 
 
 def test_two_members_cannot_share_a_key(world: World) -> None:

@@ -14,17 +14,17 @@ from deployment_world import DAY, NOW, World
 import secure_fvi as sf
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide
 from secure_fvi.deployment.job import JobOffer, make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.policy import SitePolicy, read_policy, write_template
 from secure_fvi.deployment.policy_check import check, check_terms, unjudged
-from secure_fvi.deployment.records import open_trail
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.errors import InputError, PolicyError, ProtocolError
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Extent, agree
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Algorithm, Config, parse
 from secure_fvi.runs.options import ALGORITHMS, build, named
 
@@ -85,7 +85,7 @@ class Site:
 
     def policy(self, **changes: Any) -> SitePolicy:
         path = self.folder / "policy.toml"
-        path.write_text(toml.dumps({**self.table, **changes}))
+        path.write_text(wording.dumps({**self.table, **changes}))
         path.chmod(0o600)
         return read_policy(path)
 
@@ -445,7 +445,7 @@ def test_losses_and_differences_are_none_where_the_file_is_silent(site: Site) ->
 def test_every_rule_must_stand_in_the_file(site: Site) -> None:
     for key in ("rosters", "algorithms", "aggregations", "min_cohort", "max_rounds", "privacy"):
         path = site.folder / "policy.toml"
-        path.write_text(toml.dumps({k: v for k, v in site.table.items() if k != key}))
+        path.write_text(wording.dumps({k: v for k, v in site.table.items() if k != key}))
         with pytest.raises(InputError, match=f"'{key}' is missing"):
             read_policy(path)
 

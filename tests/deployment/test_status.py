@@ -12,8 +12,8 @@ from deployment_world import DAY, NOW, World
 from prometheus_client.parser import text_string_to_metric_families
 
 from secure_fvi.cli import main
+from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.policy import read_policy, write_template
-from secure_fvi.deployment.records import open_ledger, open_trail
 from secure_fvi.deployment.status import Monitor, Reader
 from secure_fvi.deployment.trail import Exchange, JobEntry
 from secure_fvi.errors import InputError

@@ -13,7 +13,7 @@ import secure_fvi as sf
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError
-from secure_fvi.families.amortised import ENCODER
+from secure_fvi.families.conditional import ENCODER
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.models.prodlda import PROGRAM, TOPICS, encoder, load, prodlda
 from secure_fvi_lab.experiments.coherence import diversity, top_words, umass

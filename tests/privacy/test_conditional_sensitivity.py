@@ -31,8 +31,7 @@ from secure_fvi.algorithms.vertical.silo import VerticalSilo
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
-from secure_fvi.privacy.clipping import noisy_clipped_sum
-from secure_fvi.privacy.gate import Gate, _clipped
+from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
 from secure_fvi.vertical_fitting import build_vertical_parties
 
 ROUNDS, CLIP, NOISE, KEY = 50, 1.0, 2.0, b"k" * 32

@@ -15,8 +15,7 @@ import secure_fvi as sf
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
-from secure_fvi.privacy.ledger import Budget, Ledger
-from secure_fvi.privacy.ledger_verify import verify
+from secure_fvi.privacy.ledger import Budget, Ledger, verify
 
 KEY = b"test"
 #: Runs this short and noisy say that they have not converged; what they are tested for is something else.

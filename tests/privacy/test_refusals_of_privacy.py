@@ -18,12 +18,11 @@ from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, Row, check_keys, make_row
-from secure_fvi.privacy.chain_verify import verify_chain
+from secure_fvi.privacy.chain_file import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.privacy.ledger import Budget, Job, Ledger
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, verify
 from secure_fvi.privacy.ledger_state import Chain
-from secure_fvi.privacy.ledger_verify import verify
 from secure_fvi.privacy.plan import gaussian_job as event_of
 from secure_fvi.privacy.plan import solve_noise, solve_rate, solve_rounds
 from secure_fvi.privacy.settings import RecordDP, SiloDP

@@ -19,9 +19,8 @@ from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeat
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.ledger_account import account, read_ledger
 from secure_fvi.privacy.report import Report, job_event, read_report
-from secure_fvi.privacy.report_html import report_html
+from secure_fvi.privacy.report_html import report_html, report_text
 from secure_fvi.privacy.report_registry import read_facts, report_registry
-from secure_fvi.privacy.report_text import report_text
 
 SAMPLED = PoissonSampled(0.02, Gaussian(2.0))
 INTEGER = PoissonSampled(0.01, Skellam(1.8e5**2, 3.2e6, 1e5))

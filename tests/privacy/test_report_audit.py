@@ -15,8 +15,7 @@ from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.report import Report, read_report
 from secure_fvi.privacy.report_audit import read_audit, with_audit
-from secure_fvi.privacy.report_html import report_html
-from secure_fvi.privacy.report_text import report_text
+from secure_fvi.privacy.report_html import report_html, report_text
 
 DELTA = 1e-6
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from secure_fvi import checkpoints, messages
-from secure_fvi.aggregation import barycenter_parties, homomorphic_messages
+from secure_fvi.aggregation import homomorphic_schemes
 from secure_fvi.aggregation import messages as sum_messages
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.aggregation.roster import Roster
@@ -30,14 +30,13 @@ from secure_fvi.federated_model import Schema
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
 from secure_fvi.privacy.ledger import Budget
-from secure_fvi.privacy.ledger_chain import LEDGER
+from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.silo import Past
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CODECS = {
-    "barycenter": barycenter_parties._CODEC,
     "countersigning": countersigning._CODEC,
-    "homomorphic sum": homomorphic_messages._CODEC,
+    "homomorphic sum": homomorphic_schemes._CODEC,
     "letter": flower_letters._CODEC,
     "masked sum": sum_messages._CODEC,
     "offer": job._CODEC,

@@ -19,9 +19,9 @@ import click
 from secure_fvi.cli.flower_processes import FlowerProcesses
 from secure_fvi.deployment.home import Home
 from secure_fvi.engines.flower_setup import check_flower
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse
-from secure_fvi.runs.metrics import INTERVAL, read_metrics
+from secure_fvi.runs.report import INTERVAL, read_metrics
 from secure_fvi_lab.bench.world import allow, consortium
 from secure_fvi_lab.machine import machine
 
@@ -69,7 +69,7 @@ def _job(homes: Mapping[str, Home], folder: Path, kind: str, carrier: str, round
     for silo in SILOS:
         allow(homes[silo], parse(table, "bench flower"))
     path = folder / f"{kind}-{carrier}.toml"
-    path.write_text(toml.dumps(table))
+    path.write_text(wording.dumps(table))
     return path
 
 

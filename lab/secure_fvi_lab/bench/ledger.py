@@ -11,8 +11,7 @@ from typing import Any
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Gaussian
-from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term
-from secure_fvi.privacy.ledger_verify import verify
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, verify
 from secure_fvi_lab.machine import print_milliseconds, processor
 
 _BLOCKS = (1, 16, 256)

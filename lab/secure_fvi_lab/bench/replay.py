@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from secure_fvi.compiled import threads as with_threads
-from secure_fvi.deployment.trail_rows import EXCHANGE, read_exchange
+from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.driving import drive
 from secure_fvi.engines.local import LocalEngine

@@ -113,7 +113,7 @@ class TenSEAL:
     def __init__(self, length: int, silos: int) -> None:
         """Raises ImportError where TenSEAL is not installed."""
         self._ts: Any = importlib.import_module("tenseal")
-        prime = importlib.import_module("secure_fvi.aggregation.modular").BFV_PRIME
+        prime = importlib.import_module("secure_fvi.aggregation.homomorphic_schemes").BFV_PRIME
         self._secret = self._ts.context(self._ts.SCHEME_TYPE.BFV, _DEGREE, prime, n_threads=1)
         self._public = self._ts.context_from(self._secret.serialize(True, False, False, False), n_threads=1)
         largest = prime // (2 * silos) - 1

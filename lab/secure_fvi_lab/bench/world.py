@@ -24,7 +24,7 @@ from secure_fvi.deployment.keeping import accept, install, request_text, sign
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Role
 from secure_fvi.deployment.requests import read_request
-from secure_fvi.runs import toml
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, read
 
 HUB, HOLDER = "hub", "escrow"
@@ -77,7 +77,7 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
         "data": [{"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}],
         **changes,
     }
-    home.policy_file.write_text(toml.dumps(policy))
+    home.policy_file.write_text(wording.dumps(policy))
     home.policy_file.chmod(0o600)
 
 
@@ -90,7 +90,7 @@ class Parties:
         self.root, self.silos, self.out = root, tuple(silos), root / "out"
         self.homes = consortium(root, silos, holder)
         self.path = root / "job.toml"
-        self.path.write_text(toml.dumps(dict(table)))
+        self.path.write_text(wording.dumps(dict(table)))
         self.config = read(self.path)
         for home in self.homes.values():
             if home.role != "server":

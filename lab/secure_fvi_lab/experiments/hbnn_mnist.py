@@ -20,7 +20,6 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import SFVIAvg
-from secure_fvi.local_posterior import LocalPosterior
 from secure_fvi.models.bnn import score
 from secure_fvi.models.hierarchical_network import (
     PersonalNetwork,
@@ -30,7 +29,7 @@ from secure_fvi.models.hierarchical_network import (
     mixed_network,
 )
 from secure_fvi.models.mnist import load
-from secure_fvi.results import draw_global
+from secure_fvi.results import LocalPosterior, draw_global
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.mnist_report import plot
 from secure_fvi_lab.experiments.mnist_report import table as table

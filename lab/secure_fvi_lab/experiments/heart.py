@@ -21,7 +21,7 @@ from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Vertical
 from secure_fvi.compiled import Mode
 from secure_fvi.models.heart import Heart, bayesian_network, load, split_network
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.runs.draws import default_dtype
+from secure_fvi.runs.marginals import default_dtype
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.heart_batched import HierarchicalRound, Programs, SplitRound
 from secure_fvi_lab.experiments.heart_folds import (

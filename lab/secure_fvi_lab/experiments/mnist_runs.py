@@ -22,7 +22,7 @@ from secure_fvi.driving import Progress, drive
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import build_parties
-from secure_fvi.local_posterior import LocalPosterior
+from secure_fvi.results import LocalPosterior
 from secure_fvi_lab.experiments import Request, Tell
 from secure_fvi_lab.experiments.spread import spread
 

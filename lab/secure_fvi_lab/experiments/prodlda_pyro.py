@@ -14,7 +14,7 @@ from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 
 from secure_fvi.models.prodlda import SCALE, Words
-from secure_fvi.runs.draws import seeded
+from secure_fvi.runs.marginals import seeded
 from secure_fvi_lab.experiments import Tell
 
 

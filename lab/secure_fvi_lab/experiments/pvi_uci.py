@@ -24,7 +24,7 @@ from secure_fvi.algorithms.baselines import BCM, VCL, StreamingVB
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.models import uci_adult, uci_bank, uci_credit
 from secure_fvi.models.base import Dataset
-from secure_fvi.models.logistic import MODEL
+from secure_fvi.models.tabular import MODEL
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.following import follow
 from secure_fvi_lab.experiments.mean_field_logistic import MeanField, Optimum, bound, global_vi, scores

@@ -22,9 +22,8 @@ from torch.nn.functional import logsigmoid
 import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
 from secure_fvi.errors import SecureFVIWarning
-from secure_fvi.models.vertical_base import VerticalDataset
-from secure_fvi.models.vertical_programs import load_adult
-from secure_fvi.runs.draws import default_dtype
+from secure_fvi.models.vertical_programs import VerticalDataset, load_adult
+from secure_fvi.runs.marginals import default_dtype
 from secure_fvi.vertical_results import VerticalResult
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.vertical_targets import logistic_mode

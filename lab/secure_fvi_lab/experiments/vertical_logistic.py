@@ -21,8 +21,8 @@ from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul
 from secure_fvi.algorithms.vertical.marginal import marginal
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.compiled import Mode
-from secure_fvi.models.vertical_logistic import COLUMNS, RECORDS, Data, make_data
-from secure_fvi.runs.draws import default_dtype
+from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
+from secure_fvi.runs.marginals import default_dtype
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound

@@ -20,7 +20,7 @@ from torch import Tensor
 from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_poisson import AREAS, RATE, SCALE, SILOS, Areas, simulate
-from secure_fvi.runs.draws import default_dtype
+from secure_fvi.runs.marginals import default_dtype
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.experiments.vertical_poisson_fits import INTEGRATED, PRIVATE, TRUE_MODEL, VARIANTS, Fits, Found

@@ -16,7 +16,7 @@ from torch import Tensor
 from secure_fvi.algorithms.vertical import Likelihood, Poisson
 from secure_fvi.algorithms.vertical.marginal import marginal
 from secure_fvi.models.vertical_poisson import SCALE, Areas, mu_given, multilevel, slopes
-from secure_fvi.runs.draws import Draws
+from secure_fvi.runs.marginals import Draws
 from secure_fvi.runs.nuts import sample_nuts
 
 _NODES = 16

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Vertical
 from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.runs.draws import seeded
+from secure_fvi.runs.marginals import seeded
 from secure_fvi_lab.experiments.vertical_batched import VerticalRound
 
 _WARM = 50

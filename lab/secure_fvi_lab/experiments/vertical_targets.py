@@ -21,7 +21,7 @@ from pyro.distributions import Normal
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from secure_fvi.runs.draws import Draws
+from secure_fvi.runs.marginals import Draws
 from secure_fvi.runs.nuts import sample_nuts
 
 #: The table: f from -REACH to REACH in steps; it goes on linearly outside.

@@ -18,7 +18,7 @@ from secure_fvi.algorithms.sfvi_frame import mean_units
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.families import GlobalFamily, Params, global_family
-from secure_fvi.families.point import Point
+from secure_fvi.families.gaussian import Point
 from secure_fvi.optimizers import Optimizer
 
 
