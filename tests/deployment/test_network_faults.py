@@ -15,7 +15,7 @@ from deployment_world import World
 from test_stream import Dialer, echo, serving
 
 from secure_fvi.engines.stream_server import StreamServer
-from secure_fvi_lab.bench.relay import Network, Relay, corrupted, duplicated, reordered
+from secure_fvi_lab.bench.network import Network, Relay, corrupted, duplicated, reordered
 from secure_fvi_lab.bench.replay import posterior
 from secure_fvi_lab.bench.world import HUB, Parties
 

@@ -16,8 +16,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.families.conditional import ENCODER
 from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.models.prodlda import PROGRAM, TOPICS, encoder, load, prodlda
-from secure_fvi_lab.experiments.coherence import diversity, top_words, umass
-from secure_fvi_lab.experiments.completion import completion
+from secure_fvi_lab.experiments.prodlda_20news import completion, diversity, top_words, umass
 
 DATA = load(None, documents=4, words=7, length=9).records
 

@@ -14,8 +14,7 @@ from secure_fvi.cli import main
 from secure_fvi.models.newsgroups import Corpus
 from secure_fvi.models.prodlda import load
 from secure_fvi_lab.experiments import Request, prodlda_20news
-from secure_fvi_lab.experiments.prodlda_20news import METHODS, QUICK, run, silos_of
-from secure_fvi_lab.experiments.prodlda_report import plot, table
+from secure_fvi_lab.experiments.prodlda_20news import METHODS, QUICK, plot, run, silos_of, table
 
 
 def _posts(documents: int = 120) -> Corpus:

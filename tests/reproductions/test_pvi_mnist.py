@@ -9,8 +9,7 @@ import pytest
 from quick_run import quick_run
 
 from secure_fvi.cli import main
-from secure_fvi_lab.experiments.pvi_mnist import AIMS, FULL, _line, pvi, table
-from secure_fvi_lab.experiments.pvi_mnist_curves import curves
+from secure_fvi_lab.experiments.pvi_mnist import AIMS, FULL, _line, curves, pvi, table
 
 
 def _row(seed: int, test: float) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import torch
 from quick_run import quick_run
 
 from secure_fvi.models.base import Dataset
-from secure_fvi_lab.experiments.pvi_mnist_report import plot
-from secure_fvi_lab.experiments.pvi_mnist_shards import alike, diverged, shards, table
+from secure_fvi_lab.experiments.pvi_mnist_shards import alike, diverged, plot, shards, table
 
 
 def _row(**changed: Any) -> dict[str, Any]:

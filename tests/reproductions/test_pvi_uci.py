@@ -16,10 +16,19 @@ from torch.nn.functional import logsigmoid
 import secure_fvi as sf
 from secure_fvi.cli import main
 from secure_fvi.models.base import Dataset
-from secure_fvi_lab.experiments.following import follow
-from secure_fvi_lab.experiments.mean_field_logistic import MeanField, bound, global_vi, predictive_logits, scores
-from secure_fvi_lab.experiments.pvi_uci import held_out, load, partition
-from secure_fvi_lab.experiments.pvi_uci_report import summaries, table
+from secure_fvi_lab.experiments.pvi_uci import (
+    MeanField,
+    bound,
+    follow,
+    global_vi,
+    held_out,
+    load,
+    partition,
+    predictive_logits,
+    scores,
+    summaries,
+    table,
+)
 
 
 def _records(n: int = 60, d: int = 3) -> dict[str, Tensor]:

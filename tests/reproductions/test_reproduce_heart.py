@@ -18,10 +18,18 @@ from secure_fvi.compiled import Mode
 from secure_fvi.errors import InputError
 from secure_fvi.models.heart import Heart, bayesian_network, split_network
 from secure_fvi.optimizers import Optimizer
-from secure_fvi_lab.experiments.heart import PAPER
-from secure_fvi_lab.experiments.heart_batched import HierarchicalRound, SplitRound, Task
-from secure_fvi_lab.experiments.heart_folds import by_fold, logistic, make_folds, task_of
-from secure_fvi_lab.experiments.heart_report import png, table
+from secure_fvi_lab.experiments.heart import (
+    PAPER,
+    HierarchicalRound,
+    SplitRound,
+    Task,
+    by_fold,
+    logistic,
+    make_folds,
+    png,
+    table,
+    task_of,
+)
 
 ADAM = Optimizer("adam", 0.05)
 

@@ -15,8 +15,7 @@ from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.cli import main
 from secure_fvi.models.multinomial import multinomial_regression
 from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.mnist_report import plot, table
-from secure_fvi_lab.experiments.mnist_runs import Job, run, summary
+from secure_fvi_lab.experiments.mnist_runs import Job, plot, run, summary, table
 
 SILOS = [{"x": torch.eye(3), "y": torch.arange(3)}, {"x": -torch.eye(3), "y": torch.arange(3)}]
 

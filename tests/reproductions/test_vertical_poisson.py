@@ -15,9 +15,15 @@ from secure_fvi.algorithms.vertical import Poisson, Predictor
 from secure_fvi.algorithms.vertical.marginal import log_marginal
 from secure_fvi.models import vertical_poisson as model
 from secure_fvi_lab.experiments import vertical_poisson
-from secure_fvi_lab.experiments.vertical_poisson_fits import INTEGRATED, PRIVATE, VARIANTS, Fits
-from secure_fvi_lab.experiments.vertical_poisson_plot import png
-from secure_fvi_lab.experiments.vertical_poisson_targets import Levels, poisson_lognormal
+from secure_fvi_lab.experiments.vertical_poisson import (
+    INTEGRATED,
+    PRIVATE,
+    VARIANTS,
+    Fits,
+    Levels,
+    png,
+    poisson_lognormal,
+)
 
 
 def test_simulated_truths_have_the_priors_moments() -> None:

@@ -21,10 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from secure_fvi.errors import InputError
-from secure_fvi_lab.bench.sum_parties import CHECKED_ONE_BY_ONE, Parties, Setting, Stopwatch, SumTimes
-from secure_fvi_lab.bench.sum_peers import Floor, Flower, FlowerTimes, TenSEAL, TenSEALTimes
-from secure_fvi_lab.bench.sum_table import print_tables
-from secure_fvi_lab.bench.sum_targets import targets
+from secure_fvi_lab.bench.sum_parties import (
+    CHECKED_ONE_BY_ONE,
+    Floor,
+    Flower,
+    FlowerTimes,
+    Parties,
+    Setting,
+    Stopwatch,
+    SumTimes,
+    TenSEAL,
+    TenSEALTimes,
+)
+from secure_fvi_lab.bench.sum_table import print_tables, targets
 from secure_fvi_lab.machine import processor
 
 #: Called with the share of the work done, in [0, 1], and what is being measured.

@@ -31,9 +31,8 @@ from secure_fvi.models.hierarchical_network import (
 from secure_fvi.models.mnist import load
 from secure_fvi.results import LocalPosterior, draw_global
 from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.mnist_report import plot
-from secure_fvi_lab.experiments.mnist_report import table as table
-from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, run, summary
+from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, plot, run, summary
+from secure_fvi_lab.experiments.mnist_runs import table as table
 from secure_fvi_lab.experiments.partitions import mostly_one_label, take
 from secure_fvi_lab.machine import machine
 

@@ -8,33 +8,40 @@ columns says what is in reach. z-scores come from the training folds, each silo'
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
+from torch.nn.functional import logsigmoid
 
-from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Vertical
-from secure_fvi.compiled import Mode
-from secure_fvi.models.heart import Heart, bayesian_network, load, split_network
+from secure_fvi.algorithms.vertical import (
+    Amortised,
+    Bernoulli,
+    Likelihood,
+    Predictor,
+    Vertical,
+    VerticalServer,
+    VerticalSilo,
+)
+from secure_fvi.algorithms.vertical.predictors import Program
+from secure_fvi.algorithms.vertical.server import Answer, ServerParams
+from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, Response, SiloParams
+from secure_fvi.algorithms.vertical.split_nn import SplitSilo
+from secure_fvi.compiled import Mode, Traced
+from secure_fvi.models.heart import Heart, bayesian_network, load, split_network, standardise
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.runs.marginals import default_dtype
+from secure_fvi.trees import Params, part
 from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.heart_batched import HierarchicalRound, Programs, SplitRound
-from secure_fvi_lab.experiments.heart_folds import (
-    FOLDS,
-    Folds,
-    by_fold,
-    logistic,
-    make_folds,
-    mean_log_likelihood,
-    task_of,
-)
-from secure_fvi_lab.experiments.heart_report import png
-from secure_fvi_lab.experiments.heart_report import table as table
+from secure_fvi_lab.experiments.vertical_batched import stack
+from secure_fvi_lab.experiments.vertical_targets import logistic_mode
+from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 RHOS, SMALL_RHO, LOCAL_STEPS = (1.0, 5.0, 10.0), 0.2, 5
@@ -286,3 +293,328 @@ def _row(name: str, found: Probabilities, y: Tensor, folds: Folds, cost: Exchang
         "seconds": round(cost.seconds, 1),
         "curve": {"exchanges": cost.at, "log_likelihood": cost.log_likelihood},
     }
+
+
+# ----
+# Ten-fold training sets of the heart disease data, scores on their test folds, and pooled logistic regression
+
+FOLDS = 10
+_DTYPE = torch.float32
+
+
+class Folds(NamedTuple):
+    """R training sets, ten an assignment."""
+
+    test: Tensor  # (R, N) bool
+    inner: Tensor  # (R, N) bool: another fold, held out of the training set for the choice of a variant
+
+
+def task_of(data: Heart, train: Tensor) -> Task:
+    """One run for each training set of `train` (R, N) bool; z-scores from it alone, by silo."""
+    rows = tuple(
+        {"x": torch.stack([standardise(x, numeric, t) for t in train]).to(_DTYPE)}
+        for x, numeric in zip(data.x, data.numeric, strict=True)
+    )
+    y = data.y.to(_DTYPE)
+    return Task(rows, train.to(_DTYPE), Response(y, torch.zeros_like(y)))
+
+
+def make_folds(y: Tensor, seeds: int) -> Folds:
+    """Stratified by the response; assignment s is drawn from seed s."""
+    test, inner = [], []
+    for seed in range(seeds):
+        generator, fold = torch.Generator().manual_seed(seed), torch.empty(len(y), dtype=torch.long)
+        order = torch.cat([at[torch.randperm(len(at), generator=generator)] for at in _classes(y)])
+        fold[order] = torch.arange(len(y)) % FOLDS
+        test += [fold == k for k in range(FOLDS)]
+        inner += [fold == (k + 1) % FOLDS for k in range(FOLDS)]
+    return Folds(torch.stack(test), torch.stack(inner))
+
+
+def _classes(y: Tensor) -> list[Tensor]:
+    return [torch.nonzero(y == value).squeeze(1) for value in (0.0, 1.0)]
+
+
+def logistic(data: Heart, folds: Folds, steps: int = 20) -> Tensor:
+    """Probabilities (R, N) at the mode of logistic regression on the pooled columns, beta ~ N(0, 1), by Newton."""
+    found = []
+    for test in folds.test:
+        parts = [standardise(x, n, ~test) for x, n in zip(data.x, data.numeric, strict=True)]
+        x = torch.cat([torch.ones_like(parts[0][:, :1]), *parts], 1)
+        found.append(torch.sigmoid(x @ logistic_mode(x[~test], data.y[~test], steps)[0]))
+    return torch.stack(found)
+
+
+def by_fold(probability: Tensor, y: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Accuracy in % (R,), mean log-likelihood in nats (R,), and log-likelihoods of the wrong predictions (W,)."""
+    logits = torch.logit(probability.double().clamp(1e-30, 1 - 1e-16))
+    log_p, right = logsigmoid((2 * y - 1) * logits), (2 * y - 1) * logits > 0
+    size = held.sum(1)
+    return 100 * (right & held).sum(1) / size, (log_p * held).sum(1) / size, log_p[held & ~right]
+
+
+def mean_log_likelihood(probability: Tensor, y: Tensor, held: Tensor) -> float:
+    return float(by_fold(probability, y, held)[1].mean())
+
+
+# ---- Rounds of split networks for many training sets at once, for experiments on data that may be pooled ----
+#
+# A run is one training set with its own start and noise. All runs, silos and the server are one traced function: runs
+# mapped by vmap, silos of different columns one after the other, sums plain. Records that a run does not train on have
+# weight 0: they add nothing to any gradient, and are predicted like the others.
+
+_BLOCK = 20  # rounds whose noise is drawn at once
+
+#: A silo's program from the seed of a run.
+Programs = Callable[[int], Program]
+
+
+class Task(NamedTuple):
+    """R runs over N records of J silos."""
+
+    rows: tuple[Params, ...]  # J dicts of (R, N, ...)
+    weights: Tensor  # (R, N)
+    response: Response  # (N,)
+
+    @property
+    def runs(self) -> int:
+        return self.weights.shape[0]
+
+
+class State(NamedTuple):
+    """Of all parties; every tensor has a first axis of length R."""
+
+    params: tuple[SiloParams, ...]
+    moments: tuple[Moments, ...]
+    server: ServerParams
+
+
+class HierarchicalRound:
+    """Rounds of `Vertical` in the augmented-variable model; theta starts `spread` sds of noise off its prior's mean."""
+
+    def __init__(
+        self, config: Vertical, likelihood: Likelihood, programs: Programs, task: Task, optimizer: Optimizer,
+        mode: Mode, spread: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.config, self.likelihood, self.task, self.spread = config, likelihood, task, spread
+        self.dtype, self.optimizer = task.weights.dtype, optimizer
+        self._predictors = [
+            [Predictor(programs(1000 * j + r), {k: v[r] for k, v in rows.items()}) for r in range(task.runs)]
+            for j, rows in enumerate(task.rows)
+        ]
+        count = len(task.rows)
+        self.silos = [VerticalSilo(config, likelihood, p[0], count, optimizer) for p in self._predictors]
+        self.server = VerticalServer(likelihood, optimizer, self.dtype)
+        self.step: Callable[..., tuple[State, Tensor]] = Traced(self._round, (None,) * 4, mode)
+
+    def init(self, generator: torch.Generator) -> State:
+        """Points start at their programs' own values, one program a run."""
+        params, moments, records = [], [], self.task.weights.shape[1]
+        for silo, predictors in zip(self.silos, self._predictors, strict=True):
+            found = []
+            for predictor in predictors:
+                shared, record = silo.init(records, generator)[0]
+                loc = shared["theta/loc"]
+                shared["theta/loc"] = loc + self.spread * torch.randn(len(loc), generator=generator, dtype=loc.dtype)
+                points = {f"point/{name}": value for name, value in predictor.points.items()}
+                found.append(SiloParams({**shared, **points}, record))
+            params.append(stack(found))
+            moments.append(Moments(*(self.optimizer.init(p) for p in params[-1])))
+        eta = stack([self.server.init().eta] * self.task.runs)
+        return State(tuple(params), tuple(moments), ServerParams(eta, self.optimizer.init(eta)))
+
+    def noises(self, rounds: int, generator: torch.Generator) -> Iterator[tuple[tuple[Noise, ...], Tensor]]:
+        """The silos' noise and the server's, for each round."""
+        r, n = self.task.weights.shape
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=self.dtype)
+
+        for start in range(0, rounds, _BLOCK):
+            size = min(_BLOCK, rounds - start)
+            silos = [(normal(size, r, s.family.noise_size), normal(size, r, n, 1)) for s in self.silos]
+            gamma = normal(size, r, self.server.family.noise_size)
+            for k in range(size):
+                yield tuple(Noise(theta[k], z[k]) for theta, z in silos), gamma[k]
+
+    def fit(
+        self, rounds: int, seed: int = 0, decay: bool = False, at: Collection[int] = (),
+        see: Callable[[int, State], None] | None = None,
+    ) -> State:  # fmt: skip
+        """Adam at a constant rate, or one that falls linearly to nothing; `see` is called after the rounds in `at`."""
+        generator = torch.Generator().manual_seed(seed)
+        state = self.init(generator)
+        for r, (noise, eps) in enumerate(self.noises(rounds, generator)):
+            scale = torch.tensor(1.0 - 0.99 * r / rounds if decay else 1.0, dtype=self.dtype)
+            state, _ = self.step(state, noise, eps, scale)
+            if see is not None and r + 1 in at:
+                see(r + 1, state)
+        return state
+
+    def predict(self, state: State, draws: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+        """Probabilities (R, N) of y = 1 under q(theta), q(gamma): z_j at eta_j, and z_j ~ N(eta_j, rho^2)."""
+        generator, noise_sd = torch.Generator().manual_seed(seed), math.sqrt(len(self.silos)) * self.config.rho
+        still, noisy = torch.zeros_like(self.task.weights), torch.zeros_like(self.task.weights)
+        for noise, eps in self.noises(draws, generator):
+            s = vmap(self._centre)(state.params, state.server.eta, self.task.rows, noise, eps)
+            still += torch.sigmoid(s) / draws
+            noisy += torch.sigmoid(s + noise_sd * torch.randn(s.shape, generator=generator, dtype=s.dtype)) / draws
+        return still, noisy
+
+    def _centre(self, params: Any, eta: Params, rows: Any, noise: Any, eps: Tensor) -> Tensor:
+        """sum_j eta_j + offset + intercept (N,) of one run."""
+        total = self.task.response.offset + self.server.gamma(eta, eps)[0]
+        for silo, q, columns, e in zip(self.silos, params, rows, noise, strict=True):
+            shared = SiloParams(*q).shared
+            theta = silo.family.transform(part(shared, "theta"), Noise(*e).theta)
+            total = total + silo.predictor.evaluate(theta, part(shared, "point"), columns)[0][:, 0]
+        return total
+
+    def _round(self, state: State, noise: tuple[Noise, ...], eps: Tensor, scale: Tensor) -> tuple[State, Tensor]:
+        """Algorithm 1. Optimisers step on the stacked runs, element by element: vmap has no rule for them."""
+        weights, response = self.task.weights, self.task.response
+        known: Any = response if self.config.response == "shared" else ()
+        state = State(*state)
+        params, moments = [SiloParams(*q) for q in state.params], [Moments(*m) for m in state.moments]
+        server, noise = ServerParams(*state.server), tuple(Noise(*e) for e in noise)
+        parties = list(zip(self.silos, params, self.task.rows, noise, strict=True))
+        draws = [Draw(*vmap(_drawing(silo, known))(q, x, weights, e)) for silo, q, x, e in parties]
+        s = torch.stack([d.z for d in draws]).sum(0)
+        gamma = vmap(self.server.gamma)(server.eta, eps)
+        answer = Answer(*vmap(lambda s, g, w: self.server.respond(response, s, g, w))(s, gamma, weights))
+        one = torch.ones_like(answer.value)
+        incoming = Incoming(answer.pull, answer.curvature, torch.zeros_like(s), gamma, one)
+        ends = []
+        for (silo, q, x, e), m, d in zip(parties, moments, draws, strict=True):
+            new = q
+            for _ in range(self.config.local_steps):
+                found = SiloParams(*vmap(_gradient(silo, known))(new, x, weights, e, d.z, incoming))
+                new, m = silo.ascend(new, m, found, SiloParams(*vmap(silo.units)(new)), scale)
+            ends.append((SiloParams(*(_lerp(a, b, silo.kept) for a, b in zip(q, new, strict=True))), m))
+        in_eta, own = vmap(self.server.gradient)(server.eta, answer.gamma, eps)
+        server = self.server.ascend(server, in_eta, vmap(self.server.units)(server.eta), scale)
+        bound = answer.value + own + torch.stack([d.local for d in draws]).sum(0)
+        return State(tuple(q for q, _ in ends), tuple(m for _, m in ends), server), bound
+
+
+def _drawing(silo: VerticalSilo, known: Any) -> Callable[..., Draw]:
+    return lambda params, rows, weights, noise: silo.draw(params, rows, known, weights, noise)
+
+
+def _gradient(silo: VerticalSilo, known: Any) -> Callable[..., SiloParams]:
+    return lambda params, rows, weights, noise, sent, incoming: silo.gradient(
+        params, rows, known, weights, noise, sent, incoming
+    )
+
+
+def _lerp(old: Params, new: Params, kept: float) -> Params:
+    return new if kept == 1 else {name: torch.lerp(value, new[name], kept) for name, value in old.items()}
+
+
+class SplitRound:
+    """Rounds of the split NN; the server has no parameters."""
+
+    def __init__(
+        self, likelihood: Likelihood, programs: Programs, task: Task, optimizer: Optimizer, mode: Mode
+    ) -> None:
+        self.likelihood, self.task, self.dtype = likelihood, task, task.weights.dtype
+        predictors = [
+            [Predictor(programs(1000 * j + r), {k: v[r] for k, v in rows.items()}) for r in range(task.runs)]
+            for j, rows in enumerate(task.rows)
+        ]
+        self._silos = [[SplitSilo(p, optimizer) for p in of_silo] for of_silo in predictors]
+        self.silos = [of_silo[0] for of_silo in self._silos]
+        self.server = VerticalServer(likelihood, optimizer, self.dtype)
+        self.gamma = torch.zeros(likelihood.gamma_size, dtype=self.dtype)
+        self.step: Callable[..., Any] = Traced(self._round, (None,) * 3, mode)
+
+    def fit(self, rounds: int, at: Collection[int] = (), see: Callable[[int, Any], None] | None = None) -> Any:
+        """Adam at a constant rate."""
+        points = tuple(stack([silo.init()[0] for silo in of_silo]) for of_silo in self._silos)
+        moments = tuple(silo.optimizer.init(p) for silo, p in zip(self.silos, points, strict=True))
+        scale = torch.ones((), dtype=self.dtype)
+        for r in range(rounds):
+            points, moments = self.step(points, moments, scale)
+            if see is not None and r + 1 in at:
+                see(r + 1, points)
+        return points
+
+    def predict(self, points: tuple[Params, ...]) -> Tensor:
+        """(R, N)."""
+        return torch.sigmoid(vmap(self._sum)(points, self.task.rows)[..., 0])
+
+    def _sum(self, points: tuple[Params, ...], rows: tuple[Params, ...]) -> Tensor:
+        drawn = [silo.draw(p, x) for silo, p, x in zip(self.silos, points, rows, strict=True)]
+        return torch.stack(drawn).sum(0)
+
+    def _round(self, points: tuple[Params, ...], moments: tuple[Params, ...], scale: Tensor) -> Any:
+        weights = self.task.weights
+        s = vmap(self._sum)(points, self.task.rows)
+        pull = vmap(lambda s, w: self.server.respond(self.task.response, s, self.gamma, w).pull)(s, weights)
+        ends = [
+            silo.ascend(p, vmap(silo.gradient)(p, x, weights, pull), m, scale)
+            for silo, p, m, x in zip(self.silos, points, moments, self.task.rows, strict=True)
+        ]
+        return tuple(p for p, _ in ends), tuple(m for _, m in ends)
+
+
+# ---- The lines of `secure-fvi reproduce heart` for a terminal, and its plot ----
+
+#: Methods whose test log-likelihood is drawn over the exchanges.
+_CURVES = (
+    "split NN", "points, rho 1", "points, rho 5", "points, rho 10", "sampled, rho 1", "sampled, rho 10",
+    "sampled, rho 1, 5 steps", "linear + 8 units, marked, rho 0.2",
+)  # fmt: skip
+_COLOURS = ("#dc2626", "#d97706", "#f59e0b", "#fcd34d", "#2563eb", "#93c5fd", "#059669", "#7c3aed")
+
+
+def table(content: Row) -> str:
+    """Accuracy in %, log-likelihoods in nats, narrow enough for a terminal; the paper's beside ours."""
+    lines = [f"{'method':<38}{'seeds':>6}{'accuracy (sd)':>16}{'log-lik':>9}{'wrong':>8}{'noisy':>8}{'paper':>16}"]
+    for r in content["rows"]:
+        accuracy = f"{r['accuracy']:.2f} ({r['sd_over_folds']:.2f})"
+        paper = content["paper"].get(r["method"].replace("sampled", "points"))
+        beside = f"{paper['accuracy']:.2f} / {paper['log_likelihood']:.2f}" if paper else ""
+        lines.append(
+            f"{r['method']:<38}{r['seeds']:>6}{accuracy:>16}{r['log_likelihood']:>9.3f}{r['wrong']:>8.2f}"
+            f"{r['log_likelihood_noisy']:>8.3f}{beside:>16}"
+        )
+    lines.append("sd over folds; log-likelihoods in nats a patient; noisy: with the model's noise in z")
+    return "\n".join(lines)
+
+
+def png(rows: Sequence[Row], paper: Mapping[str, tuple[float, float, float, float]]) -> bytes:
+    """Accuracy and log-likelihood by method beside the paper's, and the log-likelihood over the exchanges."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 10), layout="constrained")
+    halves: Any = figure.subfigures(2, 1, height_ratios=(1.2, 1))
+    upper, lower = halves
+    left, right = upper.subplots(1, 2, sharey=True)
+    for y, row in enumerate(rows):
+        known = paper.get(row["method"].replace("sampled", "points"))
+        left.errorbar(row["accuracy"], y, xerr=row["sd_over_folds"], fmt="o", color="#2563eb", ms=5, lw=1)
+        right.plot(row["log_likelihood"], y, "o", color="#2563eb", ms=5)
+        if known:
+            left.errorbar(known[0], y + 0.25, xerr=known[1], fmt="s", color="#9ca3af", ms=4, lw=1)
+            right.plot(known[2], y + 0.25, "s", color="#9ca3af", ms=4)
+    left.set(yticks=range(len(rows)), yticklabels=[r["method"] for r in rows], xlabel="accuracy, %, sd over folds")
+    left.invert_yaxis()
+    right.set(
+        xlabel="test log-likelihood, nats a patient", xlim=(min(-1.0, *(p[2] for p in paper.values())) - 0.1, -0.25)
+    )
+    right.plot([], [], "o", color="#2563eb", label="ours")
+    right.plot([], [], "s", color="#9ca3af", label="paper, table 3 (its model)")
+    right.legend(frameon=False, fontsize=8, loc="lower left")
+    _curves(lower.subplots(1, 1), rows)
+    return as_png(figure, 120)
+
+
+def _curves(axis: Any, rows: Sequence[Row]) -> None:
+    by_name = {r["method"]: r for r in rows if "curve" in r}
+    drawn = [by_name[name] for name in _CURVES if name in by_name]
+    for row, colour in zip(drawn, _COLOURS, strict=False):
+        curve = row["curve"]
+        axis.plot(curve["exchanges"], curve["log_likelihood"], color=colour, lw=1.4, label=row["method"])
+    axis.set(xscale="log", ylim=(-1.2, -0.3), xlabel="exchanges", ylabel="test log-likelihood, nats a patient")
+    axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")

@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import pyro
 import torch
-from torch import Tensor
+from pyro.distributions import Multinomial, Normal, constraints
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.optim import ClippedAdam
+from torch import Tensor, nn
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm
@@ -17,18 +21,140 @@ from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import COUNT, FINISH, MERGE, SFVIAvg
 from secure_fvi.compiled import threads
 from secure_fvi.driving import Progress, drive
+from secure_fvi.errors import InputError
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.newsgroups import Corpus, corpus
-from secure_fvi.models.prodlda import prodlda
+from secure_fvi.models.prodlda import SCALE, Words, prodlda
+from secure_fvi.runs.marginals import seeded
 from secure_fvi_lab.experiments import Request, Tell
-from secure_fvi_lab.experiments.coherence import diversity, top_words, umass
-from secure_fvi_lab.experiments.completion import completion
-from secure_fvi_lab.experiments.prodlda_pyro import Topics, Training, same_model, tutorial
-from secure_fvi_lab.experiments.prodlda_report import plot
-from secure_fvi_lab.experiments.prodlda_report import table as table
 from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
+
+# ----
+# Pooled ProdLDA as a user of Pyro would fit it: the same model by Pyro's SVI, and the network of Pyro's tutorial
+
+
+class Topics(NamedTuple):
+    """What was learned."""
+
+    topics: Tensor  # (V, K) whose largest entries name a topic's words
+    logits: Tensor  # (V, K) of words, by which a document's shares mix them; the same but for batch normalisation
+
+
+class Training(NamedTuple):
+    """Of Pyro's SVI."""
+
+    steps: int
+    batch: int
+    learning_rate: float
+    last_rate: float = 1.0  # the rate falls to this share of itself
+    start_spread: float = 0.0  # sd of the draw at which the means of the topics begin
+
+
+def same_model(counts: Tensor, topics: int, training: Training, seed: int, tell: Tell) -> Topics:
+    """Posterior means of the model of `prodlda(topics)` on all documents `counts` (N, V), by a guide of
+    independent Gaussians with parameters for every document, on minibatches."""
+    (documents, words), local = counts.shape, (len(counts), topics)
+
+    def model() -> None:
+        t = pyro.sample("topics", Normal(counts.new_zeros(words, topics), SCALE).to_event(2))
+        with pyro.plate("document", documents, subsample_size=training.batch) as rows:
+            w = pyro.sample("weights", Normal(counts.new_zeros(topics), SCALE).to_event(1))
+            pyro.sample("counts", Words(torch.softmax(w, -1), t), obs=counts[rows])
+
+    def guide() -> None:
+        loc = pyro.param("topics_loc", lambda: training.start_spread * counts.new_zeros(words, topics).normal_())
+        scale = pyro.param("topics_scale", lambda: counts.new_full((words, topics), 0.1), constraints.positive)
+        pyro.sample("topics", Normal(loc, scale).to_event(2))
+        means = pyro.param("weights_loc", lambda: counts.new_zeros(local))
+        scales = pyro.param("weights_scale", lambda: counts.new_full(local, 0.1), constraints.positive)
+        with pyro.plate("document", documents, subsample_size=training.batch) as rows:
+            pyro.sample("weights", Normal(means[rows], scales[rows]).to_event(1))
+
+    with seeded(seed), pyro.validation_enabled(False), pyro.get_param_store().scope():
+        svi = SVI(model, guide, _optimiser(training), Trace_ELBO())
+        _train(svi.step, training.steps, float(counts.sum()), tell)
+        found = pyro.param("topics_loc").detach()
+        return Topics(found, found)
+
+
+def tutorial(counts: Tensor, topics: int, training: Training, seed: int, tell: Tell) -> Topics:
+    """That of https://pyro.ai/examples/prodlda.html on `counts` (N, V): an amortised guide, batch
+    normalisation and dropout, topics as weights without a prior. Its options: 50 epochs of 32 documents, rate 0.001."""
+    documents, words = counts.shape
+    with seeded(seed), pyro.validation_enabled(False), pyro.get_param_store().scope():
+        encoder, decoder = _Encoder(words, topics).to(counts), _Decoder(words, topics).to(counts)
+
+        def model(rows: Tensor) -> None:
+            pyro.module("decoder", decoder)
+            with pyro.plate("document", len(rows)):
+                w = pyro.sample("weights", Normal(rows.new_zeros(topics), 1.0).to_event(1))
+                p = decoder(torch.softmax(w, -1))
+                pyro.sample("counts", Multinomial(int(rows.sum(-1).max()), p), obs=rows)
+
+        def guide(rows: Tensor) -> None:
+            pyro.module("encoder", encoder)
+            loc, scale = encoder(rows)
+            with pyro.plate("document", len(rows)):
+                pyro.sample("weights", Normal(loc, scale).to_event(1))
+
+        svi = SVI(model, guide, _optimiser(training), TraceMeanField_ELBO())
+
+        def step() -> float:
+            loss: float = svi.step(counts[torch.randint(documents, (training.batch,))])
+            return loss
+
+        _train(step, training.steps, float(counts.sum()) * training.batch / documents, tell)
+        return decoder.found()
+
+
+class _Encoder(nn.Module):
+    def __init__(self, words: int, topics: int, hidden: int = 100, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(words, hidden), nn.Softplus(), nn.Linear(hidden, hidden), nn.Softplus(), nn.Dropout(dropout)
+        )
+        self.loc = nn.Sequential(nn.Linear(hidden, topics), nn.BatchNorm1d(topics, affine=False))
+        self.log_variance = nn.Sequential(nn.Linear(hidden, topics), nn.BatchNorm1d(topics, affine=False))
+
+    def forward(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(counts)
+        return self.loc(h), (0.5 * self.log_variance(h)).exp()
+
+
+class _Decoder(nn.Module):
+    def __init__(self, words: int, topics: int, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.topics = nn.Linear(topics, words, bias=False)
+        self.norm = nn.BatchNorm1d(words, affine=False)
+
+    def forward(self, weights: Tensor) -> Tensor:
+        return torch.softmax(self.norm(self.topics(self.dropout(weights))), -1)
+
+    def found(self) -> Topics:
+        """Shares sum to 1, so that the mean that is taken off the logits can be taken off each topic."""
+        topics, norm = self.topics.weight.detach(), self.norm
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        sd = (norm.running_var + norm.eps).sqrt()
+        return Topics(topics, (topics - norm.running_mean.unsqueeze(-1)) / sd.unsqueeze(-1))
+
+
+def _optimiser(training: Training) -> ClippedAdam:
+    return ClippedAdam({"lr": training.learning_rate, "lrd": training.last_rate ** (1 / training.steps)})
+
+
+def _train(step: Callable[[], float], count: int, tokens: float, tell: Tell) -> None:
+    """So many steps; tells the bound in nats a word. `tokens`: words of which `step` returns the loss."""
+    losses: list[float] = []
+    for _ in range(count):
+        losses.append(step() / tokens)
+        if not len(losses) % max(1, count // 5):
+            tell(f"    step {len(losses)} of {count}: {-statistics.mean(losses[-count // 10 :]):.4f} nats a word")
+
 
 Row = dict[str, Any]
 SILOS = 3
@@ -236,3 +362,121 @@ METHODS: dict[str, Callable[[Plan, Corpus, int, Tell], Fitted]] = {
     "Pyro, pooled": _pyro(same_model),
     "Pyro's tutorial, pooled": _pyro(tutorial),
 }
+
+
+# ----
+# How well the words of a topic go together: UMass coherence (Mimno, Wallach, Talley, Leenders and McCallum 2011)
+
+
+def top_words(topics: Tensor, count: int = 10) -> Tensor:
+    """(K, count) int64: the words of largest logit in each column of `topics` (V, K), the largest first."""
+    if not 2 <= count <= len(topics):
+        raise InputError(f"count = {count}: must lie between 2 and the {len(topics)} words")
+    return topics.topk(count, dim=0).indices.T
+
+
+def umass(tops: Tensor, counts: Tensor) -> Tensor:
+    """(K,) coherence of the words `tops` (K, M) of each topic in documents `counts` (N, V); at most about 0, larger is
+    better.
+
+    The mean over pairs m > l of log (D(v_m, v_l) + 1) / D(v_l), with v_1 a topic's first word and D the number of
+    documents that have the words. Mimno et al. take the sum, M (M - 1) / 2 times as much; gensim the mean. Raises
+    InputError where no document has one of the words.
+    """
+    size = tops.shape[1]
+    used, place = tops.unique(return_inverse=True)
+    has = (counts[:, used] > 0).double()
+    together = has.T @ has
+    alone = together.diagonal()
+    if not bool((alone > 0).all()):
+        raise InputError(f"no document has {int((alone == 0).sum())} of the topics' words")
+    later, earlier = torch.tril_indices(size, size, -1)
+    pairs = (together[place[:, later], place[:, earlier]] + 1) / alone[place[:, earlier]]
+    return pairs.log().mean(1)
+
+
+def diversity(tops: Tensor) -> float:
+    """Share of different words among the topics' words `tops` (K, M): 1 where topics share none, 1/K where all are
+    alike (Dieng, Ruiz and Blei 2020). Alike topics of common words have a high coherence: read the two together."""
+    return len(tops.unique()) / tops.numel()
+
+
+# ----
+# How well topics predict: the second half of a document's words from the first (Wallach et al. 2009, section 5)
+
+_STEPS, _RATE = 150, 0.1
+
+
+def completion(topics: Tensor, counts: Tensor, seed: int = 0) -> float:
+    """Mean log probability, nats a word, of one half of the words of documents `counts` (N, V) under logits of words
+    `topics` (V, K), each document's weights being the most probable given the other half.
+
+    Every occurrence of a word falls into either half by a fair coin of `seed`. Topics that are all alike predict
+    no better than frequencies of words, whatever their coherence.
+    """
+    topics = topics.to(counts)
+    seen = torch.binomial(counts, torch.full_like(counts, 0.5), generator=torch.Generator().manual_seed(seed))
+    weights = counts.new_zeros(len(counts), topics.shape[1], requires_grad=True)
+    optimiser = torch.optim.Adam([weights], lr=_RATE)
+    for _ in range(_STEPS):
+        optimiser.zero_grad()
+        loss = (weights / SCALE).square().sum() / 2 - Words(torch.softmax(weights, -1), topics).log_prob(seen).sum()
+        loss.backward()
+        optimiser.step()
+    held_out = counts - seen
+    with torch.no_grad():
+        return float(Words(torch.softmax(weights, -1), topics).log_prob(held_out).sum() / held_out.sum())
+
+
+# ---- The table of ProdLDA's topics by method for a terminal, and the plot that mirrors the paper's Figure 4.2 ----
+
+#: Figures of a method, and their names in the table.
+_KEYS = {
+    "coherence": "coherence", "test_coherence": "in test posts", "diversity": "diversity", "completion": "completion",
+}  # fmt: skip
+_COLOURS = ("#2563eb", "#0d9488", "#94a3b8", "#d97706", "#b45309")
+
+
+def table(content: Row) -> str:
+    """A line a method: coherence in training and test posts, diversity, completion in nats a word; some topics."""
+    ours, rows = content["ours"], content["rows"]
+    lines = [
+        f"{'method':<24}" + "".join(f"{name:>16}" for name in _KEYS.values()) + f"{'s a seed':>10}{'MB a silo':>11}"
+    ]
+    for method in ours["coherence"]:
+        cells = [f"{ours[key][method]['mean']:.3f} ({ours[key][method]['sd']:.3f})" for key in _KEYS]
+        own = [row for row in rows if row["method"] == method]
+        seconds = sum(row["seconds"] for row in own) / len(own)
+        megabytes = (own[0]["bytes_up"] + own[0]["bytes_down"]) / 1e6
+        sent = f"{megabytes:.0f}" if megabytes else ""
+        lines.append(f"{method:<24}" + "".join(f"{cell:>16}" for cell in cells) + f"{seconds:>10.0f}{sent:>11}")
+    first = next(row for row in rows if row["method"] == "SFVI")
+    best = sorted(zip(first["coherence"], first["words"], strict=True), reverse=True)
+    lines += [f"SFVI, seed {first['seed']}: {value:.2f} {words}" for value, words in (*best[:3], best[-1])]
+    lines += [f"mean (sd) over {ours['seeds']} seeds; {content['seconds']} s on {content['machine']}"]
+    return "\n".join([*lines, f"paper: {content['paper']}", content["setting"]])
+
+
+def plot(content: Row) -> bytes:
+    """Coherence of all topics of all seeds by method; the bound by steps, a line a seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows, methods = content["rows"], list(content["ours"]["coherence"])
+    values = [[v for row in rows if row["method"] == method for v in row["coherence"]] for method in methods]
+    boxes = left.boxplot(values, patch_artist=True, widths=0.6, medianprops={"color": "black"})
+    for box, colour in zip(boxes["boxes"], _COLOURS, strict=True):
+        box.set_facecolor(colour)
+    left.set_xticks(
+        range(1, len(methods) + 1), [m.replace(", ", ",\n").replace(" tut", "\ntut") for m in methods], fontsize=7
+    )
+    left.set(ylabel="UMass coherence of a topic")
+    for method, colour in zip(methods, _COLOURS, strict=True):
+        for row in rows:
+            if row["method"] == method and row["curve"]:
+                label = method if row["seed"] == rows[0]["seed"] else None
+                right.plot(*zip(*row["curve"], strict=True), color=colour, lw=1.2, label=label)
+    right.set(xlabel="steps", ylabel="bound, nats a word")
+    right.legend(frameon=False, fontsize=8)
+    return as_png(figure)

@@ -10,11 +10,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import pyro
 import torch
+from pyro.distributions import Bernoulli as PyroBernoulli
+from pyro.distributions import Normal
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import Adam
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul, Vertical
@@ -22,13 +29,12 @@ from secure_fvi.algorithms.vertical.marginal import marginal
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
-from secure_fvi.runs.marginals import default_dtype
+from secure_fvi.runs.marginals import default_dtype, density, seeded
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound
-from secure_fvi_lab.experiments.vertical_plot import png
-from secure_fvi_lab.experiments.vertical_speed import step_times
 from secure_fvi_lab.experiments.vertical_targets import sample, soul_mode
+from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
@@ -287,3 +293,113 @@ def _marginal(fit: Fit) -> Marginal:
 
 def _error(found: Marginal, reference: Marginal) -> float:
     return float(((found.mean - reference.mean) / reference.sd).abs().max())
+
+
+# ----
+# Figures 2 and 3 of Hassan et al. (2024): bounds over the rounds, one coefficient's marginal by model and method
+
+#: Model, method, silos, rho and the curve or the draws.
+Entry = tuple[str, str, int, float, Tensor]
+
+_COLOURS = {"pooled": "#111827", "augmented": "#2563eb", "power": "#d97706"}
+_DASHES = {"nuts": "-", "mean field": "--", "amortised": "-", "integrated": "-.", "soul": ":"}
+_RHO_COLOURS = ("#1d4ed8", "#059669", "#dc2626")
+
+
+def png(
+    bounds: Sequence[Entry], shown: Sequence[Entry], truth: float, silos: Sequence[int], rhos: Sequence[float]
+) -> bytes:
+    """For each number of silos a row of bounds, one of NUTS and one of the approximations."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.6 * len(silos)), layout="constrained")
+    blocks: Any = figure.subfigures(len(silos), 1, squeeze=False)[:, 0]
+    for block, count in zip(blocks, silos, strict=True):
+        block.suptitle(f"{count} silos")
+        upper, lower = block.subfigures(2, 1, height_ratios=(1, 2))
+        _bounds(upper, [b for b in bounds if b[2] == count], rhos)
+        _densities(lower, [s for s in shown if s[2] in (0, count)], truth, rhos)
+    return as_png(figure, 110)
+
+
+def _bounds(figure: Any, entries: Sequence[Entry], rhos: Sequence[float]) -> None:
+    for axis, model in zip(figure.subplots(1, 2), ("augmented", "power"), strict=True):
+        final = []
+        for name, method, _, rho, curve in entries:
+            if name not in ("pooled", model) or len(curve) == 0:
+                continue
+            colour = _COLOURS["pooled"] if name == "pooled" else _RHO_COLOURS[rhos.index(rho)]
+            label = "pooled" if name == "pooled" else f"{method}, rho {rho:g}"
+            x = np.linspace(0, 100, len(curve))
+            axis.plot(x, curve.numpy(), color=colour, ls=_DASHES[method], lw=1.1, label=label)
+            final.append(float(curve[len(curve) // 2 :].min()))
+        top = max(float(e[4].max()) for e in entries if len(e[4]))
+        axis.set(ylim=(min(final) - 40, top + 10), xlabel="% of rounds", title=f"{model}: bound, nats")
+        axis.legend(frameon=False, fontsize=7, ncols=2, loc="lower right")
+
+
+def _densities(figure: Any, entries: Sequence[Entry], truth: float, rhos: Sequence[float]) -> None:
+    axes = figure.subplots(2, len(rhos), sharex=True, squeeze=False)
+    for column, rho in enumerate(rhos):
+        for name, method, _, at, draws in entries:
+            if at not in (0.0, rho):
+                continue
+            axis = axes[0 if method == "nuts" else 1, column]
+            curve = density(draws.numpy())
+            label = f"{name}, {method}"
+            axis.plot(curve["x"], curve["density"], color=_COLOURS[name], ls=_DASHES[method], lw=1.2, label=label)
+        for axis in axes[:, column]:
+            axis.axvline(truth, color="#60a5fa", lw=3, alpha=0.6, zorder=0)
+            axis.set(yticks=[], ylim=(0, 8))
+        axes[0, column].set_title(f"rho = {rho:g}")
+    axes[0, 0].set_ylabel("NUTS")
+    axes[1, 0].set_ylabel("VI and SOUL")
+    for axis in axes[:, 0]:
+        axis.legend(frameon=False, fontsize=7, loc="upper right")
+
+
+# ----
+# Milliseconds a step: vertical rounds of two silos in one process beside Pyro's SVI on the same augmented model
+
+_WARM = 50
+
+
+def step_times(x: Tensor, y: Tensor, steps: int, rho: float = 1.0) -> dict[str, float]:
+    """From columns x (J, N, D). Compilation and the first steps are not counted; SVI has a mean-field guide."""
+    found = {"pyro_svi": _pyro(x, y, steps, rho)}
+    for name, config in (
+        ("vertical_mean_field", Vertical(rho=rho, response="private", family="diagonal", auxiliary=MeanField())),
+        ("vertical_amortised", Vertical(rho=rho, response="private", auxiliary=Amortised())),
+        ("vertical_power_amortised", Vertical(model="power", rho=rho, auxiliary=Amortised())),
+    ):
+        rounds = VerticalRound(config, Bernoulli(), x, Response(y, torch.zeros_like(y)), 0.02, "compiled")
+        generator = torch.Generator().manual_seed(0)
+        state, scale = rounds.init(generator), torch.tensor(1.0)
+        for r, (noise, eps) in enumerate(rounds.noises(_WARM + steps, generator)):
+            if r == _WARM:
+                began = time.perf_counter()
+            state, _ = rounds.step(state, noise, eps, scale)
+        found[name] = 1000 * (time.perf_counter() - began) / steps
+    return found
+
+
+def _pyro(x: Tensor, y: Tensor, steps: int, rho: float) -> float:
+    """The same model in Pyro: latents b, beta_j and z_j, observed y."""
+
+    def model() -> None:
+        total: Any = pyro.sample("b", Normal(x.new_zeros(()), 1.0))
+        for j, columns in enumerate(x):
+            beta = pyro.sample(f"beta_{j}", Normal(x.new_zeros(x.shape[2]), 1.0).to_event(1))
+            with pyro.plate(f"records_{j}", len(y)):
+                total = total + pyro.sample(f"z_{j}", Normal(columns @ beta, rho))
+        with pyro.plate("records", len(y)):
+            pyro.sample("y", PyroBernoulli(logits=total), obs=y)
+
+    with seeded(0), pyro.validation_enabled(False), pyro.get_param_store().scope():
+        svi = SVI(model, AutoNormal(model), Adam({"lr": 0.02}), Trace_ELBO())
+        for _ in range(_WARM):
+            svi.step()
+        began = time.perf_counter()
+        for _ in range(steps):
+            svi.step()
+        return 1000 * (time.perf_counter() - began) / steps

@@ -10,22 +10,45 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.vertical import Vertical
+from secure_fvi.algorithms.vertical import (
+    Amortised,
+    Likelihood,
+    MeanField,
+    Poisson,
+    Predictor,
+    Vertical,
+    grouped_slopes,
+)
+from secure_fvi.algorithms.vertical.marginal import marginal
+from secure_fvi.algorithms.vertical.predictors import Program
+from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.compiled import Mode
-from secure_fvi.models.vertical_poisson import AREAS, RATE, SCALE, SILOS, Areas, simulate
-from secure_fvi.runs.marginals import default_dtype
+from secure_fvi.models.vertical_poisson import (
+    AREAS,
+    LEVELS,
+    RATE,
+    SCALE,
+    SILOS,
+    Areas,
+    mu_given,
+    multilevel,
+    simulate,
+    slopes,
+    slopes_without_mu,
+)
+from secure_fvi.runs.marginals import Draws, default_dtype, density
+from secure_fvi.runs.nuts import sample_nuts
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.experiments.vertical_poisson_fits import INTEGRATED, PRIVATE, TRUE_MODEL, VARIANTS, Fits, Found
-from secure_fvi_lab.experiments.vertical_poisson_plot import Curve, png
-from secure_fvi_lab.experiments.vertical_poisson_targets import Levels, sample
+from secure_fvi_lab.experiments.vertical_batched import Fit, VerticalRound
+from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
@@ -231,3 +254,171 @@ def _share(r: Row) -> float:
 
 def _rounded(values: Tensor) -> list[float]:
     return [round(v, 5) for v in values.tolist()]
+
+
+# ---- The variational fits of section 5.2 beside each other, each for silos of equal shape in one process ----
+#
+# In the first three the silos send z_j, drawn from q(z_j | theta_j). In the last two they send eta_j at a draw of
+# theta_j, and the server, which holds the response, integrates the auxiliary variables out: what it answers is still
+# one
+# derivative a record. That mu is integrated out as well is a choice of each silo's own program.
+
+PRIVATE, SHARED, MEAN_FIELD = "amortised", "amortised, response", "mean field"
+MARGINAL, INTEGRATED = "z integrated", "z and mu integrated"
+TRUE_MODEL = "true model, mean field"
+VARIANTS = (PRIVATE, SHARED, MEAN_FIELD, MARGINAL, INTEGRATED)
+_RATE = 0.02
+
+
+class Found(NamedTuple):
+    levels: Levels
+    fit: Fit
+    seconds: float  # compilation included where the variant is fitted for the first time
+
+
+class Fits:
+    """Fits of any variant to data sets of one size; each variant is compiled once."""
+
+    def __init__(self, mode: Mode, rounds: int, rounds_pooled: int) -> None:
+        self.mode, self.rounds, self.rounds_pooled = mode, rounds, rounds_pooled
+        self._known: dict[tuple[str, float], VerticalRound] = {}
+
+    def run(self, variant: str, data: Areas, rho: float) -> Found:
+        """`rho` has no meaning for TRUE_MODEL."""
+        began, pooled = time.monotonic(), variant in (MARGINAL, INTEGRATED, TRUE_MODEL)
+        likelihood: Likelihood = Poisson(SCALE)
+        if variant in (MARGINAL, INTEGRATED):
+            likelihood = poisson_lognormal(math.sqrt(SILOS) * rho, SCALE)
+        config = Vertical(
+            rho=rho,
+            response="shared" if variant == SHARED else "private",
+            family="diagonal" if variant == TRUE_MODEL else "auto",
+            auxiliary=MeanField() if variant == MEAN_FIELD else Amortised(),
+        )
+        program: Program = slopes_without_mu if variant == INTEGRATED else grouped_slopes(LEVELS, SCALE)
+        level = data.level.expand(SILOS, -1).contiguous()
+        rounds = VerticalRound(
+            config,
+            likelihood,
+            data.x,
+            Response(data.y, data.offset),
+            _RATE,
+            self.mode,
+            pooled=pooled,
+            program=program,
+            more={"level": level},
+            like=self._known.get((variant, rho)),
+        )
+        self._known[variant, rho] = rounds
+        fit = rounds.fit(self.rounds_pooled if pooled else self.rounds)
+        return Found(_levels(program, data, fit), fit, time.monotonic() - began)
+
+
+def _levels(program: Program, data: Areas, fit: Fit) -> Levels:
+    """Draws of mu and beta from draws of q."""
+    rows = {"x": data.x[0], "level": data.level}
+    predictor = Predictor(program, rows)
+    theta = fit.draws.reshape(len(fit.draws) * SILOS, predictor.n)
+    sites = torch.func.vmap(lambda t: predictor.constrain(t, {}))(theta)
+    found = {name: value.reshape(-1, SILOS, *value.shape[1:]) for name, value in sites.items()}
+    if "mu" in found:
+        return Levels(found["mu"], found["beta"])
+    return with_mu(found["sigma"], found["mean"], found["contrast"], seed=0)
+
+
+# ---- Poisson counts with the auxiliary variables integrated out ----
+#
+# Given theta, the sum of J auxiliary variables is normal around the sum f of the predictors with variance J rho^2, so
+# that a count's likelihood is Poisson-lognormal in f. NUTS samples it in 25 dimensions, mu
+# integrated out as well, instead of 4,029; and a server
+# that holds the response can use it in place of the Poisson likelihood, from the sum of eta_j instead of that of z_j.
+
+_NODES = 16
+
+
+def poisson_lognormal(sd: float, intercept_scale: float = 1.0) -> Likelihood:
+    """`Poisson` over f = sum_j eta_j with normal noise of standard deviation `sd` integrated out."""
+    found = marginal(Poisson(intercept_scale), sd, _NODES)
+    assert found is not None
+    return found
+
+
+class Levels(NamedTuple):
+    """Draws of what the experiment is judged by, in its own space."""
+
+    mu: Tensor  # (draws, J, D)
+    beta: Tensor  # (draws, J, LEVELS, D)
+
+
+def sample(data: Areas, sd: float, warmup: int, draws: int, seed: int = 0) -> tuple[Levels, Draws]:
+    """One chain of NUTS on all silos; `sd` is that of the sum of auxiliary variables, 0 without them."""
+    likelihood = poisson_lognormal(sd, SCALE) if sd > 0 else Poisson(SCALE)
+
+    def log_likelihood(y: Tensor, at: Tensor, b: Tensor) -> Tensor:
+        return likelihood.log_prob(y, at.unsqueeze(-1), b.unsqueeze(-1))
+
+    sites = ["b", "sigma", "mean", "contrast"]
+    program = multilevel(data, log_likelihood)
+    found = sample_nuts(program, "records", sites, data.x.dtype, 1, warmup, draws, seed)
+    sigma, mean, contrast = (found.sites[name].flatten(0, 1) for name in sites[1:])
+    return with_mu(sigma, mean, contrast, seed), found
+
+
+def with_mu(sigma: Tensor, mean: Tensor, contrast: Tensor, seed: int) -> Levels:
+    """mu drawn from its exact conditional, from draws (n, J, D) and (n, J, LEVELS - 1, D)."""
+    rng = torch.Generator().manual_seed(seed)
+    noise = torch.randn(mean.shape, generator=rng, dtype=mean.dtype)
+    return Levels(mu_given(mean, sigma, noise), slopes(mean, contrast))
+
+
+# ---- Figure 4 of Hassan et al. (2024), and the coverage and width of every method's intervals ----
+
+#: Method, rho (0 for the true model) and draws of one mu and one beta.
+Curve = tuple[str, float, Tensor, Tensor]
+
+_STYLES = {
+    "nuts, true model": ("#111827", "-"),
+    "true model, mean field": ("#6b7280", "--"),
+    "nuts, augmented": ("#2563eb", "-"),
+    "amortised": ("#d97706", "-"),
+    "z and mu integrated": ("#059669", "--"),
+}
+
+
+def png(
+    curves: Sequence[Curve], truth: tuple[float, float], rhos: Sequence[float], summary: Sequence[dict[str, Any]]
+) -> bytes:
+    """Rows mu and beta, a column each rho; to the right the coverage on data from the augmented model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(rhos) + 4.6, 6.4), layout="constrained")
+    blocks: Any = figure.subfigures(1, 2, width_ratios=(4.2 * len(rhos), 4.6))
+    left, right = blocks
+    axes: Any = left.subplots(2, len(rhos), sharex="row", squeeze=False)
+    for column, rho in enumerate(rhos):
+        for row, name in enumerate(("mu", "beta")):
+            axis, top = axes[row, column], []
+            for method, at, *draws in curves:
+                if at not in (0.0, rho) or method not in _STYLES:
+                    continue
+                curve, (colour, dash) = density(draws[row].numpy()), _STYLES[method]
+                axis.plot(curve["x"], curve["density"], color=colour, ls=dash, lw=1.3, label=method)
+                top.append(max(curve["density"]))
+            axis.axvline(truth[row], color="#60a5fa", lw=3, alpha=0.6, zorder=0)
+            # Fits of the true model are so narrow that their tops would hide the others.
+            axis.set(yticks=[], ylim=(0, min(max(top), 4 * sorted(top)[0]) * 1.05), xlabel=name)
+        axes[0, column].set_title(f"data from the true model, rho = {rho:g}", fontsize=10)
+    axes[0, 0].legend(frameon=False, fontsize=7)
+    _coverage(right.subplots(), [s for s in summary if s["data"] == "augmented"])
+    return as_png(figure, 110)
+
+
+def _coverage(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    y = list(range(len(rows)))[::-1]
+    for name, marker, colour in (("mu", "s", "#9333ea"), ("beta", "o", "#2563eb")):
+        axis.plot([100 * r["coverage"][name] for r in rows], y, marker, color=colour, label=name)
+    axis.axvspan(92, 98, color="#d1d5db", alpha=0.6, zorder=0)
+    axis.set_yticks(y, [r["method"] for r in rows], fontsize=8)
+    axis.set(xlim=(-3, 103), xlabel="coverage of 95% intervals, %", title="data from the augmented model, rho = 1")
+    axis.title.set_fontsize(10)
+    axis.legend(frameon=False, fontsize=8, loc="lower left")
