@@ -24,11 +24,11 @@ from secure_fvi.audits.recording import Recorder
 from secure_fvi.audits.regressors import ATTACKS, cross_fitted
 from secure_fvi.audits.scores import auc, r_squared
 from secure_fvi.audits.transcript import Transcript
+from secure_fvi.columns import Columns, VerticalLocalPosterior
 from secure_fvi.errors import InputError
+from secure_fvi.fitting import build_parties
 from secure_fvi.models.vertical_programs import VerticalDataset, linear, make_data
 from secure_fvi.privacy.settings import DP
-from secure_fvi.vertical_fitting import build_vertical_parties
-from secure_fvi.vertical_results import VerticalLocalPosterior
 
 #: Ways to read labels off the pulls.
 LABEL_ATTACKS = ("sign", "norm", "cosine")
@@ -59,16 +59,13 @@ def record(
 ) -> World:
     """A whole run, watched. `each` is told after every round."""
     ids = list(data.silos)
-    parties = build_vertical_parties(
-        likelihood, [data.silos[n] for n in ids], data.response, [data.predictors[n] for n in ids], data.offset,
-        config, aggregation, privacy, seed, ids, compile=False,
-    )  # fmt: skip
+    model = Columns(likelihood, data.response, [data.predictors[n] for n in ids], data.offset)
+    silos = [data.silos[n] for n in ids]
+    parties = build_parties(model, silos, config, aggregation, seed, privacy, silo_ids=ids, compile=False)
     recorder = Recorder(parties.server, parties.engine, aggregation.kind, simulated=simulated, real_data=real_data)
     while not recorder.step().finished:
         each()
-    for guards in (parties.guards, parties.holder):
-        if guards is not None:
-            guards.close("finished")
+    parties.guards.close("finished")
     eta = {}
     for name, silo in parties.engine.silos.items():
         silo.settle(parties.server.state.accepted)

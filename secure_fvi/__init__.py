@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
     from secure_fvi.algorithms.vertical.config import Vertical as Vertical
     from secure_fvi.algorithms.vertical.soul import Soul as Soul
+    from secure_fvi.columns import Columns as Columns
     from secure_fvi.driving import Progress as Progress
+    from secure_fvi.driving import Run as Run
     from secure_fvi.errors import BudgetError as BudgetError
     from secure_fvi.errors import InputError as InputError
     from secure_fvi.errors import SecureFVIError as SecureFVIError
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
     from secure_fvi.federated_model import SiloEncoder as SiloEncoder
     from secure_fvi.fitting import fit as fit
     from secure_fvi.fitting import fit_alone as fit_alone
+    from secure_fvi.fitting import run as run
     from secure_fvi.guarding import Books as Books
     from secure_fvi.privacy.settings import RecordDP as RecordDP
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
-    from secure_fvi.vertical_fitting import fit_vertical as fit_vertical
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ _HOME = {
     "BCM": "secure_fvi.algorithms.baselines",
     "Books": "secure_fvi.guarding",
     "BudgetError": "secure_fvi.errors",
+    "Columns": "secure_fvi.columns",
     "Conditional": "secure_fvi.families",
     "FedAvg": "secure_fvi.algorithms.fedavg",
     "FedVI": "secure_fvi.algorithms.fedvi",
@@ -57,6 +60,7 @@ _HOME = {
     "Progress": "secure_fvi.driving",
     "RecordDP": "secure_fvi.privacy.settings",
     "Result": "secure_fvi.results",
+    "Run": "secure_fvi.driving",
     "SFVI": "secure_fvi.algorithms.sfvi",
     "SFVIAvg": "secure_fvi.algorithms.sfvi_avg",
     "SecureFVIError": "secure_fvi.errors",
@@ -71,7 +75,7 @@ _HOME = {
     "WarmStart": "secure_fvi.algorithms.sfvi",
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.fitting",
-    "fit_vertical": "secure_fvi.vertical_fitting",
+    "run": "secure_fvi.fitting",
 }
 __all__ = sorted(_HOME)
 

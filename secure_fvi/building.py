@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from secure_fvi.aggregation.base import check_silo_ids
 from secure_fvi.algorithms.base import Algorithm, Problem
 from secure_fvi.compiled import choose_mode
 from secure_fvi.contracts import check_program
@@ -16,6 +17,19 @@ from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere, GraphDensity, watched
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.privacy.settings import DP
+from secure_fvi.randomness import derive_key
+
+
+class Machine(NamedTuple):
+    """How a party computes: of no consequence for anyone else but for the last bits, and `dtype`, which all agree on.
+
+    work: the numbers that a step goes through here, by which "auto" decides.
+    """
+
+    device: str | torch.device = "cpu"
+    dtype: torch.dtype = torch.float64
+    compile: bool | Literal["auto"] = "auto"
+    work: int = 0
 
 
 def build_problem(
@@ -24,50 +38,43 @@ def build_problem(
     algorithm: Algorithm,
     silos: Sequence[str],
     seed: int,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    compile: bool | Literal["auto"],
     privacy: DP | None,
-    work: int = 0,
+    machine: Machine,
 ) -> Problem:
     """The problem that all parties agree on, from a program that keeps its contract.
 
-    `silos`: all ids, sorted; `schema`: agreed between them.
-
-    A model that is `Elsewhere` is traced there, and its graph runs here.
-    `compile` and `work`, the numbers that a step goes through here, decide how this party computes and nothing else.
+    `silos`: all ids, sorted; `schema`: agreed between them. A model that is `Elsewhere` is traced there, and its graph
+    runs here.
     """
-    where = device_named(device)
+    where, dtype = device_named(machine.device), machine.dtype
     with watched(model):
-        return _built(model, schema, algorithm, silos, seed, where, dtype, compile, privacy, work)
-
-
-def _built(
-    model: FederatedModel | Elsewhere | Callable[..., Any],
-    schema: Schema,
-    algorithm: Algorithm,
-    silos: Sequence[str],
-    seed: int,
-    where: torch.device,
-    dtype: torch.dtype,
-    compile: bool | Literal["auto"],
-    privacy: DP | None,
-    work: int,
-) -> Problem:
-    density: LogDensity
-    if isinstance(model, Elsewhere):
-        roles, traced = model.roles, model.exported(schema, dtype)
-        layout, start = traced.layout, traced.start
-        model, density = roles, GraphDensity(traced, roles, schema.to(where))
-    else:
-        model = as_model(model, schema, dtype)
-        layout, start = read_layout(model, schema, dtype)
-        density = LogDensity(model, layout, schema.to(where))
-    mode = choose_mode(compile, algorithm.expected_calls * len(silos), work)
-    ids = tuple(silos)
-    problem = Problem(model, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
-    check_program(problem, algorithm.importance_samples)
+        density: LogDensity
+        if isinstance(model, Elsewhere):
+            roles, traced = model.roles, model.exported(schema, dtype)
+            layout, start = traced.layout, traced.start
+            model, density = roles, GraphDensity(traced, roles, schema.to(where))
+        else:
+            model = as_model(model, schema, dtype)
+            layout, start = read_layout(model, schema, dtype)
+            density = LogDensity(model, layout, schema.to(where))
+        mode = choose_mode(machine.compile, algorithm.expected_calls * len(silos), machine.work)
+        ids = tuple(silos)
+        problem = Problem(model, schema.to(where), layout, density, start, ids, seed, dtype, where, mode, privacy)
+        check_program(problem, algorithm.importance_samples)
     return problem
+
+
+def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], tuple[str, ...]]:
+    """The ids of `count` silos, made up where none are given, and the same sorted. Raises InputError for bad ones."""
+    names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(count)]
+    if len(names) != count:
+        raise InputError(f"{len(names)} silo ids for {count} silos")
+    return names, check_silo_ids(names)
+
+
+def derived_secret(seed: int, owner: bytes) -> bytes:
+    """The sampling secret of a silo in this process, where all follow from the seed so that a run repeats."""
+    return derive_key(seed.to_bytes(16, "big", signed=True), b"secret/" + owner)
 
 
 def check_common(seed: int, dtype: torch.dtype) -> None:

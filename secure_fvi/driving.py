@@ -1,22 +1,79 @@
-"""The loop over rounds that all algorithms share: progress, checkpoints, the end of a job."""
+"""The loop over rounds that all algorithms and engines share: options, progress, checkpoints, the end of a job."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+
+import torch
 
 from secure_fvi.algorithms.base import Step
-from secure_fvi.checkpoints import Checkpoints
+from secure_fvi.checkpoints import Checkpoints, FolderCheckpoints
+from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
-from secure_fvi.guarding import Guards
+from secure_fvi.errors import InputError
+from secure_fvi.guarding import Books, Guards
 from secure_fvi.server import Server
 
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
+R = TypeVar("R")
+E = TypeVar("E", bound=Transport)
+
+
+class Options(TypedDict, total=False):
+    """How a run is computed, kept and charged: keyword arguments of `fit` and `run`. None changes what is inferred."""
+
+    device: str | torch.device
+    """Where tensors lie; "cpu" by default."""
+    dtype: torch.dtype
+    """torch.float64, the default, or torch.float32."""
+    compile: bool | Literal["auto"]
+    """Whether the silos' steps are compiled; "auto", the default, weighs the time that it takes."""
+    threads: int | Literal["auto"]
+    """Of PyTorch; "auto", the default, goes by the size of the data."""
+    batch_silos: bool
+    """Silos of equal shape compute together, mapped by `vmap`: for many small silos, above all on a GPU. The posterior
+    is the same up to rounding."""
+    checkpoint_dir: Path | None
+    """A folder that the run is kept in, and goes on from with `resume`."""
+    checkpoint_seconds: float
+    """Between two checkpoints, 5 by default; under privacy one comes every `books.block` rounds."""
+    resume: bool
+    """Go on where the folder says that the run was."""
+    books: Books | None
+    """Where a job under privacy is charged; None counts in memory, for this run alone."""
+    noise_key: bytes | None
+    """For tests: what noise and batches under privacy follow from, in place of the operating system."""
+
+
+DEFAULTS: Options = {
+    "device": "cpu", "dtype": torch.float64, "compile": "auto", "threads": "auto", "batch_silos": False,
+    "checkpoint_dir": None, "checkpoint_seconds": 5.0, "resume": False, "books": None, "noise_key": None,
+}  # fmt: skip
+
+
+def complete(given: Options) -> Options:
+    """`given`, with defaults for the rest. Raises TypeError for an option that there is not, as Python does."""
+    for name in given:
+        if name not in DEFAULTS:
+            raise TypeError(f"fit() got an unexpected keyword argument '{name}'; it takes {', '.join(DEFAULTS)}")
+    return {**DEFAULTS, **given}
+
+
+class Parties(NamedTuple, Generic[E]):
+    """The parties of a job: the server, the engine that carries its messages, and gates where silos are in this
+    process."""
+
+    server: Server
+    engine: E
+    guards: Guards
 
 
 class Progress(NamedTuple):
-    """Told to `on_round` after every round. Derived from broadcasts and totals, except for the byte counts."""
+    """What a run yields after every round. Derived from broadcasts and totals, except for the byte counts."""
 
     round: int
     max_rounds: int
@@ -29,49 +86,116 @@ class Progress(NamedTuple):
     cohort: int  # silos in the newest sum
 
 
-class Rounds(NamedTuple):
-    """How a run went, for its result."""
+class Run(Generic[R]):
+    """A job between its parties, a round at each step of the iterator, until its algorithm is finished.
 
-    objectives: tuple[float, ...]  # of the last rounds, nats
-    seconds: float
+        run = sf.run(model, silos)
+        for progress in run: ...
+        result = run.result()
+
+    In between, server and silos are as they are after that round. Whoever breaks off goes on from the last checkpoint,
+    where the run has any.
+    """
+
+    def __init__(
+        self,
+        parties: Parties[Any],
+        most_rounds: int,
+        conclude: Callable[[Run[R]], R],
+        checkpoints: Checkpoints | None = None,
+        *,
+        resume: bool = False,
+        block: int = 1,
+        threads: int | None = None,
+        began: float | None = None,
+    ) -> None:
+        """conclude: makes the result. block: rounds between two checkpoints under privacy, where a round that is run
+        again is released, and paid for, again. threads: of PyTorch in rounds and result. began: a time of the
+        monotonic clock."""
+        self.server, self.engine, self.guards = parties
+        self._most, self._conclude, self._checkpoints = most_rounds, conclude, checkpoints
+        self._block, self._threads = block, threads
+        skipped = max(self.server.state.last_index, self.guards.last_index)
+        resumed = resume and checkpoints is not None
+        done = _restore(self.server, self.engine, checkpoints) if resumed and checkpoints else NOTHING_DONE
+        self.server.skip_to(skipped)
+        self._began = (time.monotonic() if began is None else began) - done.seconds
+        self.objectives, self.finished, self._closed = list(done.objectives), done.finished, False
+        self._last_save = time.monotonic()
+
+    def __iter__(self) -> Iterator[Progress]:
+        return self
+
+    def __next__(self) -> Progress:
+        if self.finished:
+            self.close()
+            raise StopIteration
+        with self._with_threads():
+            step = self.engine.run(self.server.round())
+        self.finished = step.finished
+        self.objectives = [*self.objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
+        if self._checkpoints is not None and (self.finished or self._due(self._checkpoints)):
+            self._save(self._checkpoints)
+        return self._progress(step)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning, those of a run that this one goes on from with them."""
+        return time.monotonic() - self._began
+
+    def result(self) -> R:
+        """What was found, after all rounds that are left. Warns with SecureFVIWarning where it deserves less trust."""
+        for _ in self:
+            pass
+        with self._with_threads():
+            return self._conclude(self)
+
+    def close(self) -> None:
+        """End the job at the silos' ledgers, and tell silos what was used. Done by the iterator at its end."""
+        if not self._closed:
+            self._closed = True
+            self.guards.close("finished")
+            self.engine.silo_states(self.server.state.accepted)
+
+    def _with_threads(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._threads is None else with_threads(self._threads)
+
+    def _due(self, checkpoints: Checkpoints) -> bool:
+        if self.server.program.terms and checkpoints.seconds > 0:
+            return self.server.rounds % self._block == 0
+        return time.monotonic() - self._last_save >= checkpoints.seconds
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        engine = self.engine
+        locals_ = {f"silo/{name}": state for name, state in engine.silo_states(self.server.state.accepted).items()}
+        done = _Done(
+            tuple(self.objectives), self.finished, self.seconds, engine.exchanges, engine.bytes_up, engine.bytes_down
+        )
+        checkpoints.save(self.server.rounds, {"server": self.server.state, "run": done, **locals_})
+        self._last_save = time.monotonic()
+
+    def _progress(self, step: Step) -> Progress:
+        state = self.server.state
+        return Progress(
+            self.server.rounds,
+            # What visits silos one after the other knows its rounds only once it knows the silos.
+            getattr(self.server.program, "most_rounds", self._most),
+            step.objective,
+            step.learning_rate,
+            step.r_hat,
+            sum(self.engine.bytes_up.values()),
+            sum(self.engine.bytes_down.values()),
+            step.phase,
+            sum(index == state.last_index for index in state.accepted.values()),
+        )
 
 
-def drive(
-    server: Server,
-    engine: Transport,
-    guards: Guards,
-    algorithm: Any,
-    private: bool,
-    block: int,
-    checkpoints: Checkpoints | None,
-    resume: bool,
-    on_round: Callable[[Progress], None] | None,
-    began: float,
-) -> Rounds:
-    """Rounds until the algorithm is finished, with checkpoints; `began` is a time of the monotonic clock."""
-    skipped = max(server.state.last_index, guards.last_index)
-    done = _restore(server, engine, checkpoints) if resume and checkpoints is not None else NOTHING_DONE
-    server.skip_to(skipped)
-    began -= done.seconds
-    objectives = list(done.objectives)
-    last_save = time.monotonic()
-    finished = done.finished
-    while not finished:
-        step = engine.run(server.round())
-        finished = step.finished
-        objectives = [*objectives[-_OBJECTIVE_ROUNDS + 1 :], step.objective]
-        if checkpoints is not None:
-            due = time.monotonic() - last_save >= checkpoints.seconds
-            if private and checkpoints.seconds > 0:  # a round that is run again is released, and paid for, again
-                due = server.rounds % block == 0
-            if due or finished:
-                _save(server, engine, checkpoints, tuple(objectives), finished, time.monotonic() - began)
-                last_save = time.monotonic()
-        if on_round is not None:
-            on_round(_progress(server, engine, algorithm, step))
-    guards.close("finished")
-    engine.silo_states(server.state.accepted)
-    return Rounds(tuple(objectives), time.monotonic() - began)
+def kept_in(options: Options) -> Checkpoints | None:
+    """The checkpoints that `options` ask for."""
+    folder = options["checkpoint_dir"]
+    if options["resume"] and folder is None:
+        raise InputError("resume needs checkpoint_dir, the folder that the run was kept in")
+    return None if folder is None else FolderCheckpoints(folder, options["checkpoint_seconds"])
 
 
 class _Done(NamedTuple):
@@ -98,31 +222,3 @@ def _restore(server: Server, engine: Transport, checkpoints: Checkpoints) -> _Do
     done: _Done = states["run"]
     engine.exchanges, engine.bytes_up, engine.bytes_down = done.exchanges, done.bytes_up, done.bytes_down
     return done
-
-
-def _save(
-    server: Server,
-    engine: Transport,
-    checkpoints: Checkpoints,
-    objectives: tuple[float, ...],
-    finished: bool,
-    seconds: float,
-) -> None:
-    locals_ = {f"silo/{name}": state for name, state in engine.silo_states(server.state.accepted).items()}
-    done = _Done(objectives, finished, seconds, engine.exchanges, engine.bytes_up, engine.bytes_down)
-    checkpoints.save(server.rounds, {"server": server.state, "run": done, **locals_})
-
-
-def _progress(server: Server, engine: Transport, algorithm: Any, step: Step) -> Progress:
-    return Progress(
-        server.rounds,
-        # What visits silos one after the other knows its rounds only once it knows the silos.
-        getattr(server.program, "most_rounds", algorithm.most_rounds),
-        step.objective,
-        step.learning_rate,
-        step.r_hat,
-        sum(engine.bytes_up.values()),
-        sum(engine.bytes_down.values()),
-        step.phase,
-        sum(index == server.state.last_index for index in server.state.accepted.values()),
-    )

@@ -49,6 +49,7 @@ class Guards(NamedTuple):
     jobs: Sequence[OpenJob] = ()
     ledgers: Mapping[str, Ledger] = {}
     path: Path | None = None
+    holder: Guards | None = None  # of a party that is no silo and releases too: it holds a private response
 
     @property
     def last_index(self) -> int:
@@ -68,6 +69,8 @@ class Guards(NamedTuple):
             countersign(self.path, self.ledgers)
         for ledger in self.ledgers.values():
             ledger.close()
+        if self.holder is not None:
+            self.holder.close(outcome)
 
 
 def strong_enough(aggregation: SecureSum, by_phase: Mapping[str, Terms]) -> SecureSum:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -250,3 +251,8 @@ class LocalPosterior:
         roles = {site.name: site.role for site in layout.sites}
         # The last row is the spare one, which is no record.
         return {name: v[:, : silo.size] if roles[name] == "record" else v for name, v in draws.items()}
+
+
+def number_or_none(value: Any) -> float | None:
+    """None for what was not released."""
+    return float(value) if math.isfinite(value) else None

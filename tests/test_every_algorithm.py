@@ -23,12 +23,12 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.vertical import Bernoulli, Soul, Vertical
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import flatten
-from secure_fvi.driving import _restore, _save
+from secure_fvi.driving import Parties as Built
+from secure_fvi.driving import Run
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND
 from secure_fvi.runs.options import ALGORITHMS
-from secure_fvi.vertical_fitting import build_vertical_parties
 
 ROUNDS, KEY = 3, b"k" * 32
 RECORD = sf.RecordDP(noise_multiplier=2.0, clipping_norm=1.0, noise="silo", retries=0)
@@ -111,8 +111,8 @@ def _vertical(algorithm: Any) -> Build:
         rng = torch.Generator().manual_seed(3)
         x, y = torch.randn(30, 4, generator=rng), torch.bernoulli(torch.full((30,), 0.5), generator=rng)
         silos = [{"x": x[:, :1] * scale}, *({"x": x[:, i : i + 1]} for i in (1, 2, 3))]
-        made = build_vertical_parties(
-            Bernoulli(), silos, y, None, None, algorithm, aggregation, privacy, compile=False, noise_key=key
+        made = build_parties(
+            sf.Columns(Bernoulli(), y), silos, algorithm, aggregation, privacy=privacy, compile=False, noise_key=key
         )
         return Parties(made.server, made.engine, made.guards)
 
@@ -237,12 +237,12 @@ def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: Path) -> None:
     for at, privacy in enumerate((None, *case.privacies[:1])):
         whole = case.build(sf.Plain(), privacy).run(ROUNDS)
-        first, kept = case.build(sf.Plain(), privacy).run(1), FolderCheckpoints(tmp_path / str(at), 0.0)
-        _save(first.server, first.engine, kept, (), False, 0.0)
-        again = case.build(sf.Plain(), privacy)
-        _restore(again.server, again.engine, kept)
+        first, again = case.build(sf.Plain(), privacy), case.build(sf.Plain(), privacy)
+        kept = FolderCheckpoints(tmp_path / str(at), 0.0)
+        next(Run(Built(*first), ROUNDS, lambda _: None, kept))
+        rest = Run(Built(*again), ROUNDS, lambda _: None, kept, resume=True)
         while again.server.state.last_index < whole.server.state.last_index:
-            again.run(1)
+            next(rest)
         for one, other in zip(whole.state(), again.state(), strict=True):
             assert torch.equal(one, other)
 

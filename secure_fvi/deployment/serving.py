@@ -17,7 +17,7 @@ from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.algorithms.base import Problem, ServerProgram
-from secure_fvi.building import build_problem
+from secure_fvi.building import Machine, build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.countersigning import SEEN, countersign, open_trail
@@ -45,7 +45,7 @@ from secure_fvi.deployment.session_sums import key_holder_of, least_silos, longe
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
-from secure_fvi.driving import NOTHING_DONE, Progress, drive
+from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -233,11 +233,15 @@ class Hub:
         joined = self._join()
         with with_threads(of.threads):
             server, aggregation = self._open(joined)
-            rounds = drive(
-                server, self.engine, Guards({}), of.algorithm, of.privacy is not None, Books().block,
-                self._checkpoints, True, self._on_round, began,
+            going: Run[Result] = Run(
+                Parties(server, self.engine, Guards({})), of.algorithm.most_rounds,
+                lambda done: result_of(done.server, done.engine, of.algorithm, aggregation, done),
+                self._checkpoints, resume=True, block=Books().block, began=began,
             )  # fmt: skip
-            result = result_of(server, self.engine, of.algorithm, aggregation, rounds)
+            for progress in going:
+                if self._on_round is not None:
+                    self._on_round(progress)
+            result = going.result()
             self._end(server, result)
         return result
 
@@ -257,8 +261,8 @@ class Hub:
         silos = sorted(joined.keys() - {self._holder})
         schema = check_schemas_agree({silo: unpack_schema(joined[silo].schema) for silo in silos})
         problem = build_problem(
-            of.model, schema, of.algorithm, offer.silos, config.seed, config.run.device, of.dtype, config.run.compile,
-            of.privacy,
+            of.model, schema, of.algorithm, offer.silos, config.seed, of.privacy,
+            Machine(config.run.device, of.dtype, config.run.compile),
         )  # fmt: skip
         program, noise = program_of(of, problem), NoiseSource(None)
         tables = program.tables.values()

@@ -27,7 +27,7 @@ from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior
-from secure_fvi.building import build_problem
+from secure_fvi.building import Machine, build_problem, derived_secret
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats
 from secure_fvi.deployment.countersigning import open_ledger
@@ -43,7 +43,7 @@ from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import DataError, InputError, ProtocolError
 from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
-from secure_fvi.fitting import derived_secret, work_of
+from secure_fvi.fitting import work_of
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
@@ -121,11 +121,8 @@ class SiteJob:
             algorithm,
             decision.offer.silos,
             config.seed,
-            run.device,
-            dtype,
-            run.compile,
             privacy,
-            work,
+            Machine(run.device, dtype, run.compile, work),
         )
         self.program = algorithm.silo(self.problem)
         self._family = algorithm.server(self.problem)
@@ -137,7 +134,7 @@ class SiteJob:
         self.aggregation = strong_enough(aggregation, self.program.terms)
 
         def derived() -> bytes:
-            return derived_secret(config.seed, home.id, [ids] if ids_are_own else None)
+            return derived_secret(config.seed, b"all" if ids_are_own else b"silo/" + home.id.encode())
 
         self.secret = self._secret(silo_secret(derived, bool(self.program.terms), None) if local.repeatable else None)
         with _of_data(home.id):

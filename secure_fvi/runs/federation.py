@@ -18,7 +18,8 @@ from torch import Tensor
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.alignment import Alignment, AlignmentKey, Normalisation, adopt, match, prepare
-from secure_fvi.building import build_problem
+from secure_fvi.building import Machine, build_problem
+from secure_fvi.columns import Columns, VerticalResult, numbers_of
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats
 from secure_fvi.disclosure import Disclosure, disclose
@@ -34,8 +35,6 @@ from secure_fvi.runs.config import Config, Partition
 from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.tables import RECORD_ID, read_ids, read_table
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.vertical_fitting import fit_vertical, numbers_of
-from secure_fvi.vertical_results import VerticalResult
 
 # ---- What horizontal and vertical runs have in common once their configuration is read ----
 
@@ -188,7 +187,7 @@ def disclosure_of(config: Config, data_dir: Path | None = None, traced: bool = F
         {name: read_data(rows, name, of.dtype)[0] for name, rows in zip(of.silo_ids, of.silos, strict=True)}
     )
     problem = build_problem(
-        of.model, schema, algorithm, sorted(ids), config.seed, config.run.device, of.dtype, False, privacy
+        of.model, schema, algorithm, sorted(ids), config.seed, privacy, Machine(config.run.device, of.dtype, False)
     )
     program = algorithm.server(problem)
     return found.of_program(program.tables, program.terms, aggregation)
@@ -311,7 +310,7 @@ def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 # ----
-# From a configuration to what `fit_vertical` takes: silos with different columns of the same people, aligned
+# From a configuration to what `fit` takes: silos with different columns of the same people, aligned
 
 #: The name under which the response's file takes part in the alignment.
 _RESPONSE = "response"
@@ -334,12 +333,10 @@ class VerticalFederation(FederationBase):
     def fit(self, **common: Any) -> VerticalResult:
         """Run it; `common` holds the options that all runs share."""
         ids = list(self.data.silos)
-        result = fit_vertical(
-            self.likelihood,
+        model = Columns(self.likelihood, self.data.response, [self.data.predictors[n] for n in ids], self.data.offset)
+        result = fit(
+            model,
             [self.data.silos[n] for n in ids],
-            self.data.response,
-            [self.data.predictors[n] for n in ids],
-            self.data.offset,
             self.algorithm,
             self.aggregation,
             self.privacy,

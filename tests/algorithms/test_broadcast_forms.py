@@ -29,7 +29,6 @@ from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.silo import Silo
-from secure_fvi.vertical_fitting import build_vertical_parties
 
 #: That an encoder's weights do not reach the likelihood; what the extreme values make of a fit.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,7 +63,7 @@ def parties(algorithm: Any, privacy: Any) -> tuple[Any, Any]:
         rng = torch.Generator().manual_seed(0)
         columns = [{"x": torch.randn(8, 2, generator=rng)} for _ in range(3)]
         y = torch.randn(8, generator=rng)
-        built = build_vertical_parties(Gaussian(), columns, y, None, None, algorithm, sf.Plain(), compile=False)
+        built = build_parties(sf.Columns(Gaussian(), y), columns, algorithm, sf.Plain(), compile=False)
         return built.server, built.engine
     model, silos = REGRESSION, make_regression((5, 6, 7))[0]
     if isinstance(algorithm, sf.FedVI):

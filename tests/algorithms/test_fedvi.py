@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch.distributions import Normal, kl_divergence
 
 import secure_fvi as sf
 from secure_fvi.algorithms.fedvi import FedVIProgram, gaussian_kl
-from secure_fvi.driving import Rounds
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties, result_of
 
@@ -117,7 +117,8 @@ def fitted() -> sf.Result:
     assert step.finished
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return result_of(server, engine, algorithm, sf.Plain(), Rounds((), 0.0))
+        done: Any = types.SimpleNamespace(objectives=(), seconds=0.0)
+        return result_of(server, engine, algorithm, sf.Plain(), done)
 
 
 def test_a_new_client_predicts_from_unlabelled_records(fitted: sf.Result) -> None:

@@ -23,7 +23,7 @@ from consortium_run import SILOS, Job
 from deployment_world import NOW, World
 from safetensors.torch import save
 
-from secure_fvi import alignment, wire
+from secure_fvi import alignment, building, wire
 from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.aggregation.base import Block, BlockTable, carry
 from secure_fvi.aggregation.homomorphic import Homomorphic
@@ -375,7 +375,9 @@ def site_world(world: World, folder: Path, data: Path | None) -> tuple[list[Mach
     for s in SILOS:
         say(s, session_messages.OPEN + codec.pack(opened))
     algorithm, aggregation, _ = chosen(made.config)
-    problem = build_problem(model_of(made.config)[0], schema, algorithm, SILOS, 3, "cpu", torch.float64, False, None)
+    problem = build_problem(
+        model_of(made.config)[0], schema, algorithm, SILOS, 3, None, building.Machine(compile=False)
+    )
     session = session_of(roster, offer.hash, opened, aggregation)
     sums = server_sum(roster, session, list(SILOS), aggregation, b"", MemoryStore(), lambda message: b"")
     server = Server(problem, algorithm.server(problem), sums)

@@ -26,7 +26,7 @@ from secure_fvi import fitting
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.algorithms.local_fit_options import LocalFitOptions
-from secure_fvi.building import build_problem
+from secure_fvi.building import Machine, build_problem
 from secure_fvi.deployment import holder_job, serving, site_job
 from secure_fvi.disclosure import disclose
 from secure_fvi.errors import InputError, PolicyError
@@ -201,7 +201,7 @@ class Doors:
         of = self.carried(job)
         privacy, dtype = of.privacy, torch.float64
         problem = serving.build_problem(
-            of.model, self.schema, of.algorithm, SILOS, 0, "cpu", dtype, False, privacy
+            of.model, self.schema, of.algorithm, SILOS, 0, privacy, Machine("cpu", dtype, False)
         )  # fmt: skip
         serving.program_of(of, problem)
 
@@ -225,10 +225,10 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
     found = Doors(model, rows)
     traced: list[Problem] = []
 
-    def problem(model: Any, schema: Any, algorithm: Any, silos: Any, seed: Any, *rest: Any) -> Problem:
+    def problem(model: Any, schema: Any, algorithm: Any, silos: Any, seed: Any, privacy: Any, here: Any) -> Problem:
         if not traced:
-            traced.append(build_problem(model, schema, algorithm, silos, seed, *rest))
-        return traced[0]._replace(privacy=rest[3])
+            traced.append(build_problem(model, schema, algorithm, silos, seed, privacy, here))
+        return traced[0]._replace(privacy=privacy)
 
     plain: Callable[..., Any] = lambda self, ids: Plain().local_parties(ids)  # noqa: E731
     for cls in (Masked, Homomorphic):

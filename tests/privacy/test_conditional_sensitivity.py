@@ -21,7 +21,7 @@ from programs import ENCODED, make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import vertical_fitting
+from secure_fvi import columns
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.pvi_frame import PVIFrame
 from secure_fvi.algorithms.pvi_parts import part_views
@@ -32,7 +32,6 @@ from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
-from secure_fvi.vertical_fitting import build_vertical_parties
 
 ROUNDS, CLIP, NOISE, KEY = 50, 1.0, 2.0, b"k" * 32
 
@@ -227,10 +226,15 @@ def columns_world(changed: bool, program: Any = None, row: int = 7, rounds: int 
         x[row, :2] = 50.0
     config = Vertical(response="private", rounds=rounds, family="diagonal", **options)
     dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
-    parties = build_vertical_parties(
-        Bernoulli(), [{"x": x[:, :2]}, {"x": x[:, 2:]}], y, [program or linear(), linear()], None, config, sf.Plain(),
-        dp, compile=False, noise_key=KEY,
-    )  # fmt: skip
+    parties = build_parties(
+        sf.Columns(Bernoulli(), y, [program or linear(), linear()]),
+        [{"x": x[:, :2]}, {"x": x[:, 2:]}],
+        config,
+        sf.Plain(),
+        privacy=dp,
+        compile=False,
+        noise_key=KEY,
+    )
     return Parties(parties.server, parties.engine)
 
 
@@ -325,7 +329,7 @@ class _OfARow(Predictor):
 
 SHIPPED = {
     "rows together": (VerticalSilo, "draw_by_record", _together),
-    "read on a row": (vertical_fitting, "Predictor", _OfARow),
+    "read on a row": (columns, "Predictor", _OfARow),
     "bare vmap": (predictors, "_Unmixed", contextlib.nullcontext),
 }
 
@@ -343,7 +347,7 @@ def test_people_coupled_by_a_vertical_program_are_found(
     program: Any, row: int, mechanism: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: what was shipped."""
-    monkeypatch.setattr(vertical_fitting, "check_predictor", lambda *_, **__: None)
+    monkeypatch.setattr(columns, "check_predictor", lambda *_, **__: None)
     monkeypatch.setattr(*SHIPPED[mechanism])
     assert gaps(lambda changed: columns_world(changed, program, row, 20, learning_rate=1.0), 20).max() > 2
 

@@ -11,8 +11,8 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.vertical import Gaussian, Likelihood, Vertical
 from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.columns import VerticalResult
 from secure_fvi.trees import Params
-from secure_fvi.vertical_results import VerticalResult
 
 SIGMA = 0.8
 
@@ -77,11 +77,14 @@ def fit(
     aggregation: SecureSum | None = None,
     predictors: list[Any] | None = None,
 ) -> VerticalResult:
-    """`sf.fit_vertical` without compilation, in a plain sum by default."""
-    return sf.fit_vertical(
-        likelihood or KnownNoise(), silos, response.y, predictors, response.offset, config, aggregation or sf.Plain(),
+    """`sf.fit` without compilation, in a plain sum by default."""
+    return sf.fit(
+        sf.Columns(likelihood or KnownNoise(), response.y, predictors, response.offset),
+        silos,
+        config,
+        aggregation or sf.Plain(),
         compile=False,
-    )  # fmt: skip
+    )
 
 
 def means(result: VerticalResult) -> Tensor:

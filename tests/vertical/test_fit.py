@@ -1,4 +1,4 @@
-"""`sf.fit_vertical` as a user meets it: sums, who sees what, absence, crashes, prediction, bad input."""
+"""`sf.fit` of columns as a user meets it: sums, who sees what, absence, crashes, prediction, bad input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Bernoulli, Gaussian, Poisson, Soul, Vertical
 from secure_fvi.algorithms.vertical.predictors import linear
+from secure_fvi.columns import VerticalResult
+from secure_fvi.driving import Parties
+from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.fitting import build_parties
 from secure_fvi.messages import decode_broadcast
-from secure_fvi.vertical_fitting import VerticalParties, build_vertical_parties
-from secure_fvi.vertical_results import VerticalResult
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
@@ -33,7 +35,7 @@ def _data(silos: int = 3) -> tuple[list[dict[str, Tensor]], Tensor]:
 
 def _fit(config: Vertical | Soul, silos: int = 3, **options: Any) -> VerticalResult:
     columns, y = _data(silos)
-    return sf.fit_vertical(Bernoulli(), columns, y, algorithm=config, compile=False, **options)
+    return sf.fit(sf.Columns(Bernoulli(), y), columns, config, compile=False, **options)
 
 
 def _means(result: VerticalResult) -> Tensor:
@@ -92,11 +94,11 @@ def _reachable(root: object) -> Tensor:
     return torch.cat(found)
 
 
-def _parties(config: Vertical, response: Tensor | None = None, silos: int = 3) -> VerticalParties:
+def _parties(config: Vertical, response: Tensor | None = None, silos: int = 3) -> Parties[LocalEngine]:
     columns, y = _data(silos)
     y = response if response is not None else y
     likelihood = Gaussian() if response is not None else Bernoulli()
-    return build_vertical_parties(likelihood, columns, y, None, None, config, sf.Masked(), compile=False)
+    return build_parties(sf.Columns(likelihood, y), columns, config, sf.Masked(), compile=False)
 
 
 def test_who_holds_what() -> None:
@@ -153,9 +155,7 @@ def test_silos_may_be_absent_up_to_the_bound() -> None:
 def test_a_silo_that_does_not_answer_stops_the_round() -> None:
     """A sum without it is no predictor: the state stays as it was."""
     columns, y = _data(4)
-    parties = build_vertical_parties(
-        Bernoulli(), columns, y, None, None, Vertical(rounds=9), sf.Masked(), compile=False
-    )
+    parties = build_parties(sf.Columns(Bernoulli(), y), columns, Vertical(rounds=9), sf.Masked(), compile=False)
     server, engine = parties.server, parties.engine
     engine.run(server.round())
     before = server.state.algorithm
@@ -216,15 +216,15 @@ def test_prediction_is_the_sum_of_the_silos() -> None:
 def test_bad_input_is_refused() -> None:
     columns, y = _data()
     with pytest.raises(InputError, match="align"):
-        sf.fit_vertical(Bernoulli(), [columns[0], {"x": columns[1]["x"][:9]}], y)
+        sf.fit(sf.Columns(Bernoulli(), y), [columns[0], {"x": columns[1]["x"][:9]}])
     with pytest.raises(InputError, match="NaN"):
-        sf.fit_vertical(Bernoulli(), [columns[0], {"x": columns[1]["x"] * torch.nan}], y)
+        sf.fit(sf.Columns(Bernoulli(), y), [columns[0], {"x": columns[1]["x"] * torch.nan}])
     with pytest.raises(InputError, match="0 and 1"):
-        sf.fit_vertical(Bernoulli(), columns, y + 0.5)
+        sf.fit(sf.Columns(Bernoulli(), y + 0.5), columns)
     with pytest.raises(InputError, match="offset"):
-        sf.fit_vertical(Poisson(), columns, y, offset=y[:3])
+        sf.fit(sf.Columns(Poisson(), y, offset=y[:3]), columns)
     with pytest.raises(InputError, match="2 predictors"):
-        sf.fit_vertical(Bernoulli(), columns, y, [linear()] * 2)
+        sf.fit(sf.Columns(Bernoulli(), y, [linear()] * 2), columns)
     with pytest.raises(InputError, match="power-likelihood"):
         Vertical(model="power", response="private")
     with pytest.raises(InputError, match="belong together"):

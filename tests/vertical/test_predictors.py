@@ -141,8 +141,8 @@ def test_what_rows_share_comes_by_sf_shared() -> None:
         return (x - mean) @ pyro.sample("slope", Normal(torch.zeros(3), 1.0).to_event(1))
 
     silos = [{"x": X, "mean": sf.Shared(X.mean(0))}, {"x": X}]
-    result = sf.fit_vertical(
-        Bernoulli(), silos, (X[:, 0] > 0).double(), [program, linear()], None, Vertical(rounds=3), sf.Plain()
+    result = sf.fit(
+        sf.Columns(Bernoulli(), (X[:, 0] > 0).double(), [program, linear()]), silos, Vertical(rounds=3), sf.Plain()
     )
     eta = result.local["silo-1"].eta({"x": X.mean(0, keepdim=True)}, 2)
     torch.testing.assert_close(eta, torch.zeros(2, 1, 1))

@@ -14,10 +14,12 @@ from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, In
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE
 from secure_fvi.algorithms.vertical.silo import Incoming, Noise, SiloParams
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.driving import Parties
+from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import AggregationError, BudgetError, InputError
+from secure_fvi.fitting import build_parties
 from secure_fvi.guarding import Books
 from secure_fvi.privacy.report import read_report
-from secure_fvi.vertical_fitting import VerticalParties, build_vertical_parties
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
@@ -32,11 +34,17 @@ def _data() -> tuple[list[dict[str, Tensor]], Tensor]:
     return [{"x": x[:, :2]}, {"x": x[:, 2:]}], y
 
 
-def _parties(privacy: Any, **options: Any) -> VerticalParties:
+def _parties(privacy: Any, **options: Any) -> Parties[LocalEngine]:
     silos, y = _data()
     config = Vertical(response="private", rounds=20, family="full", **options)
-    return build_vertical_parties(
-        Bernoulli(), silos, y, None, None, config, sf.Masked(min_cohort=2), privacy, compile=False, noise_key=KEY
+    return build_parties(
+        sf.Columns(Bernoulli(), y),
+        silos,
+        config,
+        sf.Masked(min_cohort=2),
+        privacy=privacy,
+        compile=False,
+        noise_key=KEY,
     )
 
 
@@ -77,10 +85,15 @@ def test_one_persons_values_move_what_leaves_by_at_most_the_clipping_norm() -> N
     config = Vertical(response="private", rounds=3, family="full", rho=0.1)
 
     def released(data: list[dict[str, Tensor]], protected: bool) -> tuple[Tensor, Tensor]:
-        parties = build_vertical_parties(
-            Bernoulli(), data, y, None, None, config, sf.Plain(), privacy if protected else None,
-            compile=False, noise_key=KEY,
-        )  # fmt: skip
+        parties = build_parties(
+            sf.Columns(Bernoulli(), y),
+            data,
+            config,
+            sf.Plain(),
+            privacy=privacy if protected else None,
+            compile=False,
+            noise_key=KEY,
+        )
         silo, server = parties.engine.silos["silo-1"], parties.server
         sums: list[Tensor] = []
         inner = silo.gate.hidden_sum
@@ -110,8 +123,14 @@ def test_everything_is_charged_and_nothing_else_is_released(tmp_path: Any) -> No
 
     def run(job: str) -> Any:
         books = Books(tmp_path / "ledger.sqlite", "people", job)
-        return sf.fit_vertical(
-            Bernoulli(), silos * 2, y, None, None, config, sf.Masked(min_cohort=3), privacy, books=books, compile=False
+        return sf.fit(
+            sf.Columns(Bernoulli(), y),
+            silos * 2,
+            config,
+            sf.Masked(min_cohort=3),
+            privacy=privacy,
+            books=books,
+            compile=False,
         )
 
     result = run("first")
@@ -161,7 +180,7 @@ def test_what_privacy_refuses(options: dict[str, Any], privacy: dict[str, Any], 
     silos, y = _data()
     config = Vertical(**{"response": "private", **options})
     with pytest.raises(InputError, match=words):
-        sf.fit_vertical(Bernoulli(), silos, y, algorithm=config, privacy=sf.RecordDP(epsilon=1.0, **privacy))
+        sf.fit(sf.Columns(Bernoulli(), y), silos, config, privacy=sf.RecordDP(epsilon=1.0, **privacy))
 
 
 class _Fails(Bernoulli):
@@ -180,8 +199,8 @@ def test_a_label_on_which_a_likelihood_fails_counts_as_nothing() -> None:
     y[7] = 5.0
     config = Vertical(response="private", rounds=3, auxiliary=MeanField(), learning_rate=0.1)
     for privacy in (sf.RecordDP(noise_multiplier=1e-9, clipping_norm=1.0, noise="silo"), None):
-        parties = build_vertical_parties(
-            _Fails(), silos, y, None, None, config, sf.Plain(), privacy, compile=False, noise_key=KEY
+        parties = build_parties(
+            sf.Columns(_Fails(), y), silos, config, sf.Plain(), privacy=privacy, compile=False, noise_key=KEY
         )
         if privacy is None:
             with pytest.raises(torch.linalg.LinAlgError):
@@ -201,7 +220,7 @@ def test_a_likelihood_that_fails_on_every_label_is_refused() -> None:
     silos, y = _data()
     config, privacy = Vertical(response="private", rounds=3), sf.RecordDP(noise_multiplier=1.0, noise="silo")
     with pytest.raises(InputError, match="likelihood of each record alone"):
-        build_vertical_parties(Never(), silos, y, None, None, config, sf.Plain(), privacy)
+        build_parties(sf.Columns(Never(), y), silos, config, sf.Plain(), privacy=privacy)
 
 
 def test_no_offset_is_broadcast_without_noise() -> None:
@@ -213,10 +232,15 @@ def test_no_offset_is_broadcast_without_noise() -> None:
     for privacy in (sf.RecordDP(noise_multiplier=1.0, noise="silo"), None):
         found = []
         for off in (torch.zeros(RECORDS), offset):
-            parties = build_vertical_parties(
-                Poisson(), silos, y, None, off, config, sf.Plain(), privacy,
-                compile=False, noise_key=KEY,
-            )  # fmt: skip
+            parties = build_parties(
+                sf.Columns(Poisson(), y, offset=off),
+                silos,
+                config,
+                sf.Plain(),
+                privacy=privacy,
+                compile=False,
+                noise_key=KEY,
+            )
             parties.engine.run(parties.server.round())
             found.append(float(parties.server.state.algorithm.curvature))
         assert found == [0.0, 0.0] if privacy is not None else found[1] > 10 * found[0]
@@ -226,8 +250,8 @@ def test_several_classes_that_silos_know_are_answered_under_privacy() -> None:
     """The network's features of a label, a record at a time: no record counts as nothing."""
     silos, y = _data()
     privacy = sf.RecordDP(noise_multiplier=1.0, noise="silo")
-    parties = build_vertical_parties(
-        Categorical(3), silos, y + (y > 0.5), None, None, Vertical(rounds=3), sf.Plain(), privacy, compile=False
+    parties = build_parties(
+        sf.Columns(Categorical(3), y + (y > 0.5)), silos, Vertical(rounds=3), sf.Plain(), privacy=privacy, compile=False
     )
     for _ in range(2):
         parties.engine.run(parties.server.round())
@@ -237,7 +261,7 @@ def test_several_classes_that_silos_know_are_answered_under_privacy() -> None:
 def test_silo_privacy_is_refused() -> None:
     silos, y = _data()
     with pytest.raises(InputError, match="record"):
-        sf.fit_vertical(Bernoulli(), silos, y, algorithm=Vertical(), privacy=sf.SiloDP(epsilon=1.0))
+        sf.fit(sf.Columns(Bernoulli(), y), silos, Vertical(), privacy=sf.SiloDP(epsilon=1.0))
 
 
 def test_the_gate_gives_no_hidden_sum_without_terms() -> None:

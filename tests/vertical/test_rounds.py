@@ -23,7 +23,7 @@ from secure_fvi.algorithms.vertical import (
 )
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.weights import weight_gradient
-from secure_fvi.vertical_results import VerticalResult
+from secure_fvi.columns import VerticalResult
 
 #: Runs of hundreds of rounds each; what they are compared with says more than the rule for settling.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")]

@@ -140,7 +140,7 @@ def _local(config: Config, rounds: int) -> tuple[list[float], float]:
     assert isinstance(federation, Federation)
     server, engine, _ = build_parties(
         federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
-        federation.silo_ids, federation.record_ids, compile=config.run.compile,
+        silo_ids=federation.silo_ids, record_ids=federation.record_ids, compile=config.run.compile,
     )  # fmt: skip
     times = []
     for at in range(_WARM_UP + rounds):

@@ -13,11 +13,12 @@ from pathlib import Path
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import rows
-from secure_fvi.driving import drive
+from secure_fvi.driving import Parties, Run
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import ProtocolError, SecureFVIWarning
 from secure_fvi.fitting import build_parties, result_of
 from secure_fvi.messages import ROUND
+from secure_fvi.results import Result
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.silo import Silo
@@ -68,9 +69,13 @@ def posterior(config: Config, answers: Answered | None = None) -> bytes:
         warnings.simplefilter("ignore", SecureFVIWarning)
         server, engine, guards = build_parties(
             federation.model, federation.silos, federation.algorithm, federation.aggregation, config.seed,
-            federation.silo_ids, federation.record_ids, dtype=federation.dtype, compile=config.run.compile,
+            silo_ids=federation.silo_ids, record_ids=federation.record_ids, dtype=federation.dtype,
+            compile=config.run.compile,
         )  # fmt: skip
         carrier = engine if answers is None else Replayed(engine.silos, answers)
-        rounds = drive(server, carrier, guards, federation.algorithm, False, 1, None, False, None, began)
-        result_of(server, carrier, federation.algorithm, federation.aggregation, rounds).save(Path(folder))
+        going: Run[Result] = Run(
+            Parties(server, carrier, guards), federation.algorithm.most_rounds,
+            lambda done: result_of(server, carrier, federation.algorithm, federation.aggregation, done), began=began,
+        )  # fmt: skip
+        going.result().save(Path(folder))
         return (Path(folder) / "posterior.safetensors").read_bytes()

@@ -21,7 +21,7 @@ from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.algorithms.fedvi import FedVI, gaussian_kl
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
-from secure_fvi.driving import drive
+from secure_fvi.driving import Parties, Run
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.files import write_atomically
@@ -194,10 +194,15 @@ def fit(
             write_atomically(written, json.dumps(seen).encode())
 
     checkpoints = None if folder is None else FolderCheckpoints(folder, 30.0)
-    rounds = drive(server, engine, guards, algorithm, False, 1, checkpoints, True, look, began)
+    going: Run[None] = Run(
+        Parties(server, engine, guards), algorithm.most_rounds, lambda _: None, checkpoints, resume=True, began=began
+    )
+    for progress in going:
+        look(progress)
+    seconds = going.seconds
     metrics = server.program.metrics(server.state.algorithm)
     up, down = max(engine.bytes_up.values()), max(engine.bytes_down.values())
-    return Fitted(weights(), seen, metrics, rounds.seconds, up, down)
+    return Fitted(weights(), seen, metrics, seconds, up, down)
 
 
 def new_clients_bound(network: Network, w: dict[str, Tensor], clients: Sequence[Client], delta: float = 0.05) -> Row:

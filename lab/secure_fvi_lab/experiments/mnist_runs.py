@@ -18,7 +18,7 @@ from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
 from secure_fvi.algorithms.sfvi_avg import FINISH
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
-from secure_fvi.driving import Progress, drive
+from secure_fvi.driving import Parties, Progress, Run
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import build_parties
@@ -97,7 +97,12 @@ def _fitted(job: Job, look: Look, folder: Path | None, tell: Tell) -> Row:
 
     checkpoints = None if folder is None else FolderCheckpoints(folder / "checkpoint", _CHECKPOINT)
     with threads(1):
-        rounds = drive(server, engine, guards, job.algorithm, False, 1, checkpoints, True, see, began)
+        going: Run[None] = Run(
+            Parties(server, engine, guards), most, lambda _: None, checkpoints, resume=True, began=began
+        )
+        for progress in going:
+            see(progress)
+        seconds = going.seconds
         last = scores()
     return {
         **job.what,
@@ -106,7 +111,7 @@ def _fitted(job: Job, look: Look, folder: Path | None, tell: Tell) -> Row:
         "exchanges": engine.exchanges,
         "bytes_up": max(engine.bytes_up.values()),  # of the silo that sent most
         "bytes_down": max(engine.bytes_down.values()),
-        "seconds": round(rounds.seconds - looking, 1),  # without the looks on the way
+        "seconds": round(seconds - looking, 1),  # without the looks on the way
         "curve": curve,
     }
 

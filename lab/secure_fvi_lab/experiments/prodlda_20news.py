@@ -20,7 +20,7 @@ from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import COUNT, FINISH, MERGE, SFVIAvg
 from secure_fvi.compiled import threads
-from secure_fvi.driving import Progress, drive
+from secure_fvi.driving import Parties, Progress, Run
 from secure_fvi.errors import InputError
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
@@ -322,7 +322,9 @@ def fit(plan: Plan, silos: Sequence[dict[str, Tensor]], algorithm: Algorithm, se
             curve.append(((progress.round - before) * steps, round(statistics.mean(bounds[-every:]), 4)))
             tell(f"    round {progress.round} of {algorithm.most_rounds}: {curve[-1][1]} nats a word")
 
-    drive(server, engine, guards, algorithm, False, 1, None, False, look, time.monotonic())
+    going: Run[None] = Run(Parties(server, engine, guards), algorithm.most_rounds, lambda _: None)
+    for progress in going:
+        look(progress)
     topics = server.program.posterior(server.state.algorithm).eta["loc"].reshape(plan.words, plan.topics)
     up, down = max(engine.bytes_up.values()), max(engine.bytes_down.values())
     return Fitted([Topics(topics, topics)], curve, time.process_time() - began, up, down)

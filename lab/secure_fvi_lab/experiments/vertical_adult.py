@@ -21,10 +21,10 @@ from torch.nn.functional import logsigmoid
 
 import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Bernoulli, Vertical
+from secure_fvi.columns import VerticalResult
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.models.vertical_programs import VerticalDataset, load_adult
 from secure_fvi.runs.marginals import default_dtype
-from secure_fvi.vertical_results import VerticalResult
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.vertical_targets import logistic_mode
 from secure_fvi_lab.figures import as_png
@@ -106,12 +106,9 @@ def _row(train: VerticalDataset, test: VerticalDataset, rounds: int, seed: int) 
 
 def _fit(train: VerticalDataset, rounds: int, seed: int) -> VerticalResult:
     ids = list(train.silos)
-    return sf.fit_vertical(
-        Bernoulli(),
+    return sf.fit(
+        sf.Columns(Bernoulli(), train.response, [train.predictors[n] for n in ids], train.offset),
         [train.silos[n] for n in ids],
-        train.response,
-        [train.predictors[n] for n in ids],
-        train.offset,
         Vertical(response="private", rho=RHO, rounds=rounds, batch_size=BATCH, learning_rate=0.02),
         sf.Masked(min_cohort=min(3, len(ids))),
         seed=seed,

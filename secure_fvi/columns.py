@@ -1,14 +1,18 @@
-"""What a vertical fit returns: q(gamma), which everyone may see, and each silo's own q(theta_j), which is its own."""
+"""Silos that hold different columns of the same people: the model `Columns`, its parties in this process, its result.
+
+Records must be aligned: row i is the same person at every silo (`secure_fvi.alignment`).
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,23 +22,206 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block, BlockTable, SecureSum, carry
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.config import Vertical
-from secure_fvi.algorithms.vertical.frame import VerticalProblem
+from secure_fvi.algorithms.vertical.frame import PULL_PHASE, VerticalFrame, VerticalProblem, VerticalView
+from secure_fvi.algorithms.vertical.likelihoods import Likelihood
+from secure_fvi.algorithms.vertical.predictors import Predictor, Program, linear
+from secure_fvi.algorithms.vertical.server_program import VerticalServerProgram
+from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
-from secure_fvi.driving import Rounds
+from secure_fvi.building import check_common, derived_secret, device_named
+from secure_fvi.compiled import choose_mode
+from secure_fvi.contracts import check_predictor, check_predictor_at_silo
+from secure_fvi.disclosure import disclose
+from secure_fvi.driving import Options, Parties, Run
+from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
+from secure_fvi.federated_model import Shared
 from secure_fvi.files import write_atomically
-from secure_fvi.fitting import number_or_none
-from secure_fvi.guarding import Guards
+from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.settings import DP
+from secure_fvi.randomness import UNIT_ID, KeyedDraws, derive_key
+from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed, number_or_none
+from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params, part, to_numpy
 
-if TYPE_CHECKING:
-    from secure_fvi.vertical_fitting import VerticalParties
+#: The party that holds a private response, in the ledger.
+RESPONSE_HOLDER = "response-holder"
 
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """A model of a response by the sum of predictors, each of one silo's own columns (Hassan et al. 2024).
+
+        p(response | sum of the silos' predictors)
+
+    likelihood: as in `algorithms.vertical.likelihoods`. response (N,), and offset (N,) where there is one: held by the
+    server, and under `algorithm.response = "shared"` by every silo. predictors: a Pyro program a silo, which takes the
+    silo's columns and returns its predictor; `linear()` by default. A silo's data are the arguments of its program, row
+    i the same person everywhere (`secure_fvi.alignment`), and `sf.Shared` values that its rows share. Under `RecordDP`
+    one person's columns at one silo, and where it is private the label, are protected (adjacency: values replaced).
+    """
+
+    likelihood: Likelihood
+    response: Tensor = field(repr=False)
+    predictors: Sequence[Program] | None = None
+    offset: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def default_algorithm(self) -> Vertical:
+        return Vertical()
+
+
+def column_parties(
+    model: Columns,
+    names: Sequence[str],
+    silos: Sequence[Mapping[str, Any]],
+    algorithm: Vertical | Soul,
+    aggregation: SecureSum,
+    seed: int,
+    privacy: DP | None,
+    options: Options,
+) -> Parties[LocalEngine]:
+    """Server, engine and gates. Arguments as in `fit`; raises InputError and BudgetError as it does."""
+    likelihood, ordered, dtype = model.likelihood, tuple(sorted(names)), options["dtype"]
+    algorithm = algorithm.resolved(likelihood)
+    disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
+    if getattr(aggregation, "max_missing", 0):
+        raise InputError("max_missing must be 0: a sum that lacks one silo's columns predicts nobody")
+    check_common(seed, dtype)
+    where = device_named(options["device"])
+    found = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
+    columns = {name: rows for name, (rows, _) in found.items()}
+    programs = list(model.predictors) if model.predictors is not None else [linear(likelihood.columns)] * len(silos)
+    if len(programs) != len(silos):
+        raise InputError(f"{len(programs)} predictors for {len(silos)} silos")
+    programs = [
+        functools.partial(p, **shared) if shared else p for p, (_, shared) in zip(programs, found.values(), strict=True)
+    ]
+    known = _response(likelihood, model.response, model.offset, dtype, where)
+    _check_aligned(columns, len(known.y))
+    mode = choose_mode(options["compile"], algorithm.expected_calls * len(silos), numbers_of(silos))
+    problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
+    frame, noise = VerticalFrame(algorithm, problem), NoiseSource(options["noise_key"])
+    disclosed.of_program(frame.tables, {p: t for p, t in frame.terms.items() if p in frame.tables}, aggregation)
+    server_sum, silo_sums = strong_enough(aggregation, frame.terms).local_parties(ordered)
+    books = options["books"] or Books()
+    guards = build_guards(ordered, frame.tables, frame.terms, algorithm.name, books, noise)
+    if frame.terms and algorithm.response == "private":
+        terms = frame.response_terms()
+        tables = {PULL_PHASE: terms[PULL_PHASE].table(frame.z_blocks, [])}
+        holder = build_guards((RESPONSE_HOLDER,), tables, terms, algorithm.name, books, noise)
+        guards = guards._replace(holder=holder)
+    built: dict[str, Silo] = {}
+    shared: dict[Any, VerticalSiloProgram | SoulSiloProgram] = {}
+    for name, program in zip(names, programs, strict=True):
+        owner = b"silo/" + name.encode()
+        secret = silo_secret(lambda o=owner: derived_secret(seed, o), bool(frame.terms), options["noise_key"])  # type: ignore[misc]
+        seen = known if algorithm.response == "shared" else ()
+        # Silos of one program and shape share its traces; it holds no data.
+        rows = columns[name]
+        key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
+        if key not in shared:
+            shared[key] = _silo_program(algorithm, problem, _predictor(name, program, rows, likelihood, frame))
+        if not frame.terms:
+            check_predictor_at_silo(shared[key].predictor, rows, name)
+        view, silo_program = _view(name, rows, seen, secret), shared[key]
+        released = guards.released(name)
+        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
+    gate = guards.holder.gates[RESPONSE_HOLDER] if guards.holder is not None else None
+    server = Server(problem, VerticalServerProgram(algorithm, problem, known, gate), server_sum, noise)
+    return Parties(server, LocalEngine({n: built[n] for n in ordered}), guards)
+
+
+def _check_aligned(columns: Mapping[str, Params], people: int) -> None:
+    for name, rows in columns.items():
+        size = len(next(iter(rows.values())))
+        if size != people:
+            raise InputError(
+                f"silo '{name}' has {size} records, the response {people}: align them first, so that row i is "
+                "the same person everywhere (docs/vertical-alignment.md)"
+            )
+
+
+def _predictor(silo: str, program: Program, rows: Params, likelihood: Likelihood, frame: VerticalFrame) -> Predictor:
+    """Read and checked on made data. Raises InputError, which names the silo."""
+    try:
+        found = Predictor(program, rows, likelihood.columns)
+        check_predictor(found, alone=bool(frame.terms))
+    except InputError as error:
+        raise InputError(f"silo '{silo}': {error}") from error
+    return found
+
+
+def _silo_program(
+    algorithm: Vertical | Soul, problem: VerticalProblem, predictor: Predictor
+) -> VerticalSiloProgram | SoulSiloProgram:
+    if isinstance(algorithm, Soul):
+        return SoulSiloProgram(algorithm, problem, predictor)
+    return VerticalSiloProgram(algorithm, problem, predictor)
+
+
+def _view(silo: str, rows: Params, response: Response | tuple[()], secret: bytes) -> VerticalView:
+    size = len(next(iter(rows.values())))
+    return VerticalView(
+        silo,
+        rows,
+        response,
+        size,
+        KeyedDraws(secret, b"vertical/records/" + silo.encode(), np.arange(size)),
+        KeyedDraws(secret, b"vertical/silo/" + silo.encode(), np.array([UNIT_ID])),
+        int.from_bytes(derive_key(secret, b"vertical/start/" + silo.encode())[:7], "big"),
+    )
+
+
+def _columns(
+    silo: str, data: Mapping[str, Tensor | Shared], dtype: torch.dtype, device: torch.device
+) -> tuple[Params, Params]:
+    """The silo's rows and the values that they share, checked; numbers as `dtype`, whole numbers as they are. No value
+    is quoted."""
+
+    def moved(value: Tensor) -> Tensor:
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    shared = {name: moved(torch.as_tensor(v.tensor)) for name, v in data.items() if isinstance(v, Shared)}
+    given = {name: v for name, v in data.items() if isinstance(v, Tensor) and v.dim() > 0}
+    if not given or len(given) + len(shared) < len(data):
+        raise InputError(f"silo '{silo}': give its columns as a dict of tensors with one row a record")
+    sizes = {name: len(v) for name, v in given.items()}
+    if len(set(sizes.values())) > 1:
+        raise InputError(f"silo '{silo}': all tensors must have one row a record, but sizes are {sizes}")
+    if not next(iter(sizes.values())):
+        raise InputError(f"silo '{silo}': no records")
+    rows = {}
+    for name, value in given.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InputError(f"silo '{silo}': '{name}' holds NaN or infinite values; remove or impute them first")
+        rows[name] = moved(value)
+    return rows, shared
+
+
+def _response(
+    likelihood: Likelihood, response: Tensor, offset: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Response:
+    y = torch.as_tensor(response).to(device, dtype)
+    likelihood.check(y)
+    off = torch.zeros_like(y) if offset is None else torch.as_tensor(offset).to(device, dtype)
+    if off.shape != y.shape or not bool(torch.isfinite(off).all()):
+        raise InputError(f"the offset must be finite, one number a record, shape ({len(y)},)")
+    return Response(y, off)
+
+
+def numbers_of(silos: Sequence[Mapping[str, Any]]) -> int:
+    """That the largest silo's step goes through."""
+    return max((sum(v.numel() for v in data.values() if isinstance(v, Tensor)) for data in silos), default=0)
+
+
+# ----
+# What a vertical fit returns: q(gamma), which everyone may see, and each silo's own q(theta_j), which is its own
 
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_240_507
@@ -177,23 +364,21 @@ class VerticalResult(RunSummary):
         return s, self._gamma(n, seed)
 
 
-def vertical_result(
-    parties: VerticalParties, config: Vertical | Soul, aggregation: SecureSum, rounds: Rounds
-) -> VerticalResult:
+def column_result(done: Run[Any], config: Vertical | Soul, aggregation: SecureSum) -> VerticalResult:
     """The result of a finished run. Warns with SecureFVIWarning where `assessed` does."""
-    server, engine = parties.server, parties.engine
+    server, engine, problem = done.server, done.engine, done.server.problem
     state = server.state.algorithm
     variational = server.program.posterior(state)
     verdict = assessed(server.program.verdict(state), config.name, server.rounds)
     gamma = variational.draws(_MOMENT_DRAWS, _MOMENT_SEED)
-    draws = parties.problem.likelihood.constrain(gamma)
-    tail = np.array(rounds.objectives)
+    draws = problem.likelihood.constrain(gamma)
+    tail = np.array(done.objectives)
     return VerticalResult(
         algorithm=config.name,
-        seed=parties.problem.seed,
-        silos=list(parties.problem.silos),
+        seed=problem.seed,
+        silos=list(problem.silos),
         rounds=server.rounds,
-        seconds=rounds.seconds,
+        seconds=done.seconds,
         # What SOUL climbs is a joint density, not a bound.
         elbo=None if isinstance(config, Soul) else number_or_none(tail.mean()),
         **verdict,
@@ -202,8 +387,8 @@ def vertical_result(
         metrics={
             "elbo_sd": number_or_none(tail.std()),
             **server.program.metrics(state),
-            "records": parties.problem.records,
-            "execution": parties.problem.mode,
+            "records": problem.records,
+            "execution": problem.mode,
         },
         aggregation={
             "kind": aggregation.kind,
@@ -211,8 +396,8 @@ def vertical_result(
             "bytes_up_per_silo": max(engine.bytes_up.values()),
             "bytes_down_per_silo": max(engine.bytes_down.values()),
         },
-        privacy=_claim(parties.server, parties.holder),
-        problem=parties.problem,
+        privacy=_claim(server, done.guards.holder is not None),
+        problem=problem,
         config=config,
         secure_sum=aggregation,
         variational=variational,
@@ -220,11 +405,11 @@ def vertical_result(
     )
 
 
-def _claim(server: Any, holder: Guards | None) -> dict[str, Any] | None:
+def _claim(server: Any, labels: bool) -> dict[str, Any] | None:
     """Each silo's guarantee for a person's columns, and whether the label has the same."""
     found: dict[str, Any] | None = server.claim()
     if found is not None:
-        found["protects"] = "a person's columns at one silo" + (", and the response" if holder is not None else "")
+        found["protects"] = "a person's columns at one silo" + (", and the response" if labels else "")
     return found
 
 
