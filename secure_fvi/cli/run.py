@@ -6,13 +6,14 @@ import math
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from secure_fvi import driving
+if TYPE_CHECKING:
+    from secure_fvi import driving
 
 
 @click.command()
