@@ -208,7 +208,7 @@ def _row_parties(
 
 def _of_run(options: FitOptions) -> Options:
     """Those that are not of `fit` alone."""
-    return {k: v for k, v in options.items() if k not in FitOptions.__annotations__}  # type: ignore[return-value]
+    return {k: v for k, v in options.items() if k not in ("silo_ids", "record_ids")}  # type: ignore[return-value]
 
 
 def _count(silos: Any) -> int:

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from secure_fvi import driving
 
 
@@ -77,6 +77,8 @@ class RunProgress:
     """Shows what `update` is told, on stderr. Nothing appears before the first round, so an error stays one line."""
 
     def __init__(self, quiet: bool) -> None:
+        from rich.console import Console
+
         self._quiet = quiet
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
@@ -104,6 +106,15 @@ class RunProgress:
 
     def _show_bar(self, progress: driving.Progress) -> None:
         if self._bar is None:
+            from rich.progress import (
+                BarColumn,
+                Progress,
+                SpinnerColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
             self._bar = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description:>9}"),
