@@ -22,7 +22,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
-from secure_fvi.algorithms.pvi_silo import PVISilo
+from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.deployment.holding import DurableSilo, HeldStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
@@ -636,7 +636,7 @@ def _is_below(algorithm: Any, privacy: Any, least: float, most: float = 7.0) -> 
         lie = torch.cat([lie * 1e4, torch.tensor([1e4], dtype=torch.float64)]).reshape(message.tensors["q"].shape)
     told = {"q" if "q" in message.tensors else "z_global": lie}
     if "q" in told:
-        told["units"] = server.program.frame.units(server.program.frame.unpack(lie))
+        told["units"] = server.program.units(server.program.families.unpack(lie))
     try:
         tell(silo, message._replace(tensors={**message.tensors, **told}))
     except AggregationError:
@@ -737,7 +737,7 @@ def test_whatever_a_program_raises_on_a_record_is_no_answer(
             raise fails("on this record")
 
         caplog.clear()
-        name = "fit" if isinstance(silo.program, PVISilo) else "_step"
+        name = "fit" if isinstance(silo.program, PVIProgram) else "_step"
         monkeypatch.setattr(silo.program, name, Failing(getattr(silo.program, name), failing))
         if privacy is None:
             with pytest.raises(fails):

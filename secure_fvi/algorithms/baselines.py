@@ -15,84 +15,111 @@ PVI. A prior that is not Gaussian in unconstrained space enters as its Gaussian 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from secure_fvi.algorithms.local_fit_options import FIRST_FIT, LocalFitOptions
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block
+from secure_fvi.algorithms.base import (
+    ROUND_PHASE,
+    Broadcast,
+    LocalFit,
+    Pending,
+    Phase,
+    Posterior,
+    Problem,
+    SiloView,
+    Step,
+    Verdict,
+)
+from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
+from secure_fvi.algorithms.local_fit import CHANGE, FIRST_FIT, Families, LocalFitOptions, OwnState, SiloFit
+from secure_fvi.algorithms.natural import Natural, Prior, nothing, to_eta
+from secure_fvi.algorithms.options import Count
 from secure_fvi.disclosure import Declaration, Sums
-from secure_fvi.errors import InputError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIError
 
-if TYPE_CHECKING:
-    from secure_fvi.algorithms.base import Problem
-    from secure_fvi.algorithms.baselines_server import BaselineServer
-    from secure_fvi.algorithms.baselines_silo import BaselineSilo
-
-
-#: The phases: COUNT once, before a split of the prior whose N is not public; ROUND.
-COUNT, ROUND = "count", "round"
+#: The phase before the first round, once: a split of the prior whose N is not public.
+COUNT = "count"
+RECORDS, SKIPPED = "records", "skipped"
 _WHAT = "the change of q by its own fit, in natural parameters, its number of records, and whether it could fit"
 _KEEPS = "its own latents' posterior"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(LocalFitOptions):
-    """The halves that all baselines share; the options are those of the local fit. Use BCM, VCL or StreamingVB."""
+    """What all baselines share; the options are those of the local fit. Use BCM, VCL or StreamingVB."""
 
     name: ClassVar[str]
+    #: Whether all silos answer in the one round that there is, or one after the other.
+    at_once: ClassVar[bool] = False
 
     @property
     def most_rounds(self) -> int:
-        """Visits to each silo; the server's half knows the rounds, since it knows the silos."""
+        """Visits to each silo; the program knows the rounds, since it knows the silos."""
         return 1
 
     @property
     def expected_calls(self) -> int:
         return self.traced_calls(self.most_rounds + FIRST_FIT - 1)
 
+    @property
+    def splits(self) -> bool:
+        """Whether silos share the prior out."""
+        return False
+
+    @property
+    def public_records(self) -> int | None:
+        """N, where the job states it."""
+        return None
+
     def declare(self, silos: int, private: bool) -> Declaration:
         """Of what visits one silo after the other: a visit is a round, and a sum of one silo."""
         rounds = self.most_rounds * silos
-        sums = (Sums(ROUND, rounds, _WHAT, 1, "sequential"),)
+        sums = (Sums(ROUND_PHASE, rounds, _WHAT, 1, "sequential"),)
         return Declaration(rounds, sums, _KEEPS, False, self.fitted_share, "reveal_changes = true")
 
-    def server(self, problem: Problem) -> BaselineServer:
-        """The server's half. Raises InputError for what the model or its privacy do not allow."""
-        from secure_fvi.algorithms.baselines_server import BaselineServer
+    def server(self, problem: Problem) -> BaselineProgram:
+        """Raises InputError for what the model or its privacy do not allow."""
+        return BaselineProgram(self, problem)
 
-        return BaselineServer(self, problem)
-
-    def silo(self, problem: Problem) -> BaselineSilo:
-        """The silos' half; it holds no data, so that all silos of a process share its traces."""
-        from secure_fvi.algorithms.baselines_silo import BaselineSilo
-
-        return BaselineSilo(self, problem)
+    silo = server
 
 
 @dataclass(frozen=True, kw_only=True)
 class BCM(Baseline):
-    """Bayesian committee machine: one secure sum, no damping and no safeguard.
-
-    prior: "same", every silo has the whole prior, which is taken out of the product again; "split", silo j has the
-    prior to the power N_j / N. Where the product is improper the run fails.
-    total_records: N for "split", where it is public; otherwise it is counted by one more secure sum.
-    """
+    """Bayesian committee machine: one secure sum, no damping and no safeguard. Where the product of the silos'
+    approximations is improper the run fails. Options of the local fit are `LocalFitOptions`."""
 
     prior: Literal["same", "split"] = "same"
-    total_records: int | None = None
+    """"same", every silo has the whole prior, which is taken out of the product again; "split", silo j has the prior to
+    the power N_j / N."""
+    total_records: Count | None = None
+    """N for "split", where it is public; otherwise it is counted by one more secure sum."""
 
     name = "bcm"
+    at_once = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prior not in ("same", "split"):
-            raise InputError(f"prior '{self.prior}' is unknown; choose same or split")
-        self.check_counts("total_records", optional=True)
         if self.total_records is not None and self.prior == "same":
             raise InputError("total_records is what prior = 'split' divides the prior by; leave it out")
 
+    @property
+    def splits(self) -> bool:
+        return self.prior == "split"
+
+    @property
+    def public_records(self) -> int | None:
+        return self.total_records
+
     def declare(self, silos: int, private: bool) -> Declaration:
-        sums = [Sums(ROUND, 1, _WHAT, silos)]
-        if self.prior == "split" and self.total_records is None and not private:
+        sums = [Sums(ROUND_PHASE, 1, _WHAT, silos)]
+        if self.splits and self.total_records is None and not private:
             sums.insert(0, Sums(COUNT, 1, "its number of records", silos))
         return Declaration(1, tuple(sums), _KEEPS, share=self.fitted_share)
 
@@ -101,11 +128,12 @@ class BCM(Baseline):
 class VCL(Baseline):
     """Variational continual learning: one pass over the silos, each with the last one's q for a prior.
 
-    The server sees each silo's change of q, its posterior alone: it needs `reveal_changes = True` and a plain sum,
-    since any other would hide it in name only. A visit is a round.
+    The server sees each silo's change of q, its posterior alone: it takes a plain sum, since any other would hide it in
+    name only. A visit is a round. Options of the local fit are `LocalFitOptions`.
     """
 
     reveal_changes: bool = False
+    """Accepts what the server sees: needed."""
 
     name = "vcl"
 
@@ -116,19 +144,18 @@ class VCL(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingVB(Baseline):
-    """Streaming variational Bayes: `passes` of VCL, which count every record so many times.
+    """Streaming variational Bayes: passes of VCL. What the server sees is as there, and a visit is a round. Options of
+    the local fit are `LocalFitOptions`."""
 
-    What the server sees is as in `VCL`. A visit is a round.
-    """
-
-    passes: int = 10
+    passes: Count = 10
+    """Over the silos; every record counts so many times."""
     reveal_changes: bool = False
+    """Accepts what the server sees: needed."""
 
     name = "streaming-vb"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_counts("passes")
         _check_revealed(self.name, self.reveal_changes)
 
     @property
@@ -142,3 +169,152 @@ def _check_revealed(name: str, reveal_changes: bool) -> None:
             f"{name} visits one silo after the other and shows the server each one's change of q, from which it can "
             "compute that silo's own posterior; say reveal_changes = true to accept this, or use pvi or bcm"
         )
+
+
+class BaselineState(NamedTuple):
+    """The server's state. All of it follows from totals."""
+
+    round: int  # sums of changes used
+    q: Natural  # the prior, times what silos changed so far
+    records: int  # N; 0 where it is not known, or not yet
+    skipped: int  # local fits that ran off
+    lost: bool  # whether a silo that was asked is missing in q
+
+
+class BaselineProgram(Program):
+    """A baseline on one problem: the server's half, and the silos', whose state is that of their own latents."""
+
+    no_record_privacy = "; use SiloDP, whose unit is the silo, or SFVI"
+
+    def setup(self) -> None:
+        config, problem = self.config, self.problem
+        if problem.start.theta:
+            raise InputError(f"{config.name} learns no pyro.param; use PVI")
+        self.counts_first = config.splits and config.public_records is None
+        if self.counts_first and problem.privacy is not None:
+            raise InputError(
+                f"under silo privacy {config.name} with prior = 'split' needs total_records, a public figure for all "
+                "silos' records together, since counting them would release their number"
+            )
+        self.families = Families(config, problem)
+        self.fit = SiloFit(self.families)
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds of the run, for its progress."""
+        visits: int = self.config.most_rounds
+        return visits if self.config.at_once else visits * len(self.problem.silos)
+
+    @property
+    def cohort_size(self) -> int:
+        return len(self.problem.silos) if self.config.at_once else 1
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        silos = self.problem.silos
+        return silos if self.config.at_once else (silos[round_ % len(silos)],)
+
+    def sums(self) -> dict[str, Sum]:
+        config, change = self.config, self.families.change
+        records = Block(RECORDS, (), 2.0**31, integer=True)
+        skipped = Block(SKIPPED, (), 1.0, integer=True)  # silos whose local fit ran off: they change nothing
+        # A single silo's number of records is nobody's business; all silos' tells whether one was lost.
+        counts = (records, skipped) if config.at_once else (skipped,)
+        sent: dict[str, Tensor | tuple[int, ...]] = {"q": change.shape}
+        split: dict[str, Any] = {}
+        if config.splits:
+            split = {"scalars": (RECORDS,), "known": {RECORDS: config.public_records}}
+        rounds = Phase(range(self.most_rounds), self.most_rounds)
+        each = Sum((change, *counts), rounds, sent, frozenset({CHANGE}), **split)
+        if not self.counts_first:
+            return {ROUND_PHASE: each}
+        return {COUNT: Sum((records,), Phase(range(1), 1, counts=False), sent, **split), ROUND_PHASE: each}
+
+    # ---- server ----
+
+    def init(self) -> BaselineState:
+        prior = Prior(self.problem, self.families.full).start({}, self.config.name)
+        return BaselineState(0, prior, self.config.public_records or 0, 0, False)
+
+    def broadcast(self, state: BaselineState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        phase = COUNT if self.counts_first and not state.records else ROUND_PHASE
+        scalars = {RECORDS: float(state.records)} if self.config.splits else {}
+        cohort = self.asked(state.round, phase)
+        return Broadcast(state.round, index, accepted, cohort, scalars, {"q": state.q.pack()}, phase)
+
+    def step(self, state: BaselineState, message: Broadcast, sums: Totals, scale: float) -> tuple[BaselineState, Step]:
+        if message.phase == COUNT:
+            state = state._replace(records=round(scale * float(sums[RECORDS])))
+            return state, Step(math.nan, 1.0, None, COUNT, False)
+        q = state.q.plus(self.families.unpack(torch.from_numpy(sums[CHANGE])))
+        if not q.proper:
+            raise SecureFVIError(
+                f"{self.config.name}, round {state.round + 1}: the product of the silos' approximations is no "
+                "distribution, and nothing here damps it; use PVI"
+            )
+        state = BaselineState(
+            round=state.round + 1,
+            q=q,
+            records=state.records,
+            skipped=state.skipped + int(sums.get(SKIPPED, 0)),
+            lost=state.lost or scale > len(self.problem.silos) / len(message.cohort),
+        )
+        return state, Step(math.nan, 1.0, None, self.config.name, state.round >= self.most_rounds)
+
+    def posterior(self, state: BaselineState) -> Posterior:
+        eta = {name: self.move(value) for name, value in to_eta(state.q).items()}
+        return Posterior(self.families.shared, eta, {})
+
+    def verdict(self, state: BaselineState) -> Verdict:
+        """Not whether q is good: there is nothing to converge to. Whether every silo's part is in it."""
+        name, details = self.config.name, self.metrics(state)
+        if state.skipped or state.lost:
+            part = "a local fit ran off and changed nothing" if state.skipped else "a silo that was asked is missing"
+            advice = "lower learning_rate, standardise the columns, or use pvi" if state.skipped else "run it again"
+            return Verdict(False, f"{part}; {advice}", details)
+        once = self.config.most_rounds == 1
+        what = "one pass over the silos, approximate by construction" if once else "passes that count records anew"
+        return Verdict(None, f"{name} is {what}; nothing in it tells how far q is from the posterior: use pvi", details)
+
+    def metrics(self, state: BaselineState) -> dict[str, float | None]:
+        return {"skipped_fits": state.skipped}
+
+    # ---- silo ----
+
+    def init_local(self, view: SiloView) -> OwnState:
+        most = self.config.public_records
+        if most is not None and view.size > most:  # before the first round: later it would tell how many there are
+            raise InputError(f"silo '{view.silo}': total_records = {most}, but this silo alone has more records")
+        return self.fit.init(view)
+
+    def answer(self, message: Broadcast, local: OwnState, view: SiloView) -> Answer:
+        if message.phase == COUNT:
+            return Answer({RECORDS: view.size}, local)
+        prior = self._prior(message, view)
+        fitted = self.fit(view.turn + 1, {}, self.fit.begin(prior, local), prior, local, view)
+        if not self.terms and self.config.at_once and not fitted.sane:
+            # A zero in its place would make the total the others'.
+            raise AggregationError(
+                f"silo '{view.silo}': its local fit ran off; lower learning_rate, standardise the columns, or use pvi"
+            )
+        change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)
+        counts = {RECORDS: view.size, SKIPPED: float(not fitted.sane)}
+        return Answer({CHANGE: change.pack(), **counts}, fitted.own if fitted.sane else local)
+
+    def commit(self, local: OwnState, pending: Pending, accepted: int) -> OwnState:
+        """The pending state in any case: own latents are where a silo's last fit left them, used or not."""
+        kept: OwnState = pending.local
+        return kept
+
+    def local_fit(self, local: OwnState) -> LocalFit:
+        return self.fit.local_fit(local)
+
+    def _prior(self, message: Broadcast, view: SiloView) -> Natural:
+        """c_j: q as it was sent, or this silo's share of it."""
+        q = self.families.unpack(message.tensors["q"])
+        if not self.config.splits:
+            return q
+        records = message.scalars[RECORDS]
+        if not records >= 1:
+            raise ProtocolError("the broadcast's number of records is none")
+        # A silo that alone has more records than the server names says nothing of it.
+        return nothing(q.n, q.full).plus(q, min(1.0, view.size / records))

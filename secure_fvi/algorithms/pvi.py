@@ -10,69 +10,118 @@
 "Structured" PVI: where a silo has latents of its own, its site stands for its marginal likelihood: the local fit
 maximises E_q[log p(y_j, Z_L | Z_G) - log q(Z_L | Z_G)] - KL(q || cavity) over q and q(Z_L | Z_G) together. A fixed
 point is a local optimum of global VI (Property 2.2), whatever the partition.
+
+At rest. A run is at rest once, in the last rounds, every silo took part, none failed or tempered its cavity, and none's
+own undamped change moves q past the tolerance: these are counts in the sum, so that opposite changes do not hide each
+other and a sum of nothing is no rest. Then, in one more phase, all silos evaluate the bound and its slope at the final
+q (`stationarity`): a run has converged only if that slope would not move q either.
+
+Sites stay at the silos. A change counts only once the server has said, in a later broadcast, that its sum was used and
+with which damping, and the server may say another damping later: it takes a step back that left a silo without a proper
+cavity. Whatever is lost in between, q stays the prior times the product of sites. Dampings are named by sum, not by
+silo: all changes of one total are taken in alike, whatever a server says. Were one silo's alone to count, the next
+total would lack just that one.
+
+Tempering. A silo whose cavity q / t is improper, or whose fit against it runs off, fits against a tempered one,
+q / t^a, in which the smallest precision relative to q's is `MARGIN`. The site that a fit arrives at is q* / (q / t^a):
+the Gaussian that stands for the silo's likelihood at q*, whatever cavity led there, so that nothing of the old site is
+kept. With a < 1 q* has counted part of the likelihood twice and is too narrow; the silo says so, and no run ends there
+as converged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from secure_fvi.algorithms.local_fit_options import LocalFitOptions
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.algorithms import stationarity, weighing
+from secure_fvi.algorithms.base import (
+    PRIVATE,
+    ROUND_PHASE,
+    Broadcast,
+    LocalFit,
+    Pending,
+    Phase,
+    Posterior,
+    Problem,
+    SiloView,
+    Step,
+    Verdict,
+    choose_cohort,
+    fixed_length,
+)
+from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
+from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
+from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
+from secure_fvi.algorithms.options import Count, Positive, Says, Share
+from secure_fvi.algorithms.stationarity import Rest, as_sent, by_block, final_draws
+from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
 from secure_fvi.disclosure import Cohort, Declaration, Sums
-from secure_fvi.errors import InputError
-
-if TYPE_CHECKING:
-    from secure_fvi.algorithms.base import Problem
-    from secure_fvi.algorithms.pvi_server import PVIServer
-    from secure_fvi.algorithms.pvi_silo import PVISilo
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.families import Params
+from secure_fvi.optimizers import Optimizer
+from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.trees import to_numpy
 
 #: The phase after the last round: all silos at the final q.
 FINISH = "finish"
+#: Silos of a sum by what befell them, and which were in it: the secure sum shows the server that anyway, and a silo has
+#: to know whether its change was used.
+SKIPPED, TEMPERED, MOVING, PRESENT = "skipped", "tempered", "moving", "present"
+OBJECTIVE, RECORDS = "objective", "records"
+
+Rounds = Annotated[int, Field(ge=0), Says("must be a whole number of rounds, 0 or more")]
+Damping = Annotated[Share | Literal["auto"], Says("must be 'auto' or lie in (0, 1]")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PVI(LocalFitOptions):
-    """Configuration. The options of a silo's local fit are those of `LocalFitOptions`.
+    """Options of partitioned VI. Those of a silo's local fit are `LocalFitOptions`."""
 
-    rounds: secure sums to make; under "sequential" one silo's visit is a round. None: until no site moves q by
-    `tolerance` posterior standard deviations, at most `max_rounds`.
-    schedule: "synchronous", all silos a round; "asynchronous", `buffer` silos a round, so that the rest may be busy or
-    away; "sequential", one after the other. A sequential schedule shows the server each silo's change of its site,
-    which is its posterior alone: it needs `reveal_changes = True` and a sum that admits a cohort of one.
-    delay: of the asynchronous schedule, simulated: local fits take 0 to `delay` rounds, by silo, drawn by the seed, and
-    the `buffer` that are done first answer. A change fitted against the q of `a` rounds ago counts 1 / (1 + a). 0:
-    fits end within a round, and the silos of a round are drawn.
-    damping: share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever
-    they send, grows while successive changes point the same way and halves when they turn; a step after which q is
-    improper is cut back.
-    theta_updates: "round", a step along the gradient of the free energy after every round; "converged", only after
-    rounds in which no site moved q by `tolerance` (paper, Appendix A: the inner loop run to convergence).
-    virtual_clients: disjoint parts of a silo's records, each with a site of its own; for models without local latents.
-    Refused under `RecordDP`.
-    """
-
-    rounds: int | None = None
-    max_rounds: int = 60
-    tolerance: float = 0.05
+    rounds: Count | None = None
+    """Secure sums to make; under "sequential" one silo's visit is a round. None: until no site moves q by `tolerance`
+    posterior standard deviations, at most `max_rounds`."""
+    max_rounds: Count = 60
+    """See `rounds`."""
+    tolerance: Positive = 0.05
+    """See `rounds`."""
     schedule: Literal["synchronous", "sequential", "asynchronous"] = "synchronous"
-    buffer: int = 3
-    delay: int = 0
+    """"synchronous", all silos a round; "asynchronous", `buffer` silos a round, so that the rest may be busy or away;
+    "sequential", one after the other. A sequential schedule shows the server each silo's change of its site, which is
+    its posterior alone: it needs `reveal_changes = True` and a sum that admits a cohort of one."""
+    buffer: Count = 3
+    """Silos of an asynchronous round."""
+    delay: Rounds = 0
+    """Of the asynchronous schedule, simulated: local fits take 0 to `delay` rounds, by silo, drawn by the seed, and the
+    `buffer` that are done first answer. A change fitted against the q of `a` rounds ago counts 1 / (1 + a). 0: fits end
+    within a round, and the silos of a round are drawn."""
     reveal_changes: bool = False
-    damping: float | Literal["auto"] = "auto"
+    """Accepts what a sequential schedule shows."""
+    damping: Damping = "auto"
+    """Share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever they
+    send, grows while successive changes point the same way and halves when they turn; a step after which q is improper
+    is cut back."""
     theta_updates: Literal["round", "converged"] = "round"
-    virtual_clients: int = 1
+    """"round", a step along the gradient of the free energy after every round; "converged", only after rounds in which
+    no site moved q by `tolerance` (paper, Appendix A: the inner loop run to convergence)."""
+    virtual_clients: Count = 1
+    """Disjoint parts of a silo's records, each with a site of its own; for models without local latents. Refused under
+    `RecordDP`."""
 
     name = "pvi"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule not in ("synchronous", "sequential", "asynchronous"):
-            raise InputError(f"schedule '{self.schedule}' is unknown; choose synchronous, sequential or asynchronous")
-        self.check_counts("rounds", optional=True)
-        self.check_counts("max_rounds", "buffer", "virtual_clients")
-        if type(self.delay) is not int or self.delay < 0:
-            raise InputError(f"delay must be a whole number of rounds, 0 or more, not {self.delay!r}")
         if self.delay and self.schedule != "asynchronous":
             raise InputError(
                 "delay is for schedule = 'asynchronous': in the others every silo answers on this round's q"
@@ -82,11 +131,6 @@ class PVI(LocalFitOptions):
                 "a sequential schedule shows the server each silo's change of its site, from which it can compute that "
                 "silo's own posterior; say reveal_changes = true to accept this, or use schedule = 'synchronous'"
             )
-        if self.damping != "auto" and not (isinstance(self.damping, (int, float)) and 0 < self.damping <= 1):
-            raise InputError(f"damping must be 'auto' or lie in (0, 1], not {self.damping!r}")
-        if self.theta_updates not in ("round", "converged"):
-            raise InputError(f"theta_updates '{self.theta_updates}' is unknown; choose round or converged")
-        self.check_positive("tolerance")
 
     @property
     def most_rounds(self) -> int:
@@ -96,13 +140,14 @@ class PVI(LocalFitOptions):
     def expected_calls(self) -> int:
         return self.traced_calls(self.rounds or 10)
 
-    def declare(self, silos: int, private: bool) -> Declaration:
-        from secure_fvi.algorithms.base import ROUND_PHASE
-        from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
+    def asked(self, silos: int) -> int:
+        """Silos of a round, of so many."""
+        return {"synchronous": silos, "sequential": 1, "asynchronous": self.buffer}[self.schedule]
 
-        asked = {"synchronous": silos, "sequential": 1, "asynchronous": min(self.buffer, silos)}[self.schedule]
+    def declare(self, silos: int, private: bool) -> Declaration:
         names: dict[str, Cohort] = {"synchronous": "all", "sequential": "sequential", "asynchronous": "asynchronous"}
         what = "the change of its site, in natural parameters, its part of the bound and its number of records"
+        asked = min(self.asked(silos), silos)
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
             counts = "; whether it could fit, tempered its cavity, or would move q further"
@@ -114,14 +159,781 @@ class PVI(LocalFitOptions):
         keeps = "its site and its own latents' posterior"
         return Declaration(self.most_rounds, sums, keeps, False, self.fitted_share, because)
 
-    def server(self, problem: Problem) -> PVIServer:
-        """The server's half. Raises InputError for what the model or its privacy do not allow."""
-        from secure_fvi.algorithms.pvi_server import PVIServer
+    def server(self, problem: Problem) -> PVIProgram:
+        """Raises InputError for what the model or its privacy do not allow."""
+        return PVIProgram(self, problem)
 
-        return PVIServer(self, problem)
+    silo = server
 
-    def silo(self, problem: Problem) -> PVISilo:
-        """The silos' half; it holds no data, so that all silos of a process share its traces."""
-        from secure_fvi.algorithms.pvi_silo import PVISilo
 
-        return PVISilo(self, problem)
+# ---- who answers when in the asynchronous schedule (section 2.4.3), simulated from the seed ----
+#
+# Silo j's local fit takes d_j rounds. The server makes a sum of the first `buffer` silos whose fits are done, and waits
+# where fewer are. With the broadcast of its turn a silo gets the q for its next fit; what it adds to the sum was fitted
+# against the q of the turn before, unless d_j = 0: such a silo fits while the server waits. A secure sum is bound to
+# one broadcast, so a late change joins the sum of a later round.
+
+#: Keeps the draw of delays apart from that of ties.
+_DELAYS = 2**32
+
+
+class Turns(NamedTuple):
+    """The simulated clock, in rounds. Everyone may see it."""
+
+    clock: float  # time of the last round
+    free: Tensor  # (J,) time at which each silo's fit is done
+    last: Tensor  # (J,) round of each silo's last turn; -1: none yet
+
+
+def delays(silos: int, longest: int, seed: int) -> Tensor:
+    """(J,) rounds that the silos' fits take, drawn from 0 to `longest`."""
+    drawn = np.random.default_rng([abs(seed), _DELAYS]).integers(0, longest + 1, silos)
+    return torch.from_numpy(drawn).double()
+
+
+def first_turns(silos: int) -> Turns:
+    """Nobody is busy."""
+    none = torch.zeros(silos, dtype=torch.float64)
+    return Turns(0.0, none, none - 1)
+
+
+def next_cohort(turns: Turns, buffer: int, seed: int, round_: int) -> list[int]:
+    """The `buffer` silos whose fits are done first, in order of index; ties by a public coin."""
+    coin = np.random.default_rng([abs(seed), round_]).permutation(len(turns.free))
+    return sorted(np.lexsort((coin, turns.free.numpy()))[:buffer].tolist())
+
+
+def after_turn(turns: Turns, cohort: list[int], delay: Tensor, round_: int) -> Turns:
+    """Once the silos of `cohort` have answered in `round_` and begun their next fits."""
+    at = torch.tensor(cohort)
+    clock = max(turns.clock + 1, float(turns.free[at].max()))
+    free = turns.free.index_put((at,), clock + delay[at].clamp(min=1))
+    return Turns(clock, free, turns.last.index_put((at,), torch.tensor(float(round_), dtype=torch.float64)))
+
+
+def weight(age: int) -> float:
+    """Share of a change that was computed against the q of `age` rounds ago."""
+    return 1.0 / (1 + age)
+
+
+# ---- how much of the silos' changes q takes: found during the run, and cut back where q would be improper ----
+#
+# One over the silos asked is an average of their local posteriors, hence proper, and slow. The paper searched for more
+# by hand (section 5.3, E.3).
+
+#: Halvings of a step after which q stays where it is.
+_HALVINGS = 30
+#: A step beyond one over the silos asked may take at most this share of q's precision in any direction.
+_MOST_LOST = 0.75
+#: Shares of the agreement with the change before last under which a step is halved, and from which the next is longer.
+_TURNING, _ALIKE = 0.75, 0.95
+#: An agreement under _NOISE tells nothing. Changes that shrink to a share of _SHRINKING allow a longer step too; that
+#: they grow says little, since they are measured in standard deviations of a q that sharpens.
+_NOISE, _SHRINKING = 0.2, 0.8
+
+
+def pace(q: Natural, now: Natural, last: Natural, earlier: Natural) -> float:
+    """By which factor the damping should change, from the sums of changes of this round and of the two before.
+
+    A step that is too long turns the next change round in some directions, long before q becomes improper. Noise of the
+    local fits hides that in the cosine with the last change, but not in its ratio to the cosine with the one before:
+    noise lowers both alike, while what turns round twice agrees again.
+    """
+    mean, scale = _coordinates(q, now)
+    mean_last, scale_last = _coordinates(q, last)
+    first, second = _cosine(mean, mean_last), _cosine(mean, _coordinates(q, earlier)[0])
+    told = second > _NOISE
+    if first < (_TURNING * second if told else -_NOISE):
+        return 0.5
+    if first >= 0 and torch.cat([mean, scale]).norm() < _SHRINKING * torch.cat([mean_last, scale_last]).norm():
+        return 2.0
+    return 1.25 if first > _ALIKE * (second if told else 1.0) else 1.0
+
+
+def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float, int]:
+    """q after the largest step of `damping`, `damping` / 2, ... that is proper and sane, its size (0 for none), and the
+    halvings it took.
+
+    A step up to `safe` need only be proper: one over the silos asked is an average of their local posteriors, where
+    nothing is late.
+    """
+    for halving in range(_HALVINGS):
+        step = damping * 0.5**halving
+        after = q.plus(change, step)
+        if after.proper and (step <= safe or _least_kept(q, change, step) > 1 - _MOST_LOST):
+            return after, step, halving
+    return q, 0.0, _HALVINGS
+
+
+def distance_moved(q: Natural, change: Natural, taken: float) -> float:
+    """Standard deviations by which the whole change moves q: in a straight line from the share that was taken, where q
+    would be improper; infinite where none was."""
+    whole = distance(q, q.plus(change))
+    if math.isfinite(whole) or not taken:
+        return whole
+    return distance(q, q.plus(change, taken)) / taken
+
+
+def _least_kept(q: Natural, change: Natural, step: float) -> float:
+    """Smallest ratio of the new to the old precision over all directions."""
+    if not q.full:
+        return float((1 + step * change.precision / q.precision).min())
+    factor = q.factor()
+    return float(torch.linalg.eigvalsh(factor.mT @ change.precision @ factor).min()) * step + 1
+
+
+def _coordinates(q: Natural, change: Natural) -> tuple[Tensor, Tensor]:
+    """A small change of q in natural parameters as one of its mean, in standard deviations (n,), and of its scale."""
+    mean, factor = q.mean(), q.factor()
+    if not q.full:
+        return factor * (change.shift - change.precision * mean), change.precision * factor.square() / math.sqrt(2)
+    moved = factor.mT @ (change.shift - change.precision @ mean)
+    return moved, (factor.mT @ change.precision @ factor).flatten() / math.sqrt(2)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    """1 where either is nothing."""
+    lengths = float(a.norm() * b.norm())
+    return float(a @ b) / lengths if lengths else 1.0
+
+
+# ---- sites ----
+
+#: A cavity is tempered where in some direction it has no more than `IMPROPER` of q's precision (a silo that alone knows
+#: a parameter leaves but the prior's, a ten-thousandth perhaps), and then has `MARGIN` of it.
+IMPROPER, MARGIN = 1e-9, 0.05
+
+
+def tempered(q: Natural, site: Natural, least: float = IMPROPER) -> tuple[Natural, float]:
+    """The cavity q / t^a and a: 1 where that leaves more than `least` of q's precision in every direction, else the
+    largest that leaves `MARGIN` of it. A cavity is proper whatever the site."""
+    if site.full:
+        factor = q.factor()
+        most = float(torch.linalg.eigvalsh(factor.mT @ site.precision @ factor).max())
+    else:
+        most = float((site.precision / q.precision).max())
+    cavity = q.minus(site)
+    if most < 1 - least and cavity.proper:
+        return cavity, 1.0
+    share = min(1.0, (1 - MARGIN) / most) if most > 0 else 1.0
+    return q.plus(site, -share), share
+
+
+def damping_of(message: Broadcast, index: int, silo: str) -> float:
+    """With which q took the changes of sum `index`: the first entry that names it, at every `silo`; 0: it was left."""
+    named = zip(message.tensors["sums"].tolist(), message.tensors["dampings"].tolist(), strict=True)
+    return next((damping for at, damping in named if index and at == index), 0.0)
+
+
+def _product(factors: list[Natural]) -> Natural:
+    return functools.reduce(Natural.plus, factors)
+
+
+# ---- virtual clients: a silo's records in disjoint parts, each with a site of its own (Appendix B.6) ----
+
+#: The draw that assigns records to parts; minibatches use others.
+_ASSIGNMENT = 2**31
+
+
+def part_views(view: SiloView, parts: int) -> list[SiloView]:
+    """The silo's view of each part, which may be empty. Which is a record's follows from secret and own id."""
+    if parts == 1:
+        return [view]
+    chosen = np.floor(parts * view.batch_draws.uniforms(_ASSIGNMENT, 1)[0, : view.size, 0]).astype(np.int64)
+    views = []
+    for part in range(parts):
+        at = np.append(np.flatnonzero(chosen == part), view.size)  # with the spare row
+        rows = torch.from_numpy(at).to(view.weights.device)
+        views.append(
+            view._replace(
+                rows={name: value.index_select(0, rows) for name, value in view.rows.items()},
+                weights=view.weights.index_select(0, rows),
+                size=len(at) - 1,
+                start=view.start._replace(z_record=view.start.z_record[at]),
+                record_draws=view.record_draws.subset(at),
+                batch_draws=view.batch_draws.subset(at),
+            )
+        )
+    return views
+
+
+# ---- states ----
+
+#: Quiet rounds in a row after which a run is at rest, all silos in each; of other schedules one round of each silo.
+QUIET = 2
+#: How often a step is shortened before the silos' tempered answers are taken.
+_SHORTER = 3
+#: And in all: a silo whose cavity is improper at the fixed point itself stays so, however short the steps.
+_MOST_UNDONE = 8
+#: Largest power of two of a unit.
+_MOST_UNITS = 200
+
+
+class Counts(NamedTuple):
+    """Silos of one round's sum. Everyone may see them."""
+
+    absent: int = 0
+    skipped: int = 0
+    tempered: int = 0
+    moving: int = 0
+
+    @property
+    def quiet(self) -> bool:
+        return not any(self)
+
+
+class PVIState(NamedTuple):
+    """The server's state. All of it follows from totals."""
+
+    round: int
+    q: Natural  # the prior's factor times all sites
+    prior: Natural  # the prior's factor, or the site that stands for it
+    theta: Params
+    theta_moments: Params
+    took: Tensor  # (J,) the sum of each silo's last change that q took; 0: none
+    kept: Tensor  # (J,) and that sum's damping, which the server may have halved since
+    moved: Tensor  # (J,) standard deviations by which each silo's last change, undamped, would have moved q
+    damping: float  # the share to be taken next, under "auto"; 0 before the first round
+    residual: Natural  # the last sum of changes of all silos
+    earlier: Natural  # the one before
+    skipped: int  # times that a silo's fit failed
+    tempered: int  # times that a silo fitted against a tempered cavity
+    undone: int  # steps taken back by half, since they left a silo without a proper cavity
+    last: Counts  # of the last round
+    quiet: Tensor  # (J,) rounds in a row that a silo was in the total of and that were quiet
+    stepped: Tensor  # (J,) one for silos whose changes the last step was made of; all zero: it cannot be shortened
+    shortened: int  # times that the last step was
+    theta_moved: float  # by the last step of theta, relative to 1 + |theta|
+    phase: str  # of the sum to come
+    rest: Rest  # what the final sum told
+    checked: bool  # whether all silos were in it
+    halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
+    turns: Turns  # of a schedule with delays
+
+
+class Finished(NamedTuple):
+    """A finished local fit. Never leaves the silo but as a change, in a sum."""
+
+    round: int  # of the broadcast that it was fitted against; -1: there is none
+    site: Natural  # what t_j should be
+    value: float  # see `Fitted`
+    theta: Params
+    usable: bool  # False where the fit failed: the site stays as it is
+    tempered: bool  # whether it was fitted against a tempered cavity
+
+
+class Part(NamedTuple):
+    """A silo, or one of its virtual clients. Never leaves the silo."""
+
+    site: Natural  # t_j, without the change that is on its way
+    change: Natural  # as it was released with the last sum
+    taken: Natural  # the change that the site took in last, whole
+    own: OwnState
+    waiting: Finished  # for the silo's next turn, where its fits take longer than a round
+
+
+class PVILocal(NamedTuple):
+    """A silo's state. Never leaves the silo."""
+
+    parts: tuple[Part, ...]
+    used: int  # the sum that the changes were released with, where the server has used it; 0: it has not
+    took: int  # the sum of the change that the sites took in last; 0: none yet
+    factor: float  # the damping with which they took it
+
+    @property
+    def site(self) -> Natural:
+        """The product of all parts' sites."""
+        return _product([part.site for part in self.parts])
+
+    @property
+    def change(self) -> Natural:
+        return _product([part.change for part in self.parts])
+
+
+class PVIProgram(Program):
+    """PVI on one problem: the server's half, and the silos'."""
+
+    def setup(self) -> None:
+        config, problem = self.config, self.problem
+        self.families = Families(config, problem)
+        self.theta_start = dict(problem.start.theta)
+        self.delays = delays(len(problem.silos), config.delay, problem.seed)
+        self._check()
+        self.fit = SiloFit(self.families)
+        self.optimizer = Optimizer("adam", config.theta_learning_rate)
+        self._replayed, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
+        self._one = nothing(self.families.n, self.families.full)
+        self._none = Finished(-1, self._one, 0.0, {}, False, False)
+
+    def _check(self) -> None:
+        config, privacy = self.config, self.problem.privacy
+        if isinstance(privacy, RecordDP) and privacy.objective_share:
+            raise InputError("PVI under RecordDP releases no objective; use objective_share = 0")
+        if isinstance(privacy, RecordDP) and config.virtual_clients > 1:
+            raise InputError(
+                "virtual_clients under record privacy: one record would move the states of all parts, which no "
+                "noise covers; use virtual_clients = 1, or unit = 'silo'"
+            )
+        if config.virtual_clients > 1 and self.families.has_latents:
+            raise InputError("virtual_clients are for models without local latents; use virtual_clients = 1")
+        if privacy is not None and config.rounds is None:
+            raise InputError("under differential privacy give rounds: a job is charged for all its rounds beforehand")
+        if self.cohort_size > len(self.problem.silos):
+            raise InputError(f"buffer = {config.buffer} of {len(self.problem.silos)} silos")
+
+    def sums(self) -> dict[str, Sum]:
+        config, families, silos = self.config, self.families, len(self.problem.silos)
+        thetas = {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
+        changes = (families.change, *(Block(name, shape, config.bound) for name, shape in thetas.items()))
+        present = Block(PRESENT, (silos,), 1.0, integer=True, rows="presence")
+        records = Block(RECORDS, (), 2.0**31, integer=True)
+        flags = tuple(Block(name, (), 1.0, integer=True) for name in (SKIPPED, TEMPERED, MOVING))
+        final = stationarity.blocks(families.n, families.full, config.bound)
+        if config.rounds is None:
+            final += weighing.blocks(self.problem, families.shared.name, families.local)
+        sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), "units": (families.n,)}
+        sent |= {"sums": (silos,), "dampings": (silos,), **thetas}
+        most = config.most_rounds
+        last = Phase(range(1, most + 1), 1, ends=True, counts=False)
+        protected = frozenset(block.name for block in changes)
+        each = (*changes, Block(OBJECTIVE, (), config.bound), records, *flags, present)
+        return {
+            ROUND_PHASE: Sum(each, Phase(range(most), most), sent, protected),
+            FINISH: Sum((*final, present, records), last, sent),
+        }
+
+    @property
+    def cohort_size(self) -> int:
+        asked: int = self.config.asked(len(self.problem.silos))
+        return asked
+
+    def cohort(self, round_: int) -> tuple[str, ...]:
+        """The silos asked in a round. Under delays they follow from the rounds before, which all parties can replay."""
+        silos, config = self.problem.silos, self.config
+        if config.schedule == "sequential":
+            return (silos[round_ % len(silos)],)
+        while config.delay and len(self._by_turn) <= round_:
+            at = len(self._by_turn)
+            chosen = next_cohort(self._replayed, self.cohort_size, self.problem.seed, at)
+            self._replayed = after_turn(self._replayed, chosen, self.delays, at)
+            self._by_turn.append(tuple(silos[j] for j in chosen))
+        if config.delay:
+            return self._by_turn[round_]
+        return choose_cohort(silos, self.cohort_size / len(silos), self.problem.seed, round_)
+
+    def units(self, q: Natural) -> Tensor:
+        """(n,) the units in which silos state changes of Z_G: powers of two near q's sds, so that nothing is rounded.
+
+        A sum has a bound and a resolution, and parameters on raw scales have precisions of 1e10 beside others of 1e-8.
+        Ones under differential privacy, where changes are clipped as they are.
+        """
+        if self.terms:
+            return torch.ones(self.families.n, dtype=torch.float64)
+        return torch.exp2(q.stddev().log2().round().clamp(-_MOST_UNITS, _MOST_UNITS))
+
+    def per_unit(self, units: Tensor) -> Tensor:
+        """(packed,) factors of a packed factor of z that make it one of z / units."""
+        n = self.families.n
+        rows, cols = torch.tril_indices(n, n) if self.families.full else torch.arange(n).expand(2, -1)
+        return torch.cat([units, units[rows] * units[cols]])
+
+    # ---- server ----
+
+    @functools.cached_property
+    def prior(self) -> Prior:
+        return Prior(self.problem, self.families.full)
+
+    def init(self) -> PVIState:
+        theta = {name: self.move(value) for name, value in self.theta_start.items()}
+        prior = self.prior.start(theta, "PVI")
+        none = torch.zeros(len(self.problem.silos), dtype=torch.float64)
+        moved = torch.full_like(none, math.inf)
+        moments, turns = self.optimizer.init(theta), first_turns(len(none))
+        return PVIState(
+            round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, took=none, kept=none, moved=moved,
+            damping=0.0, residual=self._one, earlier=self._one, skipped=0, tempered=0, undone=0, last=Counts(),
+            quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, rest=Rest(), checked=False,
+            halvings=0, turns=turns,
+        )  # fmt: skip
+
+    def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        tensors = {"q": state.q.pack(), "units": self.units(state.q), "sums": state.took, "dampings": state.kept}
+        tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
+        return Broadcast(state.round, index, accepted, self.asked(state.round, state.phase), {}, tensors, state.phase)
+
+    def step(self, state: PVIState, message: Broadcast, sums: Totals, scale: float) -> tuple[PVIState, Step]:
+        present = self._present(message, sums.get(PRESENT), scale)
+        if message.phase == FINISH:
+            return self._checked(state, present, sums)
+        counts = Counts(
+            len(message.cohort) - int(present.sum()), *(int(sums.get(n, 0)) for n in (SKIPPED, TEMPERED, MOVING))
+        )
+        if self._may_shorten(state, counts):
+            return self._shortened(state, counts)
+        stated = torch.from_numpy(sums[CHANGE])
+        change = self.families.unpack(stated / self.per_unit(message.tensors["units"].to(stated)))
+        asked = int(present.sum())
+        if not asked:
+            change = self._one
+        damping = float(self.config.damping) if self.config.damping != "auto" else self._chosen(state, change, asked)
+        turns, age = self._turns(state, message)
+        q, taken, halvings = accept(state.q, change, damping, 0.0 if age else self._safe(asked))
+        moved = torch.where(present > 0, distance_moved(state.q, change, taken) / weight(age), state.moved)
+        objective = math.nan
+        if OBJECTIVE in sums and asked == len(self.problem.silos) and not age:
+            objective = float(sums[OBJECTIVE]) + self.prior.minus_kl(q, state.theta)
+        theta, moments = state.theta, state.theta_moments
+        if self.config.theta_updates == "round" or float(moved.max()) < self.config.tolerance:
+            theta, moments = self._theta_step(state, q, sums, scale)
+        prior = state.prior
+        q, prior = self.prior.refit(q, prior, theta)
+        moves = [((theta[n] - v).abs() / (1 + v.abs())).max() for n, v in state.theta.items() if v.numel()]
+        theta_moved = float(torch.stack(moves).max()) if moves else 0.0
+        quiet = counts.quiet and theta_moved < self.config.tolerance
+        after = PVIState(
+            round=state.round + 1,
+            q=q,
+            prior=prior,
+            theta=theta,
+            theta_moments=moments,
+            took=torch.where(present * taken > 0, float(message.sum_index), state.took),
+            kept=torch.where(present * taken > 0, taken, state.kept),
+            moved=moved,
+            damping=taken or damping / 2,
+            residual=change,
+            earlier=state.residual,
+            skipped=state.skipped + counts.skipped,
+            tempered=state.tempered + counts.tempered,
+            undone=state.undone,
+            last=counts,
+            quiet=state.quiet + present if quiet else torch.zeros_like(state.quiet),
+            stepped=present if taken and not counts.skipped and not counts.tempered else torch.zeros_like(present),
+            shortened=0,
+            theta_moved=theta_moved,
+            phase=ROUND_PHASE,
+            rest=Rest(),
+            checked=False,
+            halvings=state.halvings + halvings,
+            turns=turns,
+        )
+        return self._ended(after, Step(objective, taken, None, self.config.schedule, False))
+
+    def posterior(self, state: PVIState) -> Posterior:
+        eta = {name: self.move(value) for name, value in to_eta(state.q).items()}
+        return Posterior(self.families.shared, eta, state.theta)
+
+    def at_rest(self, state: PVIState) -> bool:
+        """Whether every silo was in quiet rounds, none after a round that was not, and their sum does not move q."""
+        needed = QUIET if self.cohort_size == len(self.problem.silos) else 1
+        return bool((state.quiet >= needed).all()) and float(state.moved.max()) < self.config.tolerance
+
+    def verdict(self, state: PVIState) -> Verdict:
+        """What the last rounds and the final sum say together."""
+        config, rest, details = self.config, state.rest, self._details(state)
+        if self.terms:
+            return Verdict(None, PRIVATE, details, float(state.moved.max()) >= 1.0)
+        if config.rounds is not None:
+            far = float(state.moved.max()) >= 1.0
+            seen = ", and q was still moving by more than a standard deviation" if far else ""
+            return fixed_length("rounds", config.rounds, seen, self._counts(state), far)
+        trouble = self._trouble(state)
+        if trouble is not None:
+            return Verdict(False, trouble, details)
+        advice = (
+            f"lower learning_rate (now {self._rate:.2g}) or raise local_steps (now {config.local_steps}), "
+            "standardise the columns, or use sfvi"
+        )
+        found = f"all {len(self.problem.silos)} silos were at rest in the last rounds"
+        return stationarity.verdict(rest, None, found, advice)._replace(details=details)
+
+    def _details(self, state: PVIState) -> dict[str, float | None]:
+        return {**self._counts(state), **state.rest.details()}
+
+    def _counts(self, state: PVIState) -> dict[str, float | None]:
+        return {f"silos_{name}": float(value) for name, value in state.last._asdict().items()}
+
+    def _trouble(self, state: PVIState) -> str | None:
+        """What kept the rounds from coming to rest, and what to try."""
+        last, count, config = state.last, len(self.problem.silos), self.config
+        if self.at_rest(state):
+            return None if state.checked else "a silo was missing when the final q was checked; run it again"
+        scale = "standardise the columns, or use sfvi"
+        if last.skipped:
+            return (
+                f"{last.skipped} of {count} silos could not fit in the last round, their local steps ran off; lower "
+                f"learning_rate (now {self._rate:.2g}), {scale}"
+            )
+        if last.tempered:
+            return (
+                f"{last.tempered} of {count} silos had an improper cavity in the last round (the other silos' sites "
+                f"together are no distribution), so that q counts their records wrongly; set a lower damping "
+                f"(now {self._damping(state)}), {scale}"
+            )
+        if last.absent:
+            return f"{last.absent} of the silos that were asked were absent from the last round; run it again"
+        if last.moving:
+            return (
+                f"{last.moving} of {count} silos would still move q by more than {config.tolerance:g} sds after "
+                f"{state.round} rounds; raise max_rounds (now {config.max_rounds}) or local_steps "
+                f"(now {config.local_steps}), lower learning_rate (now {self._rate:.2g}), {scale}"
+            )
+        if state.theta_moved >= config.tolerance:
+            return f"the pyro.params were still moving; raise max_rounds (now {config.max_rounds})"
+        return f"q was at rest for too short a time; raise max_rounds (now {config.max_rounds})"
+
+    @property
+    def _rate(self) -> float:
+        """Of the local fits."""
+        return self.families.first_rate if self.config.local_optimizer == NATURAL else self.config.first_rate
+
+    def _damping(self, state: PVIState) -> str:
+        return f"{state.damping:.2g}, found by itself" if self.config.damping == "auto" else f"{self.config.damping:g}"
+
+    def _ended(self, state: PVIState, step: Step) -> tuple[PVIState, Step]:
+        """After a round: whether it was the last, and whether the final q has to be looked at."""
+        done = state.round >= self.config.most_rounds or (self.config.rounds is None and self.at_rest(state))
+        if done and FINISH in self.tables:
+            return state._replace(phase=FINISH), step
+        return state, step._replace(finished=done)
+
+    def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
+        """After the final sum."""
+        whole = int(present.sum()) == len(self.problem.silos)
+        prior = lambda z: self.prior.log_prob(z, state.theta)  # noqa: E731
+        rest = stationarity.at_rest(
+            self.problem, state.q, state.theta, prior, self._final_draws(), sums, self.config.bound
+        )
+        state = state._replace(phase=ROUND_PHASE, rest=rest if whole else Rest(), checked=whole)
+        return state, Step(rest.objective if whole else math.nan, state.damping, None, FINISH, True)
+
+    def _may_shorten(self, state: PVIState, counts: Counts) -> bool:
+        """Whether silos lost their proper cavity by the last step, which can be taken back by half."""
+        return bool(
+            counts.tempered
+            and state.stepped.any()
+            and state.shortened < _SHORTER
+            and state.undone < _MOST_UNDONE
+            and not self.config.delay
+        )
+
+    def _shortened(self, state: PVIState, counts: Counts) -> tuple[PVIState, Step]:
+        """Half the last step; what the silos answered to the whole one is left."""
+        mine = state.stepped > 0
+        taken = float(state.kept[mine].max()) / 2
+        q = state.q.plus(state.residual, -taken)
+        if not q.proper:  # as it may be where the prior's site has moved since; then the step stays
+            q, taken, mine = state.q, 2 * taken, torch.zeros_like(mine)
+        after = state._replace(
+            round=state.round + 1,
+            q=q,
+            kept=torch.where(mine, taken, state.kept),
+            damping=min(state.damping, taken),
+            tempered=state.tempered + counts.tempered,
+            undone=state.undone + 1,
+            last=counts,
+            quiet=torch.zeros_like(state.quiet),
+            stepped=mine.double(),
+            shortened=state.shortened + 1,
+        )
+        return self._ended(after, self._left(after))
+
+    def _left(self, state: PVIState) -> Step:
+        """The step of a round whose answers were left."""
+        return Step(math.nan, state.damping, None, self.config.schedule, False)
+
+    def metrics(self, state: PVIState) -> dict[str, float | None]:
+        moved = float(state.moved.max())
+        return {
+            "last_change_sd": moved if math.isfinite(moved) else None,
+            "damping": state.damping,
+            "bound": state.rest.bound,
+            "skipped_fits": state.skipped,
+            "tempered_cavities": state.tempered,
+            "undone_steps": state.undone,
+            "halvings": state.halvings,
+        }
+
+    def _present(self, message: Broadcast, shown: FloatArray | None, scale: float) -> Tensor:
+        """(J,) one for silos in the total. Under silo privacy they are not counted, so a sum that lost one is left."""
+        silos = self.problem.silos
+        if shown is not None:
+            return torch.from_numpy(shown > 0.5).double()
+        whole = round(len(silos) / scale) == len(message.cohort)
+        return torch.tensor([float(whole and name in message.cohort) for name in silos], dtype=torch.float64)
+
+    def _safe(self, asked: int) -> float:
+        """One over the clients asked, virtual ones counted."""
+        return 1.0 / max(asked * self.config.virtual_clients, 1)
+
+    def _turns(self, state: PVIState, message: Broadcast) -> tuple[Turns, int]:
+        """After this round, and the age of the oldest change in its total: late silos answer on their last turn's q."""
+        if not self.config.delay:
+            return state.turns, 0
+        cohort = [self.problem.silos.index(name) for name in message.cohort]
+        late = [j for j in cohort if self.delays[j] > 0 and state.turns.last[j] >= 0]
+        age = max((message.round - int(state.turns.last[j]) for j in late), default=0)
+        return after_turn(state.turns, cohort, self.delays, message.round), age
+
+    def _chosen(self, state: PVIState, change: Natural, asked: int) -> float:
+        """One over the silos asked; more than that only where all silos were, in this round as in the last."""
+        safe = self._safe(asked)
+        if asked < len(self.problem.silos) or not state.damping:
+            return safe
+        return min(1.0, max(safe, state.damping * pace(state.q, change, state.residual, state.earlier)))
+
+    def _theta_step(self, state: PVIState, q: Natural, sums: Totals, scale: float) -> tuple[Params, Params]:
+        """A step of Adam along the gradient of the free energy (paper, Appendix A)."""
+        if not state.theta:
+            return state.theta, state.theta_moments
+        own = self.prior.theta_gradient(q, state.theta)
+        total = {name: scale * torch.from_numpy(sums[f"theta/{name}"]) for name in state.theta}
+        gradient = {name: self.move(total[name]) + own[name] for name in state.theta}
+        return self.optimizer.step(state.theta, gradient, state.theta_moments, self.move(torch.tensor(1.0)))
+
+    def _final_draws(self) -> Tensor:
+        families = self.families
+        return final_draws(self.problem.seed, families.n, families.full, self.config.rounds is not None)
+
+    # ---- silo ----
+
+    def init_local(self, view: SiloView) -> PVILocal:
+        one = self._one
+        views = part_views(view, self.config.virtual_clients)
+        return PVILocal(tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views), 0, 0, 0.0)
+
+    def answer(self, message: Broadcast, local: PVILocal, view: SiloView) -> Answer:
+        local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
+        own = {PRESENT: [float(name == view.silo) for name in self.problem.silos], RECORDS: view.size}
+        if message.phase == FINISH:
+            return Answer({**own, **self._at_the_end(message, local, view, views)}, local)
+        per_unit = self._per_unit(message, view.silo)
+        late = bool(self.delays[self.problem.silos.index(view.silo)] > 0)
+        answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
+        parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
+        changes = {CHANGE: sum(to_numpy(part.change.pack() * per_unit) for part in parts)}
+        changes |= {f"theta/{name}": sum(to_numpy(fit.theta[name]) for fit in fits) for name in self.theta_start}
+
+        def released(said: FloatArray) -> PVILocal:
+            return local._replace(parts=self._as_released(parts, torch.from_numpy(said)), used=0)
+
+        after = local._replace(parts=tuple(parts), used=0)
+        blocks = {**own, **changes, **self._reported(message, parts, fits)}
+        return Answer(blocks, after, sum(failed for _, _, failed in answered), released)
+
+    def _at_the_end(
+        self, message: Broadcast, local: PVILocal, view: SiloView, views: list[SiloView]
+    ) -> dict[str, FloatArray]:
+        """The silo's part of the bound, and of its slope, at the final q."""
+        q, theta, eps = self.families.unpack(message.tensors["q"]), self._theta(message), self._final_draws()
+        keys = range((view.turn + 1) * len(views), (view.turn + 2) * len(views))
+        table = self.tables[FINISH]
+        found = [
+            self.fit.at_the_end(eps, key, theta, q, part.own, of, weighing.asked(table))
+            for key, part, of in zip(keys, local.parts, views, strict=True)
+        ]
+        return by_block(table, as_sent(self.problem, table, np.sum(found, 0), view))
+
+    def _theta(self, message: Broadcast) -> Params:
+        return {name: self.move(message.tensors[f"theta/{name}"]) for name in self.theta_start}
+
+    def _answered(
+        self, message: Broadcast, k: int, part: Part, view: SiloView, late: bool
+    ) -> tuple[Part, Finished, int]:
+        """The k-th part with its change, the fit that the change is from, and how many fits failed."""
+        fit, own, failed = self._fitted(message, k, part, view)
+        waiting = self._none
+        if late:  # this fit will be done by the next turn
+            waiting, fit = fit, part.waiting if part.waiting.round >= 0 else fit
+        change = self._one
+        if fit.usable:
+            change = self._one.plus(fit.site.minus(part.site), weight(message.round - fit.round))
+        return part._replace(change=change, own=own, waiting=waiting), fit, failed
+
+    def _fitted(self, message: Broadcast, k: int, part: Part, view: SiloView) -> tuple[Finished, OwnState, int]:
+        """The local fit against the q of `message`, the silo's latents after it, and whether it failed."""
+        q, theta, failed = self.families.unpack(message.tensors["q"]), self._theta(message), 0
+        turn = (view.turn + 1) * self.config.virtual_clients + k
+        begin = self.fit.begin(q, part.own)
+        try:
+            for least in (IMPROPER, MARGIN):
+                cavity, share = tempered(q, part.site, least)
+                if least == MARGIN and share == 1:
+                    break  # tempering would change nothing
+                fitted = self.fit(turn, theta, begin, cavity, part.own, view)
+                if fitted.sane:
+                    site = fitted.q.minus(cavity).within(fitted.touched)
+                    return Finished(message.round, site, fitted.value, fitted.theta, True, share < 1), fitted.own, 0
+                if share < 1:
+                    break
+        except Exception:
+            # Under privacy to fail on data would tell of them, without noise: the change is nothing, and noised.
+            if not self.terms:
+                raise
+            failed = 1
+        if not self.terms and self.cohort_size > 1:
+            # A zero in its place would make the total the others', and later totals this silo's.
+            raise AggregationError(
+                f"silo '{view.silo}': its local fit ran off in round {message.round}; lower learning_rate (now "
+                f"{self.families.first_rate:.2g}), standardise the columns, or use sfvi"
+            )
+        zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
+        own = part.own._replace(visits=part.own.visits + 1)
+        return Finished(message.round, self._one, 0.0, zeros, False, False), own, failed
+
+    def commit(self, local: PVILocal, pending: Pending, accepted: int) -> PVILocal:
+        """The pending state in any case, with the server's word on its change: with which damping it was used stands in
+        a later broadcast, which may come rounds after where not all silos are asked in every round."""
+        kept: PVILocal = pending.local
+        return kept._replace(used=accepted if pending.sum_index == accepted else 0)
+
+    def local_fit(self, local: PVILocal) -> LocalFit:
+        return self.fit.local_fit(local.parts[0].own)  # models with local latents have one part
+
+    def site(self, local: PVILocal, message: Broadcast, silo: str) -> Natural:
+        """t_j as of a broadcast. For the silo's own eyes."""
+        return self._settled(message, local, silo).site
+
+    def _settled(self, message: Broadcast, local: PVILocal, silo: str) -> PVILocal:
+        """With the changes that were sent taken into the sites, if the server has said that it used them, and with the
+        last change as short as the server says that it is by now."""
+        if not bool(((message.tensors["dampings"] >= 0) & (message.tensors["dampings"] <= 1)).all()):
+            raise ProtocolError(f"silo '{silo}': a change is taken in with a damping between 0 and 1")
+        one, took, factor = self._one, local.took, local.factor
+        parts, new = [p._replace(change=one) for p in local.parts], damping_of(message, local.used, silo)
+        if new > 0:
+            parts = [p._replace(site=p.site.plus(p.change, new), taken=p.change, change=one) for p in local.parts]
+            took, factor = local.used, new
+        kept = damping_of(message, took, silo)
+        if kept > 0 and kept != factor:
+            parts = [p._replace(site=p.site.plus(p.taken, kept - factor)) for p in parts]
+            factor = kept
+        return PVILocal(tuple(parts), 0, took, factor)
+
+    def _per_unit(self, message: Broadcast, silo: str) -> Tensor:
+        """Of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""
+        units = message.tensors["units"].to("cpu", torch.float64)
+        own = self.units(self.families.unpack(message.tensors["q"]))
+        if not bool(((units == own) | (units == 2 * own) | (units == own / 2)).all()):
+            raise ProtocolError(f"silo '{silo}': the units of a change are not those of the q that was sent")
+        return self.per_unit(units)
+
+    def _reported(self, message: Broadcast, parts: list[Part], fits: list[Finished]) -> dict[str, float]:
+        """The silo's part of the bound, and what befell it."""
+        q, age = self.families.unpack(message.tensors["q"]), min(fit.round for fit in fits)
+        whole = 1 / weight(message.round - age) if age >= 0 else 1.0
+        return {
+            OBJECTIVE: float(sum(fit.value for fit in fits)),
+            SKIPPED: float(not all(fit.usable for fit in fits)),
+            TEMPERED: float(any(fit.tempered for fit in fits)),
+            MOVING: float(any(distance(q, q.plus(p.change, whole)) > self.config.tolerance for p in parts)),
+        }
+
+    def _as_released(self, parts: list[Part], said: Tensor) -> tuple[Part, ...]:
+        """What counts is what was released: the change of the one part, or, where what is protected is the silo, each
+        part's own change and an even share of the rest."""
+        total = said[: self.families.packed]
+        changes = total.unsqueeze(0)
+        if len(parts) > 1:
+            own = torch.stack([part.change.pack() for part in parts])
+            changes = own + (total - own.sum(0)) / len(parts)
+        return tuple(part._replace(change=self.families.unpack(row)) for part, row in zip(parts, changes, strict=True))

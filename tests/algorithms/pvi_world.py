@@ -11,7 +11,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.algorithms.pvi_server import PVIState
+from secure_fvi.algorithms.pvi import PVIState
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND

@@ -20,12 +20,10 @@ from pvi_world import NOISE, REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import pvi_fit
+from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.natural import Natural, from_moments, to_eta
-from secure_fvi.algorithms.pvi import FINISH
-from secure_fvi.algorithms.pvi_server import PVIServer
-from secure_fvi.algorithms.pvi_silo import MARGIN, PVISilo, tempered
+from secure_fvi.algorithms.pvi import FINISH, MARGIN, PVIProgram, tempered
 from secure_fvi.errors import AggregationError
 from secure_fvi.results import Result
 
@@ -136,9 +134,9 @@ def test_fits_that_run_off_are_refused_or_end_as_not_converged(monkeypatch: pyte
 
     def runs_off(self: Any, *args: Any) -> Any:
         own = args[5]
-        return pvi_fit.Fitted(args[3], float("nan"), {}, own, torch.ones(3, dtype=torch.bool))
+        return local_fit.Fitted(args[3], float("nan"), {}, own, torch.ones(3, dtype=torch.bool))
 
-    monkeypatch.setattr(pvi_fit.SiloFit, "_at", runs_off)
+    monkeypatch.setattr(local_fit.SiloFit, "_at", runs_off)
     silos, _ = make_regression(SIZES)
     algorithm = sf.PVI(max_rounds=3, schedule=schedule, reveal_changes=schedule == "sequential")
     if schedule == "synchronous":
@@ -177,12 +175,10 @@ def test_a_step_that_spoilt_a_cavity_is_taken_back_by_half_and_sites_follow(monk
     """A silo says in the second round that it tempered: half of the first step is undone, at the server and, with its
     next broadcast, at the silos, so that q stays the prior times the sites. The control: nobody says so."""
     silos, _ = make_regression(SIZES)
-    in_clear = PVISilo._in_clear
+    reported = PVIProgram._reported
 
     def tempering(self: Any, *args: Any) -> Any:
-        counts, present = in_clear(self, *args)
-        counts[3] = 1.0
-        return [counts, present]
+        return {**reported(self, *args), "tempered": 1.0}
 
     for attacked, share in ((True, 0.5), (False, 1.0)):
         world = build(REGRESSION, silos, sf.PVI(damping=1.0, **EXACT))
@@ -191,7 +187,7 @@ def test_a_step_that_spoilt_a_cavity_is_taken_back_by_half_and_sites_follow(monk
         whole = world.state.q
         with monkeypatch.context() as patch:
             if attacked:
-                patch.setattr(PVISilo, "_in_clear", tempering)
+                patch.setattr(PVIProgram, "_reported", tempering)
             world.round()
         expected = prior.plus(whole.minus(prior), share)
         torch.testing.assert_close(world.state.q.precision, expected.precision)
@@ -386,7 +382,7 @@ def test_private_runs_are_not_assessed_and_release_no_counts() -> None:
     result = quiet_fit(REGRESSION, silos, algorithm, sf.Masked(), privacy=privacy, noise_key=bytes(32))
     assert result.converged is None
     assert "differential privacy" in result.convergence["reason"]
-    server: Any = PVIServer(algorithm, result.problem)
+    server: Any = PVIProgram(algorithm, result.problem)
     assert set(server.tables) == {"round"}
     assert {b.name for b in server.tables["round"].blocks} <= {"change", "side"}
 

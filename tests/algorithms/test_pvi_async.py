@@ -15,7 +15,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.algorithms.pvi_schedule import after_turn, delays, first_turns, next_cohort
+from secure_fvi.algorithms.pvi import after_turn, delays, first_turns, next_cohort
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 
@@ -81,7 +81,7 @@ def test_q_is_the_prior_times_the_sites_and_reaches_the_exact_posterior() -> Non
     quarter of what its site lacks; it comes every other round, and 80 rounds leave .75^40 of it."""
     silos, exact = make_regression(SIZES)
     world = _world(sf.PVI(rounds=200, damping=1.0, **EXACT, **LATE), silos)
-    assert len(set(world.server.program.frame.delays.tolist())) > 1  # type: ignore[attr-defined]
+    assert len(set(world.server.program.delays.tolist())) > 1  # type: ignore[attr-defined]
     for losses in [{}, *LOSSES * 2]:
         try:
             world.round(**losses)
@@ -103,7 +103,7 @@ def test_a_late_change_is_fitted_against_the_older_q_and_counts_by_its_age() -> 
     silos, _ = make_regression(SIZES)
     world = _world(sf.PVI(rounds=50, **{**EXACT, "family": "diagonal"}, **LATE), silos)
     program: Any = world.engine.silos["silo-1"].program
-    delay = dict(zip(world.server.problem.silos, program.frame.delays.tolist(), strict=True))
+    delay = dict(zip(world.server.problem.silos, program.delays.tolist(), strict=True))
     wanted: dict[str, tuple[int, Natural, Natural]] = {}  # round of the q, the site it asks for, q
     seen = 0
     for round_ in range(25):

@@ -11,11 +11,11 @@ from pvi_world import NOISE, REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import pvi_server, pvi_silo
+from secure_fvi.algorithms import pvi
 from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.local_fit import first_start
 from secure_fvi.algorithms.natural import Natural, from_moments
-from secure_fvi.algorithms.pvi_damping import accept, distance_moved, pace
-from secure_fvi.algorithms.pvi_start import first_start
+from secure_fvi.algorithms.pvi import accept, distance_moved, pace
 from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.messages import ROUND, encode_broadcast
 from secure_fvi.models.bnn import bayesian_network, class_log_probs, score
@@ -60,7 +60,7 @@ def test_damping_is_found_where_a_fixed_one_leaves_q_improper(monkeypatch: pytes
     assert accuracy > 0.9
     assert log_likelihood > -0.9  # guessing: -1.39
 
-    monkeypatch.setattr(pvi_server, "accept", lambda q, change, damping, safe: (q.plus(change, damping), damping, 0))
+    monkeypatch.setattr(pvi, "accept", lambda q, change, damping, safe: (q.plus(change, damping), damping, 0))
     control = build(MODEL, silos, sf.PVI(rounds=20, damping=1.0, **FITS))
     proper = True
     for _ in range(14):
@@ -160,7 +160,7 @@ def test_a_server_cannot_weigh_one_silos_change(
     that change alone, and their difference is it. Dampings are named by sum, so that all changes of a total count
     alike, and the difference is a share of the total. In the control each silo has an entry of its own."""
     if own_entries:
-        monkeypatch.setattr(pvi_silo, "damping_of", _by_silo)
+        monkeypatch.setattr(pvi, "damping_of", _by_silo)
     silos, _ = make_regression((7, 30, 12))
     world = build(REGRESSION, silos, sf.PVI(rounds=4, damping=1.0, local_optimizer="closed_form", family="full"))
     message = world.server.program.broadcast(world.state, 1, {})
@@ -188,7 +188,7 @@ def test_a_server_cannot_weigh_one_silos_change(
 
 def _of_anything(self: Any, message: Broadcast, silo: str) -> Tensor:
     """Control: whatever units are sent."""
-    per_unit: Tensor = self.frame.per_unit(message.tensors["units"])
+    per_unit: Tensor = self.per_unit(message.tensors["units"])
     return per_unit
 
 
@@ -215,7 +215,7 @@ def test_a_server_cannot_let_one_silo_alone_send_a_share(cut: bool, monkeypatch:
     units = torch.full((3,), (0.9 * bound / (sorted(own)[-1] * sorted(own)[-2]) ** 0.5) ** 0.5, dtype=torch.float64)
     asked = message._replace(accepted=dict.fromkeys(world.engine.silos, 0), tensors={**message.tensors, "units": units})
     if cut:
-        monkeypatch.setattr(pvi_silo.PVISilo, "_per_unit", _of_anything)
+        monkeypatch.setattr(pvi.PVIProgram, "_per_unit", _of_anything)
         monkeypatch.setattr(Gate, "release", _shared(bound))
         sent = [np.frombuffer(s.handle(ROUND + encode_broadcast(asked)))[:9] for s in world.engine.silos.values()]
         most = [float(np.abs(values).max()) for values in sent]
@@ -225,7 +225,7 @@ def test_a_server_cannot_let_one_silo_alone_send_a_share(cut: bool, monkeypatch:
         with pytest.raises(ProtocolError, match="the units of a change are not those of the q that was sent"):
             silo.handle(ROUND + encode_broadcast(asked))
         assert not silo.past.failed
-    monkeypatch.setattr(pvi_silo.PVISilo, "_per_unit", _of_anything)  # and where units are right and a change is large
+    monkeypatch.setattr(pvi.PVIProgram, "_per_unit", _of_anything)  # and where units are right and a change is large
     largest = world.engine.silos["silo-2"]
     with pytest.raises(AggregationError, match=r"its part of 'change' .* exceeds the declared bound"):
         largest.handle(ROUND + encode_broadcast(asked))

@@ -11,8 +11,8 @@ from pvi_world import REGRESSION, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms.local_fit import NaturalSteps
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.algorithms.pvi_steps import NaturalSteps
 
 
 def _steps(**options: Any) -> NaturalSteps:

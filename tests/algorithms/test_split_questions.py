@@ -69,7 +69,7 @@ class Liar:
         x, y = self.data[0]["x"], self.data[0]["y"]
         rows, columns = torch.tril_indices(3, 3)
         term = torch.cat([x.T @ y, (x.T @ x)[rows, columns]]).double() / NOISE**2
-        term = term * self.server.program.frame.per_unit(asked.tensors["units"])
+        term = term * self.server.program.per_unit(asked.tensors["units"])
         return float((change - term).norm() / term.norm())
 
 

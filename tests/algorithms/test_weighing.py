@@ -16,8 +16,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import BlockTable
 from secure_fvi.algorithms import weighing
 from secure_fvi.algorithms.natural import from_moments
-from secure_fvi.algorithms.pvi import FINISH
-from secure_fvi.algorithms.pvi_silo import PVISilo
+from secure_fvi.algorithms.pvi import FINISH, PVIProgram
 from secure_fvi.algorithms.weighing import WEIGHED, Weigher, points
 from secure_fvi.fitting import build_parties
 from secure_fvi.results import Result
@@ -62,15 +61,14 @@ def test_latents_are_integrated_out_whatever_their_conditionals(
     )
     problem, silo = server.problem, engine.silos["silo-1"]
     program, y = silo.program, silos[0]["y"]
-    assert isinstance(program, PVISilo)
+    assert isinstance(program, PVIProgram)
     own = program.fit.init(silo.view)
     record = {**own.record, "log_scale": torch.full_like(own.record["log_scale"], log_scale)}
     record["loc"] = torch.cat([y, y[:1]])[:, None] * 0.5
     at_silo = {**own.silo, "log_scale": torch.full_like(own.silo["log_scale"], log_scale)}
     q = from_moments(torch.zeros(1).double(), torch.full((1, 1), 0.16).double())
     at = points(0, q, problem.layout)
-    frame = program.frame
-    weigher = Weigher(problem, frame.local_family, frame.silo_family)
+    weigher = Weigher(problem, program.families.local, program.families.silo)
     found = torch.from_numpy(weigher(q, at, {}, record, at_silo, silo.view, 0))[1 : 1 + len(at.draws)]
     covariance = 0.41 * torch.eye(len(y)) + 0.49
     marginal = dist.MultivariateNormal(at.draws.expand(-1, len(y)), covariance).log_prob(y)

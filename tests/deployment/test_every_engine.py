@@ -25,7 +25,7 @@ import secure_fvi as sf
 from secure_fvi import fitting
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.algorithms.local_fit_options import LocalFitOptions
+from secure_fvi.algorithms.local_fit import LocalFitOptions
 from secure_fvi.building import Machine, build_problem
 from secure_fvi.deployment import holder_job, serving, site_job
 from secure_fvi.disclosure import disclose

@@ -23,9 +23,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import columns
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.pvi_frame import PVIFrame
-from secure_fvi.algorithms.pvi_parts import part_views
-from secure_fvi.algorithms.pvi_silo import PVILocal, PVISilo
+from secure_fvi.algorithms.pvi import PVILocal, PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
 from secure_fvi.algorithms.vertical.silo import VerticalSilo
 from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
@@ -374,24 +372,21 @@ def _clip_parts(gate: Gate, changes: Tensor) -> Any:
 
 
 def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> Any:
-    """`PVISilo.contribute` as it was: what was released beyond the kept changes is dealt out to all parts."""
+    """`PVIProgram.contribute` as it was: what was released beyond the kept changes is dealt out to all parts."""
     local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
-    answered = [self._answered(message, k, part, views[k], False, gate) for k, part in enumerate(local.parts)]
-    parts = [part for part, _ in answered]
-    rows = torch.from_numpy(
-        np.stack([self._row(part.change, answer, self._per_unit(message, view.silo)) for part, answer in answered])
-    )
+    parts = [self._answered(message, k, part, views[k], False)[0] for k, part in enumerate(local.parts)]
+    rows = torch.stack([part.change.pack() * self._per_unit(message, view.silo) for part in parts])
     release = _clip_parts(gate, rows)
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
     changes = kept + (torch.from_numpy(release.values) - kept.sum(0)) / len(parts)
-    parts = [p._replace(change=self.frame.unpack(row)) for p, row in zip(parts, changes, strict=True)]
+    parts = [p._replace(change=self.families.unpack(row)) for p, row in zip(parts, changes, strict=True)]
     return release, PVILocal(tuple(parts), 0, 0, 0.0)
 
 
 def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control. One record, 30 parts: the sums of later rounds differ by far more than the norm."""
-    monkeypatch.setattr(PVIFrame, "_check", lambda self: None)
-    monkeypatch.setattr(PVISilo, "contribute", _with_parts)
+    monkeypatch.setattr(PVIProgram, "_check", lambda self: None)
+    monkeypatch.setattr(PVIProgram, "contribute", _with_parts)
     algorithm = sf.PVI(rounds=ROUNDS, virtual_clients=30, damping=0.5, local_optimizer="closed_form", family="diagonal")
     model = sf.FederatedModel(_regression, "row")
     record = {"x": torch.full((1,), 1e-3), "y": torch.full((1,), 1e9)}

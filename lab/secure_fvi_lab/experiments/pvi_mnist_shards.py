@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation import Plain
-from secure_fvi.algorithms.pvi import PVI
-from secure_fvi.algorithms.pvi_server import PVIState
+from secure_fvi.algorithms.pvi import PVI, PVIState
 from secure_fvi.compiled import threads
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset
