@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
@@ -35,7 +34,7 @@ from secure_fvi.algorithms.natural import (
     quadratic,
     unpack,
 )
-from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Says, Share, check
+from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.algorithms.sfvi_frame import local_units
 from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.algorithms.weighing import Weigher, points
@@ -64,8 +63,6 @@ _RATE_BY_SIZE = 2.0
 CHANGE, _ROOM = "change", 2.0**10
 #: Longest natural step: of a mean and its gains, in sds (by dimension), and of a log sd, or half the log covariance.
 _MEAN_STEP, _SCALE_STEP = 0.5, 0.3
-
-Spread = Annotated[float, Field(ge=0, allow_inf_nan=False), Says("must be finite and not negative")]
 
 
 @dataclass(frozen=True, kw_only=True)

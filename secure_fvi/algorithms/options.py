@@ -28,6 +28,7 @@ Count = Annotated[int, Field(ge=1), Says("must be a whole number of at least 1")
 Whole = Annotated[int, Field(ge=0), Says("must be a whole number of at least 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), Says("must be positive and finite")]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), Says("must be at least 0 and finite")]
+Spread = Annotated[float, Field(ge=0, allow_inf_nan=False), Says("must be finite and not negative")]
 #: Of records or silos that take part.
 Share = Annotated[float, Field(gt=0, le=1), Says("must lie in (0, 1]")]
 #: Of a whole, none included.

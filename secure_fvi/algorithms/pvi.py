@@ -43,7 +43,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import stationarity, weighing
 from secure_fvi.algorithms.base import (
     PRIVATE,
@@ -64,7 +64,7 @@ from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
 from secure_fvi.algorithms.options import Count, Positive, Says, Share
-from secure_fvi.algorithms.stationarity import Rest, as_sent, by_block, final_draws
+from secure_fvi.algorithms.stationarity import Rest, as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -488,9 +488,6 @@ class PVIProgram(Program):
         present = Block(PRESENT, (silos,), 1.0, integer=True, rows="presence")
         records = Block(RECORDS, (), 2.0**31, integer=True)
         flags = tuple(Block(name, (), 1.0, integer=True) for name in (SKIPPED, TEMPERED, MOVING))
-        final = stationarity.blocks(families.n, families.full, config.bound)
-        if config.rounds is None:
-            final += weighing.blocks(self.problem, families.shared.name, families.local)
         sent: dict[str, Tensor | tuple[int, ...]] = {"q": (families.packed,), "units": (families.n,)}
         sent |= {"sums": (silos,), "dampings": (silos,), **thetas}
         most = config.most_rounds
@@ -499,8 +496,16 @@ class PVIProgram(Program):
         each = (*changes, Block(OBJECTIVE, (), config.bound), records, *flags, present)
         return {
             ROUND_PHASE: Sum(each, Phase(range(most), most), sent, protected),
-            FINISH: Sum((*final, present, records), last, sent),
+            FINISH: Sum((*self.final_blocks(), present, records), last, sent),
         }
+
+    def final_blocks(self) -> tuple[Block, ...]:
+        """What is asked of the final q: the bound and its slope, and, where the run stops by itself, the likelihood."""
+        families = self.families
+        slope = stationarity.blocks(families.n, families.full, self.config.bound)
+        if self.config.rounds is not None:
+            return slope
+        return slope + weighing.blocks(self.problem, families.shared.name, families.local)
 
     @property
     def cohort_size(self) -> int:
@@ -585,8 +590,7 @@ class PVIProgram(Program):
         theta, moments = state.theta, state.theta_moments
         if self.config.theta_updates == "round" or float(moved.max()) < self.config.tolerance:
             theta, moments = self._theta_step(state, q, sums, scale)
-        prior = state.prior
-        q, prior = self.prior.refit(q, prior, theta)
+        q, prior = self.prior.refit(q, state.prior, theta)
         moves = [((theta[n] - v).abs() / (1 + v.abs())).max() for n, v in state.theta.items() if v.numel()]
         theta_moved = float(torch.stack(moves).max()) if moves else 0.0
         quiet = counts.quiet and theta_moved < self.config.tolerance
@@ -629,7 +633,7 @@ class PVIProgram(Program):
 
     def verdict(self, state: PVIState) -> Verdict:
         """What the last rounds and the final sum say together."""
-        config, rest, details = self.config, state.rest, self._details(state)
+        config, rest, details = self.config, state.rest, {**self._counts(state), **state.rest.details()}
         if self.terms:
             return Verdict(None, PRIVATE, details, float(state.moved.max()) >= 1.0)
         if config.rounds is not None:
@@ -645,9 +649,6 @@ class PVIProgram(Program):
         )
         found = f"all {len(self.problem.silos)} silos were at rest in the last rounds"
         return stationarity.verdict(rest, None, found, advice)._replace(details=details)
-
-    def _details(self, state: PVIState) -> dict[str, float | None]:
-        return {**self._counts(state), **state.rest.details()}
 
     def _counts(self, state: PVIState) -> dict[str, float | None]:
         return {f"silos_{name}": float(value) for name, value in state.last._asdict().items()}
@@ -735,11 +736,7 @@ class PVIProgram(Program):
             stepped=mine.double(),
             shortened=state.shortened + 1,
         )
-        return self._ended(after, self._left(after))
-
-    def _left(self, state: PVIState) -> Step:
-        """The step of a round whose answers were left."""
-        return Step(math.nan, state.damping, None, self.config.schedule, False)
+        return self._ended(after, Step(math.nan, after.damping, None, self.config.schedule, False))
 
     def metrics(self, state: PVIState) -> dict[str, float | None]:
         moved = float(state.moved.max())
@@ -826,12 +823,12 @@ class PVIProgram(Program):
         """The silo's part of the bound, and of its slope, at the final q."""
         q, theta, eps = self.families.unpack(message.tensors["q"]), self._theta(message), self._final_draws()
         keys = range((view.turn + 1) * len(views), (view.turn + 2) * len(views))
-        table = self.tables[FINISH]
+        table = BlockTable(self.final_blocks())
         found = [
             self.fit.at_the_end(eps, key, theta, q, part.own, of, weighing.asked(table))
             for key, part, of in zip(keys, local.parts, views, strict=True)
         ]
-        return by_block(table, as_sent(self.problem, table, np.sum(found, 0), view))
+        return table.split(as_sent(self.problem, table, np.sum(found, 0), view))
 
     def _theta(self, message: Broadcast) -> Params:
         return {name: self.move(message.tensors[f"theta/{name}"]) for name in self.theta_start}

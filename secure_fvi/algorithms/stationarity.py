@@ -150,12 +150,6 @@ def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloVi
     return np.concatenate(sent)
 
 
-def by_block(table: BlockTable, sent: FloatArray) -> dict[str, FloatArray]:
-    """What `as_sent` gave, by the name of its block."""
-    names = {name for group in _TOLD_TOGETHER for name in group} | {WEIGHED}
-    return BlockTable(tuple(block for block in table.blocks if block.name in names)).split(sent)
-
-
 class SiloSlope:
     """A silo's terms. It holds no data, so that the silos of a process share its traces."""
 
