@@ -168,9 +168,8 @@ class Families:
         self.local = config.local_family.build(self.n_record, self.n + self.n_silo, samples, marginal=True)
         self.silo = config.silo_family.build(self.n_silo, self.n, 1, marginal=True)
         self.samples = samples if self.n_record else 1
-        self.optimizer = Optimizer(
-            "adam", config.local_learning_rate
-        )  # of own latents, where natural gradients are not
+        #: Of own latents, for what natural gradients are not taken of.
+        self.optimizer = Optimizer("adam", config.local_learning_rate)
         self.by_row = config.sampling_rate < 1
         self.packed = packed_size(self.n, self.full)
         self._check()
