@@ -41,7 +41,7 @@ from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Amortised, Conditional, Full, LocalFamily, Params, global_family
-from secure_fvi.families.amortised import ENCODER
+from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, unit_lower
 from secure_fvi.objective import silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer

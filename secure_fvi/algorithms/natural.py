@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.func import grad, hessian, vmap
 
 from secure_fvi.algorithms.base import Problem
+from secure_fvi.compiled import over_draws
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import Params
 from secure_fvi.randomness import server_draws
-from secure_fvi.compiled import over_draws
 
 #: Relative size up to which second derivatives at two points count as the same, and at least how many roundings.
 _SAME, _ROUNDINGS = 1e-7, 64
