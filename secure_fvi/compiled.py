@@ -47,6 +47,8 @@ _CHEAPER: dict[str, Callable[..., Any]] = {
     )},
     **{name: getattr(torch.Tensor, name) for name in ("expand", "view")},
 }  # fmt: skip
+#: The axis that counts records of all tensors in an argument, or of those in each field of one that is a tuple.
+Axes = int | None | tuple["Axes", ...]
 _Run = Callable[..., Sequence[Tensor]]
 _Build = Callable[[Iterator[Tensor]], Any]
 _log = logging.getLogger(__name__)
@@ -64,14 +66,13 @@ class Traced:
     """A pure function over nested dicts, tuples and tensors, traced after `TRACE_AFTER_CALLS` calls: the numbers are
     the same. A compiled function's are not, so that it is compiled at its first call.
 
-    `record_axis[i]` is the axis of argument i's tensors that counts records, or None; other sizes are fixed by the
-    call that is traced, or, with `by_shape`, there is a trace for each, after so many calls of that shape. Where
-    tracing fails (Python control flow on values, say) the function runs as it is, and `mode` says so.
+    `record_axis[i]` is the axis of argument i's tensors that counts records, or None, or one for each field of a tuple;
+    other sizes are fixed by the call that is traced, or, with `by_shape`, there is a trace for each, after so many
+    calls of that shape. Where tracing fails (Python control flow on values, say) the function runs as it is, and `mode`
+    says so.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], record_axis: Sequence[int | None], mode: Mode, by_shape: bool = False
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], record_axis: Sequence[Axes], mode: Mode, by_shape: bool = False) -> None:
         self.fn, self.record_axis, self.mode, self.by_shape = fn, tuple(record_axis), mode, by_shape
         self._traces: dict[tuple[torch.Size, ...], tuple[_Run, _Build]] = {}
         self._calls: Counter[tuple[torch.Size, ...]] = Counter()  # by what a trace would be for
@@ -120,7 +121,7 @@ class Traced:
             supply = iter(tensors)
             return flatten(self.fn(*(build(supply) for build in rebuild)))
 
-        named = [axis for arg, axis in zip(args, self.record_axis, strict=True) for _ in flatten(arg)]
+        named = [axis for arg, axes in zip(args, self.record_axis, strict=True) for axis in _of_each(arg, axes)]
         # A number among arrays, such as an optimiser's step count, has no axis of records.
         axes = [axis if axis is not None and axis < t.dim() else None for axis, t in zip(named, flat, strict=True)]
         fixed: list[int | None] = [None] * len(axes)
@@ -343,6 +344,13 @@ def _flatten(value: Any, out: list[Tensor]) -> None:
     else:
         for item in value:
             _flatten(item, out)
+
+
+def _of_each(value: Any, axes: Axes) -> list[int | None]:
+    """The axis of each tensor of `flatten`."""
+    if isinstance(axes, tuple):
+        return [axis for field, own in zip(value, axes, strict=True) for axis in _of_each(field, own)]
+    return [axes] * len(flatten(value))
 
 
 def structure(value: Any) -> Callable[[Iterator[Tensor]], Any]:
