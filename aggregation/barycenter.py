@@ -108,10 +108,14 @@ def full_blocks(covariance: FloatArray, bounds: Bounds, first: bool) -> BlockTab
 
 def full_contribution(own: Gaussian, weight: int, covariance: FloatArray, first: bool) -> FloatArray:
     """A silo's term of one iteration at S = `covariance`: the only function here that sees its Gaussian."""
+    term = bures_term(own.covariance, weight, covariance)
+    return np.concatenate([[float(weight)], weight * own.mean if first else [], term])
+
+
+def bures_term(own: FloatArray, weight: int, covariance: FloatArray) -> FloatArray:
+    """n T_j for Sigma_j = `own` at S = `covariance`, both (d, d): an upper triangle."""
     root = matrix_root(covariance)
-    term = matrix_root(root @ own.covariance @ root)
-    parts = [[float(weight)], weight * own.mean if first else [], weight * pack_symmetric(term)]
-    return np.concatenate(parts)
+    return weight * pack_symmetric(matrix_root(root @ own @ root))
 
 
 def next_covariance(covariance: FloatArray, table: BlockTable, total: FloatArray) -> FloatArray:
@@ -120,7 +124,13 @@ def next_covariance(covariance: FloatArray, table: BlockTable, total: FloatArray
     Raises AggregationError for a total that no Gaussians have: no weight, or T not positive definite.
     """
     blocks = table.split(total)
-    t = unpack_symmetric(blocks[ROOT] / _positive_weight(blocks), covariance.shape[0])
+    return after_iteration(covariance, blocks[ROOT] / _positive_weight(blocks))
+
+
+def after_iteration(covariance: FloatArray, mean: FloatArray) -> FloatArray:
+    """S^-1/2 T^2 S^-1/2 for T = `mean`, the upper triangle of the silos' weighted mean. Raises AggregationError for one
+    that no Gaussians have: not positive definite."""
+    t = unpack_symmetric(mean, covariance.shape[0])
     values, vectors = np.linalg.eigh(t)
     if not (np.isfinite(values).all() and values[0] > 0):
         raise AggregationError("the total of a barycenter's iteration is not positive definite")
