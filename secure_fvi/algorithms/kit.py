@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ from secure_fvi.trees import Params
 #: The name of a block, as contributions and totals have it.
 Blocks = Mapping[str, Any]
 Totals = Mapping[str, FloatArray]
+Rows = npt.NDArray[np.int64]
 
 
 class Sum(NamedTuple):
@@ -90,12 +92,13 @@ class RecordAnswer(NamedTuple):
     """An answer record by record, for record privacy. Never leaves the silo but through its gate.
 
     chunks: matrices of gradients (B, shared + hidden) and the records' terms of the objective (B,). own: what follows
-    from no record, added after the noise, or None (`Gate.release_records`). blocks: counts. local: the next state, from
-    the noised sum of hidden gradients (hidden,), once all chunks were read. dropped: records that failed, once read.
+    from no record, by block, added after the noise, or None (`Gate.release_records`). blocks: counts. local: the next
+    state, from the noised sum of hidden gradients (hidden,), once all chunks were read. dropped: records that failed,
+    once read.
     """
 
     chunks: Iterable[tuple[Tensor, Tensor]]
-    own: Tensor | None
+    own: Blocks | None
     blocks: Blocks
     local: Callable[[Tensor], Any]
     dropped: Callable[[], int]
@@ -117,7 +120,7 @@ class Program(ABC):
         if problem.privacy is not None:
             sums = {name: one for name, one in sums.items() if one.protected}
         self.parts = sums
-        self.terms = {} if problem.privacy is None else {n: self._agreed(one) for n, one in sums.items()}
+        self.terms = {} if problem.privacy is None else self.agreed(sums)
         self.tables = {name: self._table(name, one) for name, one in sums.items()}
         forms = {name: self._form(name, one) for name, one in sums.items()}
         self.order = Order({name: one.when for name, one in sums.items()}, self.asked, forms)
@@ -190,13 +193,24 @@ class Program(ABC):
     def rounds(self, state: Any) -> int:
         return int(state.round)
 
+    @property
+    def by_record(self) -> bool:
+        """Whether privacy protects records one by one."""
+        return isinstance(self.problem.privacy, RecordDP)
+
+    def agreed(self, sums: Mapping[str, Sum]) -> dict[str, Terms]:
+        """The terms of each sum under privacy, as of one algorithm whose sums are charged alike."""
+        return {name: self._agreed(one) for name, one in sums.items()}
+
     # ---- what follows for all ----
 
     def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
         found, phase = self.answer(message, local, view), message.phase
         if isinstance(found, RecordAnswer):
-            public = self._flat(found.blocks, self.tables[phase].blocks, some=True)
-            release, hidden = gate.release_records(found.chunks, found.own, public.tolist())
+            blocks = self.tables[phase].blocks
+            own = None if found.own is None else torch.from_numpy(self._flat(found.own, blocks, some=True))
+            public = self._flat(found.blocks, blocks, some=True)
+            release, hidden = gate.release_records(found.chunks, own, public.tolist())
             gate.dropped += found.dropped()
             return release, found.local(hidden)
         terms = self.terms.get(phase)
@@ -256,11 +270,17 @@ def _numbers(value: Any) -> FloatArray:
     return np.ravel(np.asarray(tensor, np.float64))
 
 
+def joined(view: SiloView, key: int, rate: float) -> Rows | None:
+    """Rows of a Poisson sample (B,), None for all; from the silo's secret, so that nobody else knows who took part."""
+    return None if rate == 1 else np.flatnonzero(view.batch_draws.uniforms(key, 1)[0, : view.size, 0] < rate)
+
+
+def at_least_two(rows: Rows, spare: int) -> Rows:
+    """`rows`, filled up with the spare one of weight zero: a traced graph treats sizes 0 and 1 as special."""
+    return np.concatenate([rows, np.full(max(2 - len(rows), 0), spare, np.int64)])
+
+
 def poisson_rows(view: SiloView, key: int, rate: float, device: torch.device) -> Tensor | None:
-    """Rows of a Poisson sample, at least two, filled up with the spare row of weight zero: a traced graph treats sizes
-    0 and 1 as special. Drawn from the silo's secret, so that nobody else knows who took part. None: all."""
-    if rate == 1:
-        return None
-    batch = np.flatnonzero(view.batch_draws.uniforms(key, 1)[0, : view.size, 0] < rate)
-    batch = np.concatenate([batch, np.full(max(2 - len(batch), 0), view.size, np.int64)])
-    return torch.from_numpy(batch).to(device)
+    """Rows of a Poisson sample, at least two. None: all."""
+    rows = joined(view, key, rate)
+    return None if rows is None else torch.from_numpy(at_least_two(rows, view.size)).to(device)
