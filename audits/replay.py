@@ -20,8 +20,8 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.base import Broadcast
-from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.algorithms.sfvi_frame import local_units
+from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
+from secure_fvi.algorithms.structured import local_units
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
 from secure_fvi.audits.features import contributions_in_clear, from_both
 from secure_fvi.audits.regressors import Ridge, cross_fitted
@@ -67,9 +67,11 @@ class Replayer:
         own = resampled(bench.pool, [records] * max(len(bench.sizes), 30), OWN)
         server, engine, _ = build_parties(bench.model, own, bench.algorithm, PLAIN[1], OWN)
         self.problem, self.records = server.problem, records
-        program: Any = next(iter(engine.silos.values())).program
-        self.frame = frame = program.frame
-        if not frame.n_record or frame.n_silo:
+        program = next(iter(engine.silos.values())).program
+        if not isinstance(program, SFVIProgram):
+            raise InputError("a run after a warm start is not replayed; leave warm_start.rounds at 0")
+        self.program = program
+        if not program.n_record or program.n_silo:
             raise InputError("what is replayed are latents of records; the model must have those and no silo's own")
         if bench.algorithm.sampling_rate < 1:
             raise InputError("a silo that draws batches by its secret is not replayed; use sampling_rate = 1")
@@ -81,9 +83,9 @@ class Replayer:
         self._ranges = {n: (v.min(0).values, v.max(0).values) for n, v in bench.pool.items() if v.is_floating_point()}
         if len(self._ranges) < len(bench.pool):
             raise InputError("whole numbers among the records cannot be searched for by gradients")
-        plain = silo_gradient(self.problem.density, frame.local_family, frame.silo_family, frame.samples)
-        self._gradients = record_gradients(plain, frame.couples)
-        self._round = Traced(self._round_function, (None,) * 11, "traced", by_shape=True)
+        plain = silo_gradient(self.problem.density, program.local_family, program.silo_family, program.samples)
+        self._gradients = record_gradients(plain, program.couples)
+        self._round = Traced(self._round_function, (None,) * 9, "traced", by_shape=True)
 
     def find(self, transcript: Transcript, search: Search, each: Each = silent) -> Found:
         """Search for all silos of a plain transcript at once; of each silo's starts the best is kept."""
@@ -106,9 +108,9 @@ class Replayer:
         rows = {name: v[keep] for name, v in self._rows(part(free, "data")).items()}
         last = messages[-1]
         centre = torch.as_tensor(last.tensors["z_global"]) - torch.as_tensor(last.tensors["shift"])
-        theta = {name: torch.as_tensor(last.tensors[f"theta/{name}"]) for name in self.frame.theta_start}
+        theta = {name: torch.as_tensor(last.tensors[f"theta/{name}"]) for name in self.program.theta_start}
         chosen = {name: v[keep] for name, v in average.items()}
-        means = self.frame.local_family.moments(chosen, theta, rows, centre, torch.zeros_like(centre))["loc"]
+        means = self.program.local_family.moments(chosen, theta, rows, centre, torch.zeros_like(centre))["loc"]
         return Found(to_numpy(means).reshape(silos, self.records, -1), rows, to_numpy(loss[best]))
 
     def error(self, transcript: Transcript, free: Params) -> FloatArray:
@@ -126,7 +128,7 @@ class Replayer:
         if transcript.aggregation != "plain":
             raise InputError(f"under {transcript.aggregation} sums no silo's own contribution is in sight")
         messages, rounds = transcript.broadcasts(), []
-        names = [b.name for b in self.frame.gradient_blocks] + ["objective"]
+        names = [b.name for b in self.program.gradient_blocks] + ["objective"]
         for message, sent in zip(messages, contributions_in_clear(transcript), strict=True):
             blocks = [transcript.tables[message.phase].split(sent[silo]) for silo in transcript.silos]
             rounds.append([np.concatenate([np.ravel(b[name]) for name in names]) for b in blocks])
@@ -143,7 +145,7 @@ class Replayer:
 
         data = {name: noise(rows, *low.shape) for name, (low, _) in self._ranges.items()}
         start = {name: 0.3 * noise(rows, *v.shape) for name, v in self._centre.items()}
-        eps = 0.3 * noise(rounds, self.frame.samples, rows, self.frame.n_record)
+        eps = 0.3 * noise(rounds, self.program.samples, rows, self.program.n_record)
         return merge(data=data, start=start, eps={"draws": eps})
 
     def _rows(self, data: Params) -> Params:
@@ -156,16 +158,13 @@ class Replayer:
         """One replay: the loss (P,) of each of P guesses, their averaged distributions, and where to move."""
         data, begun = part(free, "data"), part(free, "start")
         state = {name: self._centre[name] + self._spread[name] * v for name, v in begun.items()}
-        moments, average, averaged = self.frame.optimizer.init(state), state, 0
+        moments, average, averaged = self.program.local_optimizer.init(state), state, 0
         loss, draws = torch.zeros(target.shape[1]).to(target), []
         slopes: Params = {}
         for t, message in enumerate(messages):
-            tensors = {name: self.frame.move(torch.as_tensor(v)) for name, v in message.tensors.items()}
-            theta = {name: tensors[f"theta/{name}"] for name in self.frame.theta_start}
-            rate = self.frame.scalar(message.scalars["scale"])
+            sent, rate = self.program.sent(message), self.program.scalar(message.scalars["scale"])
             error, by_state, by_data, by_eps, state, moments = self._round(
-                tensors["z_global"], tensors["shift"], theta, state, moments, data, free["eps/draws"][t],
-                target[t], scale, rate, self.frame.scalar(1.0),
+                sent, state, moments, data, free["eps/draws"][t], target[t], scale, rate, self.program.scalar(1.0)
             )  # fmt: skip
             averaged = averaged + 1 if message.scalars["averaging"] > 0 else 0
             average = running_average(average, state, averaged)
@@ -178,22 +177,22 @@ class Replayer:
         return loss, average, {name: v + held[name] if name in held else v for name, v in slopes.items()}
 
     def _round_function(
-        self, z_global: Tensor, shift: Tensor, theta: Params, state: Params, moments: Params, data: Params, eps: Tensor,
-        target: Tensor, scale: Tensor, rate: Tensor, one: Tensor,
+        self, sent: Sent, state: Params, moments: Params, data: Params, eps: Tensor, target: Tensor, scale: Tensor,
+        rate: Tensor, one: Tensor,
     ) -> tuple[Tensor, Params, Params, Tensor, Params, Params]:  # fmt: skip
         """The silo's step on guesses, its error (P,), and the error's derivatives in state, data and draws."""
         weights = one.expand(eps.shape[1])
         nothing = eps.new_zeros(1, 0)
 
         def error(state: Params, data: Params, eps: Tensor) -> tuple[Tensor, tuple[Tensor, Params]]:
-            g = self._gradients(z_global, shift, theta, state, {}, self._rows(data), weights, eps, nothing)
-            sent = torch.cat([g.rows, g.values.unsqueeze(-1)], -1)
-            total = sent.reshape(-1, self.records, sent.shape[-1]).sum(1)
+            g = self._gradients(*sent, state, {}, self._rows(data), weights, eps, nothing)
+            seen = torch.cat([g.rows, g.values.unsqueeze(-1)], -1)
+            total = seen.reshape(-1, self.records, seen.shape[-1]).sum(1)
             errors = (total / scale - target).square().mean(-1)
             return errors.sum(), (errors, g.local)
 
         slopes, (errors, local) = torch.func.grad(error, (0, 1, 2), has_aux=True)(state, data, eps)
-        stepped, moments = self.frame.optimizer.step(state, local, moments, rate, local_units(state))
+        stepped, moments = self.program.local_optimizer.step(state, local, moments, rate, local_units(state))
         return errors, *slopes, stepped, moments
 
 

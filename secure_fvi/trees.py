@@ -37,6 +37,13 @@ def running_average(average: Params, latest: Params, count: int) -> Params:
     return {name: torch.lerp(old, latest[name], 1.0 / count) for name, old in average.items()}
 
 
+def unflatten(flat: Tensor, like: Params) -> Params:
+    """`flat` cut into tensors of the shapes of `like`, names in sorted order."""
+    names = sorted(like)
+    parts = flat.split([like[name].numel() for name in names])
+    return {name: value.reshape(like[name].shape) for name, value in zip(names, parts, strict=True)}
+
+
 def to_numpy(tensor: Tensor) -> npt.NDArray[np.float64]:
     """Float64 on the CPU."""
     return tensor.detach().cpu().numpy().astype(np.float64)

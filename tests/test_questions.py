@@ -247,18 +247,18 @@ def test_a_silo_that_is_left_out_again_and_again_stops() -> None:
 def batches(silo: Silo, messages: list[Broadcast]) -> list[list[int]]:
     """Which records each of these questions drew."""
     program: Any = silo.program
-    drawn, batch = [], program._batch
+    drawn, batch = [], program.drawn
 
     def noted(key: int, view: Any) -> Any:
         drawn.append(batch(key, view).tolist())
         return batch(key, view)
 
-    program._batch = noted
+    program.drawn = noted
     try:
         for message in messages:
             tell(silo, message)
     finally:
-        del program._batch
+        del program.drawn
     return drawn
 
 

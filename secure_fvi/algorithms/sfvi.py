@@ -6,41 +6,94 @@
 
 The result does not depend on how records are spread over silos. The paper's Algorithm 1 writes the silo's term with
 p(y | ...); it is p(y, Z_L | Z_G) / q(Z_L | Z_G), and the server's L0 enters its own step.
+
+Under record privacy the silo's term goes through the gate a record at a time. Record-level latents follow their own
+record and past broadcasts only, so their steps need no noise; a silo-level latent follows all records of the silo, so
+its gradient is clipped together with what is shared and comes back from the gate noised (docs/privacy-analysis.md).
+
+A warm start is a few rounds of SFVI-Avg before the first one (S3.2: five such rounds halved the steps to convergence):
+`SFVIWarmProgram`, made of the programs of both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from secure_fvi.algorithms.options import SCHEDULES, check_schedule
+import numpy as np
+import torch
+from torch import Tensor
+
+from secure_fvi.aggregation.base import Block
+from secure_fvi.algorithms import stationarity, stopping
+from secure_fvi.algorithms.base import (
+    PRIVATE,
+    ROUND_PHASE,
+    Broadcast,
+    LocalFit,
+    Phase,
+    Posterior,
+    Problem,
+    SiloView,
+    Step,
+    Verdict,
+    fixed_length,
+)
+from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
+from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, check, check_schedule
+from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
+from secure_fvi.algorithms.stationarity import Rest
+from secure_fvi.algorithms.structured import (
+    BATCH_AXES,
+    FINISH,
+    LATENTS_AXES,
+    OBJECTIVE,
+    RECORDS,
+    Batch,
+    Latents,
+    Spread,
+    StructuredProgram,
+    local_units,
+    mean_units,
+)
+from secure_fvi.algorithms.weighing import DISCLOSED
+from secure_fvi.compiled import Traced, TracedOnMade, threads
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import InputError
-from secure_fvi.families import Amortised, Conditional
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIWarning
+from secure_fvi.exported import GraphDensity, untested_operations
+from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
+from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.privacy.terms import Terms, agree
+from secure_fvi.trees import merge, part, put, running_average, take, to_numpy, unflatten
 
-if TYPE_CHECKING:
-    from secure_fvi.algorithms.base import Problem, ServerProgram, SiloProgram
-    from secure_fvi.algorithms.sfvi_avg import SFVIAvg
-
-#: The phase after the last round of a run that stops by itself: all silos at the final q.
-FINISH = "finish"
+DIRECT, PATH = "direct", "path"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
+#: Rows of a block of per-record gradients, and numbers in one above which it has fewer rows: powers of two, so that no
+#: vectorised loop ends within a block. Only what everyone knows, the model's size, decides on them.
+_FEWEST_ROWS, _MOST_ROWS, _MOST_NUMBERS = 64, 512, 2**16
+#: The first key of the draws at the final q; those of rounds are smaller.
+_FINAL = 2**30
+#: Numbers of SFVI's draws at a silo, after a warm start, begin here.
+OWN_DRAWS = 2**31
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Rounds of SFVI-Avg, of `local_steps` each, before the first round of SFVI (Hassan et al. 2023, S3.2).
-
-    rounds: 0 for none. weights and total_records as in `SFVIAvg`; all else follows SFVI's own options.
-    """
+    """Rounds of SFVI-Avg before the first round of SFVI (Hassan et al. 2023, S3.2); all else follows SFVI's options."""
 
     rounds: int = 0
+    """0 for none."""
     local_steps: int = 1000
+    """Of a silo in such a round."""
     weights: Literal["records", "equal"] = "records"
+    """As in `SFVIAvg`."""
     total_records: int | None = None
+    """As in `SFVIAvg`."""
 
     def __post_init__(self) -> None:
         if type(self.rounds) is not int or self.rounds < 0:
@@ -49,70 +102,57 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class SFVI:
-    """Configuration. With every option at its default a model of moderate size converges and stops by itself.
-
-    family: q(Z_G), "auto" is full up to 256 dimensions and diagonal above. importance_samples: K; 1 is the ELBO.
-    iterations: rounds to run; None runs until the rule of `stopping` is met, at most max_iterations.
-    schedule: of the learning rate over `iterations`, a name or a function of the share done; needs `iterations`.
-    average_last: with `iterations` set, the share of last iterates that is averaged (0 keeps the last one).
-    sampling_rate: each record joins a round with this probability. participation: share of silos asked a round.
-    bound: largest absolute value of any element of a contribution; past it a silo refuses.
-    local_learning_rate: of a silo's own latents; None is learning_rate. In minibatches, where a record's distribution
-    takes a step only when the record is drawn, a larger one lets it keep up.
-    start_spread: q(Z_G)'s mean begins at the prior's centre plus draws of this sd that all parties share, for hidden
-    units and topics, which are all alike at the centre.
-    warm_start: rounds of SFVI-Avg beforehand; they are not counted in iterations.
-    """
+    """Options of SFVI. With every one at its default a model of moderate size converges and stops by itself."""
 
     family: Literal["auto", "diagonal", "full", "low_rank"] = "auto"
-    rank: int = 8
-    importance_samples: int = 1
-    iterations: int | None = None
-    max_iterations: int = 30_000
+    """Of q(Z_G); "auto" is full up to 256 dimensions and diagonal above."""
+    rank: Count = 8
+    """Of a low-rank family."""
+    importance_samples: Count = 1
+    """K of the bound; 1 is the ELBO."""
+    iterations: Count | None = None
+    """Rounds to run; None runs until the rule of `stopping` is met, at most `max_iterations`."""
+    max_iterations: Count = 30_000
+    """See `iterations`."""
     optimizer: str = "adam"
+    """Of `torch.optim`, by its lower-case name."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    learning_rate: float = 0.05
-    local_learning_rate: float | None = None
-    start_spread: float = 0.0
+    """Of that: betas, momentum, ..."""
+    learning_rate: Positive = 0.05
+    """Of steps on q(Z_G) and the model's parameters."""
+    local_learning_rate: Positive | None = None
+    """Of a silo's own latents; None is `learning_rate`. In minibatches, where a record's distribution takes a step only
+    when the record is drawn, a larger one lets it keep up."""
+    start_spread: Spread = 0.0
+    """q(Z_G)'s mean begins at the prior's centre plus draws of this sd that all parties share, for hidden units and
+    topics, which are all alike at the centre."""
     schedule: str | Callable[[float], float] = "constant"
-    average_last: float = 0.25
-    sampling_rate: float = 1.0
-    participation: float = 1.0
-    bound: float = 2.0**30
+    """Of the learning rate over `iterations`, which it needs: constant, linear, cosine, exponential, or a function of
+    the share done."""
+    average_last: Part = 0.25
+    """With `iterations` set, the share of last iterates that is averaged (0 keeps the last one)."""
+    sampling_rate: Share = 1.0
+    """Each record joins a round with this probability."""
+    participation: Share = 1.0
+    """Of the silos, asked in a round."""
+    bound: Positive = 2.0**30
+    """Largest absolute value of any element of a contribution; past it a silo refuses."""
     local_family: Conditional | Amortised = field(default_factory=Conditional)
+    """q(Z_L | Z_G) of records."""
     silo_family: Conditional = field(default_factory=Conditional)
+    """q(Z_S | Z_G) of a silo's own latents."""
     warm_start: WarmStart = field(default_factory=WarmStart)
+    """Rounds of SFVI-Avg beforehand; they are not counted in `iterations`."""
 
     name = "sfvi"
 
     def __post_init__(self) -> None:
-        if self.family not in ("auto", "diagonal", "full", "low_rank"):
-            raise InputError(f"family '{self.family}' is unknown; choose auto, diagonal, full or low_rank")
-        for option, least in (
-            ("rank", 1),
-            ("importance_samples", 1),
-            ("iterations", 1),
-            ("max_iterations", 1),
-        ):
-            value = getattr(self, option)
-            if not (value is None and option == "iterations") and (type(value) is not int or value < least):
-                raise InputError(f"{option} must be a whole number of at least {least}, not {value!r}")
-        for option in ("sampling_rate", "participation"):
-            if not 0 < getattr(self, option) <= 1:
-                raise InputError(f"{option} must lie in (0, 1], not {getattr(self, option)}")
-        if not 0 <= self.average_last <= 1:
-            raise InputError(f"average_last must lie in [0, 1], not {self.average_last}")
+        check(self)
         if isinstance(self.schedule, str):
             check_schedule("schedule", self.schedule)
         if self.schedule != "constant" and self.iterations is None:
             raise InputError("a learning-rate schedule needs `iterations`; without it the stopping rule sets the rate")
         Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)
-        if self.local_learning_rate is not None and not 0 < self.local_learning_rate < math.inf:
-            raise InputError(f"local_learning_rate must be positive and finite, not {self.local_learning_rate}")
-        if not 0 <= self.start_spread < math.inf:
-            raise InputError(f"start_spread must be finite and not negative, not {self.start_spread}")
-        if not (math.isfinite(self.bound) and self.bound > 0):
-            raise InputError(f"bound must be positive and finite, not {self.bound}")
         if self.warm_start.rounds:
             self.averaging()
 
@@ -137,8 +177,6 @@ class SFVI:
 
     def averaging(self) -> SFVIAvg:
         """The warm start as an algorithm. Raises InputError for what SFVI-Avg refuses."""
-        from secure_fvi.algorithms.sfvi_avg import SFVIAvg
-
         return SFVIAvg(
             rounds=self.warm_start.rounds,
             local_steps=self.warm_start.local_steps,
@@ -160,30 +198,587 @@ class SFVI:
         )
 
     def declare(self, silos: int, private: bool) -> Declaration:
-        from secure_fvi.algorithms.base import ROUND_PHASE
-
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
         sums = (*(s for s in before if s.phase != FINISH), own)
         if not private and self.iterations is None:
-            from secure_fvi.algorithms.weighing import DISCLOSED
-
             sums = (*sums, Sums(FINISH, 1, f"{DISCLOSED}; its number of records", silos))
         because = f"participation = {self.participation:g}"
         return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
 
-    def server(self, problem: Problem) -> ServerProgram:
-        """The server's half. Raises InputError for what the model or its privacy do not allow."""
-        from secure_fvi.algorithms.sfvi_server import SFVIServer
-        from secure_fvi.algorithms.sfvi_warm import WarmServer
+    def server(self, problem: Problem) -> SFVIProgram | SFVIWarmProgram:
+        """Raises InputError for what the model or its privacy do not allow."""
+        return SFVIWarmProgram(self, problem) if self.warm_start.rounds else SFVIProgram(self, problem)
 
-        return WarmServer(self, problem) if self.warm_start.rounds else SFVIServer(self, problem)
+    silo = server
 
-    def silo(self, problem: Problem) -> SiloProgram:
-        """The silos' half; it holds no data, so that all silos of a process share its traces."""
-        from secure_fvi.algorithms.sfvi_silo import SFVISilo
-        from secure_fvi.algorithms.sfvi_warm import WarmSilo
 
-        return WarmSilo(self, problem) if self.warm_start.rounds else SFVISilo(self, problem)
+class SFVIState(NamedTuple):
+    """The server's state. All of it follows from broadcasts and totals."""
+
+    round: int
+    eta: Params
+    theta: Params
+    moments: Params  # optimiser state
+    average: Params  # running average of eta and theta, keys "eta/..." and "theta/..."
+    averaged: int  # iterates in it
+    eps: Tensor  # (noise_size,) eps_G of the round to come
+    z_global: Tensor  # (n_global,) and its Z_G
+    shift: Tensor  # (n_global,) d = Z_G - mu_G
+    monitor: stopping.Monitor
+    lost: int  # rounds since the averaging began in which a silo that was asked was missing
+    phase: str  # of the sum to come
+    rest: Rest  # what the final sum told of q, where all silos were in it
+
+
+class SFVILocal(NamedTuple):
+    """A silo's state. Never leaves the silo."""
+
+    record: Params  # variational parameters of its records, (N + 1, ...) each
+    record_moments: Params
+    silo: Params  # of its silo-level latents, (1, ...) each
+    silo_moments: Params
+    record_average: Params
+    silo_average: Params
+    averaged: int  # iterates in the averages
+    stage: int  # to which they belong
+
+    @property
+    def latents(self) -> Latents:
+        return Latents(self.record, self.record_moments, self.silo, self.silo_moments)
+
+
+class Sent(NamedTuple):
+    """What the server sends in a round."""
+
+    z_global: Tensor  # (n_global,)
+    shift: Tensor  # (n_global,)
+    theta: Params
+
+
+class SFVIProgram(StructuredProgram):
+    """SFVI on one problem."""
+
+    def setup(self) -> None:
+        super().setup()
+        config, problem = self.config, self.problem
+        if problem.privacy is not None and config.iterations is None:
+            raise InputError(
+                "under differential privacy give iterations: a job is charged for all its rounds beforehand"
+            )
+        n = (self.family.n,)
+        shapes: dict[str, tuple[int, ...]] = {DIRECT: n, **({PATH: n} if self.couples else {})}
+        shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}
+        self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
+        self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
+        self.sampled = config.sampling_rate
+        self._block = _rows_of_block(sum(block.size for block in self.gradient_blocks))
+        self._trace()
+
+    def _trace(self) -> None:
+        """What is traced of both halves: whole steps, or where the optimiser cannot be, gradients alone."""
+        mode, by_shape, traceable = self.problem.mode, self.local_family.couples_records, self.optimizer.traceable
+        plain = silo_gradient(self.problem.density, self.local_family, self.silo_family, self.samples)
+        pull_back = server_gradient(self.problem.density, self.family)
+        self._gradient: Callable[..., SiloGradient] = plain
+        self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, self.couples)
+        self._alone = record_gradients(plain, self.couples, mapped=False)
+        self._looked_at: int | None = None  # the turn in which `_look` looked last
+        self._own_terms = Traced(plain, (None,) * 10, mode)
+        self._pull_back: Callable[..., Any] = pull_back if traceable else Traced(pull_back, (None,) * 6, mode)
+        self._move: Callable[..., Any] = self._move_function
+        self._step: Any = self._step_function
+        if traceable:
+            self._move = Traced(self._move_function, (None,) * 8, mode)
+        if self.by_record:
+            self._step = TracedOnMade(self._record_step_function, self._made, mode)
+        elif traceable:
+            axes = None, LATENTS_AXES, BATCH_AXES, None
+            self._step = Traced(self._step_function, (None,) * 4 if by_shape else axes, mode, by_shape)
+        else:
+            rows = None, None, None, 0, None, *BATCH_AXES
+            self._gradient = Traced(plain, (None,) * 9 if by_shape else rows, mode, by_shape)
+
+    def family_of(self, n: int) -> GlobalFamily:
+        return global_family(self.config.family, n, self.config.rank)
+
+    def sums(self) -> dict[str, Sum]:
+        config, n = self.config, (self.family.n,)
+        records = Block(RECORDS, (), 2.0**31, integer=True)
+        sent: Mapping[str, Any] = {"z_global": n, "shift": n, **merge(theta=self.theta_start)}
+        gradients = frozenset(block.name for block in self.gradient_blocks)
+        blocks = (*self.gradient_blocks, Block(OBJECTIVE, (), config.bound), records)
+        rounds = Phase(range(config.own_rounds), config.own_rounds)
+        scalars = ("scale", "averaging", "stage")
+        found = {ROUND_PHASE: Sum(blocks, rounds, sent, gradients, frozenset({RECORDS}), scalars)}
+        if config.iterations is None and self.family.name in ("diagonal", "full"):
+            last = Phase(range(1, config.own_rounds + 1), 1, ends=True, counts=False)
+            final = merge(eta=self.start(), theta=self.theta_start)
+            found[FINISH] = Sum((*self.final_blocks(), records), last, final)
+        return found
+
+    # ---- server ----
+
+    def init(self) -> SFVIState:
+        return self.init_at(self.start(), self.moved_theta())
+
+    def init_at(self, eta: Params, theta: Params) -> SFVIState:
+        """The state before the first round, from given parameters."""
+        merged = merge(eta=eta, theta=theta)
+        eps = self._noise(0)
+        z_global, shift = self._draw(eta, eps)
+        moments, monitor = self.optimizer.init(merged), stopping.start()
+        return SFVIState(0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest())
+
+    def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        cohort = self.asked(state.round, state.phase)
+        if state.phase == FINISH:
+            found = self.posterior(state)
+            shared = merge(eta=found.eta, theta=found.theta)
+            return Broadcast(state.round, index, accepted, cohort, {}, shared, FINISH)
+        tensors = {"z_global": state.z_global, "shift": state.shift, **merge(theta=state.theta)}
+        scalars = {
+            "scale": self._scale(state),
+            "averaging": float(self._averages(state)),
+            "stage": float(state.monitor.stage),
+        }
+        return Broadcast(state.round, index, accepted, cohort, scalars, tensors)
+
+    def step(self, state: SFVIState, message: Broadcast, sums: Totals, scale: float) -> tuple[SFVIState, Step]:
+        absent = self.lacks(message, scale)
+        if message.phase == FINISH:
+            return self._checked(state, sums, absent)
+        averages = self._averages(state)
+        lost = state.lost + absent if averages else 0
+        averaged = state.averaged + 1 if averages else 0
+        # What a sum over sampled records has to be divided by.
+        each = self.config.sampling_rate if self.by_record else 1.0
+        weights = [scale / each, message.scalars["scale"], 1.0 / max(averaged, 1)]
+        factors = torch.tensor(weights, dtype=self.problem.dtype)
+        eps = self._noise(state.round + 1)
+        totals = {name: self.move(torch.as_tensor(value)) for name, value in sums.items() if name != RECORDS}
+        eta, theta, moments, average, z_global, shift, watched = self._move(
+            state.eta, state.theta, state.moments, state.average, state.eps, eps, totals, self.move(factors)
+        )
+        objective, *iterate = np.split(to_numpy(watched), [1, 1 + self.family.n])
+        if not math.isfinite(objective[0]):
+            raise InputError(
+                f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
+            )
+        monitor = stopping.observe(state.monitor, *iterate)
+        finished = state.round + 1 >= self.config.own_rounds
+        if self.config.iterations is None:
+            monitor, stage_ended = stopping.assess(monitor)
+            finished = finished or monitor.converged
+            if stage_ended:  # the next stage starts from this one's average
+                eta, theta = part(average, "eta"), part(average, "theta")
+                z_global, shift = self._draw(eta, eps)
+                averaged = averaged if monitor.converged else 0
+        else:
+            monitor = stopping.watch(monitor)
+        rate = self.config.learning_rate * message.scalars["scale"]
+        shown = float(objective[0]) if OBJECTIVE in sums else math.nan
+        phase = FINISH if finished and FINISH in self.tables else ROUND_PHASE
+        step = Step(shown, rate, monitor.r_hat, self._phase(state), finished and phase == ROUND_PHASE)
+        after = SFVIState(
+            state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest()
+        )
+        return after, step
+
+    def _checked(self, state: SFVIState, sums: Totals, absent: bool) -> tuple[SFVIState, Step]:
+        """After the final sum."""
+        rest = Rest() if absent else self.rest(self.posterior(state), sums)
+        step = Step(rest.objective, 0.0, state.monitor.r_hat, FINISH, True)
+        return state._replace(phase=ROUND_PHASE, rest=rest), step
+
+    def posterior(self, state: SFVIState) -> Posterior:
+        if state.averaged:
+            return Posterior(self.family, part(state.average, "eta"), part(state.average, "theta"))
+        return Posterior(self.family, state.eta, state.theta)
+
+    def verdict(self, state: SFVIState) -> Verdict:
+        """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary."""
+        config, r_hat = self.config, state.monitor.r_hat
+        still = r_hat is not None and r_hat < stopping.R_HAT_BELOW
+        if self.terms:
+            return Verdict(None, PRIVATE, {"r_hat": r_hat}, not still)
+        if config.iterations is not None:
+            seen = "" if still else ", and the iterates were still drifting when it ended"
+            return fixed_length("iterations", config.iterations, seen, {"r_hat": r_hat}, not still)
+        advice = f"raise max_iterations (now {config.max_iterations}), lower learning_rate, or standardise the columns"
+        against = None
+        if not state.monitor.converged:
+            against = f"the iterates had not settled after {state.round} rounds"
+        elif state.lost:
+            against = f"silos were absent from {state.lost} of the rounds that the result averages"
+        settled = "means and sds have settled in two stages"
+        if FINISH in self.tables:
+            return stationarity.verdict(state.rest, against, settled, advice)
+        return Verdict(against is None, settled if against is None else f"{against}; {advice}", {"r_hat": r_hat})
+
+    def metrics(self, state: SFVIState) -> dict[str, float | None]:
+        found: dict[str, float | None] = {"r_hat": state.monitor.r_hat}
+        return found if FINISH not in self.tables else found | {"bound": state.rest.bound}
+
+    def _noise(self, round_: int) -> Tensor:
+        return self.move(self.public_draws.normals(round_, self.family.noise_size)[0])
+
+    def _scale(self, state: SFVIState) -> float:
+        return state.monitor.scale if self.config.iterations is None else self.config.multiplier(state.round)
+
+    def _averages(self, state: SFVIState) -> bool:
+        """Whether this round's iterate enters the average."""
+        if self.config.iterations is None:
+            return state.monitor.averaging > 0
+        return bool(state.round >= self.config.iterations * (1 - self.config.average_last))
+
+    def _phase(self, state: SFVIState) -> str:
+        return "averaging" if self._averages(state) else "approach"
+
+    def _draw(self, eta: Params, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Z_G and d."""
+        z_global = self.family.transform(eta, eps)
+        return z_global, z_global - eta["loc"]
+
+    def _move_function(
+        self,
+        eta: Params, theta: Params, moments: Params, average: Params, eps: Tensor, eps_next: Tensor,
+        totals: Params, factors: Tensor,
+    ) -> tuple[Params, Params, Params, Params, Tensor, Tensor, Tensor]:  # fmt: skip
+        """`factors`: on totals, on the learning rate, and the weight of this iterate in the average."""
+        sums = {name: value * factors[0] for name, value in totals.items()}
+        path = sums[PATH] if self.couples else torch.zeros_like(sums[DIRECT])
+        theta_total = {name: sums[f"theta/{name}"] for name in theta}
+        gradient = self._pull_back(eta, theta, eps, sums[DIRECT], path, theta_total)
+        params, moments = self.optimizer.step(
+            merge(eta=eta, theta=theta),
+            merge(eta=gradient.eta, theta=gradient.theta),
+            moments,
+            factors[1],
+            {"eta/loc": mean_units(self.family.stddev(eta))},
+        )
+        average = {name: old + factors[2] * (params[name] - old) for name, old in average.items()}
+        eta = part(params, "eta")
+        z_global, shift = self._draw(eta, eps_next)
+        # Where the silos' part is not released, L0 alone still shows an iterate that has blown up.
+        objective = (gradient.value + sums.get(OBJECTIVE, 0.0)).reshape(1)
+        watched = torch.cat([objective, eta["loc"], self.family.stddev(eta).log()])
+        return eta, part(params, "theta"), moments, average, z_global, shift, watched
+
+    # ---- silo ----
+
+    def init_local(self, view: SiloView) -> SFVILocal:
+        z_record, z_silo = view.start.z_record, view.start.z_silo
+        if self.terms:  # a start that the silo's data had a part in would be a release without noise
+            z_record, z_silo = self.problem.start.z_record[:1].expand_as(z_record), self.problem.start.z_silo
+        own = self.first_latents(z_record, z_silo)
+        return SFVILocal(*own, own.record, own.silo, 0, 0)
+
+    def local_fit(self, local: SFVILocal) -> LocalFit:
+        return self.fit_of(local.record_average, local.silo_average)
+
+    def answer(self, message: Broadcast, local: SFVILocal, view: SiloView) -> Answer | RecordAnswer:
+        if message.phase != FINISH:
+            return (self._one_by_one if self.by_record else self._together)(message, local, view)
+        sent = self.received(message, message.tensors)
+        found = self.final_answer(sent, local.record_average, local.silo_average, view, _FINAL)
+        return Answer({**found, RECORDS: view.size}, local)
+
+    def sent(self, message: Broadcast) -> Sent:
+        """What a round's broadcast says, where and as this party computes."""
+        t = self.received(message, message.tensors)
+        return Sent(t["z_global"], t["shift"], {name: t[f"theta/{name}"] for name in self.theta_start})
+
+    def _eps_silo(self, view: SiloView) -> Tensor:
+        return self.move(view.silo_draws.normals(view.turn, self.n_silo))
+
+    def _named(self, g: SiloGradient) -> Blocks:
+        """The silo's term of a round's sum."""
+        path = {PATH: g.path} if self.couples else {}
+        return {DIRECT: g.direct, **path, **merge(theta=g.theta), OBJECTIVE: g.value}
+
+    def _after(self, message: Broadcast, local: SFVILocal, own: Latents) -> SFVILocal:
+        """The next state, where the round's step went to `own`."""
+        stage, averages = int(message.scalars["stage"]), message.scalars["averaging"] > 0
+        averaged = (local.averaged + 1 if stage == local.stage else 1) if averages else 0
+        record = running_average(local.record_average, own.record, averaged)
+        return SFVILocal(*own, record, running_average(local.silo_average, own.silo, averaged), averaged, stage)
+
+    # ---- the silo's sum at once ----
+
+    def _together(self, message: Broadcast, local: SFVILocal, view: SiloView) -> Answer:
+        rows = self.drawn(view.turn, view)
+        rows = None if rows is None else at_least_two(rows, view.size)
+        batch = self.batch(view.turn, view, rows, self._eps_silo(view), self.config.sampling_rate)
+        at, scale = self.at(rows), self.scalar(message.scalars["scale"])
+        blocks, own = self._step(self.sent(message), local.latents.taken(at), batch, scale)
+        return Answer({**blocks, RECORDS: view.size}, self._after(message, local, local.latents.put(at, own)))
+
+    def _step_function(self, sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Blocks, Latents]:
+        g = self._gradient(*sent, own.record, own.silo, *batch)
+        return self._named(g), self.stepped(own, g, scale)
+
+    # ---- a record at a time ----
+
+    def _one_by_one(self, message: Broadcast, local: SFVILocal, view: SiloView) -> RecordAnswer:
+        rate, sent, scale = self.config.sampling_rate, self.sent(message), self.scalar(message.scalars["scale"])
+        eps_silo, record, record_moments, dropped = self._eps_silo(view), local.record, local.record_moments, 0
+
+        def stepped(rows: Rows) -> tuple[Any, ...]:
+            own = local.latents._replace(record=record, record_moments=record_moments, silo_moments={})
+            args = sent, own.taken(self.at(rows)), self.batch(view.turn, view, rows, eps_silo), scale
+            with threads(1):  # several would cut a block into parts at places of their own
+                self._look(view.turn, args)
+                found: tuple[Any, ...] = self._step(*args)
+                return found
+
+        def chunks() -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal record, record_moments, dropped
+            for rows in self._chunks(view.turn, view):
+                found, rows, failed = _evaluated(rows, stepped, view.size)
+                dropped += failed
+                if found is not None:
+                    gradients, values, new, moments = found
+                    at = self.at(rows)
+                    record, record_moments = put(record, at, new), put(record_moments, at, moments)
+                    yield gradients, values
+
+        own = self._own(sent, local.silo, eps_silo) if self.n_silo else None
+
+        def after(hidden: Tensor) -> SFVILocal:
+            silo, silo_moments = local.silo, local.silo_moments
+            if own is not None:
+                found = unflatten(self.move(hidden / rate), silo)
+                total = {name: own.silo[name] + found[name] for name in silo}
+                silo, silo_moments = self.local_optimizer.step(silo, total, silo_moments, scale, local_units(silo))
+            return self._after(message, local, Latents(record, record_moments, silo, silo_moments))
+
+        free = None if own is None else {name: rate * value for name, value in self._named(own).items()}
+        return RecordAnswer(chunks(), free, {RECORDS: view.size}, after, lambda: dropped)
+
+    def _record_step_function(
+        self, sent: Sent, own: Latents, batch: Batch, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Params, Params]:
+        g = self._record_gradients(*sent, own.record, own.silo, *batch)
+        local = {name: value / self.config.sampling_rate for name, value in g.local.items()}
+        step = self.local_optimizer.step
+        return g.rows, g.values, *step(own.record, local, own.record_moments, scale, local_units(own.record))
+
+    def _own(self, sent: Sent, silo: Params, eps_silo: Tensor) -> SiloGradient:
+        """What the silo adds besides its records: prior and entropy of its silo-level latents, on made data."""
+        problem = self.problem
+        made = {n: v.to(problem.device) for n, v in problem.schema.dummy_rows(2).items()}
+        rows = {name: self.move(v) if v.is_floating_point() else v for name, v in made.items()}
+        record = self.local_family.init(self.move(problem.start.z_record[:1].expand(2, -1)))
+        nothing = self.move(torch.zeros(2))
+        eps = self.move(torch.zeros(self.samples, 2, self.n_record))
+        found: SiloGradient = self._own_terms(*sent, record, silo, rows, nothing, eps, eps_silo, self.scalar(1.0))
+        return found
+
+    def _look(self, turn: int, args: tuple[Sent, Latents, Batch, Tensor]) -> None:
+        """Which operations the program uses for a made record with what is shared this turn, until it is traced. With
+        one that is not known to keep records apart when it is mapped, they are evaluated in a loop from here on."""
+        if self._looked_at == turn or self._record_gradients is self._alone or self._step.traced:
+            return
+        if self._looked_at is not None and isinstance(self.problem.density, GraphDensity):
+            return  # it uses the same in each turn
+        self._looked_at = turn
+        sent, own, batch, _ = self._made(*args)
+        first = torch.zeros(1, dtype=torch.int64, device=batch.weights.device)
+        one = Batch(take(batch.rows, first), batch.weights[:1], batch.eps_record[:, :1], batch.eps_silo)
+        found = untested_operations(lambda: self._alone(*sent, take(own.record, first), own.silo, *one))
+        if found:
+            self._record_gradients, self._step.mode, self._block = self._alone, "eager", _FEWEST_ROWS
+            warnings.warn(
+                f"the model uses {', '.join(found)}, which PyTorch is not known to keep apart for records that are "
+                "evaluated together: under record privacy they are evaluated one by one, which is slow. Write it with "
+                "other operations",
+                SecureFVIWarning,
+                stacklevel=2,
+            )
+
+    def _made(self, sent: Sent, own: Latents, batch: Batch, scale: Tensor) -> tuple[Sent, Latents, Batch, Tensor]:
+        """What `_record_step_function` was called with, made records in place of the silo's own."""
+        count = len(batch.weights)
+        rows = {n: v.to(batch.rows[n]) for n, v in self.problem.schema.dummy_rows(count).items()}
+        record = self.local_family.init(self.move(self.problem.start.z_record[:1].expand(count, -1)))
+        eps = torch.randn(batch.eps_record.shape, generator=torch.Generator().manual_seed(0)).to(batch.eps_record)
+        made = own._replace(record=record, record_moments=self.local_optimizer.init(record, by_row=True))
+        return sent, made, Batch(rows, torch.ones_like(batch.weights), eps, batch.eps_silo), scale
+
+    def _chunks(self, key: int, view: SiloView) -> Iterator[Rows]:
+        """The sample in blocks of one shape, whatever the data, filled up with the spare row of weight zero.
+
+        There is a spare row in each, so that none differs from another by having one. None of the sample is cut.
+        """
+        batch, own = self.drawn(key, view), self._block - 1
+        rows = np.arange(view.size) if batch is None else batch
+        blocks = max(1, math.ceil(len(rows) / own))
+        filled = np.append(rows, np.full(blocks * own - len(rows), view.size, np.int64)).reshape(blocks, own)
+        yield from np.pad(filled, ((0, 0), (0, 1)), constant_values=view.size)
+
+
+def _rows_of_block(numbers: int) -> int:
+    """Rows whose gradients, of so many numbers each, are held at once."""
+    return min(_MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
+
+
+_Step = Callable[[Rows], tuple[Any, ...]]
+
+
+def _evaluated(rows: Rows, step: _Step, spare: int) -> tuple[tuple[Any, ...] | None, Rows, int]:
+    """What `step` gives for a block of rows, which rows these are, and on how many it failed.
+
+    Where the program raises anything (a matrix that cannot be factorised), the records on which it does are found and
+    the block is evaluated again with the spare row in their place, which is what a zero is: in the same shape, so that
+    no bit of another record's numbers moves. To fail would tell the server of them, without noise, as often as it
+    asks. None where the spare row itself fails, as it then does in each block of every silo.
+    """
+    with contextlib.suppress(Exception):
+        return step(rows), rows, 0
+    failing = _failing(rows[rows < spare], len(rows), step, spare)
+    rest = np.where(np.isin(rows, failing), spare, rows)
+    with contextlib.suppress(Exception):
+        return step(rest), rest, len(failing)
+    return None, rest, int((rows < spare).sum())
+
+
+def _failing(some: Rows, size: int, step: _Step, spare: int) -> list[int]:
+    """Those rows on which `step` raises, each looked at in a block of the same shape."""
+    try:
+        step(np.append(some, np.full(size - len(some), spare, np.int64)))
+        return []
+    except Exception:
+        if len(some) <= 1:
+            return some.tolist()
+    half = len(some) // 2
+    return [row for part in (some[:half], some[half:]) for row in _failing(part, size, step, spare)]
+
+
+# ---- after a warm start ----
+
+
+class WarmState(NamedTuple):
+    """The server's state: of SFVI-Avg, and of SFVI, which starts where that ends."""
+
+    warm: SFVIAvgState
+    own: SFVIState
+
+
+class WarmLocal(NamedTuple):
+    """A silo's state. Never leaves the silo."""
+
+    warm: SFVIAvgLocal  # emptied once SFVI has begun
+    own: SFVILocal
+    begun: bool
+
+
+class SFVIWarmProgram(Program):
+    """Sums of SFVI-Avg, then those of SFVI from the merged q(Z_G) and theta.
+
+    A silo's own latents, and its optimiser's state for them, carry over: at the first broadcast of SFVI, which tells
+    the mean of the merged q, their conditionals are written around it.
+    """
+
+    no_record_privacy = " after a warm start by sfvi-avg; leave warm_start.rounds at 0"
+
+    def setup(self) -> None:
+        averaging = self.config.averaging()
+        self._warm = SFVIAvgProgram(averaging, self.problem)
+        self._own = SFVIProgram(replace(self.config, warm_start=WarmStart()), self.problem)
+        self._rounds = averaging.rounds
+        self._last_turn = OWN_DRAWS // averaging.keys_a_round - 1
+
+    def sums(self) -> dict[str, Sum]:
+        """The one that finishes SFVI-Avg is left out: SFVI's first broadcast serves."""
+        found = {phase: one for phase, one in self._warm.parts.items() if phase != FINISH}
+        for phase, one in self._own.parts.items():
+            rounds = one.when.rounds
+            later = range(self._rounds + rounds.start, self._rounds + rounds.stop)
+            found[phase] = one._replace(when=one.when._replace(rounds=later))
+        return found
+
+    def agreed(self, sums: Mapping[str, Sum]) -> dict[str, Terms]:
+        """One noise multiplier serves both algorithms, so that all their releases together cost the epsilon asked for.
+        It is planned for the longer contribution: with Skellam noise that costs no less."""
+        parts = {ROUND_PHASE: self._own.terms[ROUND_PHASE], MERGE: self._warm.terms[MERGE]}
+        settings, cohort = parts[ROUND_PHASE].settings, parts[ROUND_PHASE].cohort
+        longest = max((t.extent for t in parts.values()), key=sum)
+        rounds = sum(t.rounds for t in parts.values()) + settings.retries  # each phase has retries of its own
+        joint = agree(settings, cohort, 1.0, rounds, longest)
+        return {phase: replace(joint, rounds=t.rounds, extent=t.extent) for phase, t in parts.items()}
+
+    def asked(self, round_: int, phase: str) -> tuple[str, ...]:
+        if phase in self._own.parts:
+            return self._own.asked(round_ - self._rounds, phase)
+        return self._warm.asked(round_, phase)
+
+    def _begun(self, state: WarmState) -> bool:
+        """Whether it is SFVI's turn."""
+        return state.warm.round >= self._rounds
+
+    # ---- server ----
+
+    def init(self) -> WarmState:
+        return WarmState(self._warm.init(), self._own.init())
+
+    def broadcast(self, state: WarmState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        if not self._begun(state):
+            return self._warm.broadcast(state.warm, index, accepted)
+        message = self._own.broadcast(state.own, index, accepted)
+        return message._replace(round=self._rounds + message.round)
+
+    def step(self, state: WarmState, message: Broadcast, sums: Totals, scale: float) -> tuple[WarmState, Step]:
+        if self._begun(state):
+            own, step = self._own.step(state.own, message, sums, scale)
+            return state._replace(own=own), step
+        warm, step = self._warm.step(state.warm, message, sums, scale)
+        state = WarmState(warm, state.own)
+        if self._begun(state):
+            state = state._replace(own=self._own.init_at(warm.eta, warm.theta))
+        return state, step._replace(finished=False)
+
+    def rounds(self, state: WarmState) -> int:
+        return state.warm.round + state.own.round
+
+    def posterior(self, state: WarmState) -> Posterior:
+        return self._own.posterior(state.own) if self._begun(state) else self._warm.posterior(state.warm)
+
+    def verdict(self, state: WarmState) -> Verdict:
+        return self._own.verdict(state.own)
+
+    def metrics(self, state: WarmState) -> dict[str, float | None]:
+        return self._own.metrics(state.own)
+
+    # ---- silo ----
+
+    def init_local(self, view: SiloView) -> WarmLocal:
+        return WarmLocal(self._warm.init_local(view), self._own.init_local(view), False)
+
+    def local_fit(self, local: WarmLocal) -> LocalFit:
+        return self._own.local_fit(local.own) if local.begun else self._warm.local_fit(local.warm)
+
+    def answer(self, message: Broadcast, local: WarmLocal, view: SiloView) -> Answer:
+        if view.turn > self._last_turn:
+            raise ProtocolError(f"question {view.turn} of a warm start is past the last; begin another job")
+        if message.phase not in self._own.parts:
+            found = self._warm.answer(message, local.warm, view)
+            return found._replace(local=local._replace(warm=found.local))
+        local = local if local.begun else self._handed_over(message, local)
+        # The draws of SFVI-Avg are numbered by its local steps; these lie above all of them.
+        answer = self._own.answer(message, local.own, view._replace(turn=OWN_DRAWS + view.turn))
+        assert isinstance(answer, Answer)  # no record privacy
+        return answer._replace(local=local._replace(own=answer.local))
+
+    def _handed_over(self, message: Broadcast, local: WarmLocal) -> WarmLocal:
+        """SFVI's local state from SFVI-Avg's, around the mean of the q(Z_G) that SFVI starts from."""
+        loc = self.move(message.tensors["z_global"]) - self.move(message.tensors["shift"])
+        warm = self._warm.anchored(local.warm, loc)
+        own = SFVILocal(*warm.latents, warm.record, warm.silo, local.own.averaged, local.own.stage)
+        emptied: Params = {}
+        warm = warm._replace(
+            record=emptied, record_moments=emptied, silo=emptied, silo_moments=emptied, moments=emptied
+        )
+        return WarmLocal(warm, own, True)

@@ -4,31 +4,82 @@
     silo:    fits its own copy of (eta_G, theta) and its eta_L, as if the other records were like its own
     server:  the W2 barycenter of the silos' q(Z_G), the mean of their theta, from one total
 
-Each silo maximises L0 + (N / N_j) L_j. The paper scales log p(y_j, Z_Lj | Z_G) but not -log q(Z_Lj | Z_G), which runs
-off in models with record-level latents; here all of L_j is scaled (`scale_entropy`). However many rounds it takes,
-the result stays approximate: it averages posteriors of silos (docs/sfvi-avg.md).
+Each silo maximises L0 + (N / N_j) L_j: it acts as if the federation were N / N_j copies of itself. The paper scales
+log p(y_j, Z_Lj | Z_G) but not -log q(Z_Lj | Z_G), which runs off in models with record-level latents; here all of L_j
+is scaled (`scale_entropy`). The best distribution of the silo's own latents given q(Z_G) does not depend on N; their
+own steps are left unscaled. However many rounds it takes, the result stays approximate: it averages posteriors of silos
+(docs/sfvi-avg.md).
+
+A contribution is a weight times the change of a silo's parameters from those that it was sent, so that without privacy
+nothing is lost, and under silo privacy what is clipped is the change. A full covariance travels as the term of one
+Bures iteration at S, the covariance that was sent (`aggregation.barycenter`); the change form would not help it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from secure_fvi.algorithms.sfvi import SFVI
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from secure_fvi.aggregation.barycenter import (
+    ROOT,
+    Gaussian,
+    after_iteration,
+    bures_term,
+    pack_symmetric,
+    trusted_barycenter,
+    unpack_symmetric,
+)
+from secure_fvi.aggregation.base import Block, FloatArray
+from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms.base import (
+    ITERATION,
+    PRIVATE,
+    Broadcast,
+    LocalFit,
+    Phase,
+    Posterior,
+    Problem,
+    SiloView,
+    Step,
+    Verdict,
+)
+from secure_fvi.algorithms.kit import Answer, Rows, Sum, Totals, at_least_two
+from secure_fvi.algorithms.options import Count, NotNegative, Part, Positive, Says, Share, Whole, check
+from secure_fvi.algorithms.stationarity import Rest
+from secure_fvi.algorithms.structured import (
+    BATCH_AXES,
+    FINISH,
+    LATENTS_AXES,
+    OBJECTIVE,
+    RECORDS,
+    Batch,
+    Latents,
+    Spread,
+    StructuredProgram,
+    mean_units,
+)
+from secure_fvi.algorithms.weighing import DISCLOSED
+from secure_fvi.compiled import Traced
+from secure_fvi.density import LogDensity, LogTerms
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import InputError
-from secure_fvi.families import Amortised, Conditional
-from secure_fvi.optimizers import TRACEABLE
-
-if TYPE_CHECKING:
-    from secure_fvi.algorithms.base import Problem
-    from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
-    from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
+from secure_fvi.errors import AggregationError, InputError
+from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params
+from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
+from secure_fvi.optimizers import TRACEABLE, Optimizer
+from secure_fvi.trees import merge, part, running_average, to_numpy
 
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
-COUNT, MERGE, BURES, FINISH = "count", "merge", "bures", "finish"
+COUNT, MERGE, BURES = "count", "merge", "bures"
+SILOS, LOC, SD, THETA = "silos", "loc", "sd", "theta/"
+#: Blocks of a trusted barycenter, with a row a silo.
+WEIGHTS, MEANS, SPREADS = "weights", "means", "spreads"
 #: Draws of Z_G at which silos estimate their part of the bound at the q(Z_G) that they were sent: before and after all
 #: rounds, and in each round, where it shows how a run goes and costs as much as so many steps.
 BOUND_DRAWS, ROUND_DRAWS = 16, 4
@@ -39,60 +90,72 @@ LEAST_RATE = 0.1
 SETTLED, SHRINKING, WATCHED = 1.0, 0.1, 3
 #: Rounds at falling rates that a run does at least.
 REFINED = 4
-
-
-def bound_draws(phase: str) -> int:
-    """At how many draws of Z_G the bound is estimated in a phase."""
-    return ROUND_DRAWS if phase == MERGE else BOUND_DRAWS
+#: A merged sd is at least this share of the one before: noise must not make it negative.
+LEAST_SD = 0.1
+#: Global dimensions of a trusted barycenter at most: POT takes dense matrices, whatever the family.
+LARGEST = 512
 
 
 @dataclass(frozen=True)
 class SFVIAvg:
-    """Configuration. With every option at its default a model of moderate size stops by itself, or says it has not.
+    """Options of SFVI-Avg. With every one at its default a model of moderate size stops by itself, or says it has not.
 
-    rounds: at most. local_steps: a silo's steps a round. The first rounds go far. Once merges move q by less than
-    SETTLED, and no longer at an even pace one way, the learning rate falls by the factor `decay` from round to round:
-    silos stray less from each other, and with that the error of averaging falls. The run ends after REFINED such
-    rounds when a merge moves q by less than `tolerance`: the largest of the moves of its means in posterior sds, of its
-    log sds, and of theta relative to 1 + |theta|. Within a round the rate falls linearly to a tenth.
-    importance_samples: K; 1 is the ELBO. family: of q(Z_G); "auto" is full up to 256 dimensions, diagonal above.
-    weights: of a silo in the merge, its number of records or 1, as in the paper. scale_entropy: False leaves the
-    entropy of the silo's own latents unscaled, which is the paper's text, for comparison. bures_iterations: secure sums
-    a round for the barycenter of full covariances; one is enough, since the next round goes on where it ended.
-    barycenter: "secure" takes it from totals; "trusted" shows the server each silo's own q(Z_G) and number of records,
-    and needs a plain sum.
-    sampling_rate: each record joins a local step with this probability. average_last: share of a round's last iterates
-    that a silo averages. persistent: silos keep their optimisers' state from round to round. participation: share of
-    silos asked a round. total_records: N, where it is public; otherwise it is counted by one more secure sum. bound:
-    largest absolute value of any element of a contribution. local_learning_rate and start_spread as in `SFVI`.
-    final_local_steps: after the last merge, a silo's steps on its own latents alone, whose fit otherwise is to its own
-    copy of q(Z_G): they cost no exchange. Silos' weights of their own (personal networks) gain much by it.
+    The first rounds go far. Once merges move q by less than SETTLED posterior sds, and no longer at an even pace one
+    way, the learning rate falls from round to round: silos stray less from each other, and with that the error of
+    averaging falls. The run ends after REFINED such rounds when a merge moves q by less than `tolerance`.
     """
 
-    rounds: int = 20
-    local_steps: int = 2000
-    importance_samples: int = 1
+    rounds: Count = 20
+    """At most."""
+    local_steps: Count = 2000
+    """Of a silo in a round. Within it the rate falls linearly to a tenth."""
+    importance_samples: Count = 1
+    """K of the bound; 1 is the ELBO."""
     family: Literal["auto", "diagonal", "full"] = "auto"
+    """Of q(Z_G); "auto" is full up to 256 dimensions, diagonal above."""
     weights: Literal["records", "equal"] = "records"
+    """Of a silo in the merge: its number of records, or 1, as in the paper."""
     scale_entropy: bool = True
-    tolerance: float = 0.1
-    bures_iterations: int = 1
+    """False leaves the entropy of the silo's own latents unscaled, which is the paper's text, for comparison."""
+    tolerance: NotNegative = 0.1
+    """The largest of a merge's moves: of means in posterior sds, of log sds, and of theta relative to 1 + |theta|."""
+    bures_iterations: Count = 1
+    """Secure sums a round for the barycenter of full covariances; one is enough, since the next round goes on where it
+    ended."""
     barycenter: Literal["secure", "trusted"] = "secure"
+    """"secure" takes it from totals; "trusted" shows the server each silo's own q(Z_G) and number of records, and needs
+    a plain sum."""
     optimizer: str = "adam"
+    """Of `torch.optim`, by its lower-case name; one that can be traced."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    learning_rate: float = 0.05
-    local_learning_rate: float | None = None
-    start_spread: float = 0.0
-    decay: float = 0.2
-    average_last: float = 0.5
+    """Of that: betas, momentum, ..."""
+    learning_rate: Positive = 0.05
+    """Of local steps."""
+    local_learning_rate: Positive | None = None
+    """Of steps on a silo's own latents; None is `learning_rate`."""
+    start_spread: Spread = 0.0
+    """q(Z_G)'s mean begins at the prior's centre plus draws of this sd that all parties share."""
+    decay: Annotated[float, Field(gt=0, le=1), Says("must lie in (0, 1]")] = 0.2
+    """Factor by which the learning rate falls from round to round once merges have settled."""
+    average_last: Part = 0.5
+    """Share of a round's last iterates that a silo averages."""
     persistent: bool = True
-    sampling_rate: float = 1.0
-    participation: float = 1.0
-    total_records: int | None = None
-    bound: float = 2.0**30
-    final_local_steps: int = 0
+    """Whether silos keep their optimisers' state from round to round."""
+    sampling_rate: Share = 1.0
+    """Each record joins a local step with this probability."""
+    participation: Share = 1.0
+    """Of the silos, asked in a round."""
+    total_records: Count | None = None
+    """N, where it is public; otherwise it is counted by one more secure sum."""
+    bound: Positive = 2.0**30
+    """Largest absolute value of any element of a contribution."""
+    final_local_steps: Whole = 0
+    """After the last merge, a silo's steps on its own latents alone, whose fit otherwise is to its own copy of q(Z_G):
+    they cost no exchange. Silos' weights of their own (personal networks) gain much by it."""
     local_family: Conditional | Amortised = field(default_factory=Conditional)
+    """q(Z_L | Z_G) of records."""
     silo_family: Conditional = field(default_factory=Conditional)
+    """q(Z_S | Z_G) of a silo's own latents."""
 
     name = "sfvi-avg"
 
@@ -103,47 +166,13 @@ class SFVIAvg:
                 "family 'low_rank' has no barycenter: that of low-rank Gaussians is not low rank; "
                 "choose auto, diagonal or full, or the algorithm sfvi"
             )
-        if self.weights not in ("records", "equal"):
-            raise InputError(f"weights '{self.weights}' is unknown; choose records or equal")
-        if self.barycenter not in ("secure", "trusted"):
-            raise InputError(f"barycenter '{self.barycenter}' is unknown; choose secure or trusted")
+        check(self)
         if self.reveals_silos and self.bures_iterations != 1:
             raise InputError("a trusted barycenter is taken at once; leave bures_iterations at 1")
-        for option in ("rounds", "local_steps", "bures_iterations", "total_records"):
-            value = getattr(self, option)
-            if not (value is None and option == "total_records") and (type(value) is not int or value < 1):
-                raise InputError(f"{option} must be a whole number of at least 1, not {value!r}")
-        if type(self.final_local_steps) is not int or self.final_local_steps < 0:
-            raise InputError(f"final_local_steps must be a whole number of at least 0, not {self.final_local_steps!r}")
-        if not 0 < self.decay <= 1:
-            raise InputError(f"decay must lie in (0, 1], not {self.decay}")
-        if not 0 <= self.tolerance < math.inf:
-            raise InputError(f"tolerance must be at least 0 and finite, not {self.tolerance}")
         if not self.scale_entropy and self.importance_samples != 1:
             raise InputError("scale_entropy = False is the paper's text, which has importance_samples = 1 only")
-        if self.optimizer not in TRACEABLE:
-            self.steps()  # names an unknown optimiser as such
+        if not Optimizer(self.optimizer, self.learning_rate, self.optimizer_options).traceable:
             raise InputError(f"optimizer '{self.optimizer}' cannot be traced; choose one of {', '.join(TRACEABLE)}")
-        self.steps()
-
-    def steps(self) -> SFVI:
-        """What a silo's local steps share with SFVI. Raises InputError for what SFVI refuses."""
-        return SFVI(
-            family=self.family,
-            importance_samples=self.importance_samples,
-            iterations=self.rounds * self.local_steps,
-            optimizer=self.optimizer,
-            optimizer_options=self.optimizer_options,
-            learning_rate=self.learning_rate,
-            local_learning_rate=self.local_learning_rate,
-            start_spread=self.start_spread,
-            average_last=self.average_last,
-            sampling_rate=self.sampling_rate,
-            participation=self.participation,
-            bound=self.bound,
-            local_family=self.local_family,
-            silo_family=self.silo_family,
-        )
 
     @property
     def reveals_silos(self) -> bool:
@@ -178,31 +207,529 @@ class SFVIAvg:
                 sums.insert(0, Sums(COUNT, 1, bound, silos))
             if self.bures_iterations > 1 and self.family != "diagonal":
                 again = self.rounds * (self.bures_iterations - 1)
-                sums.append(
-                    Sums(
-                        BURES,
-                        again,
-                        "its covariance, as one iteration sees it; its weight, which is its number of records",
-                        asked,
-                        cohort,
-                    )
-                )
-            from secure_fvi.algorithms.weighing import DISCLOSED
-
+                what = "its covariance, as one iteration sees it; its weight, which is its number of records"
+                sums.append(Sums(BURES, again, what, asked, cohort))
             sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos))
         keeps = "its own latents' posterior and its optimiser's state"
         share = 1 - (1 - self.sampling_rate) ** self.local_steps
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
         return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, share, because)
 
-    def server(self, problem: Problem) -> SFVIAvgServer:
-        """The server's half. Raises InputError for what the model or its privacy do not allow."""
-        from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
+    def server(self, problem: Problem) -> SFVIAvgProgram:
+        """Raises InputError for what the model or its privacy do not allow."""
+        return SFVIAvgProgram(self, problem)
 
-        return SFVIAvgServer(self, problem)
+    silo = server
 
-    def silo(self, problem: Problem) -> SFVIAvgSilo:
-        """The silos' half; it holds no data, so that all silos of a process share its traces."""
-        from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
 
-        return SFVIAvgSilo(self, problem)
+class Merging(NamedTuple):
+    """A merge whose barycenter wants more sums."""
+
+    iteration: int  # Bures iterations done
+    loc: Tensor  # (n,) the merged mean
+    theta: Params
+    covariance: FloatArray  # (n, n) S
+    root: FloatArray  # (n (n + 1) / 2,) mean of the silos' last terms: from it the silos derive S themselves
+
+
+class SFVIAvgState(NamedTuple):
+    """The server's state. All of it follows from broadcasts and totals."""
+
+    round: int
+    phase: str  # of the sum to come
+    eta: Params
+    theta: Params
+    records: int  # N; 0 before it was counted
+    merging: Merging
+    settled: int  # merges since q arrived, that one included
+    movement: float | None  # of the last merge, posterior sds
+    ways: Tensor  # (WATCHED, n) of the means in the last merges, posterior sds
+    objective: float  # at the q last sent, nats; NaN where it is not released
+    absent: int  # 1 where silos that were asked for the last merge are not in it
+    rest: Rest  # what the final sum told of q, where all silos were in it
+
+
+class SFVIAvgLocal(NamedTuple):
+    """A silo's state. Never leaves the silo."""
+
+    record: Params  # variational parameters of its records, (N + 1, ...) each
+    record_moments: Params
+    silo: Params  # of its silo-level latents, (1, ...) each
+    silo_moments: Params
+    moments: Params  # optimiser state of its copy of eta_G and theta
+    anchor: Tensor  # (n_global,) the mean of q(Z_G) to which the conditionals of its own latents refer
+    merged: int  # the round that the following belong to; -1 before the first
+    iteration: int  # Bures iterations answered in it
+    covariance: FloatArray  # (n, n) of its own q(Z_G); empty for diagonal families
+    at: FloatArray  # (n, n) S of the last iteration answered
+
+    @property
+    def latents(self) -> Latents:
+        return Latents(self.record, self.record_moments, self.silo, self.silo_moments)
+
+
+class Point(NamedTuple):
+    """Where a silo's local run stands. Never leaves the silo."""
+
+    shared: Params  # its copy, "eta/..." and "theta/..."
+    moments: Params  # optimiser state of it
+    own: Latents
+
+    def averaged(self, latest: Point, count: int) -> Point:
+        """This average with `latest` as its `count`-th term, states of optimisers aside."""
+        if count <= 1:
+            return latest
+        record = running_average(self.own.record, latest.own.record, count)
+        silo = running_average(self.own.silo, latest.own.silo, count)
+        return self._replace(
+            shared=running_average(self.shared, latest.shared, count), own=self.own._replace(record=record, silo=silo)
+        )
+
+
+class Factors(NamedTuple):
+    """Of one step, besides those of its options."""
+
+    copies: float  # N / N_j
+    rate: float  # of the learning rate
+    moving: float  # of it once more for what is shared: 1, or 0 where q(Z_G) and theta stay
+
+
+class SFVIAvgProgram(StructuredProgram):
+    """SFVI-Avg on one problem."""
+
+    no_record_privacy = (
+        ": its local steps see whole records again and again without noise; use unit = 'silo', or the algorithm sfvi"
+    )
+
+    def setup(self) -> None:
+        super().setup()
+        config, n = self.config, self.family.n
+        self.full, self.trusted = self.family.name == "full", config.reveals_silos
+        self.by_records, self.counts_first = config.weights == "records", config.total_records is None
+        if self.trusted and n > LARGEST:
+            raise InputError(
+                f"a trusted barycenter is for at most {LARGEST} global dimensions, not {n}; use "
+                "barycenter = 'secure', which is one sum for family = 'diagonal'"
+            )
+        if self.problem.privacy is not None:
+            self._check_private()
+        axes = (None, None, LATENTS_AXES), BATCH_AXES, None, None
+        couples = self.local_family.couples_records
+        self._step = Traced(self.step_function, (None,) * 4 if couples else axes, self.problem.mode, couples)
+        self._server_gradient = server_gradient(self.problem.density, self.family)
+
+    def _check_private(self) -> None:
+        if self.trusted:
+            raise InputError("under silo privacy sfvi-avg needs barycenter = 'secure'")
+        if self.full:
+            raise InputError("under silo privacy sfvi-avg needs family = 'diagonal': noise breaks a Bures iteration")
+        if self.by_records:
+            raise InputError("under silo privacy sfvi-avg needs weights = 'equal': numbers of records are not released")
+        if self.config.final_local_steps:
+            raise InputError("under silo privacy no broadcast follows the last merge; leave final_local_steps at 0")
+        if self.counts_first:
+            raise InputError(
+                "under silo privacy sfvi-avg needs total_records, a public figure for all silos' records together, "
+                "since counting them would release their number"
+            )
+
+    def sums(self) -> dict[str, Sum]:
+        config, n, bound = self.config, self.family.n, self.config.bound
+        packed = n * (n + 1) // 2
+        records, objective = Block(RECORDS, (), 2.0**31, integer=True), Block(OBJECTIVE, (), bound)
+        weight = records if self.by_records else Block(SILOS, (), 1.0, integer=True)
+        counts = (records,) if self.by_records else (records, weight)
+        shapes: dict[str, tuple[int, ...]] = {} if self.trusted else {LOC: (n,), **({} if self.full else {SD: (n,)})}
+        shapes |= {THETA + name: tuple(v.shape) for name, v in sorted(self.theta_start.items())}
+        changes = tuple(Block(name, shape, bound) for name, shape in shapes.items())
+        root = (Block(ROOT, (packed,), bound),) if self.full else ()
+        silos = trusted_blocks(len(self.problem.silos), n, self.full, bound) if self.trusted else root
+
+        sent: Mapping[str, Any] = merge(eta=self.start(), theta=self.theta_start)
+        scalars, known = ("records", "rate"), {"records": config.total_records}
+        rounds, again = range(config.rounds), range(1, config.bures_iterations)
+        found: dict[str, Sum] = {}
+        if self.counts_first:
+            once = Phase(range(1), 1, counts=False)
+            found[COUNT] = Sum((records, objective), once, sent, scalars=scalars, known=known)
+        found[MERGE] = Sum(
+            (*counts, objective, *changes, *silos), Phase(rounds, config.rounds), sent, frozenset(shapes),
+            scalars=scalars, known=known,
+        )  # fmt: skip
+        if self.full and again:
+            phase = Phase(rounds, config.rounds * len(again), again)
+            found[BURES] = Sum((weight, *root), phase, {ROOT: (packed,)}, scalars=(*scalars, ITERATION), known=known)
+        final, last = (records, objective, *self.final_blocks()), range(1, config.rounds + 1)
+        found[FINISH] = Sum(final, Phase(last, 1, ends=True, counts=False), sent, scalars=scalars, known=known)
+        return found
+
+    # ---- server ----
+
+    def init(self) -> SFVIAvgState:
+        eta, theta, nothing = self.start(), self.moved_theta(), np.zeros(0)
+        first, idle = COUNT if self.counts_first else MERGE, Merging(0, eta["loc"], theta, nothing, nothing)
+        ways = eta["loc"].new_zeros(WATCHED, self.family.n)
+        return SFVIAvgState(
+            0, first, eta, theta, self.config.total_records or 0, idle, 0, None, ways, math.nan, 0, Rest()
+        )
+
+    def broadcast(self, state: SFVIAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
+        scalars = {"records": float(state.records), "rate": self.config.decay**state.settled}
+        tensors: Params = merge(eta=state.eta, theta=state.theta)
+        if state.phase == BURES:
+            scalars[ITERATION] = float(state.merging.iteration)
+            tensors = {ROOT: torch.from_numpy(state.merging.root)}
+        cohort = self.asked(state.round, state.phase)
+        return Broadcast(state.round, index, accepted, cohort, scalars, tensors, state.phase)
+
+    def step(self, state: SFVIAvgState, message: Broadcast, sums: Totals, scale: float) -> tuple[SFVIAvgState, Step]:
+        if OBJECTIVE in sums:
+            own = self._global_bound(dict(message.tensors), message.round, bound_draws(message.phase))
+            state = state._replace(objective=own + scale * float(sums[OBJECTIVE]))
+            if not math.isfinite(state.objective):
+                raise InputError(
+                    f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
+                )
+        finished, absent = message.phase == FINISH, self.lacks(message, scale)
+        if finished and not absent:
+            state = state._replace(rest=self.rest(self.posterior(state), sums))
+        if message.phase == COUNT:
+            state = state._replace(records=round(scale * float(sums[RECORDS])), phase=MERGE)
+        elif message.phase == MERGE:
+            state, finished = self._merge(state._replace(absent=int(absent)), sums, scale)
+        elif message.phase == BURES:
+            weight = _positive(float(sums[RECORDS if self.by_records else SILOS]))
+            state, finished = self._iterate(state, state.merging, sums[ROOT] / weight)
+        rate = self.config.learning_rate * message.scalars["rate"]
+        return state, Step(state.objective, rate, None, message.phase, finished)
+
+    def posterior(self, state: SFVIAvgState) -> Posterior:
+        return Posterior(self.family, state.eta, state.theta)
+
+    def verdict(self, state: SFVIAvgState) -> Verdict:
+        """Merges that have settled are at this algorithm's own fixed point, an average of posteriors; whether that is
+        the posterior of all records is measured by the slope of the bound there."""
+        config = self.config
+        if self.terms:
+            return Verdict(None, PRIVATE, {}, not self.settled(state))
+        advice = "sfvi-avg averages the silos' posteriors and is approximate by construction: use pvi or sfvi"
+        if not self.settled(state):
+            what = f"merges were still moving after {state.round} rounds"
+            more = f"raise rounds (now {config.rounds}) or local_steps (now {config.local_steps})"
+            return stationarity.verdict(state.rest, what, "", f"{more}; {advice}")
+        against = "a silo was absent from the last merge" if state.absent else None
+        found = stationarity.verdict(state.rest, against, "merges have settled", advice)
+        if not found.converged:
+            return found
+        return found._replace(reason=f"{found.reason}; sfvi-avg remains an approximation, an average of posteriors")
+
+    def settled(self, state: SFVIAvgState) -> bool:
+        """Whether merges have settled; it says nothing about what averaging posteriors gets wrong."""
+        return state.settled > REFINED and state.movement is not None and state.movement < self.config.tolerance
+
+    def metrics(self, state: SFVIAvgState) -> dict[str, float | None]:
+        """`bound`: at the last q that silos were sent, nats. `movement`: by the last merge, posterior sds."""
+        return {"bound": None if math.isnan(state.objective) else state.objective, "movement": state.movement}
+
+    def _merge(self, state: SFVIAvgState, sums: Totals, scale: float) -> tuple[SFVIAvgState, bool]:
+        # Under privacy that of the silos is their number, which the server knows anyway.
+        total = self.answered(scale) if self.terms else float(sums[RECORDS if self.by_records else SILOS])
+        weight = _positive(total)
+
+        def moved(old: Tensor, name: str) -> Tensor:
+            return old + torch.as_tensor(sums[name] / weight).to(old)
+
+        theta = {name: moved(value, THETA + name) for name, value in state.theta.items()}
+        if self.trusted:
+            mean, covariance = trusted_merge(sums, self.full)
+            parameters = full_parameters if self.full else diagonal_parameters
+            return self._adopt(state, parameters(torch.from_numpy(mean).to(state.eta["loc"]), covariance), theta)
+        loc = moved(state.eta["loc"], LOC)
+        if self.full:
+            covariance = to_numpy(self.family.covariance(state.eta))
+            return self._iterate(state, Merging(0, loc, theta, covariance, state.merging.root), sums[ROOT] / weight)
+        before = self.family.stddev(state.eta)
+        log_scale = torch.maximum(moved(before, SD), LEAST_SD * before).log()
+        return self._adopt(state, {"loc": loc, "log_scale": log_scale}, theta)
+
+    def _iterate(self, state: SFVIAvgState, merging: Merging, root: FloatArray) -> tuple[SFVIAvgState, bool]:
+        """One Bures iteration, and the merge's end where it was the last."""
+        covariance = after_iteration(merging.covariance, root)
+        merging = merging._replace(iteration=merging.iteration + 1, covariance=covariance, root=root)
+        if merging.iteration < self.config.bures_iterations:
+            return state._replace(phase=BURES, merging=merging), False
+        return self._adopt(state, full_parameters(merging.loc, covariance), merging.theta)
+
+    def _adopt(self, state: SFVIAvgState, eta: Params, theta: Params) -> tuple[SFVIAvgState, bool]:
+        new = merge(eta=eta, theta=theta)
+        movement = self._movement(merge(eta=state.eta, theta=state.theta), new)
+        if not math.isfinite(movement):
+            raise InputError(f"the merge of round {state.round} is not finite; lower learning_rate or rescale the data")
+        way = (eta["loc"] - state.eta["loc"]) / self.family.stddev(eta)
+        ways = torch.cat([state.ways[1:], way.unsqueeze(0)])
+        # A small merge alone may mean no more than that silos take few steps: q goes on at an even pace then. At the
+        # end merges shrink fast, or go to and fro.
+        lengths = ways.norm(dim=1)
+        shrinking = bool(lengths[-1] < SHRINKING * lengths.max())
+        to_and_fro = state.round + 1 >= WATCHED and bool(ways.sum(0).norm() < lengths.max())
+        arrived = movement < SETTLED and (shrinking or to_and_fro)
+        settled = state.settled + 1 if state.settled or arrived else 0
+        state = state._replace(
+            round=state.round + 1, phase=MERGE, eta=eta, theta=theta, settled=settled, movement=movement, ways=ways
+        )
+        done = self.settled(state) or state.round >= self.config.rounds
+        if done and FINISH in self.tables:
+            return state._replace(phase=FINISH), False
+        return state, done
+
+    def _movement(self, old: Params, new: Params) -> float:
+        before, after = (self.family.stddev(part(p, "eta")) for p in (old, new))
+        moves = [(new["eta/loc"] - old["eta/loc"]).abs() / after, (after / before).log().abs()]
+        moves += [((new[n] - v).abs() / (1 + v.abs())).flatten() for n, v in old.items() if n.startswith(THETA)]
+        return float(torch.cat(moves).max())
+
+    def _global_bound(self, sent: Params, round_: int, draws: int) -> float:
+        """E[L0] = E[log p(Z_G) - log q(Z_G)] at the q that silos were sent, nats, at the draws that they use too."""
+        eta, theta, values = part(sent, "eta"), part(sent, "theta"), []
+        for draw in range(draws):
+            z = self.family.transform(eta, self._public_eps(round_, draw))
+            values.append(self.problem.density.log_prior(z, theta) - self.family.log_prob(eta, z))
+        return float(torch.stack(values).mean())
+
+    def _public_eps(self, round_: int, draw: int) -> Tensor:
+        """Of Z_G, the same at all parties."""
+        return self.move(self.public_draws.normals(round_ * BOUND_DRAWS + draw, self.family.noise_size)[0])
+
+    # ---- silo ----
+
+    def init_local(self, view: SiloView) -> SFVIAvgLocal:
+        own, anchor = self.first_latents(view.start.z_record, view.start.z_silo), self.move(self.problem.start.z_global)
+        moments = self.optimizer.init(merge(eta=self.family.init(anchor), theta=self.moved_theta()))
+        nothing = np.zeros((0, 0))
+        return SFVIAvgLocal(*own, moments, anchor, -1, 0, nothing, nothing)
+
+    def local_fit(self, local: SFVIAvgLocal) -> LocalFit:
+        return self.fit_of(local.record, local.silo)
+
+    def answer(self, message: Broadcast, local: SFVIAvgLocal, view: SiloView) -> Answer:
+        if message.phase == BURES:
+            return self._answer_again(message, local, view)
+        shared = self.received(message, message.tensors)
+        if message.phase == MERGE:
+            return self._answer_merge(message, self.anchored(local, shared["eta/loc"]), shared, view)
+        if message.phase == FINISH:  # the last q has come: the latents' distributions refer to it from here on
+            local = self._finish(self.anchored(local, shared["eta/loc"]), shared, view)
+        found = {RECORDS: view.size, OBJECTIVE: self._bound(message, local, shared, view)}
+        if message.phase == FINISH:
+            first = (view.turn + 1) * self.config.keys_a_round  # past the last question, which this answers
+            found |= self.final_answer(shared, local.record, local.silo, view, first)
+        return Answer(found, local)
+
+    def _answer_merge(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> Answer:
+        """A round's local run: the silo's own eta_G and theta, averaged, and its state."""
+        start = Point(shared, local.moments, local.latents)
+        if not self.config.persistent:
+            start = Point(shared, self.optimizer.init(shared), self.fresh(local.record, local.silo))
+        end, average = self.run(start, message.scalars["records"], message.scalars["rate"], view)
+        own, before, eta = average.shared, part(shared, "eta"), part(average.shared, "eta")
+        weight = self.weight(view.size)
+        found: dict[str, Any] = {RECORDS: view.size, SILOS: 1}
+        found |= {} if self.terms else {OBJECTIVE: self._bound(message, local, shared, view)}
+        found |= {LOC: weight * to_numpy(eta["loc"] - before["loc"])}
+        found |= {THETA + name: weight * to_numpy(own[THETA + name] - v) for name, v in part(shared, "theta").items()}
+        latents = end.own._replace(record=average.own.record, silo=average.own.silo)
+        after = local._replace(
+            **latents._asdict(), moments=end.moments, anchor=eta["loc"], merged=message.round, iteration=1
+        )
+        if self.trusted:
+            found |= own_row(self.family, eta, weight, view.silo, self.problem.silos)
+        elif self.full:
+            at, covariance = to_numpy(self.family.covariance(before)), to_numpy(self.family.covariance(eta))
+            found[ROOT] = bures_term(covariance, weight, at)
+            after = after._replace(covariance=covariance, at=at)
+        else:
+            found[SD] = weight * to_numpy(self.family.stddev(eta) - self.family.stddev(before))
+        return Answer(found, after)
+
+    def _answer_again(self, message: Broadcast, local: SFVIAvgLocal, view: SiloView) -> Answer:
+        """One more Bures iteration, at an S that the silo derives from the last total itself.
+
+        A silo that missed an earlier sum of this merge has weight zero in the rest of it.
+        """
+        iteration, root = int(message.scalars[ITERATION]), to_numpy(message.tensors[ROOT])
+        if (local.merged, local.iteration) != (message.round, iteration):
+            return Answer({RECORDS: 0, SILOS: 0, ROOT: np.zeros_like(root)}, local)
+        at = after_iteration(local.at, root)
+        term = bures_term(local.covariance, self.weight(view.size), at)
+        return Answer({RECORDS: view.size, SILOS: 1, ROOT: term}, local._replace(iteration=iteration + 1, at=at))
+
+    def weight(self, records: int) -> int:
+        """A silo's weight in the merge."""
+        return records if self.by_records else 1
+
+    def _finish(self, local: SFVIAvgLocal, shared: Params, view: SiloView) -> SFVIAvgLocal:
+        """Steps on the silo's own latents alone, with an optimiser that starts anew: q(Z_G) has moved under them."""
+        steps = self.config.final_local_steps
+        if not steps:
+            return local
+        start = Point(shared, self.optimizer.init(shared), self.fresh(local.record, local.silo))
+        end = self._walk(start, steps, Factors(1.0, 1.0, 0.0), view)[1].own
+        return local._replace(record=end.record, silo=end.silo)
+
+    def anchored(self, local: SFVIAvgLocal, loc: Tensor) -> SFVIAvgLocal:
+        """The same distributions given Z_G, written around the mean `loc` of the merged q(Z_G)."""
+        shift = loc - local.anchor
+        silo, silo_shift = _around(local.silo, shift)
+        record, _ = _around(local.record, torch.cat([shift, silo_shift.reshape(-1)]))
+        return local._replace(record=record, silo=silo, anchor=loc)
+
+    # ---- local steps ----
+
+    def run(self, start: Point, records: float, rate: float, view: SiloView) -> tuple[Point, Point]:
+        """A round's steps from `start`: where they ended, and the average of the last iterates (moments aside).
+
+        `records`: N over all silos. `rate`: factor on the learning rate.
+        """
+        return self._walk(start, self.config.local_steps, Factors(records / view.size, rate, 1.0), view)
+
+    def _walk(self, start: Point, steps: int, factors: Factors, view: SiloView) -> tuple[Point, Point]:
+        """Keys begin where those of the question before end."""
+        here, average = start, start
+        for step in range(steps):
+            key = view.turn * self.config.keys_a_round + BOUND_DRAWS + step
+            now = factors._replace(rate=factors.rate * (1 - (1 - LEAST_RATE) * step / steps))
+            here, _ = self._call(here, view, key, self.drawn(key, view), now)
+            average = average.averaged(here, self.config.averaged(step, steps))
+        return here, average
+
+    def _bound(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> Tensor:
+        """The silo's part of the bound at the q(Z_G) that was sent, nats (): the mean over draws of Z_G that all
+        parties have in common.
+
+        The server adds L0 at the same draws: at an exact q the sum is the same at every Z_G (Roeder et al. 2017).
+        """
+        at, found = Point(shared, local.moments, local.latents), []
+        for draw in range(bound_draws(message.phase)):
+            key, eps = view.turn * self.config.keys_a_round + draw, self._public_eps(message.round, draw)
+            found.append(self._call(at, view, key, None, Factors(1.0, 0.0, 0.0), eps)[1])
+        return torch.stack(found).mean()
+
+    def _call(
+        self, at: Point, view: SiloView, key: int, rows: Rows | None, factors: Factors, eps: Tensor | None = None
+    ) -> tuple[Point, Tensor]:
+        """One step on these rows (None: all), at the given eps_G or at one of the silo's own, and the silo's part of
+        the bound before it. `key` names the draws, which are used once."""
+        size, rows = self.family.noise_size, None if rows is None else at_least_two(rows, view.size)
+        # One draw cut in two: two draws under one key would share their numbers.
+        drawn = self.move(view.silo_draws.normals(key, size + self.n_silo))
+        batch = self.batch(key, view, rows, drawn[:, size:].clone(), self.config.sampling_rate)
+        taken = at._replace(own=at.own.taken(self.at(rows)))
+        numbers = torch.tensor(factors, dtype=self.problem.dtype, device=self.problem.device)
+        new, value = self._step(taken, batch, drawn[0, :size].clone() if eps is None else eps, numbers)
+        return new._replace(own=at.own.put(self.at(rows), new.own)), value
+
+    def step_function(self, at: Point, batch: Batch, eps: Tensor, factors: Tensor) -> tuple[Point, Tensor]:
+        copies, rate, moving = factors.unbind()
+        eta, theta = part(at.shared, "eta"), part(at.shared, "theta")
+        z_global = self.family.transform(eta, eps)
+        g = self._gradient(copies)(z_global, z_global - eta["loc"], theta, at.own.record, at.own.silo, *batch)
+        times = copies if self.config.scale_entropy else torch.ones_like(copies)
+        total = self._server_gradient(
+            eta, theta, eps, times * g.direct, times * g.path, {name: times * v for name, v in g.theta.items()}
+        )
+        units = {"eta/loc": mean_units(self.family.stddev(eta))}
+        gradient = merge(eta=total.eta, theta=total.theta)
+        shared, moments = self.optimizer.step(at.shared, gradient, at.moments, rate * moving, units)
+        return Point(shared, moments, self.stepped(at.own, g, rate)), g.value
+
+    def _gradient(self, copies: Tensor) -> SiloFunction:
+        """Of L_j, or, in the paper's text, of L_j with its log-joint alone scaled."""
+        density: Any = self.problem.density if self.config.scale_entropy else _Powered(self.problem.density, copies)
+        return silo_gradient(density, self.local_family, self.silo_family, self.samples)
+
+
+def bound_draws(phase: str) -> int:
+    """At how many draws of Z_G the bound is estimated in a phase."""
+    return ROUND_DRAWS if phase == MERGE else BOUND_DRAWS
+
+
+def full_parameters(loc: Tensor, covariance: FloatArray) -> Params:
+    """eta of the full family with this mean (n,) and covariance (n, n). Raises InputError where it is no covariance."""
+    matrix = torch.from_numpy(covariance)
+    factor, info = torch.linalg.cholesky_ex(0.5 * (matrix + matrix.T))
+    if int(info) or not bool(factor.isfinite().all()):
+        raise InputError("the merged covariance is not positive definite; lower learning_rate or rescale the data")
+    scale = factor.diagonal()
+    rows, columns = torch.tril_indices(len(scale), len(scale), -1)
+    lower = (factor / scale.unsqueeze(-1))[rows, columns]
+    return {"loc": loc, "log_scale": scale.log().to(loc), "lower": lower.to(loc)}
+
+
+def diagonal_parameters(loc: Tensor, covariance: FloatArray) -> Params:
+    """eta of the diagonal family with this mean (n,) and the diagonal of this covariance (n, n)."""
+    sd = np.sqrt(np.diag(covariance))
+    return {"loc": loc, "log_scale": loc.new_tensor(np.log(sd))}
+
+
+def _around(params: Params, shift: Tensor) -> tuple[Params, Tensor]:
+    """A conditional family's parameters after its d has lost `shift`, and the move of its mean."""
+    out, moved = dict(params), shift.new_zeros(params["loc"].shape if params else (0,))
+    for name, by in (("loc", "coupling"), ("log_scale", "scale_coupling")):
+        if by in params:
+            change = (params[by] * shift).sum(-1)
+            out[name] = params[name] + change
+            moved = change if name == "loc" else moved
+    return out, moved
+
+
+def _positive(weight: float) -> float:
+    if weight <= 0:
+        raise AggregationError("the weights of a merge add up to nothing")
+    return weight
+
+
+class _Powered:
+    """A density to a power: what is scaled when entropy is not."""
+
+    def __init__(self, density: LogDensity, power: Tensor) -> None:
+        self._evaluate, self._power = density.evaluate, power
+
+    def evaluate(self, *args: Any) -> LogTerms:
+        terms = self._evaluate(*args)
+        return terms._replace(records=self._power * terms.records, silo=self._power * terms.silo)
+
+
+# ---- a trusted barycenter ----
+# Each silo has a row of its own, zero for all others, so that the total of a plain sum is the list of what silos sent.
+# Seen by the server: each silo's number of records (its weight), mean and covariance.
+
+
+def trusted_blocks(silos: int, n: int, full: bool, bound: float) -> tuple[Block, ...]:
+    """A row a silo: its weight, mean (n,), and covariance as a packed triangle or, for diagonal families, sds (n,)."""
+    spread = n * (n + 1) // 2 if full else n
+    return (
+        Block(WEIGHTS, (silos,), 2.0**31, integer=True, rows="silo"),
+        Block(MEANS, (silos, n), bound, rows="silo"),
+        Block(SPREADS, (silos, spread), bound, rows="silo"),
+    )
+
+
+def own_row(family: GlobalFamily, eta: Params, weight: int, silo: str, silos: Sequence[str]) -> dict[str, Any]:
+    """What a silo puts into these blocks."""
+    mine = np.array([name == silo for name in silos], np.float64)
+    spread = pack_symmetric(to_numpy(family.covariance(eta))) if family.name == "full" else to_numpy(family.stddev(eta))
+    return {WEIGHTS: weight * mine, MEANS: np.outer(mine, to_numpy(eta["loc"])), SPREADS: np.outer(mine, spread)}
+
+
+def trusted_merge(sums: Totals, full: bool) -> Gaussian:
+    """The barycenter of the silos that answered, by POT. Raises AggregationError where none has a weight."""
+    weights = sums[WEIGHTS]
+    there = np.flatnonzero(weights > 0)
+    if not len(there):
+        raise AggregationError("the weights of a merge add up to nothing")
+    means, spreads = sums[MEANS][there], sums[SPREADS][there]
+    gaussians = [
+        Gaussian(mean, unpack_symmetric(spread, len(mean)) if full else np.diag(spread**2))
+        for mean, spread in zip(means, spreads, strict=True)
+    ]
+    return trusted_barycenter(gaussians, weights[there] / weights[there].sum())

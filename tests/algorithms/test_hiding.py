@@ -95,9 +95,9 @@ def _cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _users() -> list[Any]:
-    from secure_fvi.algorithms import pvi, sfvi_avg_silo, sfvi_silo
+    from secure_fvi.algorithms import pvi, structured
 
-    return [pvi, sfvi_avg_silo, sfvi_silo]
+    return [pvi, structured]
 
 
 def _features(z: FloatArray) -> FloatArray:

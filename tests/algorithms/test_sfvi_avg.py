@@ -13,11 +13,10 @@ from programs import Conjugate, make_clinics, make_intercepts, make_slopes, unkn
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.aggregation.barycenter import Gaussian, trusted_barycenter
+from secure_fvi.aggregation.barycenter import Gaussian, after_iteration, bures_term, trusted_barycenter
 from secure_fvi.algorithms.base import choose_cohort
-from secure_fvi.algorithms.sfvi_avg_frame import bures_term, full_parameters
-from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
-from secure_fvi.algorithms.sfvi_avg_silo import SFVIAvgSilo
+from secure_fvi.algorithms.sfvi_avg import Point, SFVIAvgProgram, full_parameters
+from secure_fvi.algorithms.structured import Batch
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
 from secure_fvi.families import conditional as gaussian_rows
@@ -142,11 +141,10 @@ def test_one_iteration_a_round_has_the_same_fixed_point() -> None:
     factors = rng.normal(size=(3, 4, 4))
     own = [Gaussian(np.zeros(4), f @ f.T + 0.2 * np.eye(4)) for f in factors]
     weights = np.array([7, 40, 13])
-    frame = SFVIAvgServer(sf.SFVIAvg(), _problem(make_slopes())).frame
     covariance = 0.01 * np.eye(4)
     for _ in range(30):
         terms = [bures_term(g.covariance, int(w), covariance) for g, w in zip(own, weights, strict=True)]
-        covariance = frame.after_iteration(covariance, np.sum(terms, 0) / weights.sum())
+        covariance = after_iteration(covariance, np.sum(terms, 0) / weights.sum())
         eta = full_parameters(torch.zeros(4), covariance)
     reference = trusted_barycenter(own, weights / weights.sum())
     np.testing.assert_allclose(covariance, reference.covariance, rtol=1e-6, atol=1e-7)
@@ -167,7 +165,6 @@ def test_the_diagonal_merge_averages_means_and_sds() -> None:
         silo_ends[args[-1].silo] = (average.shared["eta/loc"], average.shared["eta/log_scale"].exp())
         return end, average
 
-    watched.bound = plain_run.bound  # type: ignore[attr-defined]
     program.run = watched  # type: ignore[attr-defined]
     _run_rounds(server, engine, 1)
     w = torch.tensor([float(s.size) for s in engine.silos.values()])
@@ -249,21 +246,19 @@ def test_scaling_stands_for_copies_of_the_records() -> None:
     """One step at N / N_j = 2 moves eta_G as a step at 1 does whose records all occur twice; at 1 it does not."""
     made = make_slopes(sizes=(5,))
     problem = _problem(made)
-    program = SFVIAvgSilo(sf.SFVIAvg(optimizer="sgd", learning_rate=1e-3), problem)
+    program = SFVIAvgProgram(sf.SFVIAvg(optimizer="sgd", learning_rate=1e-3), problem)
     rng = torch.Generator().manual_seed(0)
-    eta = program.frame.family.init(problem.start.z_global)
+    eta = program.family.init(problem.start.z_global)
     shared = {f"eta/{name}": value for name, value in eta.items()}
     eps, eps_record = torch.randn(2, generator=rng), torch.randn(1, 5, 2, generator=rng)
-    record = program.base.local_family.init(torch.randn(5, 2, generator=rng))
+    record = program.local_family.init(torch.randn(5, 2, generator=rng))
 
     def step(copies: float, times: int) -> dict[str, Tensor]:
         rows = {name: value.repeat(times, 1) for name, value in made.silos[0].items()}
         latents = {n: v.repeat(times, *[1] * (v.dim() - 1)) for n, v in record.items()}
-        moments, record_moments, _ = program.run.init_moments(shared, latents, {})
-        after, _ = program.run.step_function(
-            shared, moments, latents, record_moments, {}, {}, rows, torch.ones(5 * times), eps,
-            eps_record.repeat(1, times, 1), torch.zeros(1, 0), torch.tensor([copies, 1.0, 1.0]),
-        )  # fmt: skip
+        at = Point(shared, program.optimizer.init(shared), program.fresh(latents, {}))
+        batch = Batch(rows, torch.ones(5 * times), eps_record.repeat(1, times, 1), torch.zeros(1, 0))
+        after, _ = program.step_function(at, batch, eps, torch.tensor([copies, 1.0, 1.0]))
         return after.shared
 
     scaled, copied, plain = step(2.0, 1), step(1.0, 2), step(1.0, 1)
@@ -287,9 +282,9 @@ def test_anchoring_leaves_conditionals_as_they_were() -> None:
 
     def moments(local: Any) -> list[Tensor]:
         shift = z_global - local.anchor
-        own = program.base.silo_family.moments(local.silo, {}, {}, z_global, shift)
+        own = program.silo_family.moments(local.silo, {}, {}, z_global, shift)
         both = torch.cat([shift, z_silo - local.silo["loc"][0]])
-        records = program.base.local_family.moments(local.record, {}, {}, z_global, both)
+        records = program.local_family.moments(local.record, {}, {}, z_global, both)
         return [gaussian_rows.transform(m, torch.ones_like(m["loc"])) for m in (own, records)]
 
     for old, new in zip(moments(before), moments(after), strict=True):

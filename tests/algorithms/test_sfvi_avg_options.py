@@ -11,21 +11,26 @@ from programs import Conjugate, make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.sfvi_avg import SETTLED, WATCHED
-from secure_fvi.algorithms.sfvi_avg_server import SFVIAvgServer
-from secure_fvi.algorithms.sfvi_avg_steps import Point
-from secure_fvi.algorithms.sfvi_avg_trusted import merged, own_row
+from secure_fvi.algorithms.sfvi_avg import (
+    SETTLED,
+    WATCHED,
+    Factors,
+    Point,
+    SFVIAvgProgram,
+    own_row,
+    trusted_merge,
+)
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Full, global_family
 from secure_fvi.fitting import build_parties
 
 
-def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVIAvgServer, Any]:
+def _after_rounds(problem: Conjugate, rounds: int, **options: Any) -> tuple[SFVIAvgProgram, Any]:
     algorithm = sf.SFVIAvg(**options)
     server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
     while server.rounds < rounds and not engine.run(server.round()).finished:
         pass
-    assert isinstance(server.program, SFVIAvgServer)
+    assert isinstance(server.program, SFVIAvgProgram)
     return server.program, server.state.algorithm
 
 
@@ -66,14 +71,14 @@ def test_a_silo_that_is_lost_has_no_weight_in_the_trusted_merge() -> None:
     without = {name: value.copy() for name, value in all_three.items()}
     for value in without.values():
         value[1] = 0
-    found = merged(without, full=True)
+    found = trusted_merge(without, full=True)
     two = {name: value[[0, 2]] for name, value in all_three.items()}
-    expected = merged(two, full=True)
+    expected = trusted_merge(two, full=True)
     np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
     np.testing.assert_allclose(found.covariance, expected.covariance, rtol=1e-12)
-    assert not np.allclose(merged(all_three, full=True).mean, found.mean, atol=1e-3)
+    assert not np.allclose(trusted_merge(all_three, full=True).mean, found.mean, atol=1e-3)
     with pytest.raises(AggregationError, match="add up to nothing"):
-        merged({name: 0 * value for name, value in all_three.items()}, full=True)
+        trusted_merge({name: 0 * value for name, value in all_three.items()}, full=True)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +137,17 @@ def test_a_batch_stands_for_all_records() -> None:
     algorithm = sf.SFVIAvg(sampling_rate=0.3, optimizer="sgd", learning_rate=1e-3)
     _, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
     silo = engine.silos["silo-2"]
-    run: Any = silo.program.run  # type: ignore[attr-defined]
+    program: Any = silo.program
     local = silo.local
-    eta = run.frame.family.init(local.anchor)
+    eta = program.family.init(local.anchor)
     shared = {f"eta/{name}": value for name, value in eta.items()}
-    at = Point(shared, local.moments, local.record, local.record_moments, local.silo, local.silo_moments)
+    at = Point(shared, local.moments, local.latents)
 
     def step(batch: Any) -> Tensor:
-        return run._call(at, silo.view, 0, None, batch, (1.5, 1.0, 1.0))[0].shared["eta/loc"] - eta["loc"]
+        return program._call(at, silo.view, 0, batch, Factors(1.5, 1.0, 1.0))[0].shared["eta/loc"] - eta["loc"]
 
     whole = step(None)
-    batches = torch.stack([step(run._batch(key, silo.view)) for key in range(1, 301)])
+    batches = torch.stack([step(program.drawn(key, silo.view)) for key in range(1, 301)])
     error = batches.std(0) / 300**0.5
     assert ((batches.mean(0) - whole).abs() < 5 * error).all()
     assert error.max() < 0.1 * whole.abs().max()  # so that a factor of q would be seen
@@ -175,7 +180,7 @@ def test_a_dense_scale_takes_no_minibatches() -> None:
 # ---- when a run has settled ----
 
 
-def _merges(program: SFVIAvgServer, locs: list[Tensor]) -> int:
+def _merges(program: SFVIAvgProgram, locs: list[Tensor]) -> int:
     """How many merges at falling rates a server counts that adopts these means."""
     state = program.init()
     sd = 0.1 * torch.ones(program.family.n)

@@ -11,8 +11,8 @@ from programs import make_clinics, make_intercepts, make_slopes
 
 import secure_fvi as sf
 from secure_fvi.algorithms.base import ROUND_PHASE
+from secure_fvi.algorithms.sfvi import OWN_DRAWS
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE
-from secure_fvi.algorithms.sfvi_warm import OWN_DRAWS
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.guarding import Books

@@ -20,7 +20,7 @@ from test_conditional_sensitivity import Parties, gaps
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import sfvi_silo
+from secure_fvi.algorithms import sfvi
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
 from secure_fvi.exported import GraphDensity, Program, TensorGraph, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
@@ -88,7 +88,7 @@ def test_a_record_on_which_the_program_fails_moves_no_other(how: str) -> None:
 
 
 def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
-    """`sfvi_silo._evaluated` as it was: where a row fails, all others are evaluated in another shape."""
+    """`sfvi._evaluated` as it was: where a row fails, all others are evaluated in another shape."""
     with contextlib.suppress(Exception):
         return step(rows), rows, 0
     found, kept = [], []
@@ -104,7 +104,7 @@ def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
 
 def test_records_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(sfvi_silo, "_evaluated", _in_pairs)
+    monkeypatch.setattr(sfvi, "_evaluated", _in_pairs)
     assert gaps(functools.partial(failing_world, "unfenced"), ROUNDS).max() > 50
 
 
@@ -165,11 +165,11 @@ def test_a_graph_does_not_have_it() -> None:
 def test_records_that_are_mixed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: nobody looks at what the program uses, and no row that is made comes last."""
 
-    def as_it_was(self: sfvi_silo.SFVISilo, key: int, view: Any) -> Any:
+    def as_it_was(self: sfvi.SFVIProgram, key: int, view: Any) -> Any:
         yield np.arange(view.size)[::-1].copy()
 
-    monkeypatch.setattr(sfvi_silo, "untested_operations", lambda call: [])
-    monkeypatch.setattr(sfvi_silo.SFVISilo, "_chunks", as_it_was)
+    monkeypatch.setattr(sfvi, "untested_operations", lambda call: [])
+    monkeypatch.setattr(sfvi.SFVIProgram, "_chunks", as_it_was)
     assert gaps(mixing_world, ROUNDS).max() > 20
 
 

@@ -28,19 +28,20 @@ def test_record_gradients_add_up_to_the_silos_gradient(problem: Conjugate, sampl
     algorithm = sf.SFVI(iterations=5, importance_samples=samples)
     server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)
     silo = engine.silos["silo-2"]
-    frame, view = silo.program.frame, silo.view  # type: ignore[attr-defined]
-    whole = silo_gradient(server.problem.density, frame.local_family, frame.silo_family, frame.samples)
+    program: Any = silo.program
+    view = silo.view
+    whole = silo_gradient(server.problem.density, program.local_family, program.silo_family, program.samples)
     rng = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
-    n, rows = frame.family.n, len(view.weights)
+    n, rows = program.family.n, len(view.weights)
     record = {k: v + 0.1 * draw(*v.shape) for k, v in silo.local.record.items()}
     own = {k: v + 0.1 * draw(*v.shape) for k, v in silo.local.silo.items()}
     arguments = (
         draw(n), draw(n), {}, record, own, view.rows, view.weights,
-        draw(frame.samples, rows, frame.n_record), draw(1, frame.n_silo)[0],
+        draw(program.samples, rows, program.n_record), draw(1, program.n_silo)[0],
     )  # fmt: skip
     expected = whole(*arguments)
     each = record_gradients(whole, True)(*arguments)
@@ -124,7 +125,7 @@ def test_a_sample_larger_than_a_block_is_never_cut() -> None:
         assert all(p[-1] == silo.size for p in pieces)
         rows = np.concatenate(pieces)
         kept = rows[rows < silo.size]
-        assert sorted(kept) == sorted(silo.program._batch(index, silo.view))
+        assert sorted(kept) == sorted(silo.program.drawn(index, silo.view))
     assert len(sizes) == 1
     assert any(len(list(silo.program._chunks(i, silo.view))) > 1 for i in range(50))
 
@@ -138,7 +139,7 @@ def test_batches_do_not_follow_from_the_seed() -> None:
             compile=False, privacy=small_job(), **key,
         )  # fmt: skip
         silo = engine.silos["silo-2"]
-        return [silo.program._batch(i, silo.view).tolist() for i in range(5)]  # type: ignore[attr-defined]
+        return [silo.program.drawn(i, silo.view).tolist() for i in range(5)]  # type: ignore[attr-defined]
 
     assert batches() != batches()
     assert batches(noise_key=KEY) == batches(noise_key=KEY)

@@ -7,7 +7,7 @@ import warnings
 import matplotlib.figure  # noqa: F401
 
 import secure_fvi.algorithms.pvi
-import secure_fvi.algorithms.sfvi_avg_silo
+import secure_fvi.algorithms.sfvi_avg
 import secure_fvi.deployment.serving
 import secure_fvi.deployment.site
 import secure_fvi.plots

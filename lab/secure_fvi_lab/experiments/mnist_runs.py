@@ -15,7 +15,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
-from secure_fvi.algorithms.sfvi_avg import FINISH
+from secure_fvi.algorithms.structured import FINISH
 from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
 from secure_fvi.driving import Parties, Progress, Run

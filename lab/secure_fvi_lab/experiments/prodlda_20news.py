@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.algorithms.sfvi_avg import COUNT, FINISH, MERGE, SFVIAvg
+from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE, SFVIAvg
+from secure_fvi.algorithms.structured import FINISH
 from secure_fvi.compiled import threads
 from secure_fvi.driving import Parties, Progress, Run
 from secure_fvi.errors import InputError

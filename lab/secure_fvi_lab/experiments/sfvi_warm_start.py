@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked
-from secure_fvi.algorithms.sfvi import SFVI, WarmStart
+from secure_fvi.algorithms.sfvi import SFVI, SFVIState, WarmStart
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE
-from secure_fvi.algorithms.sfvi_server import SFVIState
 from secure_fvi.compiled import threads
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM

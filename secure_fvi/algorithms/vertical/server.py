@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.sfvi_frame import mean_units
+from secure_fvi.algorithms.structured import mean_units
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.silo import Response
 from secure_fvi.families import GlobalFamily, Params, global_family
@@ -86,5 +86,5 @@ class VerticalServer:
         return ServerParams(*self.optimizer.step(params.eta, gradient, params.moments, scale, units))
 
     def units(self, eta: Params) -> Params:
-        """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
+        """Means take longer steps where q is wide (`structured.mean_units`)."""
         return {"loc": mean_units(self.family.stddev(eta))}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secure_fvi.algorithms.sfvi_frame import local_units, mean_units
+from secure_fvi.algorithms.structured import local_units, mean_units
 from secure_fvi.algorithms.vertical.auxiliary import log_normal
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
@@ -223,7 +223,7 @@ class VerticalSilo:
         return SiloParams(shared, record), Moments(m_shared, m_record)
 
     def units(self, params: SiloParams) -> SiloParams:
-        """Means take longer steps where q is wide (`sfvi_frame.mean_units`)."""
+        """Means take longer steps where q is wide (`structured.mean_units`)."""
         record = local_units(params.record)
         return SiloParams({"theta/loc": mean_units(self.family.stddev(part(params.shared, "theta")))}, record)
 
