@@ -35,8 +35,8 @@ from secure_fvi.algorithms.natural import (
     unpack,
 )
 from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
-from secure_fvi.algorithms.sfvi_frame import local_units
 from secure_fvi.algorithms.stationarity import SiloSlope
+from secure_fvi.algorithms.structured import local_units
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError

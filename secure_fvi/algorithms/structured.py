@@ -22,7 +22,7 @@ from secure_fvi.algorithms.stationarity import Rest, SiloSlope, as_natural, as_s
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.errors import InputError
 from secure_fvi.families import GlobalFamily, Params, global_family
-from secure_fvi.families.amortised import ENCODER
+from secure_fvi.families.conditional import ENCODER
 from secure_fvi.objective import SiloGradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.randomness import server_draws, start_draws
