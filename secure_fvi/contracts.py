@@ -40,7 +40,7 @@ from secure_fvi.density import (
     site_mask,
 )
 from secure_fvi.discovery import Discovery, Start, kind_of, start_of
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning, UntestedOperation
 from secure_fvi.privacy.settings import RecordDP
 
 if TYPE_CHECKING:
@@ -381,10 +381,11 @@ def check_predictor(predictor: Predictor, alone: bool) -> None:
     try:
         mapped = predictor.evaluate_alone(theta, points, rows)
     except Exception as error:
+        untested = f": {error}" if isinstance(error, UntestedOperation) else ""
         raise InputError(
             "predictor: record-level privacy evaluates each row alone, by torch.func.vmap, which this program does not "
-            f"allow ({type(error).__name__}): values must not decide on its course (.item(), `if`, boolean indexing), "
-            "index_fill mixes rows, nor may it count on several"
+            f"allow ({type(error).__name__}{untested}): values must not decide on its course (.item(), `if`, "
+            "boolean indexing), nor may it count on several rows"
         ) from error
     if not _same(mapped, first):
         raise InputError(f"predictor: {_ROWS}")

@@ -20,6 +20,10 @@ class DataError(InputError):
     TOLD = "its data do not fit the model"
 
 
+class UntestedOperation(InputError):
+    """A program uses an operation of which no test says that it keeps rows apart where they are mapped."""
+
+
 class ProtocolError(SecureFVIError):
     """A message that the protocol refuses: forged, replayed, malformed, out of turn. Nothing was released."""
 

@@ -8,7 +8,6 @@ needs to know it (Hassan et al. 2024, sections 3.1, 5.2 and 5.3). A row of eta f
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,10 +17,11 @@ from pyro.distributions import HalfNormal, Normal
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, transform_to
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from secure_fvi.density import param_constraint, running
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, UntestedOperation
+from secure_fvi.exported import untested_operations
 from secure_fvi.federated_model import Schema
 from secure_fvi.trees import Params
 
@@ -191,25 +191,43 @@ class Predictor:
 
 
 def each_alone(fn: Callable[..., Any], in_dims: Any, count: int) -> Callable[..., Any]:
-    """`fn` of one row, mapped over `count` rows: none can enter another one's result, whatever `fn` does.
+    """`fn` of one row, mapped over `count` rows by `vmap`: none can enter another one's result, whatever `fn` does.
 
-    By `vmap`, less the one operation whose rule in PyTorch mixes what is mapped: `index_fill` raises
-    NotImplementedError where there are several rows.
+    Of several rows UntestedOperation is raised where `fn` uses, for a made row, an operation that no test has found
+    to keep apart what is mapped (`exported.untested_operations`), or fails there: what it uses is not known then.
     """
     mapped = torch.func.vmap(fn, in_dims=in_dims)
 
     def run(*args: Any) -> Any:
-        with _Unmixed() if count > 1 else contextlib.nullcontext():
-            return mapped(*args)
+        if count > 1:
+            _look(lambda: fn(*_made_row(in_dims, args)))
+        return mapped(*args)
 
     return run
 
 
-class _Unmixed(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(getattr(func, "__name__", "")).split(".")[0] in ("index_fill", "index_fill_"):
-            raise NotImplementedError("index_fill mixes rows where they are mapped; use torch.where or index_put")
-        return func(*args, **(kwargs or {}))
+def _look(call: Callable[[], Any]) -> None:
+    ended = []
+    found = untested_operations(lambda: ended.append(call()))
+    if found:
+        raise UntestedOperation(
+            f"it uses {', '.join(found)}, which PyTorch is not known to keep apart for rows that are mapped"
+        )
+    if not ended:
+        raise UntestedOperation("it fails on a made row")
+
+
+def _made_row(in_dims: Any, args: Any) -> tuple[Any, ...]:
+    """What is mapped without an axis of rows, in values that are nobody's, as `Schema.dummy_rows` has them."""
+    leaves, spec = tree_flatten(args)
+    axes = _broadcast_to_and_flatten(in_dims, spec)
+    assert axes is not None  # or `vmap` would not have it
+    made = [
+        leaf if axis is None else torch.full_like(leaf.select(axis, 0), 1 if leaf.is_floating_point() else 0)
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    found: tuple[Any, ...] = tree_unflatten(made, spec)
+    return found
 
 
 def _mean(fn: Any) -> Tensor | None:
