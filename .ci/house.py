@@ -1,7 +1,7 @@
 """The size and order of the house in numbers: `make house`.
 
 lines and files   of Python as it stands; core: all that `secure-fvi` installs, lab: what lab/ does
-closure           what a silo's job imports, at any depth: at the top of a module or in a function, not for types alone;
+closure           what a silo's job imports, with SFVI for its algorithm, at any depth: at the top of a module or in a function, not for types alone;
                   "trusted": without what a party of the server's, a report or a plot has in that
 circles           strongly connected parts of the graph of imports, of two modules or more
 parameters        of functions; self, cls not counted
@@ -23,8 +23,8 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
-#: What reads a job's offer and runs its part at one silo.
-SILO_JOB = "secure_fvi.deployment.site_job"
+#: What reads a job's offer and runs its part at one silo, and an algorithm, which is named by the job.
+SILO_JOB = ("secure_fvi.deployment.site_job", "secure_fvi.algorithms.sfvi")
 _NOT_TRUSTED = re.compile(r"(^|[._])(server|report|plots)([._]|$)")
 _MOST_PARAMETERS = 9
 _STARTED = 7
@@ -58,10 +58,10 @@ def imports(files: dict[str, Path]) -> Edges:
     return {name: frozenset(graph.find_modules_directly_imported_by(name)) for name in files}
 
 
-def closure(start: str, edges: Edges, without: re.Pattern[str] | None = None) -> set[str]:
-    """`start`, all that it comes to import, and the packages in which these lie, which Python runs before them; what
+def closure(start: tuple[str, ...], edges: Edges, without: re.Pattern[str] | None = None) -> set[str]:
+    """`start`, all that these come to import, and the packages in which these lie, which Python runs before them; what
     matches `without` is not entered."""
-    found, left = set[str](), [start]
+    found, left = set[str](), list(start)
     while left:
         name = left.pop()
         if name and name not in found and not (without and without.search(name)):

@@ -21,11 +21,12 @@ from secure_fvi.algorithms.base import Broadcast, LocalFit, Posterior, Problem, 
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits.recording import Recorder
 from secure_fvi.audits.transcript import Transcript
+from secure_fvi.building import work_of
 from secure_fvi.compiled import choose_mode
 from secure_fvi.density import Layout
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.fitting import build_parties, work_of
+from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP
 from secure_fvi.server import Server

@@ -28,6 +28,14 @@ MODULES = {
     "writers-simulated": "secure_fvi.models.writers",
 }
 
+#: Program name -> "module:attribute" of its `VerticalProgram`, imported only when asked for.
+VERTICAL = {
+    "heart": "secure_fvi.models.vertical_programs:HEART",
+    "vertical-adult": "secure_fvi.models.vertical_programs:ADULT",
+    "vertical-logistic": "secure_fvi.models.vertical_programs:LOGISTIC",
+    "vertical-poisson": "secure_fvi.models.vertical_programs:POISSON",
+}
+
 
 @dataclass(frozen=True)
 class Dataset:

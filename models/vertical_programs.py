@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secure_fvi.errors import InputError
 from secure_fvi.models import heart, uci_adult, vertical_poisson
+from secure_fvi.models.base import VERTICAL
 
 # ---- Simulated logistic regression whose columns are spread over silos (Hassan et al. 2024, section 5.1) ----
 
@@ -50,14 +51,6 @@ def linear(x: Tensor) -> Tensor:
 # ----
 # What a shipped vertical program is: silos' columns of the same people, a program for each, and the response
 
-#: Program name -> "module:attribute" of its `VerticalProgram`, imported only when asked for.
-PROGRAMS = {
-    "heart": "secure_fvi.models.vertical_programs:HEART",
-    "vertical-adult": "secure_fvi.models.vertical_programs:ADULT",
-    "vertical-logistic": "secure_fvi.models.vertical_programs:LOGISTIC",
-    "vertical-poisson": "secure_fvi.models.vertical_programs:POISSON",
-}
-
 
 @dataclass(frozen=True)
 class VerticalDataset:
@@ -86,8 +79,8 @@ class VerticalProgram:
 
 
 def vertical_program(name: str) -> VerticalProgram:
-    """The program called `name`, one of PROGRAMS."""
-    module, attribute = PROGRAMS[name].split(":")
+    """The program called `name`, one of `base.VERTICAL`."""
+    module, attribute = VERTICAL[name].split(":")
     found: VerticalProgram = getattr(importlib.import_module(module), attribute)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from secure_fvi.density import LogDensity
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere, GraphDensity, watched
-from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.federated_model import Data, FederatedModel, Schema
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 
@@ -91,3 +92,10 @@ def device_named(device: str | torch.device) -> torch.device:
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
     return where
+
+
+def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
+    """Numbers that the largest silo's step goes through."""
+    columns = [[silo[name] for name in getattr(silo, "columns", silo)] for silo in silos]
+    sizes = [sum(math.prod(getattr(value, "shape", (0,))) for value in silo) for silo in columns]
+    return max(sizes, default=0) * algorithm.importance_samples

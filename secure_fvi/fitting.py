@@ -6,7 +6,6 @@ people, `Columns` over silos that hold different columns of the same people.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -19,7 +18,7 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos
+from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos, work_of
 from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result, numbers_of
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
@@ -219,13 +218,6 @@ def _count(silos: Any) -> int:
             "fit(model, list(data.values()), silo_ids=list(data))"
         )
     return len(silos)
-
-
-def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
-    """Numbers that the largest silo's step goes through."""
-    columns = [[silo[name] for name in getattr(silo, "columns", silo)] for silo in silos]
-    sizes = [sum(math.prod(getattr(value, "shape", (0,))) for value in silo) for silo in columns]
-    return max(sizes, default=0) * algorithm.importance_samples
 
 
 def _record_ids(

@@ -45,7 +45,7 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.exported import Elsewhere, Program, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.runs.config import Config
-from secure_fvi.runs.federation import model_of, python_function
+from secure_fvi.runs.records import model_of, python_function
 
 _log = logging.getLogger(__name__)
 

@@ -123,13 +123,12 @@ def package_digest(folder: Path | None = None) -> bytes:
 
 
 def _module_of(program: str) -> str:
-    from secure_fvi.models.base import MODULES
-    from secure_fvi.models.vertical_programs import PROGRAMS
+    from secure_fvi.models.base import MODULES, VERTICAL
 
     if program in MODULES:
         return MODULES[program]
-    if program in PROGRAMS:
-        return PROGRAMS[program].partition(":")[0]
+    if program in VERTICAL:
+        return VERTICAL[program].partition(":")[0]
     raise InputError(f"model.program: no program is called '{program}' here")
 
 

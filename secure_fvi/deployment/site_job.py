@@ -27,7 +27,7 @@ from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior
-from secure_fvi.building import Machine, build_problem, derived_secret
+from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats
 from secure_fvi.deployment.countersigning import open_ledger
@@ -39,19 +39,18 @@ from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
-from secure_fvi.engines.stream_server import SessionLost
+from secure_fvi.engines.remote import SessionLost
 from secure_fvi.errors import DataError, InputError, ProtocolError
 from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
-from secure_fvi.fitting import work_of
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import LocalPosterior
 from secure_fvi.runs.config import Config
-from secure_fvi.runs.federation import silo_part
 from secure_fvi.runs.options import chosen
+from secure_fvi.runs.records import silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
 
 _DRAWS = 1000

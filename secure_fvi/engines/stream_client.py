@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from secure_fvi.engines.remote import TlsFiles
+from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_messages import (
     CODEC,
     GREETING,
@@ -35,7 +35,7 @@ from secure_fvi.engines.stream_messages import (
     parts,
     reason,
 )
-from secure_fvi.engines.stream_server import RECHECK, SessionLost
+from secure_fvi.engines.stream_server import RECHECK
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError
 
 _log = logging.getLogger(__name__)

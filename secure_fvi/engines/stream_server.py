@@ -14,7 +14,6 @@ import grpc
 
 from secure_fvi.engines.remote import Patience as Patience
 from secure_fvi.engines.remote import Remote, TlsFiles, shown
-from secure_fvi.engines.remote import SessionLost as SessionLost
 from secure_fvi.engines.stream_messages import (
     CODEC,
     GREETING,

@@ -44,7 +44,8 @@ from secure_fvi.federated_model import Schema
 from secure_fvi.messages import decode_broadcast, encode_broadcast
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import Row
-from secure_fvi.runs.federation import chosen, model_of
+from secure_fvi.runs.options import chosen
+from secure_fvi.runs.records import model_of
 from secure_fvi.server import Server
 
 #: What a party may raise: anything else is a fault.

@@ -19,7 +19,7 @@ from secure_fvi.deployment.trail_verify import compare
 from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
-from secure_fvi.runs import federation
+from secure_fvi.runs import records
 
 SHORT = {"name": "sfvi", "iterations": 12, "family": "diagonal"}
 ALGORITHMS: list[dict[str, Any]] = [
@@ -171,7 +171,7 @@ def test_data_that_do_not_fit_are_counted_at_their_site_alone(
     refused. No round is run."""
 
     def miscoded(config: Any, silo: str, data_dir: Path | None = None) -> Any:
-        rows, ids, own = federation.silo_part(config, silo, data_dir)
+        rows, ids, own = records.silo_part(config, silo, data_dir)
         return ({**rows, "wheeze": rows["wheeze"] + 1} if silo == "south" else rows), ids, own
 
     monkeypatch.setattr(site_job, "silo_part", miscoded)

@@ -58,16 +58,16 @@ from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail import TrailChain
 from secure_fvi.deployment.trail_verify import rows, verify
+from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_client import answered
-from secure_fvi.engines.stream_server import SessionLost
 from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
-from secure_fvi.runs import federation, wording
+from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.tables import read_table
+from secure_fvi.runs.records import read_table
 
 CONFIG: dict[str, Any] = {
     "model": {"program": "six-cities"},
@@ -732,7 +732,7 @@ def test_jobs_that_data_do_not_fit_are_counted(
 ) -> None:
     """Each such job would give an exact bit of the records: the fourth is not looked at. The control: of data that fit,
     every one is let in. A job that is offered again counts once."""
-    right = federation.silo_part
+    right = records.silo_part
 
     def miscoded(*args: Any) -> Any:
         rows, ids, own = right(*args)

@@ -21,10 +21,10 @@ from secure_fvi.deployment.authority import Authority
 from secure_fvi.deployment.home import Admission, Home
 from secure_fvi.deployment.keeping import install
 from secure_fvi.engines import stream_client
-from secure_fvi.engines.remote import TlsFiles
+from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import Doubtful, StreamClient, peer_certificate
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Whole, parts
-from secure_fvi.engines.stream_server import Patience, SessionLost, StreamServer
+from secure_fvi.engines.stream_server import Patience, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 SILOS = ("east", "north", "south")

@@ -18,7 +18,7 @@ from secure_fvi.models import cifar100, femnist, writers
 from secure_fvi.models.fedvi import Network, embed, infer, logits, personal_log_probs, start
 from secure_fvi.models.fedvi_data import as_dataset, pachinko, pooled, split_off
 from secure_fvi.runs.config import Partition
-from secure_fvi.runs.federation import _partitioned
+from secure_fvi.runs.records import _partitioned
 
 RNG = np.random.default_rng(0)
 

@@ -25,9 +25,10 @@ from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.base import Algorithm, Posterior
 from secure_fvi.algorithms.baselines import BCM, VCL, StreamingVB
 from secure_fvi.algorithms.pvi import PVI
+from secure_fvi.building import work_of
 from secure_fvi.compiled import choose_threads, threads
 from secure_fvi.federated_model import Data, FederatedModel
-from secure_fvi.fitting import build_parties, work_of
+from secure_fvi.fitting import build_parties
 from secure_fvi.models import uci_adult, uci_bank, uci_credit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.tabular import MODEL
