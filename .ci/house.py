@@ -1,7 +1,8 @@
 """The size and order of the house in numbers: `make house`.
 
 lines and files   of Python as it stands; core: all that `secure-fvi` installs, lab: what lab/ does
-closure           what a silo's job imports, with SFVI for its algorithm, at any depth: at the top of a module or in a function, not for types alone;
+closure           what a silo's job imports, with SFVI for its algorithm, at any depth: at the top of a module or in a
+                  function, not for types alone;
                   "trusted": without what a party of the server's, a report or a plot has in that
 circles           strongly connected parts of the graph of imports, of two modules or more
 parameters        of functions; self, cls not counted
