@@ -77,7 +77,8 @@ class Declaration:
     """What an algorithm's sums are, whatever the model.
 
     rounds: at most. keeps: what stays at a silo, in words. rows: a total has a row a silo. share: of its records on
-    which a silo's term rests, at least, in expectation. because: the options, with their values, by which it shows
+    which one step of a silo's term rests, at least, in expectation: at some learning rates a last step leaves nothing
+    of those before it, so that what they saw does not count. because: the options, with their values, by which it shows
     single silos' terms, or asks a part of them.
     """
 

@@ -81,7 +81,7 @@ class Baseline(LocalFitOptions):
         """Of what visits one silo after the other: a visit is a round, and a sum of one silo."""
         rounds = self.most_rounds * silos
         sums = (Sums(ROUND_PHASE, rounds, _WHAT, 1, "sequential"),)
-        return Declaration(rounds, sums, _KEEPS, False, self.fitted_share, "reveal_changes = true")
+        return Declaration(rounds, sums, _KEEPS, False, self.sampling_rate, "reveal_changes = true")
 
     def server(self, problem: Problem) -> BaselineProgram:
         """Raises InputError for what the model or its privacy do not allow."""
@@ -121,7 +121,7 @@ class BCM(Baseline):
         sums = [Sums(ROUND_PHASE, 1, _WHAT, silos)]
         if self.splits and self.total_records is None and not private:
             sums.insert(0, Sums(COUNT, 1, "its number of records", silos))
-        return Declaration(1, tuple(sums), _KEEPS, share=self.fitted_share)
+        return Declaration(1, tuple(sums), _KEEPS, share=self.sampling_rate)
 
 
 @dataclass(frozen=True, kw_only=True)

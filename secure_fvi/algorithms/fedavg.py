@@ -89,8 +89,8 @@ class FedAvg:
 
     def declare(self, silos: int, private: bool) -> Declaration:
         sums = averaged_sums(self, silos, private)
-        share = 1 - (1 - self.sampling_rate) ** self.local_steps
-        return Declaration(self.rounds, sums, "nothing", False, share, f"participation = {self.participation:g}")
+        because = f"participation = {self.participation:g}"
+        return Declaration(self.rounds, sums, "nothing", False, self.sampling_rate, because)
 
     def server(self, problem: Problem) -> FedAvgProgram:
         """Raises InputError for what the model or its privacy do not allow."""

@@ -112,8 +112,9 @@ class FedVI:
         return max(1, round(self.rounds * self.epochs * self.participation))
 
     def declare(self, silos: int, private: bool) -> Declaration:
+        # Of a batch nobody knows beforehand how many of a client's records it has.
         because = f"participation = {self.participation:g}"
-        return Declaration(self.rounds, averaged_sums(self, silos, private), "nothing", because=because)
+        return Declaration(self.rounds, averaged_sums(self, silos, private), "nothing", False, 0.0, because)
 
     def server(self, problem: Problem) -> FedVIProgram:
         """Raises InputError for what the model or its privacy do not allow."""

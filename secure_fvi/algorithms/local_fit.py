@@ -56,7 +56,6 @@ EXACT = (CLOSED_FORM, FIXED_POINT, GRADIENT)
 FIRST_FIT = 4
 #: Steps over which early stopping looks at a fit, and windows that it waits: a fit makes so many steps at least.
 _WINDOW, _PATIENCE = 50, 2
-_EARLIEST_STOP = _WINDOW * (_PATIENCE + 1)
 #: The default rate of natural gradients of a full covariance of n dimensions is at most this over n + 1.
 _RATE_BY_SIZE = 2.0
 #: The block of a change of q, and how many times the bound of other numbers it may take.
@@ -142,12 +141,6 @@ class LocalFitOptions:
         if self.learning_rate is not None:
             return self.learning_rate
         return {NATURAL: 0.3, FIXED_POINT: 0.5, GRADIENT: 0.1}.get(self.local_optimizer, 0.05)
-
-    @property
-    def fitted_share(self) -> float:
-        """Of a silo's records, in expectation, that a local fit has seen."""
-        steps = min(self.local_steps, _EARLIEST_STOP) if self.early_stopping else self.local_steps
-        return 1 - (1 - self.sampling_rate) ** steps
 
     def traced_calls(self, fits: int) -> int:
         """Traced calls of a silo that makes so many local fits."""

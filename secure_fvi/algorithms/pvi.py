@@ -157,7 +157,7 @@ class PVI(LocalFitOptions):
         if self.schedule == "asynchronous":
             because += f", buffer = {self.buffer}"
         keeps = "its site and its own latents' posterior"
-        return Declaration(self.most_rounds, sums, keeps, False, self.fitted_share, because)
+        return Declaration(self.most_rounds, sums, keeps, False, self.sampling_rate, because)
 
     def server(self, problem: Problem) -> PVIProgram:
         """Raises InputError for what the model or its privacy do not allow."""

@@ -211,9 +211,8 @@ class SFVIAvg:
                 sums.append(Sums(BURES, again, what, asked, cohort))
             sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos))
         keeps = "its own latents' posterior and its optimiser's state"
-        share = 1 - (1 - self.sampling_rate) ** self.local_steps
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
-        return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, share, because)
+        return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, self.sampling_rate, because)
 
     def server(self, problem: Problem) -> SFVIAvgProgram:
         """Raises InputError for what the model or its privacy do not allow."""

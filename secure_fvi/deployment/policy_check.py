@@ -78,7 +78,7 @@ _FOLLOWS_FROM = {
     "per_silo_rows": "barycenter",
     "single_silos": "schedule reveal_changes passes buffer participation",
     "changing_cohorts": "schedule buffer participation",
-    "sampled_records": "sampling_rate local_steps",
+    "sampled_records": "sampling_rate batch_size",
     "exact_counts": "public_counts",
     "objective": "objective_share",
     "adaptive_clipping": "target_quantile",

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.natural import Natural
-from secure_fvi.disclosure import disclose
 
 
 def _fitted(alpha: float, family: str, sizes: tuple[int, ...] = (30,), rounds: int = 1) -> tuple[Natural, Natural]:
@@ -69,12 +68,3 @@ def test_theta_waits_for_sites_to_settle() -> None:
     assert all(stepped for _, stepped in moved["round"])
     assert all(settled == stepped for settled, stepped in moved["converged"])
     assert {settled for settled, _ in moved["converged"]} == {True, False}
-
-
-def test_early_stopping_is_no_reason_to_call_a_sum_one_of_many_records() -> None:
-    """A fit may end after three windows: what it says it rests on counts no more. The control: without, all steps."""
-    few = sf.PVI(sampling_rate=0.001, local_steps=700, early_stopping=True)
-    assert few.fitted_share == pytest.approx(1 - 0.999**150)
-    assert sf.PVI(sampling_rate=0.001, local_steps=700).fitted_share > 0.5
-    assert "sampled_records" in str(disclose(few, sf.Masked(), None, 3).to_json())
-    assert "sampled_records" not in str(disclose(sf.PVI(), sf.Masked(), None, 3).to_json())
