@@ -272,7 +272,7 @@ def _mixed(apart: float) -> list[dict[str, Tensor]]:
 def test_another_mode_is_found_and_nothing_else(
     program: Callable[..., None], silos: list[dict[str, Tensor]], several: bool
 ) -> None:
-    result = _quiet(program, silos, sf.PVI(local_steps=80, max_rounds=25))
+    result = _quiet(program, silos, sf.PVI(local_steps=80, max_rounds=8))
     assert (result.convergence["other_mode_sd"] is not None) == several
     if several:
         assert result.converged is False
