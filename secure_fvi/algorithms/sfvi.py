@@ -44,7 +44,7 @@ from secure_fvi.algorithms.base import (
     fixed_length,
 )
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
-from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, check, check_schedule
+from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, Spread, check, check_schedule
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.structured import (
@@ -55,7 +55,6 @@ from secure_fvi.algorithms.structured import (
     RECORDS,
     Batch,
     Latents,
-    Spread,
     StructuredProgram,
     local_units,
     mean_units,

@@ -6,18 +6,16 @@ which tells how far q is from a stationary point of the bound, and from the post
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.algorithms import stationarity, weighing
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Posterior, SiloView
 from secure_fvi.algorithms.kit import Blocks, Program, Rows, Totals, joined
-from secure_fvi.algorithms.options import Says
 from secure_fvi.algorithms.stationarity import Rest, SiloSlope, as_natural, as_sent, at_rest, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.errors import InputError
@@ -31,7 +29,6 @@ from secure_fvi.trees import part, put, take
 #: The phase after the last round of a run that stops by itself: all silos at the final q.
 FINISH = "finish"
 RECORDS, OBJECTIVE = "records", "objective"
-Spread = Annotated[float, Field(ge=0, allow_inf_nan=False), Says("must be finite and not negative")]
 
 
 class Latents(NamedTuple):
