@@ -2,10 +2,21 @@
 
 Were they cut at a public constant, or left out, a server that asks at a point of its own, where all silos but one are
 past it, would read that one's own number in the total. To refuse would end honest runs, which ask far out too. So the
-silo sends a number drawn from a range that is `2**WIDER` times as wide as what may be told, far below it: a total with
-one such number says that some silo sent it. What the others sent shifts that number: of totals at two values of theirs
-the total variation is at most their difference over the range's width. Of J silos, all others of which are as large as
-may be told, that is (J - 1) * 2**-WIDER / 0.45.
+silo sends a number drawn from a range that is `2**(WIDER - 1)` times as wide as what may be told, far below it: a total
+with one such number says that some silo sent it, and the others' sum shifts it.
+
+A float64 of that size has steps coarser than the ring's, so that on its own it would leave the ring's lowest bits to
+the others' sum. So all that is sent in such a block, told or not, lies on one grid, that of the substitutes. What the
+grid takes from a told number goes into a second one:
+
+    sent[0]   its multiple of a unit                   or  uniform on the grid in [-bound, -bound / 2)
+    sent[1]   what that leaves, times `_FINER`         or  the same, drawn apart
+
+and a quarter of a grid's step is added to all. Ring and grid have steps that are powers of two. A finer ring then sees
+the same residue of everything; in a coarser one the quarter keeps rounding from ties, and each of its numbers stands
+for as many of the grid's. So a substitute is uniform over the ring's own steps, and at two sums of the others that are
+d apart the total variation between totals is d / (bound / 2), in each. Of J silos, all others of which are as large as
+may be told, or zero, that is at most (J - 1) 1.5 * 2**(1 - WIDER) a number told; over numbers it adds up at most.
 
 The numbers follow from the silo's secret and its own count of questions: the same for the same question, fresh for
 another.
@@ -13,26 +24,33 @@ another.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.aggregation.base import Block, FloatArray
 from secure_fvi.algorithms.base import SiloView
 
 #: A block's bound is so many times, as a power of two, what may be told.
-WIDER = 16
-#: Shares of the bound between which a substitute lies, and the one below which a total has one.
-_FAR, _UNREADABLE = (0.9, 0.45), 0.25
+WIDER = 24
+#: The grid's steps in a block of bound 1: float64's below it are 2^-53, two bits less for the quarters.
+_GRID = 2.0**-51
+#: By how much the second number of a pair is finer than the first.
+_FINER = 2.0**20
+#: The share of the bound below which a total has a substitute.
+_UNREADABLE = 0.25
 
 
-def bound_over(most: float) -> float:
-    """The bound of a block whose numbers are told up to `most`."""
-    return most * 2.0**WIDER
+def block(name: str, shape: tuple[int, ...], most: float) -> Block:
+    """A block for numbers that are told up to `most`, or somewhat more: its bound is a power of two, and each of its
+    numbers is sent as a pair, (2, *shape)."""
+    return Block(name, (2, *shape), math.ldexp(1.0, math.ceil(math.log2(most)) + WIDER))
 
 
-def told_up_to(bound: float) -> float:
-    """The largest number that is told in a block of this bound."""
-    return bound / 2.0**WIDER
+def told_up_to(block: Block) -> float:
+    """The largest number that is told in this block."""
+    return block.bound / 2.0**WIDER
 
 
 def uniforms(view: SiloView, count: int) -> FloatArray:
@@ -40,10 +58,22 @@ def uniforms(view: SiloView, count: int) -> FloatArray:
     return view.hiding_draws.uniforms(view.turn, count)[0, 0]
 
 
-def hidden(values: FloatArray, where: npt.NDArray[np.bool_], bound: float, uniforms: FloatArray) -> FloatArray:
-    """`values`, and a substitute from `uniforms` wherever `where`; all (count,)."""
-    most, least = _FAR
-    return np.where(where, -bound * (least + (most - least) * uniforms), values)
+def hidden(values: FloatArray, where: npt.NDArray[np.bool_], block: Block, uniforms: FloatArray) -> FloatArray:
+    """(2 count,): `values` as they are sent, and substitutes from `uniforms`, (2 count,), wherever `where`."""
+    grid, unit = block.bound * _GRID, told_up_to(block) / _FINER
+    told = np.where(where, 0.0, values)
+    whole = np.rint(told / unit) * unit
+    rest = np.rint((told - whole) * _FINER / grid) * grid
+    # Of 53 random bits the first 50 name a place of the grid: each as often as any other.
+    drawn = -block.bound + np.floor(uniforms * 2.0**50) * grid
+    return np.where(np.tile(where, 2), drawn, np.concatenate([whole, rest])) + grid / 4
+
+
+def read(total: FloatArray, block: Block) -> FloatArray:
+    """What a total (2, *shape) says, (*shape); of no meaning where `unreadable`."""
+    unit = told_up_to(block) / _FINER
+    values: FloatArray = np.rint(total[0] / unit) * unit + total[1] / _FINER
+    return values
 
 
 def past(values: FloatArray, most: float | FloatArray) -> npt.NDArray[np.bool_]:
@@ -52,7 +82,7 @@ def past(values: FloatArray, most: float | FloatArray) -> npt.NDArray[np.bool_]:
     return found
 
 
-def unreadable(total: FloatArray, bound: float) -> npt.NDArray[np.bool_]:
-    """Which numbers of a total have a substitute in them."""
-    found: npt.NDArray[np.bool_] = total < -_UNREADABLE * bound
+def unreadable(total: FloatArray, block: Block) -> npt.NDArray[np.bool_]:
+    """Which numbers of a total (2, *shape) have a substitute in them, (*shape)."""
+    found: npt.NDArray[np.bool_] = np.asarray(total[0] < -_UNREADABLE * block.bound)
     return found

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView, Verdict
-from secure_fvi.algorithms.hiding import bound_over, hidden, past, told_up_to, uniforms, unreadable
 from secure_fvi.algorithms.natural import Natural, distance, from_moments
 from secure_fvi.algorithms.weighing import WEIGHED, Weighed, as_told, points, spare, weighed
 from secure_fvi.compiled import Traced, over_draws
@@ -113,8 +113,12 @@ def as_natural(family: GlobalFamily, eta: Params) -> Natural:
 def blocks(n: int, full: bool, most: float) -> tuple[Block, ...]:
     """What a silo adds: its part of the bound, and of E[s] and E[eps s'] in each half; the former is told up to
     `most` nats, the latter up to a `_STEEPEST` of that."""
-    curve, bound = n * (n + 1) // 2 if full else n, bound_over(most / _STEEPEST)
-    return Block(VALUE, (), bound_over(most)), Block(SLOPE, (2, n), bound), Block(CURVE, (2, curve), bound)
+    curve, steep = n * (n + 1) // 2 if full else n, most / _STEEPEST
+    return (
+        hiding.block(VALUE, (), most),
+        hiding.block(SLOPE, (2, n), steep),
+        hiding.block(CURVE, (2, curve), steep),
+    )
 
 
 def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
@@ -137,16 +141,19 @@ def final_draws(seed: int, n: int, full: bool, few: bool = False) -> Tensor:
 def as_sent(problem: Problem, table: BlockTable, found: FloatArray, view: SiloView) -> FloatArray:
     """A silo's `found` for the blocks above and of `weighing`, as it may leave (`hiding`). Where one number of its
     slope is past what is told all of them are hidden: which ones are would say more."""
-    blocks, sent, start = {b.name: b for b in table.blocks}, [], 0
+    blocks, sent = {b.name: b for b in table.blocks}, []
     own = sum(blocks[name].size for group in _TOLD_TOGETHER for name in group)
-    drawn = uniforms(view, own + spare(problem.layout, len(found) - own))
+    nats = found[own // 2 :]
+    drawn = hiding.uniforms(view, own + spare(problem.layout, len(nats)))
+    values, rest = found[: own // 2], drawn[:own]
     for group in _TOLD_TOGETHER:
-        bound, size = blocks[group[0]].bound, sum(blocks[name].size for name in group)
-        values, start = found[start : start + size], start + size
-        far = np.full(size, past(values, told_up_to(bound)).any())
-        sent.append(hidden(values, far, bound, drawn[start - size : start]))
-    if len(found) > own:
-        sent.append(as_told(problem, found[own:], drawn[own:]))
+        most, size = hiding.told_up_to(blocks[group[0]]), sum(blocks[name].size for name in group) // 2
+        far = hiding.past(values[:size], most).any()
+        for block in map(blocks.__getitem__, group):
+            (mine, values), (its, rest) = np.split(values, [block.size // 2]), np.split(rest, [block.size])
+            sent.append(hiding.hidden(mine, np.full(len(mine), far), block, its))
+    if len(nats):
+        sent.append(as_told(problem, nats, drawn[own:]))
     return np.concatenate(sent)
 
 
@@ -217,18 +224,17 @@ def at_rest(
     most: float,
 ) -> Rest:
     """What the silos' total says, with the server's own part: the prior and q. most: of `blocks`."""
-    far, steep = (
-        any(unreadable(sums[name], bound_over(up_to)).any() for name in group)
-        for group, up_to in zip(_TOLD_TOGETHER, (most, most / _STEEPEST), strict=True)
-    )
+    mine = {block.name: block for block in blocks(q.n, q.full, most)}
+    far, steep = (any(hiding.unreadable(sums[b], mine[b]).any() for b in group) for group in _TOLD_TOGETHER)
+    told = {name: hiding.read(sums[name], block) for name, block in mine.items()}
     z = q.mean() + _times(q.factor(), eps.flatten(0, 1))
     gradient, value = over_draws(torch.func.grad_and_value(log_prior), z)
     own_slope, own_curve = _packed(q, eps, gradient.reshape(eps.shape))
     outer = torch.stack([_lower(e.mT @ e / len(e)) if q.full else e.square().mean(0) for e in eps])
-    slopes = torch.from_numpy(np.asarray(sums[SLOPE]) + own_slope.reshape(2, -1)) + eps.mean(1)
-    curves = torch.from_numpy(np.asarray(sums[CURVE]) + own_curve.reshape(2, -1)) + outer
+    slopes = torch.from_numpy(told[SLOPE] + own_slope.reshape(2, -1)) + eps.mean(1)
+    curves = torch.from_numpy(told[CURVE] + own_curve.reshape(2, -1)) + outer
     log_q = -0.5 * eps.square().sum(-1).mean() - 0.5 * q.n * math.log(2 * math.pi) - _log_det(q)
-    objective = math.nan if far else float(sums[VALUE]) + float(value.mean() - log_q)
+    objective = math.nan if far else float(told[VALUE]) + float(value.mean() - log_q)
     if steep:
         return Rest(objective=objective, far=True)
     end = _end(q, slopes.mean(0), curves.mean(0))

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
-from secure_fvi.algorithms.hiding import hidden, past, told_up_to, unreadable
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
 from secure_fvi.density import Layout
@@ -73,8 +73,8 @@ _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
 _ALONG_LINES = 32
 #: Numbers of all evaluations together that fit well into a processor's cache.
 _AT_ONCE = 300_000
-#: Bound of all silos' numbers together, as a power of two: in 64 bits a sum has steps of 2^-10 then.
-_ROOM = 52
+#: Nats of all silos together that are told, as a power of two.
+_TOLD = 36
 #: Nats, relative to those at q's mean, that are told along every line, as a power of two.
 _ALWAYS = 20
 #: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
@@ -138,12 +138,11 @@ def blocks(problem: Problem, family: str, local: LocalFamily) -> tuple[Block, ..
     layout = problem.layout
     if family != "full" or layout.size("global") > UP_TO or local.couples_records:
         return ()
-    return (Block(WEIGHED, (_count(layout),), _bound(problem)),)
+    return (_block(problem),)
 
 
-def _bound(problem: Problem) -> float:
-    """Of a silo's numbers."""
-    return math.ldexp(1.0, _ROOM) / len(problem.silos)
+def _block(problem: Problem) -> Block:
+    return hiding.block(WEIGHED, (_count(problem.layout),), math.ldexp(1.0, _TOLD) / len(problem.silos))
 
 
 def asked(table: BlockTable) -> bool:
@@ -163,7 +162,7 @@ def _count(layout: Layout) -> int:
 
 def spare(layout: Layout, count: int) -> int:
     """How many random numbers `as_told` takes for nats at `count` points."""
-    return count + len(_lines(layout)) if count else 0
+    return 2 * count + len(_lines(layout)) if count else 0
 
 
 def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray:
@@ -172,15 +171,16 @@ def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray
     The threshold of a line is log-uniform between 2^`_ALWAYS` and what may be told: where along it nats pass a known
     one would tell how the likelihood of the silo that passes it first falls off.
     """
-    lines, bound = _lines(problem.layout), _bound(problem)
-    near, most = 1 + 2 * HALF, told_up_to(bound)
+    lines, block = _lines(problem.layout), _block(problem)
+    near, most = 1 + 2 * HALF, hiding.told_up_to(block)
     with np.errstate(invalid="ignore"):
         relative = nats - nats[0]
     least = min(2.0**_ALWAYS, most)
     thresholds = np.repeat(least * (most / least) ** drawn[: len(lines)], lines)
-    far = np.concatenate([np.full(near, past(relative[:near], most).any()), past(relative[near:], thresholds)])
+    all_near = np.full(near, hiding.past(relative[:near], most).any())
+    far = np.concatenate([all_near, hiding.past(relative[near:], thresholds)])
     far |= not np.isfinite(nats[0])
-    return hidden(relative, far, bound, drawn[len(lines) :])
+    return hiding.hidden(relative, far, block, drawn[len(lines) :])
 
 
 def points(seed: int, q: Natural, layout: Layout) -> Points:
@@ -358,7 +358,8 @@ def weighed(
 ) -> Weighed:
     """What the silos' total at `at.all` says, with the server's own part: the prior and q."""
     prior = over_draws(log_prior, at.all)
-    told = np.where(unreadable(np.asarray(total), _bound(problem)), -math.inf, total)
+    block = _block(problem)
+    told = np.where(hiding.unreadable(total, block), -math.inf, hiding.read(total, block))
     joint = torch.from_numpy(told) + prior.nan_to_num(nan=-math.inf)
     log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
     log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
