@@ -137,8 +137,8 @@ class SumSilo(Protocol):
         """
         ...
 
-    def missing_from(self, question: bytes) -> int | None:
-        """How many of its cohort the survivors lacked that this silo signed for `question`; None if it signed none."""
+    def absent_from(self, question: bytes) -> tuple[str, ...] | None:
+        """Whom of its cohort the survivors lacked that this silo signed for `question`, or was shown; None if none."""
         ...
 
     def shown(self, question: bytes) -> bool | None:

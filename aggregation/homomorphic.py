@@ -296,9 +296,9 @@ class HomomorphicSilo:
         """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
         return self._inner.contribute(index, cohort, table, values, context, question, most_missing)
 
-    def missing_from(self, question: bytes) -> int | None:
-        """See `SumSilo.missing_from`."""
-        return self._inner.missing_from(question)
+    def absent_from(self, question: bytes) -> tuple[str, ...] | None:
+        """See `SumSilo.absent_from`."""
+        return self._inner.absent_from(question)
 
     def shown(self, question: bytes) -> bool | None:
         """See `SumSilo.shown`."""

@@ -303,8 +303,8 @@ class MaskedSilo:
             raise ProtocolError(f"other survivors of sum {index} were named before")
         if request.question and held is None:
             ids = [[roster.ids[p] for p in roster.members_of(m)] for m in (request.cohort, request.survivors)]
-            missing = len(ids[0]) - len(ids[1])
-            mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + missing.to_bytes(4, "big")
+            absent: bytes = msgpack.packb(sorted(set(ids[0]) - set(ids[1])))
+            mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + absent
             if self._questions.claim(_question_slot(request.question), mine, self._settle) != mine:
                 raise ProtocolError(
                     f"sum {index}: other survivors of this question were named before, at another index"
@@ -313,10 +313,10 @@ class MaskedSilo:
             raise ProtocolError(f"other survivors of sum {index} were named before")
         self._state.check_live(batch)
 
-    def missing_from(self, question: bytes) -> int | None:
-        """How many of its cohort the survivors lacked that this silo signed for `question`; None if it signed none."""
+    def absent_from(self, question: bytes) -> tuple[str, ...] | None:
+        """See `SumSilo.absent_from`. Without the consistency check nobody signed what it was shown."""
         held = self._questions.get(_question_slot(question))
-        return None if held is None else int.from_bytes(held[32:], "big")
+        return None if held is None else tuple(wire.own(held[32:], "the survivors of a question"))
 
     def shown(self, question: bytes) -> bool | None:
         """See `SumSilo.shown`; None without the consistency check."""

@@ -69,7 +69,7 @@ class PlainSilo:
         self._last_index = index
         return values.astype(_WIRE, copy=False).tobytes()
 
-    def missing_from(self, question: bytes) -> int | None:
+    def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """Nothing is signed; the server has every term anyway."""
         return None
 

@@ -10,6 +10,7 @@ earlier ones, and counts:
     the same question under another index    the same values, masked anew: a session was lost; no draw, noise or charge
     anything else that is not the next       ProtocolError, and nothing changes
     its answer was used, says the server     only if signatures on that sum came in: all silos were asked the same
+    it was not                               only if they did not; and of others, not if they stand in such a sum
 
 What it draws is keyed by its own count of questions (`Past.turn`), which is claimed, with the digest of the question,
 before anything is drawn. Of the past a broadcast may say one thing: whether this silo's last answer was used.
@@ -71,6 +72,7 @@ class Past(NamedTuple):
     used: int = 0  # the last sum of which it knows that it was used with its term
     settled: Question = BEFORE_ALL  # which that sum answered
     together: tuple[str, ...] = ()  # who was asked it
+    seen: Mapping[str, tuple[int, int, int]] = {}  # by silo, the last such question whose survivors it was among
     made: int = 0  # the sum for which the last answer was made, and charged
     counted: int = 0  # answers that were used
     left_out: int = 0  # answers that were not
@@ -271,13 +273,21 @@ class Silo:
 
     def _check_told(self, past: Past, broadcast: Broadcast) -> None:
         """Raises ProtocolError where the server says that this silo's last answer that counts was to another question,
-        or that silos which were asked it are behind it: what these then send may be nothing, and a total this silo's
-        term. Each holds the server to its own, so that of all is known what they answered, whatever its sum's index."""
+        that one's was not which stands among the survivors of a sum that was, or that more silos which were asked with
+        it are behind than may be: what these then send may be nothing, and a total this silo's, or that one's, term.
+        Each holds the server to its own, so that of all is known what they answered, whatever its sum's index."""
         answered = self.program.order.answered(broadcast)
         if answered.get(past.used) != past.settled:
             raise ProtocolError(f"silo '{self.name}': sum {past.used} did not answer what the server says it did")
         others = set(past.together) & set(broadcast.cohort)
-        behind = sum(answered.get(broadcast.accepted.get(s, 0), BEFORE_ALL) < past.settled for s in others)
+        said = {s: answered.get(broadcast.accepted.get(s, 0), BEFORE_ALL) for s in broadcast.cohort}
+        taken_back = [s for s in said if said[s] < past.seen.get(s, BEFORE_ALL)]
+        if taken_back:
+            raise ProtocolError(
+                f"silo '{self.name}': the server says that answers of {len(taken_back)} silos were not used, which are "
+                "among the survivors of a sum that was"
+            )
+        behind = sum(said[s] < past.settled for s in others)
         if self.limits.unused is not None and behind > self.limits.unused:
             raise ProtocolError(
                 f"silo '{self.name}': the server says that sum {past.used} lacks {behind} silos; its site "
@@ -296,15 +306,26 @@ class Silo:
             )
         if pending is None:
             return past, self.local
-        if accepted == newest and self._sum.shown(bytes.fromhex(past.answered)) is False:
+        question = bytes.fromhex(past.answered)
+        shown = self._sum.shown(question)
+        if accepted == newest and shown is False:
             raise ProtocolError(
                 f"silo '{self.name}': the server says that sum {accepted} was used, and has not shown that silos "
                 "signed it: they may have been asked something else"
             )
+        if accepted != newest and shown:
+            # An honest server asks this question again until it has the sum that silos have signed.
+            raise ProtocolError(
+                f"silo '{self.name}': the server says that sum {newest} was not used, and has shown that silos signed "
+                "it, with this one among its survivors: the others may be told that it was"
+            )
         local = self.program.commit(self.local, pending, accepted)
         if accepted == newest:
+            absent, seen = self._sum.absent_from(question), past.seen
+            if absent is not None:
+                seen = {**seen, **dict.fromkeys(set(past.cohort) - set(absent), past.asked)}
             return past._replace(
-                used=accepted, settled=past.asked, together=past.cohort, counted=past.counted + 1
+                used=accepted, settled=past.asked, together=past.cohort, seen=seen, counted=past.counted + 1
             ), local
         return past._replace(left_out=past.left_out + 1), local
 
@@ -341,7 +362,7 @@ class Silo:
         """Whether the total of the last question answered lacks silos, and its cohort did not: a difference as well."""
         if not self.limits.lacking or not past.answered or not past.whole:
             return False
-        return bool(self._sum.missing_from(bytes.fromhex(past.answered)))
+        return bool(self._sum.absent_from(bytes.fromhex(past.answered)))
 
     def _may_lack(self, past: Past, broadcast: Broadcast) -> int | None:
         """How many of the cohort the total may lack, by this site's limits; None for as many as its sums allow. Cohort

@@ -98,8 +98,8 @@ class Spied:
     def handle(self, message):
         return self.inner.handle(message)
 
-    def missing_from(self, question):
-        return self.inner.missing_from(question)
+    def absent_from(self, question):
+        return self.inner.absent_from(question)
 
     def shown(self, question):
         return self.inner.shown(question)

@@ -73,8 +73,8 @@ class TestMissing:
         with pytest.raises(AggregationError):
             self.difference(world, ask=(QUESTION,))
         silo = world.silos[world.ids[0]]
-        assert silo.missing_from(QUESTION) == 0
-        assert silo.missing_from(bytes(32)) is None
+        assert silo.absent_from(QUESTION) == ()
+        assert silo.absent_from(bytes(32)) is None
         named = world.named(SignRequest if check else RevealRequest, {0, 2, 3, 4}, 1, question=QUESTION)
         with pytest.raises(ProtocolError, match="other survivors of this question were named before"):
             silo.handle(pack(named))
@@ -120,7 +120,7 @@ class TestMissing:
                     world.silos[world.ids[0]].handle(request)
             else:
                 world.silos[world.ids[0]].handle(request)
-                assert world.silos[world.ids[0]].missing_from(QUESTION) == 1
+                assert world.silos[world.ids[0]].absent_from(QUESTION) == (world.ids[1],)
 
     def test_a_sum_without_a_question_is_refused_where_nobody_said_otherwise(self):
         """Contribution, signature and shares alike; named, the same sum goes through. The control is the silo that may:

@@ -2,12 +2,14 @@
 
 Each attack ends in a total that is one silo's own term. The controls take the one refusal away that stops it: that a
 silo waits for silos' signatures before it believes that its answer was used (`SumSilo.shown`), that one question has
-one sum (`Order.answered`), that a sum is over when a later question was answered (`MaskedSilo._newest`).
+one sum (`Order.answered`), that a sum is over when a later question was answered (`MaskedSilo._newest`),
+that a sum which silos have signed was used with all of its survivors or with none (`Silo._heard`, `Past.seen`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +20,7 @@ from pvi_world import NOISE, REGRESSION, make_regression
 import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.messages import RevealRequest, unpack_any
 from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
@@ -40,9 +43,11 @@ class Liar:
         message = self.server.program.broadcast(self.server.state.algorithm, 1, {})
         self.first: Broadcast = message._replace(accepted=dict.fromkeys(self.names, 0))
         self.table = self.server.program.tables["round"]
+        self.unshown: set[str] = set()  # who is asked to sign, and not shown who did
 
     def exchange(self, messages: Any) -> dict[str, bytes]:
-        return {s: self.silos[s].handle(SUM + m) for s, m in messages.items()}
+        sent = {s: m for s, m in messages.items() if s not in self.unshown or type(unpack_any(m)) is not RevealRequest}
+        return {s: self.silos[s].handle(SUM + m) for s, m in sent.items()}
 
     def ask(self, message: Broadcast, *who: str) -> dict[str, bytes]:
         carry(self.server.secure_sum.prepare(message.sum_index), self.exchange)
@@ -55,15 +60,20 @@ class Liar:
         assert found.survivors == tuple(sorted(replies))
         return self.table.split(found.values)
 
-    def isolated(self, accepted: dict[str, int]) -> float:
+    def isolated(self, accepted: dict[str, int], rounds: Mapping[int, int] | None = None) -> float:
         """How far the change of the next round is from the lonely silo's own term, once the server has said that these
-        sums were used, and that q took the others' changes alone. In shares of that term."""
-        alone = accepted[ALONE]
-        sums = tuple((index, 0, "round", 0) for index in sorted(set(accepted.values())))
+        sums were used, and that q took the others' changes alone. In shares of that term. rounds: of sums, where they
+        are not all of the first."""
+        alone, rounds = accepted[ALONE], rounds or {}
+        sums = tuple((index, rounds.get(index, 0), "round", 0) for index in sorted(set(accepted.values()) - {0}))
         weights = [0.0 if accepted[s] == alone else 1.0 for s in self.names]
         told = {"sums": torch.tensor([float(accepted[s]) for s in self.names]), "dampings": torch.tensor(weights)}
         asked = self.first._replace(
-            round=1, sum_index=9, accepted=accepted, sums=sums, tensors={**self.first.tensors, **told}
+            round=1 + max(rounds.values(), default=0),
+            sum_index=9,
+            accepted=accepted,
+            sums=sums,
+            tensors={**self.first.tensors, **told},
         )
         change = torch.as_tensor(self.total(asked, self.ask(asked))["change"])
         x, y = self.data[0]["x"], self.data[0]["y"]
@@ -120,6 +130,77 @@ def answered(order: Order, message: Broadcast) -> dict[int, Question]:
     """As `Order.answered`, though two sums be of one question."""
     places = list(order.phases)
     return {0: BEFORE_ALL, **{i: Question(r, places.index(phase), k) for i, r, phase, k in message.sums}}
+
+
+def forgetful(silo: Any) -> None:
+    """It goes by what the server says, and by how many silos it says it of."""
+    silo._sum.shown = lambda question: None
+    silo._sum.absent_from = lambda question: None
+
+
+@pytest.mark.parametrize(("held", "refusal"), [
+    ("nobody", None), (ALONE, "sum 1 was not used, and has shown that silos signed"),
+    ("the others", "answers of 1 silos were not used, which are among the survivors"),
+])  # fmt: skip
+def test_one_of_a_complete_sum_is_said_to_be_behind(held: str, refusal: str | None) -> None:
+    """All have signed a sum with all in it. Sites let one be missing, and no total that lacks any."""
+    limits = Limits(rounds=1000, missing=1, lacking=True, left_out=3, unused=1)
+    liar = Liar(PVI, limits, max_missing=1)
+    for name, silo in liar.silos.items():
+        if held == "nobody" or (name == ALONE) != (held == ALONE):
+            forgetful(silo)
+    if held == "the others":
+        liar.unshown = {ALONE}
+    liar.total(liar.first, liar.ask(liar.first))
+    accepted = {s: 0 if s == ALONE else 1 for s in liar.names}
+    if refusal is None:
+        assert liar.isolated(accepted) < 1e-6
+        assert not any(silo.past.differences for silo in liar.silos.values())
+    else:
+        with pytest.raises(ProtocolError, match=refusal):
+            liar.isolated(accepted)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_one_is_said_to_be_behind_a_sum_of_earlier_rounds(held: bool) -> None:
+    """It was in the first sum, was not shown it, and was not asked in the second. The others remember, though the
+    question that they answered last was not put to it. The control: they look at that question alone."""
+    limits = Limits(rounds=1000, missing=1, differences=1, lacking=True, left_out=3, unused=1)
+    liar = Liar(PVI, limits, max_missing=1)
+    liar.unshown, others = {ALONE}, tuple(s for s in liar.names if s != ALONE)
+    liar.total(liar.first, liar.ask(liar.first))
+    each = torch.tensor([float(s != ALONE) for s in liar.names])
+    second = liar.first._replace(
+        round=1, sum_index=2, cohort=others, accepted=dict.fromkeys(others, 1), sums=((1, 0, "round", 0),),
+        tensors={**liar.first.tensors, "sums": each, "dampings": each},
+    )  # fmt: skip
+    liar.total(second, liar.ask(second, *others))
+    for name in () if held else others:
+        silo = liar.silos[name]
+        silo.past = silo.past._replace(seen={})
+    accepted = {s: 0 if s == ALONE else 2 for s in liar.names}
+    if held:
+        with pytest.raises(ProtocolError, match="answers of 1 silos were not used, which are among the survivors"):
+            liar.isolated(accepted, {2: 1})
+    else:
+        for name in others:
+            liar.silos[name]._sum.absent_from = lambda question: None
+        assert liar.isolated(accepted, {2: 1}) < 1e-6
+
+
+def test_who_was_absent_may_be_behind_and_a_sum_that_nobody_has_may_have_failed() -> None:
+    """What an honest server says: of a sum that lacked a silo, that it lacked it; of one that failed, that no answer
+    was used. Neither is refused."""
+    limits = Limits(rounds=1000, missing=1, differences=1, lacking=True, left_out=3, unused=1)
+    liar = Liar(PVI, limits, max_missing=1)
+    replies = liar.ask(liar.first)
+    liar.total(liar.first, {s: r for s, r in replies.items() if s != ALONE})
+    liar.isolated({s: 0 if s == ALONE else 1 for s in liar.names})
+    assert {silo.past.left_out for silo in liar.silos.values()} == {0, 1}
+    liar = Liar(PVI, limits)
+    liar.ask(liar.first)
+    liar.isolated(dict.fromkeys(liar.names, 0))
+    assert {silo.past.left_out for silo in liar.silos.values()} == {1}
 
 
 @pytest.mark.parametrize("told", ["used", "not used"])
