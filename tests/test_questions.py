@@ -24,7 +24,7 @@ from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.deployment.holding import DurableSilo, HeldStore
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, DataError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.gate import Gate
@@ -589,13 +589,14 @@ def test_whatever_fails_on_data_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_servers_number_of_records_is_held_against_nobodys() -> None:
     """BCM's split of the prior asked whether a silo has more records than the server named: a bit, without noise or
-    charge. A number that is not the job's own public figure is refused whatever the records; the control is that
-    figure, in a broadcast and before the first round."""
+    charge. A number that is not the job's own public figure is refused whatever the records, and before the first round
+    under privacy that figure is held against nobody's either. The control: without privacy one bit is told, and counted
+    as of the data."""
     privacy = sf.SiloDP(noise_multiplier=1.0, noise="silo", retries=0)
     silos = [{"x": torch.randn(n), "y": torch.randn(n)} for n in (30, 20, 10)]
     model = sf.FederatedModel(_line, "row")
 
-    def built(total: int) -> tuple[Any, Any]:
+    def built(total: int, privacy: Any = privacy) -> tuple[Any, Any]:
         algorithm = sf.BCM(prior="split", total_records=total, local_steps=2)
         return build_parties(model, silos, algorithm, sf.Plain(), compile=False, privacy=privacy)[:2]
 
@@ -606,8 +607,13 @@ def test_a_servers_number_of_records_is_held_against_nobodys() -> None:
             with pytest.raises(ProtocolError) if named != 60.0 else nullcontext():
                 tell(silo, lie)
             assert silo.gate.paid == (named == 60.0)
-    with pytest.raises(InputError, match="this silo alone has more records"):
-        built(29)
+    for total in (29, 30):
+        server, engine = built(total)
+        for silo in engine.silos.values():
+            tell(silo, asked(server))
+    with pytest.raises(DataError, match="this silo alone has more records"):
+        built(29, None)
+    built(30, None)
 
 
 def _line(x: Tensor, y: Tensor) -> None:

@@ -41,7 +41,7 @@ from secure_fvi.algorithms.local_fit import CHANGE, FIRST_FIT, Families, LocalFi
 from secure_fvi.algorithms.natural import Natural, Prior, nothing, to_eta
 from secure_fvi.algorithms.options import Count
 from secure_fvi.disclosure import Declaration, Sums
-from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import AggregationError, DataError, InputError, ProtocolError, SecureFVIError
 
 #: The phase before the first round, once: a split of the prior whose N is not public.
 COUNT = "count"
@@ -282,8 +282,9 @@ class BaselineProgram(Program):
 
     def init_local(self, view: SiloView) -> OwnState:
         most = self.config.public_records
-        if most is not None and view.size > most:  # before the first round: later it would tell how many there are
-            raise InputError(f"silo '{view.silo}': total_records = {most}, but this silo alone has more records")
+        # Under privacy nobody is to hear of it (`_prior`); else before the first round: later it would tell more.
+        if most is not None and not self.terms and view.size > most:
+            raise DataError(f"silo '{view.silo}': total_records = {most}, but this silo alone has more records")
         return self.fit.init(view)
 
     def answer(self, message: Broadcast, local: OwnState, view: SiloView) -> Answer:

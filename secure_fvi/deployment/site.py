@@ -34,6 +34,8 @@ from secure_fvi.silo import UNANSWERABLE
 _log = logging.getLogger(__name__)
 #: Rows of messages that were not answered, and how many of them a job may have.
 REFUSED, _MOST_REFUSED = "refused", 1000
+#: What a message, a policy, a ledger or a disk makes fail.
+_NOT_OF_DATA = (ProtocolError, PolicyError, BudgetError, OSError)
 _STEPS = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum"}
 
 
@@ -86,7 +88,9 @@ class Site:
         known = self._trail.chain.jobs.get(job)
         if known is None or not known.accepted:
             return
-        if isinstance(error, DataError) and UNANSWERABLE not in known.omissions:  # `max_unanswered` counts the job
+        # `max_unanswered` counts the job. Once it has been let in, all that is no message's fault may follow from data.
+        begun = self.home.role == "silo" and kind != JOIN and not isinstance(error, _NOT_OF_DATA)
+        if (begun or isinstance(error, DataError)) and UNANSWERABLE not in known.omissions:
             self._trail.omission(job, UNANSWERABLE, _for_trail(error))
         if known.omissions.get(REFUSED, 0) >= _MOST_REFUSED:
             return

@@ -291,7 +291,8 @@ class SiteJob:
         # Under privacy totals have noise, planned for those that may be missing: their differences tell no more.
         limits = Limits(policy.max_rounds, missing, policy.max_differences, not private, _LEFT_OUT, unused)
         name, gate, released = self.home.id, self.guards.gates[self.home.id], self.guards.released(self.home.id)
-        silo = Silo(name, self.program, self.view, secure_sum, gate, limits, released)
+        with _of_data(name):  # the algorithm's own start
+            silo = Silo(name, self.program, self.view, secure_sum, gate, limits, released)
         silo.on_event = self._tell
         return silo
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import types
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,17 @@ from secure_fvi.deployment.names import Table, parse_table, read_bytes, write_by
 from secure_fvi.deployment.policy import write_template
 from secure_fvi.deployment.requests import read_request
 from secure_fvi.deployment.serving import Hub, remote_federation
-from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Joined, Open
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    END,
+    JOIN,
+    OPEN,
+    End,
+    Joined,
+    Open,
+    schema_digest,
+    unpack_schema,
+)
 from secure_fvi.deployment.session_sums import session_of
 from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
@@ -68,6 +78,7 @@ from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.records import read_table
+from secure_fvi.silo import Silo
 
 CONFIG: dict[str, Any] = {
     "model": {"program": "six-cities"},
@@ -674,6 +685,55 @@ def test_jobs_that_data_could_not_answer_are_counted(world: World, tmp_path: Pat
                 site.handle(offer.job, join)
     finally:
         site.close()
+
+
+def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, bytes]:
+    """What a site with 200 records answers to JOIN and OPEN of a job that says that there are so many over all."""
+    made = Job(
+        world, folder, algorithm={"name": "bcm", "prior": "split", "total_records": records, "local_steps": 10},
+        aggregation={"kind": "masked"},
+    )  # fmt: skip
+    hub, site = world.homes["hub"], Site(world.homes["east"], Local())
+    offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW, f"job-{number}")
+    with closing(site):
+        status, reply = answered(site.handle, offer.job, JOIN + sign_offer(offer, hub.identity()))
+        if status:
+            return status, reply
+        joined = CODEC.unpack(reply, Joined)
+        nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
+        schema = schema_digest(unpack_schema(joined.schema))
+        opening = Open(list(offer.silos), nonces, schema, 0, b"", 3, 0)
+        return answered(site.handle, offer.job, OPEN + CODEC.pack(opening))
+
+
+@pytest.mark.parametrize("of_data", ["where it is raised", "where it is refused", "nowhere"])
+def test_a_start_that_the_records_do_not_allow_is_counted(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_data: str
+) -> None:
+    """An algorithm begins at OPEN: BCM compares the silo's records with a public number, which a server chooses. Three
+    jobs are told, then none is let in. Either of two places sees to it, whatever the algorithm raises. The control:
+    where neither does, the server goes on until it has the number of records to the last one."""
+    begin = Silo.begin
+
+    def begun(self: Silo) -> None:
+        try:
+            begin(self)
+        except DataError as error:
+            raise InputError(str(error)) from None
+
+    monkeypatch.setattr(Silo, "begin", begun)
+    if of_data != "where it is raised":
+        monkeypatch.setattr(site_job, "_of_data", lambda silo: nullcontext())
+    if of_data == "nowhere":
+        monkeypatch.setattr("secure_fvi.deployment.site._NOT_OF_DATA", Exception)
+    assert _asks(world, tmp_path, 0, 200)[0] == 0
+    said = [_asks(world, tmp_path, number, 199)[1] for number in range(1, 5)]
+    assert [b"do not fit the model" in reply for reply in said[:3]] == [True] * 3
+    if of_data == "nowhere":
+        assert b"do not fit the model" in said[3]
+        assert _asks(world, tmp_path, 5, 200)[0] == 0
+    else:
+        assert b"max_unanswered = 3" in said[3]
 
 
 def _rows(world: World, folder: Path, cells: str) -> Any:
