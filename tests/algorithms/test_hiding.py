@@ -18,7 +18,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray, carry
-from secure_fvi.aggregation.modular import BFV_PRIME, PrimeRing
+from secure_fvi.aggregation.homomorphic_schemes import BFV_PRIME, PrimeRing
 from secure_fvi.aggregation.ring import Ring, scale_exponent
 from secure_fvi.algorithms import hiding, stationarity, weighing
 from secure_fvi.algorithms.base import Broadcast

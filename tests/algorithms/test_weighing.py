@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import BlockTable
-from secure_fvi.algorithms import weighing
+from secure_fvi.algorithms import hiding, weighing
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIProgram
 from secure_fvi.algorithms.weighing import WEIGHED, Weigher, points
@@ -120,7 +122,9 @@ class _OfCities(NamedTuple):
     def weighed(self, nats: Tensor) -> weighing.Weighed:
         """As the server does."""
         prior = lambda z: self.problem.density.log_prior(z, {})  # noqa: E731
-        return weighing.weighed(self.problem, self.q, {}, self.at, (nats - nats[0]).numpy(), prior)
+        relative, block = (nats - nats[0]).numpy(), weighing._block(self.problem)
+        total = hiding.hidden(relative, relative > math.inf, block, np.zeros(2 * len(relative))).reshape(2, -1)
+        return weighing.weighed(self.problem, self.q, {}, self.at, total, prior)
 
     def wrong_by(self, nats: Tensor) -> float:
         """The largest error at a draw of q in the first half."""
