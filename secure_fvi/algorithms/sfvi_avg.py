@@ -357,7 +357,7 @@ class SFVIAvgProgram(StructuredProgram):
         if self.full and again:
             phase = Phase(rounds, config.rounds * len(again), again)
             found[BURES] = Sum((weight, *root), phase, {ROOT: (packed,)}, scalars=(*scalars, ITERATION), known=known)
-        final, last = (records, objective, *self.final_blocks()), range(1, config.rounds + 1)
+        final, last = (records, *self.final_blocks()), range(1, config.rounds + 1)
         found[FINISH] = Sum(final, Phase(last, 1, ends=True, counts=False), sent, scalars=scalars, known=known)
         return found
 
@@ -390,7 +390,8 @@ class SFVIAvgProgram(StructuredProgram):
                 )
         finished, absent = message.phase == FINISH, self.lacks(message, scale)
         if finished and not absent:
-            state = state._replace(rest=self.rest(self.posterior(state), sums))
+            rest = self.rest(self.posterior(state), sums)
+            state = state._replace(rest=rest, objective=rest.objective)  # NaN where it is hidden
         if message.phase == COUNT:
             state = state._replace(records=round(scale * float(sums[RECORDS])), phase=MERGE)
         elif message.phase == MERGE:
@@ -517,11 +518,10 @@ class SFVIAvgProgram(StructuredProgram):
             return self._answer_merge(message, self.anchored(local, shared["eta/loc"]), shared, view)
         if message.phase == FINISH:  # the last q has come: the latents' distributions refer to it from here on
             local = self._finish(self.anchored(local, shared["eta/loc"]), shared, view)
-        found = {RECORDS: view.size, OBJECTIVE: self._bound(message, local, shared, view)}
-        if message.phase == FINISH:
             first = (view.turn + 1) * self.config.keys_a_round  # past the last question, which this answers
-            found |= self.final_answer(shared, local.record, local.silo, view, first)
-        return Answer(found, local)
+            final = self.final_answer(shared, local.record, local.silo, view, first)
+            return Answer({RECORDS: view.size, **final}, local)
+        return Answer({RECORDS: view.size, OBJECTIVE: self._bound(message, local, shared, view)}, local)
 
     def _answer_merge(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> Answer:
         """A round's local run: the silo's own eta_G and theta, averaged, and its state."""
