@@ -177,7 +177,12 @@ class TracedOnMade(Traced):
         return self.alone(*args)
 
     def alone(self, *args: Any) -> Any:
-        """One call, at once; before the one after `TRACE_AFTER_CALLS` the function is traced, on what is made."""
+        """One call, at once."""
+        return self.ready(*args)(*args)
+
+    def ready(self, *args: Any) -> Callable[..., Any]:
+        """What to call with arguments of these shapes, as often as the data ask for it: counted once. After
+        `TRACE_AFTER_CALLS` the function is traced, on what is made."""
         self._calls[()] += 1
         if self.mode != "eager" and not self._traces and self._calls[()] > TRACE_AFTER_CALLS:
             made = self._made(*args)
@@ -187,9 +192,9 @@ class TracedOnMade(Traced):
             except Exception:  # the program fails on what is made
                 self.mode = "eager"
         if not self._traces:
-            return self.fn(*args)
+            return self.fn
         run, build = self._traces[()]
-        return build(iter(run(*flatten(args))))
+        return lambda *args: build(iter(run(*flatten(args))))
 
 
 def trace_graph(fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]) -> GraphModule:

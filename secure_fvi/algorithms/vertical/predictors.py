@@ -17,6 +17,7 @@ from pyro.distributions import HalfNormal, Normal
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, transform_to
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from secure_fvi.density import param_constraint, running
@@ -194,12 +195,13 @@ def each_alone(fn: Callable[..., Any], in_dims: Any, count: int) -> Callable[...
     """`fn` of one row, mapped over `count` rows by `vmap`: none can enter another one's result, whatever `fn` does.
 
     Of several rows UntestedOperation is raised where `fn` uses, for a made row, an operation that no test has found
-    to keep apart what is mapped (`exported.untested_operations`), or fails there: what it uses is not known then.
+    to keep apart what is mapped (`exported.untested_operations`), or fails there: what it uses is not known then. What
+    is being traced has no numbers to look with: it was looked at before (`by_record`).
     """
     mapped = torch.func.vmap(fn, in_dims=in_dims)
 
     def run(*args: Any) -> Any:
-        if count > 1:
+        if count > 1 and get_proxy_mode() is None:
             _look(lambda: fn(*_made_row(in_dims, args)))
         return mapped(*args)
 

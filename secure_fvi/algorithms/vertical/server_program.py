@@ -9,10 +9,9 @@ Under privacy the pulls on a private response pass the holder's own gate before 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, Posterior, Step, Verdict
+from secure_fvi.algorithms.by_record import ByRecord
 from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE, PULL_PHASE, VerticalFrame, VerticalProblem
 from secure_fvi.algorithms.vertical.likelihoods import RecordSlopes, slopes_by_record
@@ -68,6 +68,7 @@ class VerticalServerProgram:
         self.core = VerticalServer(
             self.likelihood, Optimizer(config.optimizer, config.learning_rate), problem.dtype, config.family
         )
+        self._slopes = ByRecord(self._slopes_function, self._made, "eager", "the likelihood")
         if gate is not None:
             self._check_alone()
         self._draws = server_draws(problem.seed)
@@ -195,22 +196,21 @@ class VerticalServerProgram:
     def _slopes_alone(self, response: Response, s: Tensor, gamma: Tensor) -> RecordSlopes:
         """A record on which the likelihood fails is not a number, which the gate counts as nothing: to fail would tell
         of it without noise."""
-        with contextlib.suppress(Exception):
-            return slopes_by_record(self.likelihood, response.y, response.offset, s, gamma)
-        found = RecordSlopes(torch.full_like(s, math.nan), s.new_full((len(s), self.frame.gamma_size), math.nan))
-        for k in range(len(s)):
-            at = slice(k, k + 1)
-            with contextlib.suppress(Exception):
-                one = slopes_by_record(self.likelihood, response.y[at], response.offset[at], s[at], gamma)
-                found.predictor[k], found.gamma[k] = one.predictor[0], one.gamma[0]
-        return found
+        return RecordSlopes(*self._slopes(gamma, (*response, s)))
+
+    def _slopes_function(self, gamma: Tensor, records: Any) -> RecordSlopes:
+        y, offset, s = records
+        return slopes_by_record(self.likelihood, y, offset, s, gamma)
+
+    def _made(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Made labels, offsets (count,) and sums (count, C)."""
+        s = self.frame.move(torch.zeros(count, self.frame.columns))
+        return s[:, 0], s[:, 0], s
 
     def _check_alone(self) -> None:
         """Raise InputError for a likelihood that cannot be evaluated a record at a time, on made labels."""
-        zero = self.frame.move(torch.zeros(2, self.frame.columns))
-        gamma = self.frame.move(torch.zeros(self.frame.gamma_size))
         try:
-            slopes_by_record(self.likelihood, zero[:, 0], zero[:, 0], zero, gamma)
+            self._slopes.check(self.frame.move(torch.zeros(self.frame.gamma_size)))
         except Exception as error:  # the likelihood may be the user's
             raise InputError(
                 "record-level privacy evaluates the likelihood of each record alone, which fails on labels of 0 "

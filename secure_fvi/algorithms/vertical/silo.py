@@ -23,7 +23,6 @@ from secure_fvi.algorithms.vertical.auxiliary import log_normal
 from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone
-from secure_fvi.errors import InputError
 from secure_fvi.families import global_family
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.trees import Params, merge, part
@@ -173,25 +172,14 @@ class VerticalSilo:
 
         return torch.func.grad(prior)(params.shared)
 
-    def check_alone(self) -> None:
-        """Evaluate made records alone. Raises InputError where that fails, as it then would for each of the silo's."""
-        count, columns = 2, self.likelihood.columns
-        start = self.predictor.start
-        params = self.init(count, torch.Generator().manual_seed(0))[0]
-        params = SiloParams(*({k: v.to(start) for k, v in p.items()} for p in params))
-        zero, rows = start.new_zeros(count, columns), self.predictor.made(count)
-        response = Response(zero[:, 0], zero[:, 0]) if self._sees else ()
-        noise = Noise(start.new_zeros(self.family.noise_size), zero)
-        incoming = Incoming(zero, zero.sum(), zero, start.new_zeros(self.likelihood.gamma_size), zero.sum())
-        try:
-            sent = self.draw_by_record(params, rows, response, noise)
-            self.gradient_by_record(params, rows, response, noise, sent, incoming)
-        except Exception as error:  # program and likelihood may be the user's
-            said = " ".join(str(error).split())[:200]
-            raise InputError(
-                f"record-level privacy evaluates each record alone, which fails on made data ({type(error).__name__}: "
-                f"{said})"
-            ) from error
+    def made(self, count: int) -> tuple[Params, Params, Any, Tensor]:
+        """What `count` made records have of their own, of which none is anybody's: a row of q at its start, of the
+        columns and of the response where silos know it, and noise (count, C)."""
+        start, generator = self.predictor.start, torch.Generator().manual_seed(0)
+        record = {k: v.to(start) for k, v in self.init(count, generator)[0].record.items()}
+        z = torch.randn(count, self.likelihood.columns, generator=generator, dtype=torch.float64).to(start)
+        response = Response(z.new_zeros(count), z.new_zeros(count)) if self._sees else ()
+        return record, self.predictor.made(count), response, z
 
     def update(
         self,

@@ -8,8 +8,6 @@ exchange sums d_j, and what the update needs of it waits in the silo's state.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +17,14 @@ from torch import Tensor
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import Broadcast, Pending, adopt_if_used
+from secure_fvi.algorithms.by_record import ByRecord
 from secure_fvi.algorithms.vertical.config import SLOPE_PHASE, Vertical
 from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE, VerticalFrame, VerticalProblem, VerticalView
 from secure_fvi.algorithms.vertical.predictors import Predictor
 from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, Response, SiloParams, VerticalSilo
 from secure_fvi.algorithms.vertical.weights import logit_step, share
-from secure_fvi.compiled import Traced
-from secure_fvi.errors import ProtocolError
+from secure_fvi.compiled import Traced, TracedOnMade
+from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.trees import Params, part, put, running_average, take, to_numpy
@@ -65,16 +64,16 @@ class VerticalSiloProgram:
         self.tables, self.terms, self.order = self.frame.tables, self.frame.terms, self.frame.order
         optimizer = Optimizer(config.optimizer, config.learning_rate)
         self.core = VerticalSilo(config, problem.likelihood, predictor, len(problem.silos), optimizer)
-        if self.terms:
-            self.core.check_alone()
         mode = problem.mode
         self._draw = Traced(self.core.draw, (None,) * 5, mode, by_shape=True)
         self._slope = Traced(self.core.slope, (None,) * 6, mode, by_shape=True)
         self._update = Traced(self.core.update, (None,) * 8, mode, by_shape=True)
-        self._draw_by_record = Traced(self.core.draw_by_record, (None,) * 4, mode, by_shape=True)
-        self._gradient_by_record = Traced(self.core.gradient_by_record, (None,) * 6, mode, by_shape=True)
-        self._prior_gradient = Traced(self.core.prior_gradient, (None,) * 2, mode, by_shape=True)
-        self._ascend = Traced(self._ascend_function, (None,) * 4, mode, by_shape=True)
+        if self.terms:
+            self._draws = ByRecord(self._draw_function, self.core.made, mode, "the predictor")
+            self._gradients = ByRecord(self._gradient_function, self._made_answered, mode, "the predictor's gradient")
+            self._prior_gradient = Traced(self.core.prior_gradient, (None,) * 2, mode, by_shape=True)
+            self._ascend = TracedOnMade(self._ascend_function, self._made_ascent, mode)
+            self._check_alone()
 
     def init_local(self, view: VerticalView) -> VerticalLocal:
         generator = torch.Generator().manual_seed(view.start_seed)
@@ -185,8 +184,9 @@ class VerticalSiloProgram:
             found = self._update(params, moments, rows, response, weights, noise, incoming, scale)
             return SiloParams(*found[0]), Moments(*found[1])
         sent = self._rows_alone(local, params, view)
-        by_record = self._gradients_alone(params, rows, response, noise, sent, incoming)
-        data_free = self._prior_gradient(params, noise.theta)
+        shared = (params.shared, noise.theta, incoming.curvature)
+        by_record = SiloParams(*self._gradients(shared, (params.record, rows, response, noise.z, sent, incoming.pull)))
+        data_free = self._prior_gradient(params._replace(record={}), noise.theta)
         # theta_j follows from everyone's values, so that its gradient is noised before any row of z_j depends on it.
         names = sorted(data_free)
         together = torch.cat([by_record.shared[n].reshape(len(sent), -1) for n in names], 1)
@@ -203,37 +203,50 @@ class VerticalSiloProgram:
         """z_j (B, C) of the round that `local` is in."""
         rows, response = self._rows(local.sent_round, view), self._response(local.sent_round, view)
         noise = self._noise(local, view)
-        with contextlib.suppress(Exception):
-            found: Tensor = self._draw_by_record(params, rows, response, noise)
-            return found
-        found = torch.full_like(noise.z, math.nan)
-        for k in range(len(found)):
-            with contextlib.suppress(Exception):
-                found[k] = self.core.draw_by_record(*_only(k, params, rows, response, noise))[0]
+        found: Tensor = self._draws((params.shared, noise.theta), (params.record, rows, response, noise.z))
         return found
 
-    def _gradients_alone(
-        self, params: SiloParams, rows: Params, response: Any, noise: Noise, sent: Tensor, incoming: Incoming
-    ) -> SiloParams:
-        with contextlib.suppress(Exception):
-            return SiloParams(*self._gradient_by_record(params, rows, response, noise, sent, incoming))
-        shared = {name: value.new_full((len(sent), *value.shape), math.nan) for name, value in params.shared.items()}
-        record = {name: torch.full_like(value, math.nan) for name, value in params.record.items()}
-        for k in range(len(sent)):
-            with contextlib.suppress(Exception):
-                one = _only(k, params, rows, response, noise)
-                pulled = incoming._replace(pull=incoming.pull[k : k + 1])
-                alone = self.core.gradient_by_record(*one, sent[k : k + 1], pulled)
-                for into, found in ((shared, alone.shared), (record, alone.record)):
-                    for name in into:
-                        into[name][k] = found[name][0]
-        return SiloParams(shared, record)
+    def _draw_function(self, shared: Any, records: Any) -> Tensor:
+        (q, theta), (own, rows, response, z) = shared, records
+        return self.core.draw_by_record(SiloParams(q, own), rows, response, Noise(theta, z))
+
+    def _gradient_function(self, shared: Any, records: Any) -> SiloParams:
+        (q, theta, curvature), (own, rows, response, z, sent, pull) = shared, records
+        incoming = Incoming(pull, curvature, torch.zeros_like(pull), pull[:0, 0], torch.ones_like(curvature))
+        return self.core.gradient_by_record(SiloParams(q, own), rows, response, Noise(theta, z), sent, incoming)
+
+    def _made_answered(self, count: int) -> Any:
+        """`VerticalSilo.made`, and what the made records sent and were answered."""
+        made = self.core.made(count)
+        return *made, torch.zeros_like(made[-1]), torch.ones_like(made[-1])
+
+    def _made_ascent(self, params: SiloParams, moments: Moments, gradient: SiloParams, scale: Tensor) -> Any:
+        """What `_ascend_function` was called with, made records in place of the silo's own."""
+        made = self.core.init(self.frame.batch_records, torch.Generator().manual_seed(0))
+        own, its = ({k: v.to(scale) for k, v in part.record.items()} for part in made)
+        zero = {name: torch.zeros_like(value) for name, value in gradient.record.items()}
+        return params._replace(record=own), moments._replace(record=its), gradient._replace(record=zero), scale
 
     def _ascend_function(
         self, params: SiloParams, moments: Moments, gradient: SiloParams, scale: Tensor
     ) -> tuple[SiloParams, Moments]:
         params, moments, gradient = SiloParams(*params), Moments(*moments), SiloParams(*gradient)
         return self.core.ascend(params, moments, gradient, self.core.units(params), scale)
+
+    def _check_alone(self) -> None:
+        """Raise InputError where made records cannot be evaluated alone, as then none of the silo's could be."""
+        start = self.predictor.start
+        shared = {k: v.to(start) for k, v in self.core.init(1, torch.Generator().manual_seed(0))[0].shared.items()}
+        theta = start.new_zeros(self.core.family.noise_size)
+        try:
+            self._draws.check((shared, theta))
+            self._gradients.check((shared, theta, start.new_zeros(())))
+        except Exception as error:  # program and likelihood may be the user's
+            said = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"record-level privacy evaluates each record alone, which fails on made data ({type(error).__name__}: "
+                f"{said})"
+            ) from error
 
     def _draw_at(self, local: VerticalLocal, view: VerticalView) -> Draw:
         """The z_j of the round that `local` is in, the same however often it is asked for."""
@@ -265,16 +278,6 @@ class VerticalSiloProgram:
 
     def _moved(self, params: Params) -> Params:
         return {name: value.to(self.problem.device) for name, value in params.items()}
-
-
-def _only(
-    k: int, params: SiloParams, rows: Params, response: Response | tuple[()], noise: Noise
-) -> tuple[SiloParams, Params, Response | tuple[()], Noise]:
-    """Arguments for record k alone."""
-    at = slice(k, k + 1)
-    seen = Response(*(v[at] for v in response)) if response else ()
-    own = {name: value[at] for name, value in params.record.items()}
-    return params._replace(record=own), {n: v[at] for n, v in rows.items()}, seen, noise._replace(z=noise.z[at])
 
 
 def _settled(local: VerticalLocal) -> bool:
