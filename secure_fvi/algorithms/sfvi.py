@@ -17,7 +17,6 @@ A warm start is a few rounds of SFVI-Avg before the first one (S3.2: five such r
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +42,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
     fixed_length,
 )
+from secure_fvi.algorithms.by_record import MOST_ROWS, evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
 from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, Spread, check, check_schedule
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
@@ -72,9 +72,9 @@ from secure_fvi.trees import merge, part, put, running_average, take, to_numpy, 
 
 DIRECT, PATH = "direct", "path"
 _EXPECTED_ROUNDS = 5_000  # of a run that stops by itself
-#: Rows of a block of per-record gradients, and numbers in one above which it has fewer rows: powers of two, so that no
-#: vectorised loop ends within a block. Only what everyone knows, the model's size, decides on them.
-_FEWEST_ROWS, _MOST_ROWS, _MOST_NUMBERS = 64, 512, 2**16
+#: Rows of a block of per-record gradients at least, and numbers in one above which it has fewer than at most: powers of
+#: two as well. Only what everyone knows, the model's size, decides on them.
+_FEWEST_ROWS, _MOST_NUMBERS = 64, 2**16
 #: The first key of the draws at the final q; those of rounds are smaller.
 _FINAL = 2**30
 #: Numbers of SFVI's draws at a silo, after a warm start, begin here.
@@ -536,7 +536,7 @@ class SFVIProgram(StructuredProgram):
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal record, record_moments, dropped
             for rows in self._chunks(view.turn, view):
-                found, rows, failed = _evaluated(rows, stepped, view.size)
+                found, rows, failed = evaluated(rows, stepped, view.size)
                 dropped += failed
                 if found is not None:
                     gradients, values, new, moments = found
@@ -621,39 +621,7 @@ class SFVIProgram(StructuredProgram):
 
 def _rows_of_block(numbers: int) -> int:
     """Rows whose gradients, of so many numbers each, are held at once."""
-    return min(_MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
-
-
-_Step = Callable[[Rows], tuple[Any, ...]]
-
-
-def _evaluated(rows: Rows, step: _Step, spare: int) -> tuple[tuple[Any, ...] | None, Rows, int]:
-    """What `step` gives for a block of rows, which rows these are, and on how many it failed.
-
-    Where the program raises anything (a matrix that cannot be factorised), the records on which it does are found and
-    the block is evaluated again with the spare row in their place, which is what a zero is: in the same shape, so that
-    no bit of another record's numbers moves. To fail would tell the server of them, without noise, as often as it
-    asks. None where the spare row itself fails, as it then does in each block of every silo.
-    """
-    with contextlib.suppress(Exception):
-        return step(rows), rows, 0
-    failing = _failing(rows[rows < spare], len(rows), step, spare)
-    rest = np.where(np.isin(rows, failing), spare, rows)
-    with contextlib.suppress(Exception):
-        return step(rest), rest, len(failing)
-    return None, rest, int((rows < spare).sum())
-
-
-def _failing(some: Rows, size: int, step: _Step, spare: int) -> list[int]:
-    """Those rows on which `step` raises, each looked at in a block of the same shape."""
-    try:
-        step(np.append(some, np.full(size - len(some), spare, np.int64)))
-        return []
-    except Exception:
-        if len(some) <= 1:
-            return some.tolist()
-    half = len(some) // 2
-    return [row for part in (some[:half], some[half:]) for row in _failing(part, size, step, spare)]
+    return min(MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
 
 
 # ---- after a warm start ----

@@ -88,7 +88,7 @@ def test_a_record_on_which_the_program_fails_moves_no_other(how: str) -> None:
 
 
 def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
-    """`sfvi._evaluated` as it was: where a row fails, all others are evaluated in another shape."""
+    """`by_record.evaluated` as it was: where a row fails, all others are evaluated in another shape."""
     with contextlib.suppress(Exception):
         return step(rows), rows, 0
     found, kept = [], []
@@ -104,7 +104,7 @@ def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
 
 def test_records_evaluated_again_in_another_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(sfvi, "_evaluated", _in_pairs)
+    monkeypatch.setattr(sfvi, "evaluated", _in_pairs)
     assert gaps(functools.partial(failing_world, "unfenced"), ROUNDS).max() > 50
 
 
