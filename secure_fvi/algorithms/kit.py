@@ -104,12 +104,30 @@ class RecordAnswer(NamedTuple):
     dropped: Callable[[], int]
 
 
+class RowAnswer(NamedTuple):
+    """An answer with a row a person, for record privacy of who is known to take part. Never leaves but through a gate.
+
+    hidden: the phase to which it is charged and gradients by person (B, n), whose noised sum stays here; None for none.
+    rows: from that sum (n,), float64, the rows (B, C) that are released, noised, and what is kept: a silo's next state.
+    """
+
+    hidden: tuple[str, Tensor] | None
+    rows: Callable[[Tensor | None], tuple[Tensor, Any]]
+
+    def through(self, gate: Gate) -> tuple[Release, Any]:
+        """What `gate` lets out, and what is kept."""
+        rows, kept = self.rows(None if self.hidden is None else gate.hidden_sum(*self.hidden))
+        return gate.release_rows(rows.detach()), kept
+
+
 class Program(ABC):
     """Options bound to a problem: `algorithms.base.ServerProgram` and `SiloProgram` in one. It holds no data, so that
     all silos of a process share its traces; every party builds the same one."""
 
     #: Why an algorithm takes no record privacy, as an error says it. Empty: it does.
     no_record_privacy: ClassVar[str] = ""
+    #: At a server that holds data, a private response: the gate through which what follows from them goes.
+    gate: Gate | None = None
 
     def __init__(self, config: Any, problem: Problem) -> None:
         self.config, self.problem = config, problem
@@ -142,7 +160,7 @@ class Program(ABC):
     def broadcast(self, state: Any, index: int, accepted: Mapping[str, int]) -> Broadcast: ...
 
     @abstractmethod
-    def answer(self, message: Broadcast, local: Any, view: SiloView) -> Answer | RecordAnswer:
+    def answer(self, message: Broadcast, local: Any, view: SiloView) -> Answer | RecordAnswer | RowAnswer:
         """Draws are keyed by `view.turn`."""
 
     @abstractmethod
@@ -206,6 +224,8 @@ class Program(ABC):
 
     def contribute(self, message: Broadcast, local: Any, view: SiloView, gate: Gate) -> tuple[Release, Any]:
         found, phase = self.answer(message, local, view), message.phase
+        if isinstance(found, RowAnswer):
+            return found.through(gate)
         if isinstance(found, RecordAnswer):
             blocks = self.tables[phase].blocks
             own = None if found.own is None else torch.from_numpy(self._flat(found.own, blocks, some=True))
@@ -229,6 +249,13 @@ class Program(ABC):
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
         return self.step(state, message, self.tables[message.phase].split(total), scale)
+
+    def release_held(self, message: Broadcast, phase: str, found: RowAnswer) -> tuple[FloatArray, Any]:
+        """In `step`, at a server with a gate: what leaves it of the data that it holds, and what is kept."""
+        assert self.gate is not None
+        self.gate.begin(message.sum_index, phase, len(message.cohort))
+        release, kept = found.through(self.gate)
+        return release.values, kept
 
     def answered(self, scale: float) -> float:
         """The silos in a total, from its `scale`."""
