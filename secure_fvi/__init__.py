@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.sfvi import SFVI as SFVI
     from secure_fvi.algorithms.sfvi import WarmStart as WarmStart
     from secure_fvi.algorithms.sfvi_avg import SFVIAvg as SFVIAvg
-    from secure_fvi.algorithms.vertical.config import Vertical as Vertical
     from secure_fvi.algorithms.vertical.soul import Soul as Soul
+    from secure_fvi.algorithms.vertical.vertical import Vertical as Vertical
     from secure_fvi.columns import Columns as Columns
     from secure_fvi.driving import Progress as Progress
     from secure_fvi.driving import Run as Run
@@ -71,7 +71,7 @@ _HOME = {
     "Soul": "secure_fvi.algorithms.vertical.soul",
     "StreamingVB": "secure_fvi.algorithms.baselines",
     "VCL": "secure_fvi.algorithms.baselines",
-    "Vertical": "secure_fvi.algorithms.vertical.config",
+    "Vertical": "secure_fvi.algorithms.vertical.vertical",
     "WarmStart": "secure_fvi.algorithms.sfvi",
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.fitting",

@@ -21,15 +21,17 @@ from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, SecureSum, carry
 from secure_fvi.algorithms.base import Posterior
-from secure_fvi.algorithms.vertical.config import Vertical
-from secure_fvi.algorithms.vertical.frame import PULL_PHASE, VerticalFrame, VerticalProblem, VerticalView
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import Predictor, Program, linear
-from secure_fvi.algorithms.vertical.server_program import VerticalServerProgram
-from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
 from secure_fvi.algorithms.vertical.soul import Soul
-from secure_fvi.algorithms.vertical.soul_program import SoulSiloProgram
+from secure_fvi.algorithms.vertical.steps import Response
+from secure_fvi.algorithms.vertical.vertical import (
+    ColumnsProgram,
+    Held,
+    Vertical,
+    VerticalProblem,
+    VerticalView,
+)
 from secure_fvi.building import check_common, derived_secret, device_named
 from secure_fvi.compiled import choose_mode
 from secure_fvi.contracts import check_predictor, check_predictor_at_silo
@@ -106,34 +108,33 @@ def column_parties(
     _check_aligned(columns, len(known.y))
     mode = choose_mode(options["compile"], algorithm.expected_calls * len(silos), numbers_of(silos))
     problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
-    frame, noise = VerticalFrame(algorithm, problem), NoiseSource(options["noise_key"])
-    disclosed.of_program(frame.tables, {p: t for p, t in frame.terms.items() if p in frame.tables}, aggregation)
-    server_sum, silo_sums = strong_enough(aggregation, frame.terms).local_parties(ordered)
+    bare, noise = algorithm.program(problem), NoiseSource(options["noise_key"])
+    disclosed.of_program(bare.tables, {p: t for p, t in bare.terms.items() if p in bare.tables}, aggregation)
+    server_sum, silo_sums = strong_enough(aggregation, bare.terms).local_parties(ordered)
     books = options["books"] or Books()
-    guards = build_guards(ordered, frame.tables, frame.terms, algorithm.name, books, noise)
-    if frame.terms and algorithm.response == "private":
-        terms = frame.response_terms()
-        tables = {PULL_PHASE: terms[PULL_PHASE].table(frame.z_blocks, [])}
-        holder = build_guards((RESPONSE_HOLDER,), tables, terms, algorithm.name, books, noise)
+    guards = build_guards(ordered, bare.tables, bare.terms, algorithm.name, books, noise)
+    if bare.terms and algorithm.response == "private":
+        holder = build_guards((RESPONSE_HOLDER,), *bare.of_holder(), algorithm.name, books, noise)
         guards = guards._replace(holder=holder)
     built: dict[str, Silo] = {}
-    shared: dict[Any, VerticalSiloProgram | SoulSiloProgram] = {}
+    shared: dict[Any, ColumnsProgram] = {}
     for name, program in zip(names, programs, strict=True):
         owner = b"silo/" + name.encode()
-        secret = silo_secret(lambda o=owner: derived_secret(seed, o), bool(frame.terms), options["noise_key"])  # type: ignore[misc]
+        secret = silo_secret(lambda o=owner: derived_secret(seed, o), bool(bare.terms), options["noise_key"])  # type: ignore[misc]
         seen = known if algorithm.response == "shared" else ()
         # Silos of one program and shape share its traces; it holds no data.
         rows = columns[name]
         key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
         if key not in shared:
-            shared[key] = _silo_program(algorithm, problem, _predictor(name, program, rows, likelihood, frame))
-        if not frame.terms:
+            predictor = _predictor(name, program, rows, likelihood, bool(bare.terms))
+            shared[key] = algorithm.program(problem, predictor)
+        if not bare.terms:
             check_predictor_at_silo(shared[key].predictor, rows, name)
         view, silo_program = _view(name, rows, seen, secret), shared[key]
         released = guards.released(name)
         built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
     gate = guards.holder.gates[RESPONSE_HOLDER] if guards.holder is not None else None
-    server = Server(problem, VerticalServerProgram(algorithm, problem, known, gate), server_sum, noise)
+    server = Server(problem, algorithm.program(problem, Held(known, gate)), server_sum, noise)
     return Parties(server, LocalEngine({n: built[n] for n in ordered}), guards)
 
 
@@ -147,22 +148,14 @@ def _check_aligned(columns: Mapping[str, Params], people: int) -> None:
             )
 
 
-def _predictor(silo: str, program: Program, rows: Params, likelihood: Likelihood, frame: VerticalFrame) -> Predictor:
+def _predictor(silo: str, program: Program, rows: Params, likelihood: Likelihood, alone: bool) -> Predictor:
     """Read and checked on made data. Raises InputError, which names the silo."""
     try:
         found = Predictor(program, rows, likelihood.columns)
-        check_predictor(found, alone=bool(frame.terms))
+        check_predictor(found, alone)
     except InputError as error:
         raise InputError(f"silo '{silo}': {error}") from error
     return found
-
-
-def _silo_program(
-    algorithm: Vertical | Soul, problem: VerticalProblem, predictor: Predictor
-) -> VerticalSiloProgram | SoulSiloProgram:
-    if isinstance(algorithm, Soul):
-        return SoulSiloProgram(algorithm, problem, predictor)
-    return VerticalSiloProgram(algorithm, problem, predictor)
 
 
 def _view(silo: str, rows: Params, response: Response | tuple[()], secret: bytes) -> VerticalView:
@@ -231,7 +224,7 @@ class VerticalLocalPosterior:
     """One silo's q(theta_j), or SOUL's draws, and the values of its `pyro.param`s. For that silo's eyes."""
 
     def __init__(self, silo: Silo) -> None:
-        assert isinstance(silo.program, VerticalSiloProgram | SoulSiloProgram)
+        assert isinstance(silo.program, ColumnsProgram)
         self.silo, self._program, self._rows = silo.name, silo.program, silo.view.rows
         self._local, self.q = silo.local, silo.program.local_fit(silo.local)
 
@@ -241,9 +234,7 @@ class VerticalLocalPosterior:
     @property
     def likelihood_weight(self) -> float:
         """w_j of the power likelihood in its last round; 0 in the augmented-variable model."""
-        if isinstance(self._program, SoulSiloProgram):
-            return self._program.core.share if self._program.config.is_power else 0.0
-        return float(self._local.answered.share)
+        return self._program.likelihood_weight(self._local)
 
     @property
     def posterior(self) -> SitePosteriors:
@@ -266,7 +257,7 @@ class VerticalLocalPosterior:
         if moved.keys() != self._rows.keys():
             raise InputError(f"silo '{self.silo}': give the columns {', '.join(self._rows)}, not {', '.join(moved)}")
         points = part(self.q, "point")
-        predictor, alone = self._program.predictor, bool(self._program.frame.terms)
+        predictor, alone = self._program.predictor, bool(self._program.terms)
 
         def draw(theta: Tensor) -> Tensor:  # as in the fit
             return (

@@ -33,7 +33,7 @@ ALGORITHMS = {
     "soul": "secure_fvi.algorithms.vertical.soul:Soul",
     "streaming-vb": "secure_fvi.algorithms.baselines:StreamingVB",
     "vcl": "secure_fvi.algorithms.baselines:VCL",
-    "vertical": "secure_fvi.algorithms.vertical.config:Vertical",
+    "vertical": "secure_fvi.algorithms.vertical.vertical:Vertical",
 }
 #: What `[aggregation] kind` may be.
 AGGREGATIONS = {

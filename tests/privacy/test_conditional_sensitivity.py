@@ -24,8 +24,8 @@ from secure_fvi import columns
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.pvi import PVILocal, PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
-from secure_fvi.algorithms.vertical.silo import VerticalSilo
-from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.algorithms.vertical.steps import VerticalSilo
+from secure_fvi.algorithms.vertical.vertical import VerticalProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
@@ -362,7 +362,7 @@ def test_rows_that_fail_with_one_person_are_found(monkeypatch: pytest.MonkeyPatc
     def shipped(self: Any, local: Any, params: Any, view: Any) -> Tensor:
         return _together(self.core, params, view.rows, (), self._noise(local, view))
 
-    monkeypatch.setattr(VerticalSiloProgram, "_rows_alone", shipped)
+    monkeypatch.setattr(VerticalProgram, "_rows_alone", shipped)
     assert gaps(lambda changed: columns_world(changed, _cannot_be_factorised, 7, 1), 1).max() > 1.5
 
 

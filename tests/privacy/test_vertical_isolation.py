@@ -140,7 +140,7 @@ def test_nobody_decides_on_what_is_traced_or_compiled(monkeypatch: pytest.Monkey
                 parties.engine.run(parties.server.round())
         program: Any = parties.engine.silos["silo-1"].program
         if private:
-            assert program._draws.traced.traced
+            assert program._draws_alone.traced.traced
             assert program._gradients.traced.traced
             assert program._ascend.traced
             assert not any(shown)

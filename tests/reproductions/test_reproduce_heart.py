@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Predictor, Vertical, VerticalServer, VerticalSilo
-from secure_fvi.algorithms.vertical.silo import Incoming, Moments, Noise, Response
-from secure_fvi.algorithms.vertical.split_nn import SplitSilo
+from secure_fvi.algorithms.vertical.steps import Incoming, Moments, Noise, Response
 from secure_fvi.compiled import Mode
 from secure_fvi.errors import InputError
 from secure_fvi.models.heart import Heart, bayesian_network, split_network
@@ -22,6 +21,7 @@ from secure_fvi_lab.experiments.heart import (
     PAPER,
     HierarchicalRound,
     SplitRound,
+    SplitSilo,
     Task,
     by_fold,
     logistic,

@@ -12,7 +12,7 @@ from quick_run import quick_run
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical import Poisson, Predictor
-from secure_fvi.algorithms.vertical.marginal import log_marginal
+from secure_fvi.algorithms.vertical.likelihoods import log_marginal
 from secure_fvi.models import vertical_poisson as model
 from secure_fvi_lab.experiments import vertical_poisson
 from secure_fvi_lab.experiments.vertical_poisson import (

@@ -10,7 +10,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.vertical import Gaussian, Likelihood, Vertical
-from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.columns import VerticalResult
 from secure_fvi.trees import Params
 

@@ -23,8 +23,8 @@ from secure_fvi.algorithms.vertical import (
     linear,
     shared_batch,
 )
-from secure_fvi.algorithms.vertical.auxiliary import log_normal
-from secure_fvi.algorithms.vertical.silo import Incoming, Noise, Response, SiloParams
+from secure_fvi.algorithms.vertical.predictors import log_normal
+from secure_fvi.algorithms.vertical.steps import Incoming, Noise, Response, SiloParams
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
@@ -238,9 +238,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], word: str) -> None:
 
 def test_contributions_do_not_grow_with_the_silos() -> None:
     """Upload a round: batch x columns numbers a phase, whatever J is."""
-    tables = Vertical(model="power").tables(512, 1, 1)
-    assert {name: t.size for name, t in tables.items()} == {"auxiliary": 514, "slope": 514}
-    assert Vertical().tables(512, 1, 1).keys() == {"auxiliary"}
+    blocks = Vertical(model="power").blocks(512, 1, 1)
+    assert {name: sum(b.size for b in of) for name, of in blocks.items()} == {"auxiliary": 514, "slope": 514}
+    assert Vertical().blocks(512, 1, 1).keys() == {"auxiliary"}
 
 
 def test_shared_batches() -> None:

@@ -20,7 +20,7 @@ from secure_fvi.algorithms.vertical import (
     Poisson,
     Vertical,
 )
-from secure_fvi.algorithms.vertical.marginal import marginal
+from secure_fvi.algorithms.vertical.likelihoods import marginal
 from secure_fvi.errors import InputError
 
 
@@ -74,7 +74,7 @@ def test_the_posterior_is_that_of_the_augmented_model() -> None:
             at = torch.stack([gamma.new_zeros(()), gamma.new_tensor(SIGMA).log()])
             return -0.5 * ((gamma - at) / 1e-3).square().sum()
 
-    import secure_fvi.algorithms.vertical.marginal as module
+    import secure_fvi.algorithms.vertical.likelihoods as module
 
     known = Known()
     config = Vertical(rho=rho, family="full", rounds=1500, learning_rate=0.05, auxiliary=Integrated())

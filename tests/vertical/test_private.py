@@ -11,9 +11,8 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Categorical, Integrated, MeanField, Poisson, Vertical
-from secure_fvi.algorithms.vertical.frame import HIDDEN_PHASE
-from secure_fvi.algorithms.vertical.silo import Incoming, Noise, SiloParams
-from secure_fvi.algorithms.vertical.silo_program import VerticalSiloProgram
+from secure_fvi.algorithms.vertical.steps import Incoming, Noise, SiloParams
+from secure_fvi.algorithms.vertical.vertical import HIDDEN_PHASE, VerticalProgram
 from secure_fvi.driving import Parties
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import AggregationError, BudgetError, InputError
@@ -52,7 +51,7 @@ def _parties(privacy: Any, **options: Any) -> Parties[LocalEngine]:
 def test_record_gradients_add_up_to_the_gradient(auxiliary: Any) -> None:
     parties = _parties(None, auxiliary=auxiliary)
     silo = parties.engine.silos["silo-1"]
-    assert isinstance(silo.program, VerticalSiloProgram)
+    assert isinstance(silo.program, VerticalProgram)
     core, view = silo.program.core, silo.view
     rng = torch.Generator().manual_seed(0)
 

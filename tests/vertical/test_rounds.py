@@ -21,8 +21,7 @@ from secure_fvi.algorithms.vertical import (
     grouped_slopes,
     linear,
 )
-from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.algorithms.vertical.weights import weight_gradient
+from secure_fvi.algorithms.vertical.steps import Response, weight_gradient
 from secure_fvi.columns import VerticalResult
 
 #: Runs of hundreds of rounds each; what they are compared with says more than the rule for settling.

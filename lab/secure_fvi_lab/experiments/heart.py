@@ -30,10 +30,18 @@ from secure_fvi.algorithms.vertical import (
     VerticalSilo,
 )
 from secure_fvi.algorithms.vertical.predictors import Program
-from secure_fvi.algorithms.vertical.server import Answer, ServerParams
-from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, Response, SiloParams
-from secure_fvi.algorithms.vertical.split_nn import SplitSilo
+from secure_fvi.algorithms.vertical.steps import (
+    Answer,
+    Draw,
+    Incoming,
+    Moments,
+    Noise,
+    Response,
+    ServerParams,
+    SiloParams,
+)
 from secure_fvi.compiled import Mode, Traced
+from secure_fvi.errors import InputError
 from secure_fvi.models.heart import Heart, bayesian_network, load, split_network, standardise
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.runs.marginals import default_dtype
@@ -62,6 +70,48 @@ _MODE: Mode = "traced"
 _SPREAD = 0.5
 
 Row = dict[str, Any]
+
+
+class SplitSilo:
+    """Split NN (section 5.3): each silo's network answers the same slope, one step an exchange.
+
+    draw      z_j = f(x_j; phi_j) (N, C), which the silo adds to the secure sum: the limit rho = 0, weights as points
+    update    one ascent step on phi_j along the pull dlog p(y | s)/ds of the server (`VerticalServer.respond`)
+
+    Nothing is sampled: z_j tells what the network outputs, and several steps a round would need a new s each. Pure
+    functions of one silo's columns; the predictor's `pyro.param` sites are phi_j.
+    """
+
+    def __init__(self, predictor: Predictor, optimizer: Optimizer) -> None:
+        if predictor.n:
+            raise InputError("a split NN fits points: its program must have pyro.param sites only, no pyro.sample")
+        self.predictor, self.optimizer = predictor, optimizer
+
+    def init(self) -> tuple[Params, Params]:
+        """phi_j, and the optimiser's state for it."""
+        return self.predictor.points, self.optimizer.init(self.predictor.points)
+
+    def draw(self, points: Params, rows: Params) -> Tensor:
+        """z_j (N, C)."""
+        return self.predictor.evaluate(self.predictor.start, points, rows)[0]
+
+    def update(
+        self, points: Params, moments: Params, rows: Params, weights: Tensor, pull: Tensor, scale: Tensor
+    ) -> tuple[Params, Params]:
+        """One step from the pull (N, C) and the records' weights (N,), `scale` () times the learning rate."""
+        return self.ascend(points, self.gradient(points, rows, weights, pull), moments, scale)
+
+    def gradient(self, points: Params, rows: Params, weights: Tensor, pull: Tensor) -> Params:
+        """Of sum_i weights_i log p(y_i | s_i) in phi_j, exactly."""
+
+        def pulled(points: Params) -> Tensor:
+            return (weights.unsqueeze(-1) * pull * self.draw(points, rows)).sum()
+
+        return torch.func.grad(pulled)(points)
+
+    def ascend(self, points: Params, gradient: Params, moments: Params, scale: Tensor) -> tuple[Params, Params]:
+        """One step of the optimiser: element by element, so that runs can be stacked."""
+        return self.optimizer.step(points, gradient, moments, scale)
 
 
 class Effort(NamedTuple):
@@ -112,7 +162,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
             "log_likelihood_noisy": ours["log_likelihood_noisy"],
         },
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": Vertical().tables(records, 1, 1)["auxiliary"].size * 8,
+        "bytes": sum(8 * b.size for b in Vertical().blocks(records, 1, 1)["auxiliary"]),
         "machine": machine(),
         "setting": (
             f"{len(data[False].y)} patients, {FOLDS} stratified folds; log-likelihood: nats a patient, of the "
@@ -289,7 +339,9 @@ def _row(name: str, found: Probabilities, y: Tensor, folds: Folds, cost: Exchang
         "rho": cost.rho,
         "local_steps": cost.local_steps,
         "exchanges": cost.rounds,
-        "bytes_up_per_silo_and_exchange": Vertical().tables(int((~folds.test[0]).sum()), 1, 1)["auxiliary"].size * 8,
+        "bytes_up_per_silo_and_exchange": sum(
+            8 * b.size for b in Vertical().blocks(int((~folds.test[0]).sum()), 1, 1)["auxiliary"]
+        ),
         "seconds": round(cost.seconds, 1),
         "curve": {"exchanges": cost.at, "log_likelihood": cost.log_likelihood},
     }

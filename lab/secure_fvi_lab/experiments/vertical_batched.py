@@ -23,9 +23,8 @@ from secure_fvi.algorithms.vertical import (
     linear,
 )
 from secure_fvi.algorithms.vertical.predictors import Program
-from secure_fvi.algorithms.vertical.server import ServerParams
-from secure_fvi.algorithms.vertical.silo import Draw, Incoming, Moments, Noise, Response, SiloParams
 from secure_fvi.algorithms.vertical.soul import gamma_step
+from secure_fvi.algorithms.vertical.steps import Draw, Incoming, Moments, Noise, Response, ServerParams, SiloParams
 from secure_fvi.compiled import Mode, Traced
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.trees import Params, part, running_average

@@ -25,8 +25,8 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, MeanField, Soul, Vertical
-from secure_fvi.algorithms.vertical.marginal import marginal
-from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.algorithms.vertical.likelihoods import marginal
+from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
 from secure_fvi.runs.marginals import default_dtype, density, seeded
@@ -126,7 +126,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
             "largest": max(worst),
         },
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": Vertical().tables(RECORDS, 1, 1)["auxiliary"].size * 8,
+        "bytes": sum(8 * b.size for b in Vertical().blocks(RECORDS, 1, 1)["auxiliary"]),
         "machine": machine(),
         "setting": (
             f"{RECORDS} records, {COLUMNS} columns, {' and '.join(map(str, effort.silos))} silos; {effort.rounds} "

@@ -26,9 +26,9 @@ from secure_fvi.algorithms.vertical import (
     Vertical,
     grouped_slopes,
 )
-from secure_fvi.algorithms.vertical.marginal import marginal
+from secure_fvi.algorithms.vertical.likelihoods import marginal
 from secure_fvi.algorithms.vertical.predictors import Program
-from secure_fvi.algorithms.vertical.silo import Response
+from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_poisson import (
     AREAS,
@@ -109,7 +109,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
             "standard_error": statistics.stdev(per_set) / math.sqrt(len(per_set)),
         },
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": Vertical().tables(effort.areas, 1, 1)["auxiliary"].size * 8,
+        "bytes": sum(8 * b.size for b in Vertical().blocks(effort.areas, 1, 1)["auxiliary"]),
         "machine": machine(),
         "setting": (
             f"{effort.areas} areas, {SILOS} silos of 2 columns, prior scale {SCALE}, base rate {RATE}, rho = {RHO:g}; "

@@ -1,12 +1,18 @@
 """Vertical federated inference: silos hold different columns of the same people (Hassan et al. 2024)."""
 
-from secure_fvi.algorithms.vertical.auxiliary import Amortised, Auto, Integrated, MeanField
-from secure_fvi.algorithms.vertical.config import AUXILIARY_PHASE, SLOPE_PHASE, Vertical, shared_batch
 from secure_fvi.algorithms.vertical.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
-from secure_fvi.algorithms.vertical.predictors import Predictor, grouped_slopes, linear
-from secure_fvi.algorithms.vertical.server import VerticalServer
-from secure_fvi.algorithms.vertical.silo import VerticalSilo
+from secure_fvi.algorithms.vertical.predictors import (
+    Amortised,
+    Auto,
+    Integrated,
+    MeanField,
+    Predictor,
+    grouped_slopes,
+    linear,
+)
 from secure_fvi.algorithms.vertical.soul import Soul, SoulSilo
+from secure_fvi.algorithms.vertical.steps import VerticalServer, VerticalSilo
+from secure_fvi.algorithms.vertical.vertical import AUXILIARY_PHASE, SLOPE_PHASE, Vertical, shared_batch
 
 __all__ = [
     "AUXILIARY_PHASE",

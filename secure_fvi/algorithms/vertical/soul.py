@@ -9,81 +9,99 @@ One round, in the shape of the variational rounds:
 
 Draws never leave a silo. z is a posterior mode (De Bortoli et al. 2021), so that theta's posterior comes out narrower
 than with z integrated out. The text's (18) and (19) print minus signs before log densities: they are plus here.
+
+A silo answers the broadcast of a round when it knows the pull on the z_j of the last one: in the augmented-variable
+model it then draws theta_j given that z_j, moves it, and sends the new one. In the power model theta_j is drawn when s
+and gamma are known, in the sum of slopes, and z_j moves with the next broadcast.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.func import vmap
 
-from secure_fvi.aggregation.base import BlockTable
-from secure_fvi.algorithms.vertical.auxiliary import log_normal
-from secure_fvi.algorithms.vertical.config import RunShape, block_tables, check_response, row_sums
+from secure_fvi.algorithms import stopping
+from secure_fvi.algorithms.base import Broadcast
+from secure_fvi.algorithms.kit import Answer, Sum
+from secure_fvi.algorithms.options import Count, Momentum, Positive, Says, check
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
-from secure_fvi.algorithms.vertical.predictors import Predictor
-from secure_fvi.algorithms.vertical.silo import Response
-from secure_fvi.disclosure import Declaration
+from secure_fvi.algorithms.vertical.predictors import Predictor, log_normal
+from secure_fvi.algorithms.vertical.steps import Response
+from secure_fvi.algorithms.vertical.vertical import (
+    AUXILIARY,
+    GAMMA,
+    LOCAL,
+    SLOPE,
+    SLOPE_PHASE,
+    UNSETTLED,
+    VALUE,
+    ColumnsProgram,
+    Held,
+    RunShape,
+    VerticalProblem,
+    VerticalView,
+    settled,
+)
+from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.trees import Params
+from secure_fvi.privacy.terms import Terms
+from secure_fvi.trees import Params, to_numpy
 
 _POWER_ITERATIONS = 30
 
 
 @dataclass(frozen=True)
 class Soul(RunShape):
-    """Choices of SOUL.
-
-    draws: Langevin steps a round, M. step: their length times the largest curvature of theta_j's density; a direction
-    with that curvature comes out with its variance too large by a factor 1 / (1 - step / 2).
-    settle: rounds after which the steps on z begin to fall, with the power `decay` of the round.
-    response, rounds, learning_rate (of gamma), optimizer and bound as in `Vertical`. burn_in: the share of rounds whose
-    draws are thrown away; of the later ones `keep` are kept at the silo, evenly spread.
-    """
+    """Options of SOUL. Unlike `Vertical` it asks every silo for every record in each round, takes gamma as a point, and
+    weighs all silos alike."""
 
     model: Literal["augmented", "power"] = "augmented"
-    rho: float = 1.0
-    draws: int = 5
-    step: float = 0.2
-    settle: int = 200
-    decay: float = 0.8
+    """As in `Vertical`, like rho, response, rounds, optimizer and bound."""
+    rho: Positive = 1.0
+    """Standard deviation of z_j given eta_j."""
+    draws: Count = 5
+    """Langevin steps a round, M."""
+    step: Annotated[float, Field(gt=0, lt=2), Says("relative to the stable length must lie in (0, 2)")] = 0.2
+    """Their length times the largest curvature of theta_j's density; a direction with that curvature comes out with its
+    variance too large by a factor 1 / (1 - step / 2)."""
+    settle: Count = 200
+    """Rounds after which the steps on z begin to fall,"""
+    decay: Annotated[float, Field(gt=0.5, le=1), Says("must lie in (0.5, 1] for the steps to converge")] = 0.8
+    """with this power of the round."""
     response: Literal["shared", "private"] = "shared"
-    rounds: int = 4000
+    """Who knows y."""
+    rounds: Count = 4000
+    """How many."""
     learning_rate: float = 0.02
+    """Of gamma."""
     optimizer: str = "adam"
-    burn_in: float = 0.5
-    keep: int = 1000
-    bound: float = 2.0**20
+    """Of gamma."""
+    burn_in: Momentum = 0.5
+    """The share of rounds whose draws are thrown away."""
+    keep: Count = 1000
+    """Draws of the later ones that are kept at the silo, evenly spread."""
+    bound: Positive = 2.0**20
+    """Largest absolute value of an element of a contribution."""
 
     name: ClassVar[str] = "soul"
     importance_samples: ClassVar[int] = 1
-    # What `Vertical` offers and SOUL does not: every silo and every record in each round, gamma a point, equal weights.
     family: ClassVar[str] = "point"
     batch_size: ClassVar[None] = None
-    weight_concentration: ClassVar[None] = None
-    participation: ClassVar[float] = 1.0
     max_staleness: ClassVar[int] = 0
-    local_steps: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_response(self.model, self.response)
-        if not 0 < self.rho < math.inf:
-            raise InputError(f"rho must be positive and finite, not {self.rho}")
+        check(self)
+        self.check_response()
         Optimizer(self.optimizer, self.learning_rate)
-        if not 0 <= self.burn_in < 1:
-            raise InputError(f"burn_in lies in [0, 1), not {self.burn_in}")
-        for name in ("draws", "settle", "rounds", "keep"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
-        if not 0 < self.step < 2:
-            raise InputError(f"step, relative to the stable length, lies in (0, 2), not {self.step}")
-        if not 0.5 < self.decay <= 1:
-            raise InputError(f"decay lies in (0.5, 1] for the steps to converge, not {self.decay}")
 
     def multiplier(self, round_: int) -> float:
         """Of the learning rate of gamma."""
@@ -93,21 +111,125 @@ class Soul(RunShape):
         """Whether draws of `round_` are kept, and gamma averaged."""
         return round_ >= self.rounds * self.burn_in
 
-    def declare(self, silos: int, private: bool) -> Declaration:
-        return row_sums(self.phases, self.rounds, silos, self.participation, private)
-
     def resolved(self, likelihood: Likelihood) -> Soul:
         return self
 
     def seen_by_holder(self, likelihood: Likelihood, silos: int) -> Likelihood:
         return likelihood
 
-    def tables(self, records: int, columns: int, gamma_size: int) -> dict[str, BlockTable]:
-        return block_tables(self.model, records, columns, gamma_size, self.bound, weights=False)
-
     def rate(self, round_: int) -> float:
         """Factor on the steps of z and gamma in a round."""
         return min(1.0, (self.settle / (round_ + 1)) ** self.decay)
+
+    def program(self, problem: VerticalProblem, held: Predictor | Held | None = None) -> SoulProgram:
+        """As `Vertical.program`."""
+        return SoulProgram(self, problem, held)
+
+
+class SoulLocal(NamedTuple):
+    """A silo's state. It never leaves the silo."""
+
+    theta: Tensor  # (n,) the last draw
+    z: Tensor  # (N, C)
+    mean_eta: Tensor  # (N, C) over the last round's draws
+    own: Tensor  # (N, C) power: its own slope in the last sum
+    length: Tensor  # () of a Langevin step
+    rounds: int  # rounds whose z_j the server has
+    kept: Tensor  # (kept, n) draws after burn-in
+    monitor: stopping.Monitor  # of the draws
+
+
+class SoulProgram(ColumnsProgram):
+    """SOUL on one problem."""
+
+    def agreed(self, sums: Mapping[str, Sum]) -> dict[str, Terms]:
+        raise InputError("SOUL's draws of theta_j are not private, and z_j follows them; use the vertical rounds")
+
+    def set_silo(self, predictor: Predictor) -> None:
+        config, problem, mode = self.config, self.problem, self.problem.mode
+        self.predictor = predictor
+        self.core = SoulSilo(config, problem.likelihood, predictor, len(problem.silos))
+        self._langevin = Traced(self.core.langevin, (None,) * 8, mode, by_shape=True)
+        self._mean_eta = Traced(self.core.mean_eta, (None,) * 2, mode, by_shape=True)
+        self._slope = Traced(self.core.slope, (None,) * 5, mode, by_shape=True)
+        self._density = Traced(self.core.log_density, (None,) * 6, mode, by_shape=True)
+        late = config.rounds - int(np.ceil(config.rounds * config.burn_in))
+        self._every = max(1, late // config.keep)
+
+    def init_local(self, view: Any) -> SoulLocal:
+        theta = self.move(self.predictor.start)
+        z = self.move(torch.zeros(view.size, self.columns))
+        gamma, generator = z.new_zeros(self.gamma_size), torch.Generator().manual_seed(view.start_seed)
+        zero = torch.zeros_like(z)
+        curvature = self.core.largest_curvature(z, zero, view.rows, view.response, gamma, generator)
+        kept = theta.new_zeros(0, len(theta))
+        return SoulLocal(theta, z, zero, zero, self.config.step / curvature, 0, kept, stopping.start())
+
+    def answer(self, message: Broadcast, local: SoulLocal, view: Any) -> Answer:
+        if message.phase == SLOPE_PHASE:
+            return self._slopes_of(message, local, view)
+        if local.rounds:
+            local = self._moved(message, local, view)
+        told = {AUXILIARY: local.z, LOCAL: 0.0, UNSETTLED: float(not settled(local.monitor))}
+        if not self.config.is_power:
+            gamma = local.z.new_zeros(self.gamma_size)  # the likelihood's part of the density is the server's
+            zero = torch.zeros_like(local.z)
+            told[LOCAL] = self._density(local.theta, local.z, zero, view.rows, (), gamma)
+        return Answer(told, local._replace(rounds=message.round + 1))
+
+    def local_fit(self, local: SoulLocal) -> Any:
+        """Mean and sd of the kept draws: "theta/loc", "theta/sd"."""
+        kept = local.kept if len(local.kept) else local.theta.unsqueeze(0)
+        return {"theta/loc": kept.mean(0), "theta/sd": kept.std(0, correction=0)}
+
+    def thetas(self, local: SoulLocal, n: int, seed: int) -> Tensor:
+        """Of the kept ones, with replacement."""
+        kept = local.kept if len(local.kept) else local.theta.unsqueeze(0)
+        return kept[torch.randint(len(kept), (n,), generator=torch.Generator().manual_seed(seed))]
+
+    def likelihood_weight(self, local: SoulLocal) -> float:
+        return self.core.share if self.config.is_power else 0.0
+
+    def _slopes_of(self, message: Broadcast, local: SoulLocal, view: VerticalView) -> Answer:
+        s, gamma = self.move(message.tensors["sum"]), self.move(message.tensors["gamma"])
+        others, response = s - local.z, view.response
+        assert isinstance(response, Response)
+        thetas, local = self._draw(message.round, local, view, others, gamma)
+        own, in_gamma = self._slope(thetas, others, view.rows, response, gamma)
+        density = self._density(local.theta, local.z, others, view.rows, response, gamma)
+        return Answer({SLOPE: own, GAMMA: in_gamma, VALUE: density}, local._replace(own=own))
+
+    def _moved(self, message: Broadcast, local: SoulLocal, view: VerticalView) -> SoulLocal:
+        """z_j after the pull on it is known; in the augmented-variable model theta_j is drawn first."""
+        round_ = local.rounds - 1
+        pull, h = self.move(message.tensors["pull"]), self.move(message.tensors["curvature"])
+        if not self.config.is_power:
+            gamma = pull.new_zeros(self.gamma_size)
+            _, local = self._draw(round_, local, view, torch.zeros_like(pull), gamma)
+        rate = pull.new_tensor(self.config.rate(round_))
+        return local._replace(z=self.core.move(local.z, local.mean_eta, pull - local.own, h, rate))
+
+    def _draw(
+        self, round_: int, local: SoulLocal, view: VerticalView, others: Tensor, gamma: Tensor
+    ) -> tuple[Tensor, SoulLocal]:
+        """The Langevin draws of a round (M, n); the last one is kept after burn-in."""
+        noise = self.move(view.silo_draws.normals(view.turn, self.config.draws * len(local.theta))[0])
+        noise = noise.reshape(self.config.draws, -1)
+        response = view.response if self.config.is_power else ()
+        thetas = self._langevin(local.theta, local.z, others, view.rows, response, gamma, noise, local.length)
+        last = thetas[-1]
+        kept = local.kept
+        if self.config.averages(round_) and round_ % self._every == 0:
+            kept = torch.cat([kept, last.unsqueeze(0)])
+        where = to_numpy(last)
+        # The draws' own spread is the unit in which they may drift.
+        sd = np.maximum(to_numpy(kept).std(0), 1e-3) if len(kept) > 1 else np.ones_like(where)
+        monitor = stopping.watch(stopping.observe(local.monitor, where, np.log(sd)))
+        mean_eta = self._mean_eta(thetas, view.rows)
+        return thetas, local._replace(theta=last, mean_eta=mean_eta, kept=kept, monitor=monitor)
+
+
+# ---- A silo's columns alone: pure functions ----
 
 
 class SoulSilo:

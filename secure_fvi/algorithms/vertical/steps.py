@@ -1,31 +1,43 @@
-"""The silo's half of a round: pure functions of one silo's columns.
+"""A round's mathematics: pure functions of one silo's columns, and at the server of totals and the response.
 
-    draw      theta_j, eta_j, z_j from q; z_j is what the silo adds to the first secure sum
-    slope     power likelihood only: d_j = w_j dlog p / d predictor at eta_j + s - z_j, for the second sum
-    update    one or several ascent steps on q, given the pull on z_j: dlog p(y | s)/ds in the augmented-variable model,
-              D - d_j with D = sum_k d_k in the power-likelihood model
+    draw      silo: theta_j, eta_j, z_j from q; z_j is what it adds to the first secure sum
+    gamma     server: a draw of the shared parameters from q(gamma), broadcast with every round
+    respond   augmented, server: dlog p(y | s, gamma)/ds, the same (N, C) for all silos, and the gradient in gamma
+    slope     power, silo: d_j = w_j dlog p / d predictor at eta_j + s - z_j, for the second sum
+    update    silo: one or several ascent steps on q, given the pull on z_j: dlog p(y | s)/ds in the augmented-variable
+              model, D - d_j with D = sum_k d_k in the power-likelihood model; server: a step on q(gamma)
 
 (Hassan et al. 2024, Algorithms 1 and 2, eqs. 11 to 17; the derivative of g in (12) and (16) is in psi.) Silos never
-see each other's z_k or d_k, only s and D. Gradients stick the landing. Several steps answer one pull; in between the
-likelihood stands in by the quadratic that bounds it from below, pull (z' - z) - h/2 (z' - z)^2, all draws held fixed.
+see each other's z_k or d_k, only s and D; the server learns s, D, the gradient in gamma and the bound's terms in sum.
+Gradients stick the landing. Several steps answer one pull; in between the likelihood stands in by the quadratic that
+bounds it from below, pull (z' - z) - h/2 (z' - z)^2, all draws held fixed.
+
+The bound is linear in the power likelihood's weights w on the simplex, so that without a prior all weight goes to one
+silo; log Dirichlet(w; a) = (a - 1) sum_j log w_j + const keeps them apart from zero. Silo j holds a number u_j,
+w_j = exp(u_j) / sum_k exp(u_k). Neither u_j nor the silo's log-likelihood l_j leaves it: the normaliser and
+sum_k w_k l_k are totals of secure sums.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.structured import local_units, mean_units
-from secure_fvi.algorithms.vertical.auxiliary import log_normal
-from secure_fvi.algorithms.vertical.config import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
-from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone
-from secure_fvi.families import global_family
+from secure_fvi.algorithms.vertical.predictors import Predictor, each_alone, log_normal
+from secure_fvi.families import GlobalFamily, global_family
+from secure_fvi.families.gaussian import Point
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.trees import Params, merge, part
+
+if TYPE_CHECKING:
+    from secure_fvi.algorithms.vertical.vertical import Vertical
+
+# ---- A silo's half ----
 
 
 class SiloParams(NamedTuple):
@@ -249,3 +261,101 @@ class VerticalSilo:
 
     def _mix(self, old: Params, new: Params) -> Params:
         return {name: torch.lerp(value, new[name], self.kept) for name, value in old.items()}
+
+
+# ---- The server's half ----
+
+
+class ServerParams(NamedTuple):
+    """q(gamma) and the optimiser's state for it. Follows from broadcasts and totals; everyone may see it."""
+
+    eta: Params
+    moments: Params
+
+
+class Answer(NamedTuple):
+    """The server's view of one s in the augmented-variable model."""
+
+    pull: Tensor  # (N, C) dlog p(y | s, gamma)/ds, unweighted; broadcast: it gives labels away
+    curvature: Tensor  # () bound on minus the second derivative; broadcast
+    gamma: Tensor  # (n_gamma,) weighted gradient of log p in gamma
+    value: Tensor  # () weighted log p(y | s, gamma), nats
+
+
+class VerticalServer:
+    """The halves of a round at the server, for one likelihood."""
+
+    def __init__(self, likelihood: Likelihood, optimizer: Optimizer, dtype: torch.dtype, family: str = "auto") -> None:
+        """`family` as in `families.global_family`, or "point" for a point estimate of gamma."""
+        self.likelihood, self.optimizer, self.dtype = likelihood, optimizer, dtype
+        n = likelihood.gamma_size
+        self.family: GlobalFamily = Point(n) if family == "point" else global_family(family, n)
+
+    def init(self) -> ServerParams:
+        eta = self.family.init(torch.zeros(self.likelihood.gamma_size, dtype=self.dtype))
+        return ServerParams(eta, self.optimizer.init(eta))
+
+    def gamma(self, eta: Params, eps: Tensor) -> Tensor:
+        """(n_gamma,) from public noise eps (noise_size,)."""
+        return self.family.transform(eta, eps)
+
+    def respond(self, response: Response, predictor_sum: Tensor, gamma: Tensor, weights: Tensor) -> Answer:
+        """From s (N, C), the records' weights (N,) and the response, which the server holds."""
+        found = slopes(self.likelihood, response.y, response.offset, predictor_sum, gamma, weights)
+        return Answer(found.predictor, self.curvature(response.offset, predictor_sum, gamma), found.gamma, found.value)
+
+    def curvature(self, offset: Tensor, predictor_sum: Tensor, gamma: Tensor) -> Tensor:
+        """The bound that several local steps use; any party can compute it from s."""
+        return self.likelihood.curvature(predictor_sum + offset.unsqueeze(-1), gamma)
+
+    def update(
+        self, params: ServerParams, gamma_gradient: Tensor, eps: Tensor, scale: Tensor
+    ) -> tuple[ServerParams, Tensor]:
+        """q(gamma) after one step, and log p(gamma) / q(gamma) before it, () nats."""
+        gradient, value = self.gradient(params.eta, gamma_gradient, eps)
+        return self.ascend(params, gradient, self.units(params.eta), scale), value
+
+    def gradient(self, eta: Params, gamma_gradient: Tensor, eps: Tensor) -> tuple[Params, Tensor]:
+        """Sticking-the-landing gradient of the bound in eta, and log p(gamma) / q(gamma), () nats."""
+
+        def bound(free: Params) -> tuple[Tensor, Tensor]:
+            gamma = self.family.transform(free, eps)
+            value = self.likelihood.log_prior(gamma) - self.family.log_prob(eta, gamma)
+            return value + gamma @ gamma_gradient, value
+
+        return torch.func.grad(bound, has_aux=True)(eta)
+
+    def ascend(self, params: ServerParams, gradient: Params, units: Params, scale: Tensor) -> ServerParams:
+        """One step of the optimiser: element by element, so that runs can be stacked."""
+        return ServerParams(*self.optimizer.step(params.eta, gradient, params.moments, scale, units))
+
+    def units(self, eta: Params) -> Params:
+        """Means take longer steps where q is wide (`structured.mean_units`)."""
+        return {"loc": mean_units(self.family.stddev(eta))}
+
+
+# ---- Weights of the silos in the power likelihood ----
+
+_RATE, _MOST = 0.5, 0.2  # of a step on u_j
+
+
+def share(logit: Tensor, mass: Tensor) -> Tensor:
+    """w_j () from u_j and the total of exp(u_k)."""
+    return logit.exp() / mass
+
+
+def weight_gradient(weight: Tensor, log_likelihood: Tensor, mean: Tensor, concentration: float, silos: int) -> Tensor:
+    """Gradient in u_j of sum_k w_k l_k + (a - 1) sum_k log w_k, ().
+
+    `log_likelihood` is l_j, nats, seen by the silo only; `mean` the total of w_k l_k. The fixed point has
+    l_j + (a - 1) / w_j equal at all silos.
+    """
+    return weight * (log_likelihood - mean) + (concentration - 1) * (1 - silos * weight)
+
+
+def logit_step(
+    logit: Tensor, weight: Tensor, own: Tensor, mean: Tensor, concentration: float, silos: int, scale: Tensor
+) -> Tensor:
+    """u_j after a gradient step of limited length; log-likelihoods are on the scale of the number of records."""
+    found = weight_gradient(weight, own, mean, concentration, silos)
+    return logit + scale * (_RATE * found / (concentration - 1 + 10)).clamp(-_MOST, _MOST)
