@@ -131,6 +131,8 @@ def main() -> None:
     say("core", core)
     for folder in ("aggregation", "privacy", "models", "audits"):
         say(f"  of which {folder}", [n for n in core if n.startswith(f"secure_fvi.{folder}")])
+    others = ("secure_fvi.models", "secure_fvi.audits")
+    say("  without models and audits", [n for n in core if not n.startswith(others)])
     say("lab", [n for n in files if n not in core])
     say("import closure of a silo's job", closure(SILO_JOB, edges))
     say("  trusted: without server, reports, plots", closure(SILO_JOB, edges, _NOT_TRUSTED))
