@@ -58,7 +58,7 @@ def observe(monitor: Monitor, loc: FloatArray, log_sd: FloatArray) -> Monitor:
         row = np.concatenate([loc, log_sd])
         kept = rounds // stride
         if kept > len(history):  # grow by doubling, so that a round costs a copy only now and then
-            grown = np.empty((max(64, 2 * len(history)), len(row)))
+            grown = np.zeros((max(64, 2 * len(history)), len(row)))
             grown[: len(history)] = history.reshape(-1, len(row))[: len(history)] if len(history) else 0.0
             history = grown
         history[kept - 1] = row
