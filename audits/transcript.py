@@ -6,7 +6,7 @@
     network       who sent how many bytes to whom, and when: all that mutual TLS leaves in sight
 
 A transcript is what the adversary holds, so whoever holds a transcript is the adversary: `recording.Recorder` makes one
-on real data only on an explicit word, and `vault` encrypts it at rest.
+on real data only on an explicit word, and `save` encrypts it at rest.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln, logsumexp
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import (
@@ -439,6 +438,8 @@ def poisson_amplified(curve: Callable[[FloatArray], FloatArray], rate: float, or
     exp((alpha - 1) D_alpha(M || P)) = sum_k binomial(alpha, k) (1 - q)^(alpha - k) q^k exp((k - 1) D_k(Q || P)).
     The terms k = 0 and 1 and the ones in the others sum to 1; without them nothing cancels at small q.
     """
+    from scipy.special import gammaln, logsumexp
+
     whole = curve(orders)
     if rate == 1:
         return whole

@@ -13,6 +13,7 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
+from secure_fvi.audits import transcript as transcripts
 from secure_fvi.audits.recording import Recorder, replay
 from secure_fvi.audits.transcript import NETWORK, SERVER, Transcript
 from secure_fvi.errors import InputError
@@ -106,12 +107,12 @@ def test_a_transcript_of_real_data_needs_a_word() -> None:
 def test_a_transcript_at_rest(tmp_path: Path) -> None:
     transcript, _ = recorded(sf.Masked())
     key, other, path = tmp_path / "key", tmp_path / "other", tmp_path / "run.transcript"
-    transcript.new_key(key)
-    transcript.new_key(other)
+    transcripts.new_key(key)
+    transcripts.new_key(other)
     with pytest.raises(InputError, match="never written over"):
-        transcript.new_key(key)
-    transcript.save(transcript, path, key)
-    opened = transcript.load(path, key)
+        transcripts.new_key(key)
+    transcripts.save(transcript, path, key)
+    opened = transcripts.load(path, key)
     assert opened.entries == transcript.entries
     assert opened.tables == dict(transcript.tables)
     for a, b in zip(opened.sums, transcript.sums, strict=True):
@@ -121,16 +122,16 @@ def test_a_transcript_at_rest(tmp_path: Path) -> None:
     assert b"silo-1" not in raw
     assert b"silo-1" in transcript.pack()
     with pytest.raises(InputError, match="another key"):
-        transcript.load(path, other)
+        transcripts.load(path, other)
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(InputError, match="a changed file"):
-        transcript.load(path, key)
+        transcripts.load(path, key)
     path.write_bytes(b"something else")
     with pytest.raises(InputError, match="is no transcript"):
-        transcript.load(path, key)
+        transcripts.load(path, key)
     key.chmod(0o644)
     with pytest.raises(InputError, match="mode to 600"):
-        transcript.save(transcript, path, key)
+        transcripts.save(transcript, path, key)
 
 
 def test_malformed_transcripts_are_refused() -> None:
