@@ -525,13 +525,17 @@ class SFVIProgram(StructuredProgram):
         rate, sent, scale = self.config.sampling_rate, self.sent(message), self.scalar(message.scalars["scale"])
         eps_silo, record, record_moments, dropped = self._eps_silo(view), local.record, local.record_moments, 0
 
+        run: Callable[..., tuple[Any, ...]] | None = None
+
         def stepped(rows: Rows) -> tuple[Any, ...]:
+            nonlocal run
             own = local.latents._replace(record=record, record_moments=record_moments, silo_moments={})
             args = sent, own.taken(self.at(rows)), self.batch(view.turn, view, rows, eps_silo), scale
             with threads(1):  # several would cut a block into parts at places of their own
-                self._look(view.turn, args)
-                found: tuple[Any, ...] = self._step(*args)
-                return found
+                if run is None:  # once a round: how many blocks there are, and calls in search of who fails, is of data
+                    self._look(view.turn, args)
+                    run = self._step.ready(*args)
+                return run(*args)
 
         def chunks() -> Iterator[tuple[Tensor, Tensor]]:
             nonlocal record, record_moments, dropped

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,39 @@ def test_a_record_on_which_the_program_fails_moves_no_other(how: str) -> None:
     assert found[0] > 0.9  # there is a record
     assert found.max() <= 1 + 1e-9
     assert found.min() == 0  # and it failed, which is nothing
+
+
+def _traced_in(how: str, records: int, fails: bool, rounds: int) -> int:
+    """The round from which on all of a silo's records run traced."""
+    silo = {"x": 1 + torch.rand(records, COLUMNS, generator=torch.Generator().manual_seed(0)).double()}
+    silo["y"] = 3 + silo["x"][:, 0]
+    if fails:
+        silo["x"][7] *= -1
+    parties = world(fails_and_amplifies, how, silo, None)
+    program, server = parties.engine.silos["silo-1"].program, parties.server
+    for round_ in range(rounds):
+        # One q for all: from z = 1.4 on a record fails.
+        state = server.state.algorithm
+        server.state = server.state._replace(algorithm=state._replace(eta={**state.eta, "loc": torch.tensor([1.4])}))
+        parties.engine.run(server.round())
+        if program._step.traced:
+            return round_
+    return rounds
+
+
+@pytest.mark.parametrize("how", ["fenced", "unfenced"])
+def test_data_do_not_decide_from_when_on_records_run_traced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a record on which the program fails, which is searched for, nor by the number of blocks. The control:
+    where each block and each call of the search counted, both did."""
+    monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 4)
+    found = [_traced_in(how, *of, 8) for of in ((20, False), (20, True), (600, False))]
+    assert found == [4, 4, 4]
+    ready = TracedOnMade.ready
+    monkeypatch.setattr(TracedOnMade, "ready", lambda self, *args: lambda *at: ready(self, *at)(*at))
+    found = [_traced_in(how, *of, 8) for of in ((20, False), (20, True), (600, False))]
+    assert found[0] == 4
+    assert found[2] < 4
+    assert (found[1] < 4) == (how == "unfenced")  # in a graph what fails is no number, and nobody is searched for
 
 
 def _in_pairs(rows: Any, step: Any, spare: int) -> Any:
@@ -221,8 +255,7 @@ def test_a_block_runs_in_one_thread_whatever_the_process_is_told() -> None:
         found.append(torch.get_num_threads())
         return step(*args)
 
-    counted.traced = False  # type: ignore[attr-defined]
-    program._step = counted
+    program._step = types.SimpleNamespace(traced=False, ready=lambda *_: counted)
     with threads(2):
         parties.engine.run(parties.server.round())
     assert found == [1]
