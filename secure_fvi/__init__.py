@@ -82,7 +82,8 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'secure_fvi' has no attribute '{name}'")
+        hint = "; use sf.fit(sf.Columns(...), silos)" if name == "fit_vertical" else ""
+        raise AttributeError(f"module 'secure_fvi' has no attribute '{name}'{hint}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

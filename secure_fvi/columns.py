@@ -73,9 +73,22 @@ class Columns:
     predictors: Sequence[Program] | None = None
     offset: Tensor | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.likelihood, type) or not hasattr(self.likelihood, "columns"):
+            raise InputError(f"likelihood must be one, such as Gaussian(), not {self.likelihood!r}")
+        if not isinstance(self.response, Tensor):
+            object.__setattr__(self, "response", _as_response(self.response))
+
     @property
     def default_algorithm(self) -> Vertical:
         return Vertical()
+
+
+def _as_response(given: Any) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise InputError(f"the response must be a tensor (N,), not {type(given).__name__}") from None
 
 
 def column_parties(
@@ -181,6 +194,7 @@ def _columns(
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
     shared = {name: moved(torch.as_tensor(v.tensor)) for name, v in data.items() if isinstance(v, Shared)}
+    data = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in data.items()}
     given = {name: v for name, v in data.items() if isinstance(v, Tensor) and v.dim() > 0}
     if not given or len(given) + len(shared) < len(data):
         raise InputError(f"silo '{silo}': give its columns as a dict of tensors with one row a record")

@@ -255,7 +255,13 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
     if isinstance(aggregation, Plain | Masked | Homomorphic):
         kind = kind_of(aggregation)
     else:
-        raise InputError(f"aggregation '{aggregation.kind}': nobody has said what such sums disclose")
+        named = getattr(aggregation, "kind", None) if not isinstance(aggregation, type) else None
+        raise InputError(
+            f"aggregation {named or aggregation!r}: nobody has said what such sums disclose; give sf.Plain(), "
+            "sf.Masked() or sf.Homomorphic()"
+        )
+    if isinstance(algorithm, type) or not hasattr(algorithm, "declare"):
+        raise InputError(f"algorithm must be one, such as sf.PVI(), not {algorithm!r}")
     declared = algorithm.declare(silos, privacy is not None)
     phases = tuple(
         Phase(s.phase, s.at_most, s.what, s.asked, s.cohort, _at_least(s.asked, aggregation, privacy))

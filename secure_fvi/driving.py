@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ class Options(TypedDict, total=False):
     batch_silos: bool
     """Silos of equal shape compute together, mapped by `vmap`: for many small silos, above all on a GPU. The posterior
     is the same up to rounding."""
-    checkpoint_dir: Path | None
+    checkpoint_dir: str | os.PathLike[str] | None
     """A folder that the run is kept in, and goes on from with `resume`."""
     checkpoint_seconds: float
     """Between two checkpoints, 5 by default; under privacy one comes every `books.block` rounds."""
@@ -59,7 +60,8 @@ def complete(given: Options) -> Options:
     """`given`, with defaults for the rest. Raises TypeError for an option that there is not, as Python does."""
     for name in given:
         if name not in DEFAULTS:
-            raise TypeError(f"fit() got an unexpected keyword argument '{name}'; it takes {', '.join(DEFAULTS)}")
+            more = "silo_ids, record_ids, and fit on_round"
+            raise TypeError(f"'{name}' is no option of a run; it takes {', '.join(DEFAULTS)}, {more}")
     return {**DEFAULTS, **given}
 
 
@@ -195,7 +197,11 @@ def kept_in(options: Options) -> Checkpoints | None:
     folder = options["checkpoint_dir"]
     if options["resume"] and folder is None:
         raise InputError("resume needs checkpoint_dir, the folder that the run was kept in")
-    return None if folder is None else FolderCheckpoints(folder, options["checkpoint_seconds"])
+    if folder is None:
+        return None
+    if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
+        raise InputError(f"checkpoint_dir must be the path of a folder, not {folder!r}")
+    return FolderCheckpoints(Path(folder), options["checkpoint_seconds"])
 
 
 class _Done(NamedTuple):

@@ -167,6 +167,15 @@ def build_parties(
     """A server, an engine with its silos and their gates, before the first round. Arguments as in `fit`."""
     of = complete(_of_run(options))
     names, _ = named_silos(options.get("silo_ids"), _count(silos))
+    if (
+        not isinstance(algorithm, type)
+        and hasattr(algorithm, "declare")
+        and (isinstance(model, Columns) != hasattr(algorithm, "resolved"))
+    ):
+        raise InputError(
+            f"{algorithm.name} does not fit this model: sf.Columns takes sf.Vertical() or sf.Soul(), and these take "
+            "nothing else"
+        )
     if isinstance(model, Columns):
         if options.get("record_ids") is not None:
             raise InputError("record_ids are for silos that hold different records; columns are aligned by row")

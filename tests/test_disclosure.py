@@ -206,6 +206,6 @@ def test_an_algorithm_that_declares_nothing_runs_nowhere() -> None:
 
     with pytest.raises(InputError, match="nobody has said what such sums disclose"):
         disclose(sf.SFVI(), Odd(), None, 3)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="declare"):
+    with pytest.raises(InputError, match="algorithm must be one"):
         disclose(object(), sf.Masked(), None, 3)  # type: ignore[arg-type]
     assert Declaration(1, (Sums("round", 1, "", 3),), "").share == 1

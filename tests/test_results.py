@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 import secure_fvi as sf
 from secure_fvi import fitting, results
 from secure_fvi.checkpoints import latest_round, load_checkpoint, save_checkpoint
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.results import draw_global
 
 
@@ -174,3 +175,42 @@ def test_the_programs_constants_take_the_runs_type() -> None:
         torch.set_default_dtype(torch.float64)
     assert server.state.algorithm.eta["loc"].dtype == torch.float64
     assert engine.silos["silo-1"].pending.local.record["loc"].dtype == torch.float64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("algorithm", [sf.PVI(local_steps=100), sf.SFVI(max_iterations=2000)], ids=lambda a: a.name)
+def test_a_run_that_has_ended_and_assessed_itself_is_resumed_to_the_same_words(algorithm: Any, tmp_path: Path) -> None:
+    """As a string, which is what one types; and what was found of the final q comes back from the checkpoint."""
+    problem = make_intercepts()
+
+    def fit(**more: Any) -> sf.Result:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SecureFVIWarning)
+            return sf.fit(
+                problem.model, problem.silos, algorithm, sf.Plain(), compile=False,
+                checkpoint_dir=str(tmp_path), checkpoint_seconds=0.0, **more,
+            )  # fmt: skip
+
+    first, again = fit(), fit(resume=True)
+    assert "weighed" in str(first.convergence) or first.convergence["step_sd"] is not None
+    assert again.convergence == first.convergence
+    assert again.to_json() | {"seconds": 0} == first.to_json() | {"seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((sf.Vertical(),), {}, "vertical does not fit this model"),
+        ((sf.PVI,), {}, "algorithm must be one, such as"),
+        (("pvi",), {}, "algorithm must be one, such as"),
+        ((sf.Masked(),), {}, "algorithm must be one, such as"),
+        ((sf.PVI(), sf.Masked), {}, "give sf.Plain"),
+        ((sf.PVI(),), {"checkpoint_dir": 3}, "must be the path of a folder"),
+        ((sf.PVI(),), {"checkpoint_dir": __file__}, "must be the path of a folder"),
+        ((sf.PVI(),), {"resume": True}, "resume needs checkpoint_dir"),
+    ],
+)  # fmt: skip
+def test_arguments_in_the_wrong_place_are_refused_in_one_line(arguments: Any, options: Any, words: str) -> None:
+    problem = make_intercepts()
+    with pytest.raises(InputError, match=words) as raised:
+        sf.run(problem.model, problem.silos, *arguments, **options)
+    assert "\n" not in str(raised.value)

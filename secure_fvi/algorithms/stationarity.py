@@ -73,7 +73,12 @@ class Rest(NamedTuple):
     def details(self) -> dict[str, float | None]:
         finite = math.isfinite(self.step) and math.isfinite(self.error)
         found = {"step_sd": self.step if finite else None, "step_error_sd": self.error if finite else None}
-        return found if self.weighed is None else {**found, **self.weighed.details()}
+        return found if self.seen is None else {**found, **self.seen.details()}
+
+    @property
+    def seen(self) -> Weighed | None:
+        """`weighed`; a checkpoint, which is read by what it was before the first round, gives its numbers alone."""
+        return None if self.weighed is None else Weighed(*self.weighed)
 
 
 def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict:
@@ -86,7 +91,7 @@ def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict
     if rest.far:
         what = "at the final q some silo's part of the bound, or of its slope, is out of all range, or no number"
         return Verdict(False, f"{found}, but {what}; {advice}", details)
-    against = rest.weighed and rest.weighed.against()
+    against = rest.seen and rest.seen.against()
     if rest.stationary and against:
         return Verdict(False, f"{found}, but {against}", details)
     if rest.stationary:
