@@ -766,5 +766,8 @@ class Failing:
     def __call__(self, *args: Any) -> Any:
         return self._failing(*args)
 
+    def ready(self, *_: Any) -> Any:
+        return self._failing
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -235,11 +235,12 @@ def test_a_silo_that_says_all_sums_are_used_is_named(
 def test_control_believed_it_ends_the_job_and_nobody_is_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All silos refuse what follows from it; whose refusal comes first is chance."""
     monkeypatch.setattr(serving, "most_sums", lambda *arguments: 2**63)
     _claiming(monkeypatch, "north", 2**63 - 1)
     with pytest.raises(SecureFVIError) as caught:
         Job(world, tmp_path, **PRIVATE).run()
-    assert "north" not in str(caught.value)
+    assert "ledger" not in str(caught.value)
 
 
 def test_what_ledgers_may_say_they_have_charged() -> None:
