@@ -47,7 +47,7 @@ from secure_fvi.errors import InputError
 
 FALSE_ALARM = 1e-6
 _CONTEXT = bytes(range(32))
-_SEED_of_uniformity = 20_240_611
+_UNIFORMITY_SEED = 20_240_611
 
 #: What is combined: words by round and silo, to views.
 Rounds = Sequence[Sequence[Words]]
@@ -148,7 +148,7 @@ def uniformity_row(
     found, smallest = _told_apart(kind, *_seen(subject, rounds, seen))
     caught, _ = _told_apart(kind, *_seen(weak, rounds, seen))
     words, modulus = _seen(subject, rounds, seen)
-    rng = np.random.default_rng(_SEED_of_uniformity)
+    rng = np.random.default_rng(_UNIFORMITY_SEED)
     fresh = [[rng.integers(0, modulus, w.size, np.uint64) for w in row] for row in words]
     views = found.attempts
     alarms, _ = _told_apart(kind, fresh, modulus)

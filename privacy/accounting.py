@@ -424,7 +424,7 @@ def scaled(event: Event, factor: float) -> Event:
 # Each record joins the batch independently with probability q, and nobody who sees the output sees who joined. With P
 # the output without the record, Q with it, and M = (1 - q) P + q Q, both D_alpha(M || P) and D_alpha(P || M) count.
 # Where a reflection swaps P and Q (any symmetric noise that is added to a sum: y -> v - y) the second is never the
-# larger; docs/md has the proof, and the tests compare both directions with direct summation.
+# larger; docs/accounting.md has the proof, and the tests compare both directions with direct summation.
 
 
 _MOST_POINTS = 20_000
@@ -498,7 +498,7 @@ def _log_expm1(x: FloatArray) -> FloatArray:
 
 
 # ----
-# Renyi DP curves of integer-valued noise, at any order above 1. docs/md has the statements and sources
+# Renyi DP curves of integer-valued noise, at any order above 1. docs/accounting.md has the statements and sources
 
 
 def skellam(event: Skellam, orders: FloatArray) -> FloatArray:

@@ -36,12 +36,12 @@ from secure_fvi.building import check_common, derived_secret, device_named
 from secure_fvi.compiled import choose_mode
 from secure_fvi.contracts import check_predictor, check_predictor_at_silo
 from secure_fvi.disclosure import disclose
-from secure_fvi.driving import Options, Parties, Run
+from secure_fvi.driving import Options, Parties, Run, books_of
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Shared
 from secure_fvi.files import write_atomically
-from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough
+from secure_fvi.guarding import build_guards, silo_secret, strong_enough
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -124,7 +124,7 @@ def column_parties(
     bare, noise = algorithm.program(problem), NoiseSource(options["noise_key"])
     disclosed.of_program(bare.tables, {p: t for p, t in bare.terms.items() if p in bare.tables}, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, bare.terms).local_parties(ordered)
-    books = options["books"] or Books()
+    books = books_of(options)
     guards = build_guards(ordered, bare.tables, bare.terms, algorithm.name, books, noise)
     if bare.terms and algorithm.response == "private":
         holder = build_guards((RESPONSE_HOLDER,), *bare.of_holder(), algorithm.name, books, noise)

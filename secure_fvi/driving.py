@@ -65,6 +65,11 @@ def complete(given: Options) -> Options:
     return {**DEFAULTS, **given}
 
 
+def books_of(options: Options) -> Books:
+    """Where a run of complete `options` is charged."""
+    return options["books"] or Books()
+
+
 class Parties(NamedTuple, Generic[E]):
     """The parties of a job: the server, the engine that carries its messages, and gates where silos are in this
     process."""

@@ -23,12 +23,12 @@ from secure_fvi.columns import Columns, VerticalResult, column_parties, column_r
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
-from secure_fvi.driving import Options, Parties, Progress, Run, complete, kept_in
+from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, kept_in
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
-from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
+from secure_fvi.guarding import build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.results import LocalPosterior, Result, assessed, number_or_none, summarise
@@ -83,7 +83,6 @@ def run(
         algorithm = model.default_algorithm if isinstance(model, Columns) else SFVI()
     sums = aggregation if aggregation is not None else Masked()
     given = complete(_of_run(options))
-    books = given["books"] if given["books"] is not None else Books()
     parties = build_parties(model, silos, algorithm, sums, seed, privacy, **options)
     threads = given["threads"]
     if threads == "auto":
@@ -97,7 +96,7 @@ def run(
 
     return Run(
         parties, algorithm.most_rounds, conclude, kept_in(given),
-        resume=given["resume"], block=books.block, threads=threads, began=began,
+        resume=given["resume"], block=books_of(given).block, threads=threads, began=began,
     )  # fmt: skip
 
 
@@ -167,28 +166,25 @@ def build_parties(
     """A server, an engine with its silos and their gates, before the first round. Arguments as in `fit`."""
     of = complete(_of_run(options))
     names, _ = named_silos(options.get("silo_ids"), _count(silos))
-    if (
-        not isinstance(algorithm, type)
-        and hasattr(algorithm, "declare")
-        and (isinstance(model, Columns) != hasattr(algorithm, "resolved"))
-    ):
+    if isinstance(model, Columns) != hasattr(algorithm, "resolved"):
         raise InputError(
-            f"{algorithm.name} does not fit this model: sf.Columns takes sf.Vertical() or sf.Soul(), and these take "
-            "nothing else"
+            f"{getattr(algorithm, 'name', algorithm)} does not fit this model: sf.Columns takes sf.Vertical() or "
+            "sf.Soul(), and these take nothing else"
         )
+    record_ids = options.get("record_ids")
     if isinstance(model, Columns):
-        if options.get("record_ids") is not None:
+        if record_ids is not None:
             raise InputError("record_ids are for silos that hold different records; columns are aligned by row")
         return column_parties(model, names, silos, algorithm, aggregation, seed, privacy, of)
-    return _row_parties(model, dict(zip(names, silos, strict=True)), algorithm, aggregation, seed, privacy, options)
+    rows = dict(zip(names, silos, strict=True))
+    return _row_parties(model, rows, record_ids, algorithm, aggregation, seed, privacy, of)
 
 
 def _row_parties(
-    model: Rows, silos: Mapping[str, Data], algorithm: Algorithm, aggregation: SecureSum, seed: int,
-    privacy: DP | None, options: FitOptions,
+    model: Rows, silos: Mapping[str, Data], record_ids: Sequence[Tensor] | None, algorithm: Algorithm,
+    aggregation: SecureSum, seed: int, privacy: DP | None, of: Options,
 ) -> Parties[LocalEngine]:  # fmt: skip
-    of, names, ordered = complete(_of_run(options)), list(silos), tuple(sorted(silos))
-    record_ids, noise_key, dtype = options.get("record_ids"), of["noise_key"], of["dtype"]
+    names, ordered, noise_key, dtype = list(silos), tuple(sorted(silos)), of["noise_key"], of["dtype"]
     disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
     check_common(seed, dtype)
     read = {name: read_data(data, name, dtype) for name, data in silos.items()}
@@ -200,8 +196,7 @@ def _row_parties(
     disclosed = disclosed.of_program(program.tables, terms, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
-    books = of["books"] or Books()
-    guards = build_guards(ordered, program.tables, terms, algorithm.name, books, noise, disclosed.rows)
+    guards = build_guards(ordered, program.tables, terms, algorithm.name, books_of(of), noise, disclosed.rows)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
     silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
     built = {}

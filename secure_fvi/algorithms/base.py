@@ -7,7 +7,7 @@ of the driver builds its own program, so the server's never meets data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -186,27 +186,6 @@ class Order(NamedTuple):
         if len(set(found.values())) < len(found):
             raise ProtocolError("the server names two sums of one question")
         return found
-
-
-def one_phase(
-    phase: str,
-    rounds: int,
-    cohort: Callable[[int], tuple[str, ...]],
-    forms: Mapping[str, Form],
-    before: Mapping[str, tuple[str, ...]] | None = None,
-    last: Collection[str] = (),
-    silos: tuple[str, ...] = (),
-) -> Order:
-    """The order of a job whose round is one sum over `cohort(round)`. before: the silos of sums that come once, before
-    the first round. last: sums over all `silos` that come once, after the last round."""
-    first = {name: Phase(range(1), 1, counts=False) for name in before or {}}
-    after = {name: Phase(range(1, rounds + 1), 1, ends=True, counts=False) for name in last}
-    asked_once = {**(before or {}), **dict.fromkeys(last, silos)}
-    return Order(
-        {**first, phase: Phase(range(rounds), rounds), **after},
-        lambda round_, asked: asked_once.get(asked) or cohort(round_),
-        forms,
-    )
 
 
 class Broadcast(NamedTuple):
@@ -389,11 +368,6 @@ class SiloProgram(Protocol):
     def local_fit(self, local: Any) -> Any:
         """What the local state stands for now: a `LocalFit`; in vertical runs q(theta_j) by name."""
         ...
-
-
-def adopt_if_used(local: Any, pending: Pending, accepted: int) -> Any:
-    """The rule of algorithms whose local state follows the global one step by step."""
-    return pending.local if pending.sum_index == accepted else local
 
 
 def cohort_size(silos: int, participation: float) -> int:

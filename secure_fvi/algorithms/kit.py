@@ -48,7 +48,7 @@ from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.trees import Params
 
-#: The name of a block, as contributions and totals have it.
+#: Numbers by the name of their block, as a silo finds them; and of a total.
 Blocks = Mapping[str, Any]
 Totals = Mapping[str, FloatArray]
 Rows = npt.NDArray[np.int64]

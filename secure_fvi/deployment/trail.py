@@ -356,13 +356,13 @@ def read_exchange(fields: dict[str, Any]) -> Exchanged:
         fields["job"],
         fields["peer"],
         fields["step"],
-        _seen_of_rows(fields["received"]),
-        _seen_of_rows(fields["sent"]),
+        _read_seen(fields["received"]),
+        _read_seen(fields["sent"]),
         fields["release"],
     )
 
 
-def _seen_of_rows(value: object) -> Seen | None:
+def _read_seen(value: object) -> Seen | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or type(value[0]) is not int or value[0] < 0:

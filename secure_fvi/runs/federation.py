@@ -253,7 +253,7 @@ def federate_vertical(
     else:
         kind = str(config.model.likelihood)
         likelihood = build(named(LIKELIHOODS, "model.likelihood", kind), config.model.options, "model.options")
-        data, alignment = _from_files_of_federation(config, likelihood)
+        data, alignment = _columns_from_files(config, likelihood)
         description = f"{kind} response of predictors summed over {len(data.silos)} silos"
     threads = config.run.threads
     if threads == "auto":
@@ -262,7 +262,7 @@ def federate_vertical(
     return VerticalFederation(complete, description, algorithm, aggregation, privacy, likelihood, data, alignment)
 
 
-def _from_files_of_federation(config: Config, likelihood: Likelihood) -> tuple[VerticalDataset, dict[str, Any] | None]:
+def _columns_from_files(config: Config, likelihood: Likelihood) -> tuple[VerticalDataset, dict[str, Any] | None]:
     """Each silo's file, and the response's, with the rows of people that all hold; and how many rows matched."""
     assert config.response is not None
     by = config.alignment.column if config.alignment is not None else None

@@ -35,7 +35,7 @@ from secure_fvi.aggregation.messages import (
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.session import Session
 from secure_fvi.aggregation.store import MemoryStore
-from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, form, one_phase
+from secure_fvi.algorithms.base import ROUND_PHASE, Broadcast, Order, Phase, form
 from secure_fvi.deployment.holding import DurableSilo, HeldStore
 from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
@@ -66,7 +66,8 @@ class Answers:
     tables, terms = {ROUND_PHASE: TABLE}, {}
 
     def __init__(self, ids):
-        self.order = one_phase(ROUND_PHASE, ROUNDS, lambda _: tuple(ids), {ROUND_PHASE: form({}, "word")})
+        rounds = {ROUND_PHASE: Phase(range(ROUNDS), ROUNDS)}
+        self.order = Order(rounds, lambda *_: tuple(ids), {ROUND_PHASE: form({}, "word")})
 
     def init_local(self, view):
         return State()
