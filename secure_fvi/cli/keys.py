@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from secure_fvi.cli.keys_authority import authority
 from secure_fvi.cli.keys_roster import roster
 from secure_fvi.cli.keys_shared import home_option, open_home, passphrase, unsealed_option
 
@@ -18,7 +17,6 @@ def keys() -> None:
     """Identities, certificates and the roster of a consortium. docs/provisioning.md walks through it."""
 
 
-keys.add_command(authority)
 keys.add_command(roster)
 
 
@@ -41,18 +39,15 @@ def init(
     from secure_fvi.deployment.keeping import request_text
     from secure_fvi.deployment.names import ROLES, write_bytes
     from secure_fvi.deployment.policy import write_template
-    from secure_fvi.deployment.requests import read_request
 
     secret = passphrase(None, ask_passphrase, new=not unsealed)
     made = Home.create(home, name, next(r for r in ROLES if r == role), addresses, secret, unsealed)
     if role != "server":
         write_template(made.policy_file)
     path = home / f"{name}.request.toml"
-    text = request_text(made).encode()
-    write_bytes(path, text)
+    write_bytes(path, request_text(made).encode())
     click.echo(f"{made.role} '{made.id}' in {home}")
-    click.echo(f"send to the authority: {path}")
-    click.echo(f"and read this code to it: {read_request(text, str(path)).code}")
+    click.echo(f"send to whoever writes the roster: {path}")
     if role != "server":
         click.echo(f"policy, which allows nothing yet: {made.policy_file}")
 
@@ -62,8 +57,7 @@ def init(
 @home_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def install(files: tuple[Path, ...], home: Path, debug: bool) -> None:
-    """Put FILES that came from others into this site's folder: ca.crt, ca.crl, a certificate, a roster, signatures,
-    endorsements. Each is checked."""
+    """Put FILES that came from others into this site's folder: a roster, signatures, successions. Each is checked."""
     from secure_fvi.deployment.keeping import install as put
     from secure_fvi.deployment.names import now
 
@@ -87,16 +81,25 @@ def seal(home: Path, ask_passphrase: bool, debug: bool) -> None:
         click.echo("all keys were sealed before")
 
 
-@keys.command()
-@click.argument("request", type=FILE)
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def code(request: Path, debug: bool) -> None:
-    """Print the code of a REQUEST file, to compare with what its site reads out."""
-    from secure_fvi.deployment.names import read_bytes
-    from secure_fvi.deployment.requests import read_request
+@keys.command("authority", hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1)
+def _authority(words: tuple[str, ...]) -> None:
+    _gone()
 
-    found = read_request(read_bytes(request, "the request"), f"'{request}'")
-    click.echo(f"{found.role} '{found.id}': {found.code}")
+
+@keys.command("code", hidden=True)
+@click.argument("words", nargs=-1)
+def _code(words: tuple[str, ...]) -> None:
+    _gone()
+
+
+def _gone() -> None:
+    from secure_fvi.errors import InputError
+
+    raise InputError(
+        "there is no authority any more, and no request to compare: each site's certificate stands in the roster, "
+        "whose code all compare before they sign it; a key is taken back by the next roster (docs/provisioning.md)"
+    )
 
 
 @keys.command()
@@ -104,10 +107,9 @@ def code(request: Path, debug: bool) -> None:
 @home_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def rotate(what: str, home: Path, debug: bool) -> None:
-    """Make the next TLS key or identity. The present one serves until its certificate, or the next roster, is here."""
+    """Make the next TLS key or identity. The present one serves until a roster names the next."""
     from secure_fvi.deployment.keeping import rotate_identity, rotate_tls
-    from secure_fvi.deployment.names import now, read_bytes, write_bytes
-    from secure_fvi.deployment.requests import read_request
+    from secure_fvi.deployment.names import now, write_bytes
 
     opened = open_home(home)
     path = home / f"{opened.id}.request.toml"
@@ -119,9 +121,7 @@ def rotate(what: str, home: Path, debug: bool) -> None:
         write_bytes(notice, succession)
         click.echo(f"for the next roster (keys roster make --succession): {notice}")
     write_bytes(path, text.encode())
-    found = read_request(read_bytes(path, "the request"), f"'{path}'")
-    click.echo(f"send to the authority: {path}")
-    click.echo(f"and read this code to it: {found.code}")
+    click.echo(f"for the next roster (keys roster make --previous): {path}")
 
 
 @keys.command()

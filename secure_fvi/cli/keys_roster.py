@@ -23,7 +23,6 @@ def roster() -> None:
 @roster.command()
 @click.argument("requests", nargs=-1, type=FILE)
 @click.option("--consortium", help="Its name; that of the roster before, where there is one.")
-@click.option("--authority", "authority_file", required=True, type=FILE, help="ca.crt of the authority.")
 @click.option("--out", required=True, type=FILE, help="The roster to write.")
 @click.option("--previous", type=FILE, help="The roster before: its members stay, with new keys where REQUESTS say so.")
 @click.option("--remove", multiple=True, metavar="ID", help="A member that leaves; may be repeated.")
@@ -37,7 +36,6 @@ def roster() -> None:
 def make(
     requests: tuple[Path, ...],
     consortium: str | None,
-    authority_file: Path,
     out: Path,
     previous: Path | None,
     remove: tuple[str, ...],
@@ -50,9 +48,7 @@ def make(
     debug: bool,
 ) -> None:
     """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
-    from secure_fvi.deployment.authority import authority_hash
-    from secure_fvi.deployment.certificates import read_certificate
-    from secure_fvi.deployment.consortium import Member, Sums, parse_roster, write_roster
+    from secure_fvi.deployment.consortium import Sums, parse_roster, write_roster
     from secure_fvi.deployment.names import now, read_bytes, write_bytes
     from secure_fvi.deployment.requests import read_request
     from secure_fvi.deployment.rotation import check_changes, read_succession
@@ -68,7 +64,7 @@ def make(
             raise InputError(f"--remove {gone}: no such member in the roster before")
     for path in requests:
         r = read_request(read_bytes(path, "the request"), f"'{path}'")
-        members[r.id] = Member(id=r.id, role=r.role, identity=r.identity.hex(), tls_key=r.tls_key.hex())
+        members[r.id] = r
     if before is not None:
         known = [read_succession(read_bytes(path, "the succession"), f"'{path}'") for path in succession]
         for line in check_changes(before, members.values(), known, replace):
@@ -82,8 +78,7 @@ def make(
         options["bits"] = int(bits)
     if options.get("min_cohort", 3) < 2:
         raise InputError(f"--min-cohort must be at least 2, not {min_cohort}; a sum of one is no sum")
-    ca = read_certificate(read_bytes(authority_file, "the authority's certificate"), f"'{authority_file}'")
-    made = write_roster(name, list(members.values()), authority_hash(ca), now(), Sums(**options), before, days)
+    made = write_roster(name, list(members.values()), now(), Sums(**options), before, days)
     write_bytes(out, made.content)
     _show(made)
     click.echo(f"send to every member, who installs and signs it: {out}")
@@ -146,10 +141,9 @@ def _show(found: ConsortiumRoster) -> None:
 
     click.echo(f"roster {found.serial} of '{found.consortium}', until {format_time(found.expires)}")
     for m in found.members.values():
-        click.echo(f"  {m.role:6} {m.id:20} identity {m.identity[:16]}...  TLS {m.tls_key[:16]}...")
+        until = format_time(m.x509.not_valid_after_utc)
+        click.echo(f"  {m.role:6} {m.id:20} identity {m.identity[:16]}...  TLS {m.tls_key[:16]}... until {until}")
     s = found.sums
     lacking = "" if s.max_missing is None else f", at most {s.max_missing} of those asked missing"
-    click.echo(
-        f"  sums of at least {s.min_cohort} silos{lacking}, {s.bits} bits; authority {found.authority.hex()[:16]}..."
-    )
+    click.echo(f"  sums of at least {s.min_cohort} silos{lacking}, {s.bits} bits")
     click.echo(f"  hash {found.hash.hex()}")

@@ -1,43 +1,65 @@
-"""TLS certificates of a consortium: whose they are, what pins them, and how one is checked.
+"""TLS certificates of a consortium: each member makes its own, and the roster that all sign holds it.
 
-A member's certificate carries its name as URI `secure-fvi://CONSORTIUM/ROLE/ID`, and a DNS name made from the SHA-256
-of its public key. A client that expects the pinned key asks TLS for that DNS name, so that a certificate of another
-key, such as a member's old one, fails in the handshake. Keys are P-256, since BoringSSL (gRPC) takes no Ed25519.
+There is no authority: a member's certificate signs itself, and either end of a connection trusts those of the roster
+and no others. A certificate carries a DNS name made from the SHA-256 of its public key, which a client asks TLS for.
+Keys are P-256, since BoringSSL (gRPC) takes no Ed25519.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import datetime
+import functools
 import hashlib
 import ipaddress
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey, EllipticCurvePublicKey
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from secure_fvi.deployment.names import ROLES, Role, format_time
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.deployment.names import Role
+from secure_fvi.errors import InputError
 
-_SCHEME = "secure-fvi://"
 _ZONE = "secure-fvi.invalid"
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 #: What a role's certificate may do. Silos and holders dial out; the server also speaks to itself in health checks.
 USES = {"silo": [CLIENT], "holder": [CLIENT], "server": [SERVER, CLIENT]}
+#: Clocks of two sites may differ by this much.
+SKEW = datetime.timedelta(minutes=10)
+#: Longer than a roster lasts: the next roster brings the next certificate.
+CERTIFICATE_DAYS = 730
 
 
-class Subject(NamedTuple):
-    """Whom a certificate names. tls_key: SHA-256 of the public key, 32 bytes."""
-
-    consortium: str
-    role: Role
-    id: str
-    tls_key: bytes
-    serial: int
-    not_after: datetime.datetime
+def make_certificate(
+    key: EllipticCurvePrivateKey,
+    name: str,
+    role: Role,
+    addresses: Sequence[str],
+    now: datetime.datetime,
+    days: int = CERTIFICATE_DAYS,
+) -> x509.Certificate:
+    """A certificate of `key` for member `name`, by that key. addresses: host names and IP addresses of a server. It
+    signs no other: neither its key usage nor its constraints let it. Raises InputError for a bad address."""
+    own = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    public = key.public_key()
+    names = [x509.DNSName(pinned_name(key_hash(public))), *map(general_name, addresses)]
+    usage = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+    usage |= dict.fromkeys(("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"), False)
+    return (
+        x509.CertificateBuilder(
+            own, own, public, x509.random_serial_number(), now - SKEW, now + datetime.timedelta(days=days)
+        )
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(digital_signature=True, **usage), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(USES[role]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
+    )
 
 
 def key_hash(key: EllipticCurvePublicKey) -> bytes:
@@ -49,10 +71,6 @@ def key_hash(key: EllipticCurvePublicKey) -> bytes:
 def pinned_name(tls_key: bytes) -> str:
     """The DNS name that only certificates of this key (32 bytes, `key_hash`) have: what a client asks TLS for."""
     return f"{base64.b32encode(tls_key).decode().rstrip('=').lower()}.{_ZONE}"
-
-
-def member_uri(consortium: str, role: str, name: str) -> str:
-    return f"{_SCHEME}{consortium}/{role}/{name}"
 
 
 def general_name(address: str) -> x509.GeneralName:
@@ -79,79 +97,48 @@ def read_certificate(pem: bytes, source: str) -> x509.Certificate:
         raise InputError(f"{source} is no certificate in PEM form") from None
 
 
-def read_revocations(pem: bytes, source: str) -> x509.CertificateRevocationList:
-    """The revocation list in `pem`. Raises InputError."""
+def pem_of(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def named_by(certificate: x509.Certificate) -> str:
+    """Whom a certificate says that it is of; unchecked, and maybe nobody."""
+    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
+# ---- As rosters and requests hold it: DER in base64 ----
+
+
+def as_text(certificate: x509.Certificate) -> str:
+    return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
+
+
+@functools.lru_cache(4096)
+def from_text(text: str) -> x509.Certificate:
+    """Raises ValueError unless it is a certificate as `make_certificate` makes it, in the one way to write it: on
+    P-256, signed with its own key, and with the DNS name of that key."""
     try:
-        return x509.load_pem_x509_crl(pem)
-    except ValueError:
-        raise InputError(f"{source} is no revocation list in PEM form") from None
-
-
-def subject_of(certificate: x509.Certificate) -> Subject:
-    """What a certificate says of itself; unchecked. Raises ProtocolError where it is none of a consortium's."""
-    key = certificate.public_key()
+        found = x509.load_der_x509_certificate(base64.b64decode(text, validate=True))
+    except (ValueError, binascii.Error):
+        raise ValueError("must be a certificate: DER in base64") from None
+    key = found.public_key()
+    if as_text(found) != text:
+        raise ValueError("must be a certificate: DER in base64, and nothing after it")
+    if not isinstance(key, EllipticCurvePublicKey) or not is_p256(key):
+        raise ValueError("the TLS key must be on P-256, as `keys init` makes it")
     try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-        dns = names.get_values_for_type(x509.DNSName)
-    except (x509.ExtensionNotFound, ValueError):
-        uris, dns = [], []
-    if len(uris) != 1 or not uris[0].startswith(_SCHEME) or not isinstance(key, EllipticCurvePublicKey):
-        raise ProtocolError("the certificate names no member of a consortium")
-    consortium, _, rest = uris[0].removeprefix(_SCHEME).partition("/")
-    role, _, name = rest.partition("/")
-    found = next((r for r in ROLES if r == role), None)
-    if found is None or not consortium or not name:
-        raise ProtocolError("the certificate names no member of a consortium")
-    tls_key = key_hash(key)
-    if pinned_name(tls_key) not in dns:
-        raise ProtocolError(f"the certificate of {role} '{name}' does not carry the name of its own key")
-    return Subject(consortium, found, name, tls_key, certificate.serial_number, certificate.not_valid_after_utc)
-
-
-def check_revocations(
-    revocations: x509.CertificateRevocationList, authority: x509.Certificate, now: datetime.datetime
-) -> None:
-    """Raises ProtocolError unless the authority signed this list and it is still in force."""
-    key = authority.public_key()
-    if not isinstance(key, EllipticCurvePublicKey) or not revocations.is_signature_valid(key):
-        raise ProtocolError("the revocation list is not signed by the consortium's authority")
-    until = revocations.next_update_utc
-    if until is None or until < now:
-        raise ProtocolError(
-            f"the revocation list expired at {format_time(until) if until else 'an unknown time'}: "
-            "ask the authority for a new one (`keys authority crl`)"
-        )
-
-
-def check_certificate(
-    certificate: x509.Certificate,
-    authority: x509.Certificate,
-    revocations: x509.CertificateRevocationList,
-    now: datetime.datetime,
-) -> Subject:
-    """Whose certificate it is. Raises ProtocolError: not by the authority, revoked, not yet or no longer valid."""
-    try:
-        certificate.verify_directly_issued_by(authority)
+        found.verify_directly_issued_by(found)
     except (ValueError, TypeError, InvalidSignature):
-        raise ProtocolError("the certificate was not issued by the consortium's authority") from None
-    subject = subject_of(certificate)
-    who = f"the certificate of {subject.role} '{subject.id}'"
-    if now > certificate.not_valid_after_utc:
-        raise ProtocolError(f"{who} expired at {format_time(certificate.not_valid_after_utc)}")
-    if now < certificate.not_valid_before_utc:
-        raise ProtocolError(f"{who} is not valid before {format_time(certificate.not_valid_before_utc)}")
-    if now > authority.not_valid_after_utc:
-        raise ProtocolError(f"the authority's certificate expired at {format_time(authority.not_valid_after_utc)}")
-    check_revocations(revocations, authority, now)
-    if revocations.get_revoked_certificate_by_serial_number(certificate.serial_number) is not None:
-        raise ProtocolError(f"{who} was revoked (serial {certificate.serial_number:x})")
-    return subject
-
-
-def revocation_number(revocations: x509.CertificateRevocationList) -> int:
-    """The number of a revocation list, which grows with each."""
+        raise ValueError("the certificate is not signed with its own key") from None
     try:
-        return int(revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number)
-    except x509.ExtensionNotFound:
-        raise InputError("the revocation list has no number; `keys authority crl` makes one") from None
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        carried = names.get_values_for_type(x509.DNSName)
+        constraints = found.extensions.get_extension_for_class(x509.BasicConstraints).value
+    except (x509.ExtensionNotFound, ValueError):
+        raise ValueError("the certificate lacks what `keys init` writes into it") from None
+    if pinned_name(key_hash(key)) not in carried:
+        raise ValueError("the certificate does not carry the name of its own key")
+    if constraints.ca:
+        raise ValueError("the certificate is an authority's, which signs others")
+    return found

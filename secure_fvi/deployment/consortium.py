@@ -6,23 +6,30 @@
 Members compare the roster's code aloud before they sign. Each has checked its own keys in it; equal codes mean equal
 rosters; so every key in it is the right one, whoever wrote or carried the file. Rosters are numbered, and each names
 the hash of the one before. Public.
+
+It is all that a site trusts: TLS takes the certificates in it and no others, and a key is replaced or taken back by
+the next roster.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
 import msgpack
-from pydantic import Field, ValidationError, model_validator
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Roster
+from secure_fvi.deployment.certificates import from_text, key_hash, named_by, pem_of, pinned_name, read_certificate
 from secure_fvi.deployment.names import (
     Hex32,
     Id,
@@ -32,6 +39,7 @@ from secure_fvi.deployment.names import (
     format_time,
     parse_table,
     parse_time,
+    printable,
     reading_code,
 )
 from secure_fvi.errors import InputError, ProtocolError
@@ -42,17 +50,39 @@ LABEL_SESSION = b"deployment-session"
 ROSTER_DAYS = 365
 
 
+def _certificate(text: str) -> str:
+    from_text(text)
+    return text
+
+
 class Member(Table):
-    """One institution. identity: Ed25519 public key; tls_key: SHA-256 of the public key of its TLS certificates."""
+    """One institution. identity: Ed25519 public key; certificate: of its TLS key, by that key, DER in base64."""
 
     id: Id
     role: Role
     identity: Hex32
-    tls_key: Hex32
+    certificate: Annotated[str, AfterValidator(_certificate)]
+
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        if named_by(self.x509) != self.id:
+            raise ValueError(f"the certificate of '{self.id}' is made out to '{printable(named_by(self.x509), 80)}'")
+        return self
 
     @property
     def identity_key(self) -> bytes:
         return bytes.fromhex(self.identity)
+
+    @property
+    def x509(self) -> x509.Certificate:
+        return from_text(self.certificate)
+
+    @property
+    def tls_key(self) -> str:
+        """SHA-256 of the certificate's public key, in hex."""
+        key = self.x509.public_key()
+        assert isinstance(key, EllipticCurvePublicKey)
+        return key_hash(key).hex()
 
 
 class Sums(Table):
@@ -71,13 +101,12 @@ class Sums(Table):
 
 
 class _File(Table):
-    format: Literal[1]
+    format: Literal[2]
     consortium: Id
     serial: Annotated[int, Field(ge=1, lt=2**31)]
     previous: Hex32 | Literal[""]
     made: Time
     expires: Time
-    authority: Hex32
     sums: Sums
     member: Annotated[tuple[Member, ...], Field(min_length=1)]
 
@@ -100,13 +129,18 @@ class _File(Table):
         return self
 
 
+def trusted(members: Iterable[Member]) -> bytes:
+    """What TLS needs to take these members, and nobody else, for the other end: their certificates in PEM form."""
+    return b"".join(pem_of(m.x509) for m in members)
+
+
 class ConsortiumRoster:
     """A roster as its bytes say it, signed or not. Made by `parse_roster` and `write_roster`."""
 
     def __init__(self, content: bytes, file: _File) -> None:
         self.content, self._file = content, file
         self.consortium, self.serial, self.sums = file.consortium, file.serial, file.sums
-        self.previous, self.authority = bytes.fromhex(file.previous), bytes.fromhex(file.authority)
+        self.previous = bytes.fromhex(file.previous)
         self.made, self.expires = parse_time(file.made), parse_time(file.expires)
         self.members: Mapping[str, Member] = {m.id: m for m in file.member}
 
@@ -139,6 +173,42 @@ class ConsortiumRoster:
             raise ProtocolError(f"roster {self.serial} of '{self.consortium}' expired at {format_time(self.expires)}")
         if now + datetime.timedelta(days=1) < self.made:
             raise ProtocolError(f"roster {self.serial} was made at {format_time(self.made)}, which is yet to come")
+
+    def whose(self, certificate: bytes, now: datetime.datetime, *roles: Role) -> Member:
+        """The member whose certificate (PEM, as TLS accepted it) this is; of one of `roles`, where any are given.
+
+        Raises ProtocolError naming the reason.
+        """
+        self.check_time(now)
+        seen = read_certificate(certificate, "what the other side presented")
+        found = self._by_certificate.get(seen.public_bytes(serialization.Encoding.DER))
+        if found is None:
+            named = self.member(printable(named_by(seen), 80))
+            raise ProtocolError(
+                f"the certificate of '{named.id}' is for another TLS key than roster {self.serial} names: it was "
+                "replaced, or somebody else made it"
+            )
+        if roles and found.role not in roles:
+            expected = " or ".join(roles)
+            raise ProtocolError(f"'{found.id}' is a {found.role} in the roster; here a {expected} is expected")
+        if now > seen.not_valid_after_utc:
+            raise ProtocolError(
+                f"the certificate of {found.role} '{found.id}' expired at {format_time(seen.not_valid_after_utc)}"
+            )
+        if now < seen.not_valid_before_utc:
+            raise ProtocolError(
+                f"the certificate of {found.role} '{found.id}' is not valid before "
+                f"{format_time(seen.not_valid_before_utc)}"
+            )
+        return found
+
+    @cached_property
+    def _by_certificate(self) -> dict[bytes, Member]:
+        return {m.x509.public_bytes(serialization.Encoding.DER): m for m in self.members.values()}
+
+    def tls_name(self, name: str) -> str:
+        """What to ask TLS for when dialing a member (gRPC: `grpc.ssl_target_name_override`): only its key has it."""
+        return pinned_name(bytes.fromhex(self.member(name).tls_key))
 
     def session(
         self,
@@ -180,24 +250,22 @@ def session_id(roster: ConsortiumRoster, job: bytes, nonces: Mapping[str, bytes]
 def write_roster(
     consortium: str,
     members: Sequence[Member],
-    authority: bytes,
     now: datetime.datetime,
     sums: Sums | None = None,
     previous: ConsortiumRoster | None = None,
     days: int = ROSTER_DAYS,
 ) -> ConsortiumRoster:
-    """A new roster, or the one after `previous`. authority: hash of its certificate. Raises InputError."""
+    """A new roster, or the one after `previous`. Raises InputError."""
     if previous is not None and previous.consortium != consortium:
         raise InputError(f"the roster before is of consortium '{previous.consortium}', not '{consortium}'")
     try:
         file = _File(
-            format=1,
+            format=2,
             consortium=consortium,
             serial=1 if previous is None else previous.serial + 1,
             previous="" if previous is None else previous.hash.hex(),
             made=format_time(now),
             expires=format_time(now + datetime.timedelta(days=days)),
-            authority=authority.hex(),
             sums=sums or Sums(),
             member=tuple(sorted(members, key=lambda m: m.id)),
         )
@@ -209,6 +277,11 @@ def write_roster(
 
 def parse_roster(content: bytes, source: str) -> ConsortiumRoster:
     """The roster in `content`. Raises InputError unless it has the one layout that `write_roster` gives it."""
+    if content.startswith(b"format = 1\n"):
+        raise InputError(
+            f"{source}: a roster of format 1, whose certificates an authority issued; there is none any more. Have "
+            "every site make a new request (`keys rotate tls`), begin anew with roster 1, and remove 'accepted.json'"
+        )
     file = parse_table(content, _File, source)
     if _canonical(file) != content:
         raise InputError(

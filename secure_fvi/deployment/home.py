@@ -2,11 +2,10 @@
 
     site.toml            id and role
     identity.pem, .pub   Ed25519: signs rosters, the ledger, the log; made here, never leaves
-    tls.key, tls.crt     P-256 key, made here, and its certificate by the authority
-    ca.crt, ca.crl       the authority's certificate and its list of revoked ones
+    tls.key, tls.crt     P-256 key and its certificate, both made here
     rosters/N.toml, N.sig/            roster N and everybody's signatures
-    endorsements/, successions/       TLS keys that members changed since, identities that followed others
-    accepted.json        which roster is in force, and the newest revocation list seen: older ones are refused
+    successions/         identities that followed others
+    accepted.json        which roster is in force: older ones are refused
     policy.toml          what this site accepts; edited here and nowhere else
     ledger.sqlite, audit-log.sqlite   its records
     seen.sqlite, state/  what it saw of others' records, and its parties' state
@@ -23,8 +22,7 @@ import datetime
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Literal
 
@@ -34,19 +32,9 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurv
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.authority import authority_hash
-from secure_fvi.deployment.certificates import (
-    check_certificate,
-    check_revocations,
-    key_hash,
-    pinned_name,
-    read_certificate,
-    read_revocations,
-    revocation_number,
-)
-from secure_fvi.deployment.consortium import ConsortiumRoster, Member
-from secure_fvi.deployment.names import Id, Role, Table, check_id, parse_table, read_bytes, write_bytes
-from secure_fvi.deployment.rotation import Endorsement, pinned_key, read_endorsement
+from secure_fvi.deployment.certificates import make_certificate, pem_of, read_certificate
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member, trusted
+from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.signatures import load_roster
 from secure_fvi.engines.remote import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
@@ -66,7 +54,6 @@ class _Site(Table):
 class _Accepted(Table):
     serial: int = 0
     roster: str = ""
-    revocations: int = 0
 
 
 class Home:
@@ -103,7 +90,7 @@ class Home:
         check_sealed(passphrase, unsealed)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         create_key(path / "identity.pem", passphrase, unsealed)
-        store_private(path / "tls.key", generate_private_key(SECP256R1()), passphrase, unsealed)
+        make_tls(path, name, role, addresses, passphrase, unsealed)
         site = {"format": 1, "id": name, "role": role, "addresses": list(addresses)}
         write_bytes(path / "site.toml", wording.dumps(site).encode())
         return cls(path, passphrase)
@@ -179,10 +166,7 @@ class Home:
 
     def tls_key(self, file: str = "tls.key") -> EllipticCurvePrivateKey:
         """The private key of the certificate."""
-        key = load_private(self.path / file, self.passphrase)
-        if not isinstance(key, EllipticCurvePrivateKey):
-            raise InputError(f"'{self.path / file}' holds a key of another kind than P-256")
-        return key
+        return _p256(self.path / file, self.passphrase)
 
     def state_secret(self) -> bytes:
         """32 bytes that seal what the parties keep between messages; made when first asked for."""
@@ -195,33 +179,30 @@ class Home:
             raise InputError(f"'{path}' holds a key of another kind than the one that was made here")
         return key.private_bytes_raw()
 
-    def credentials(self) -> TlsFiles:
-        """What TLS needs; the private key is in clear in it."""
+    def certificate(self, file: str = "tls.crt") -> x509.Certificate:
+        path = self.path / file
+        return read_certificate(read_bytes(path, "the site's certificate"), f"'{path}'")
+
+    def tls_in(self, roster: ConsortiumRoster) -> str:
+        """The folder of the present TLS key and certificate, or of those that are being rotated in, whichever `roster`
+        names for this site: "" or "next/". Raises ProtocolError where it names neither."""
+        named = roster.member(self.id)
+        for folder in ("", "next/"):
+            if (self.path / f"{folder}tls.crt").exists():
+                found = self.certificate(f"{folder}tls.crt")
+                if found == named.x509 and found.public_key() == self.tls_key(f"{folder}tls.key").public_key():
+                    return folder
+        raise ProtocolError(
+            f"the roster names another TLS key for '{self.id}' than the one in '{self.path}'; "
+            "have it made with this site's newest request"
+        )
+
+    def credentials(self, peers: Iterable[Member]) -> TlsFiles:
+        """What TLS needs to speak to these members and to nobody else; the private key is in clear in it."""
         private = self.tls_key().private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        ours = read_bytes(self.path / "tls.crt", "the site's certificate")
-        return TlsFiles(private, ours, read_bytes(self.path / "ca.crt", "the authority's certificate"))
-
-    def certificate(self) -> x509.Certificate:
-        path = self.path / "tls.crt"
-        return read_certificate(read_bytes(path, "the site's certificate"), f"'{path}'")
-
-    def authority(self) -> x509.Certificate:
-        path = self.path / "ca.crt"
-        return read_certificate(read_bytes(path, "the authority's certificate"), f"'{path}'")
-
-    def revocations(self, now: datetime.datetime) -> x509.CertificateRevocationList:
-        """The authority's list. Raises ProtocolError for a forged or expired one, or one older than was seen here."""
-        path = self.path / "ca.crl"
-        found = read_revocations(read_bytes(path, "the revocation list", 1 << 26), f"'{path}'")
-        check_revocations(found, self.authority(), now)
-        number, seen = revocation_number(found), self._accepted().revocations
-        if number < seen:
-            raise ProtocolError(f"revocation list {number} is older than list {seen}, which this site has seen")
-        if number > seen:
-            self._accept(revocations=number)
-        return found
+        return TlsFiles(private, pem_of(self.certificate()), trusted(peers))
 
     @property
     def in_force(self) -> int:
@@ -242,8 +223,8 @@ class Home:
     def roster(self, now: datetime.datetime) -> ConsortiumRoster:
         """The roster in force, checked in all ways but whether this site's policy accepts it.
 
-        Raises ProtocolError that names the reason: a signature, the time, the authority, this site's own entry, or that
-        it is not the roster that this site has accepted.
+        Raises ProtocolError that names the reason: a signature, the time, this site's own entry, or that it is not the
+        roster that this site has accepted.
         """
         serial = self.in_force
         if not serial:
@@ -258,18 +239,12 @@ class Home:
         return roster
 
     def check_own(self, roster: ConsortiumRoster) -> None:
-        """Raises ProtocolError unless the roster has this site's identity, role, TLS key and authority right."""
+        """Raises ProtocolError unless the roster has this site's identity, role and TLS certificate right."""
         own = roster.member(self.id)
         self.identity_in(roster)
         if own.role != self.role:
             raise ProtocolError(f"the roster calls '{self.id}' a {own.role}, here it is a {self.role}")
-        if pinned_key(roster, own, self.endorsements()) != key_hash(self.tls_key().public_key()):
-            raise ProtocolError(
-                f"the roster names another TLS key for '{self.id}' than the one in '{self.path}'; "
-                "have it made with this site's newest request"
-            )
-        if authority_hash(self.authority()) != roster.authority:
-            raise ProtocolError("the roster names another authority than the one in 'ca.crt'")
+        self.tls_in(roster)
 
     def check_not_older(self, roster: ConsortiumRoster) -> None:
         """Raises ProtocolError for a roster older than the one accepted here, or one that does not follow it."""
@@ -289,14 +264,6 @@ class Home:
         self.check_not_older(roster)
         self._accept(serial=roster.serial, roster=roster.hash.hex())
 
-    def admission(self, now: datetime.datetime) -> Admission:
-        """The rules by which the others are recognised, of the files as they are now."""
-        return Admission(self.roster(now), self.authority(), self.revocations(now), self.endorsements())
-
-    def endorsements(self) -> list[Endorsement]:
-        paths = sorted((self.path / "endorsements").glob("*.toml"))
-        return [read_endorsement(read_bytes(p, "the endorsement"), f"'{p}'") for p in paths]
-
     def _accepted(self) -> _Accepted:
         path = self.path / "accepted.json"
         if not path.exists():
@@ -312,6 +279,23 @@ class Home:
         )
 
 
+def make_tls(
+    folder: Path, name: str, role: Role, addresses: tuple[str, ...], passphrase: str | None, unsealed: bool
+) -> None:
+    """A TLS key in `folder` and its certificate, unless they are there."""
+    store_private(folder / "tls.key", generate_private_key(SECP256R1()), passphrase, unsealed)
+    if not (folder / "tls.crt").exists():
+        certificate = make_certificate(_p256(folder / "tls.key", passphrase), name, role, addresses, now())
+        write_bytes(folder / "tls.crt", pem_of(certificate))
+
+
+def _p256(path: Path, passphrase: str | None) -> EllipticCurvePrivateKey:
+    key = load_private(path, passphrase)
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise InputError(f"'{path}' holds a key of another kind than P-256")
+    return key
+
+
 def check_private(path: Path) -> None:
     """Raises InputError for a file or folder that its group or everybody may write to, or that is another user's."""
     found = path.stat()
@@ -319,43 +303,3 @@ def check_private(path: Path) -> None:
         raise InputError(f"'{path}' may be written by others than its owner; run: chmod go-w '{path}'")
     if found.st_uid not in (os.geteuid(), 0):
         raise InputError(f"'{path}' belongs to another user; the site's files must be its own")
-
-
-# ---- Which member stands at the other end of a TLS connection ----
-
-
-@dataclass(frozen=True)
-class Admission:
-    """The rules of one moment: the signed roster, the authority, what it revoked, which TLS keys were changed since."""
-
-    roster: ConsortiumRoster
-    authority: x509.Certificate
-    revocations: x509.CertificateRevocationList
-    endorsements: Sequence[Endorsement] = ()
-
-    def member(self, certificate: bytes, now: datetime.datetime, *roles: Role) -> Member:
-        """The member whose certificate (PEM, as TLS accepted it) this is; of one of `roles`, where any are given.
-
-        Raises ProtocolError naming the reason.
-        """
-        self.roster.check_time(now)
-        read = read_certificate(certificate, "what the other side presented")
-        subject = check_certificate(read, self.authority, self.revocations, now)
-        if subject.consortium != self.roster.consortium:
-            raise ProtocolError(f"the certificate is of consortium '{subject.consortium}'")
-        member = self.roster.member(subject.id)
-        if subject.role != member.role:
-            raise ProtocolError(f"'{member.id}' is a {member.role} in the roster, its certificate says {subject.role}")
-        if roles and member.role not in roles:
-            expected = " or ".join(roles)
-            raise ProtocolError(f"'{member.id}' is a {member.role} in the roster; here a {expected} is expected")
-        if subject.tls_key != pinned_key(self.roster, member, self.endorsements):
-            raise ProtocolError(
-                f"the certificate of '{member.id}' is for another TLS key than roster {self.roster.serial} names: "
-                "the key was replaced, or the authority issued it to somebody else"
-            )
-        return member
-
-    def tls_name(self, member: str) -> str:
-        """What to ask TLS for when dialing `member` (gRPC: `grpc.ssl_target_name_override`): only its key has it."""
-        return pinned_name(pinned_key(self.roster, self.roster.member(member), self.endorsements))

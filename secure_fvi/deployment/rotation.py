@@ -1,10 +1,5 @@
-"""New keys for a member that is known already, announced by the key that the others trust.
-
-    endorsement   "my TLS key is from now on ..."    signed by the identity; replaces one roster's pin at once
-    succession    "my identity is from now on ..."   signed by the old identity and by the new; enters the next roster
-
-A stolen TLS key is ended by revoking its certificate, a stolen identity by a new roster that everybody signs.
-"""
+"""A new identity for a member that is known already, announced by the one that the others trust, and what a roster
+changes. "My identity is from now on ..." is signed by the old identity and by the new, and enters the next roster."""
 
 from __future__ import annotations
 
@@ -22,18 +17,7 @@ from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
 
-LABEL_ENDORSEMENT = b"secure-fvi/tls-endorsement/1/"
 LABEL_SUCCESSION = b"secure-fvi/identity-succession/1/"
-
-
-class Endorsement(NamedTuple):
-    """A member's word for a TLS key (SHA-256 of the public key) under the roster of a hash, and under no other."""
-
-    member: str
-    roster: bytes
-    tls_key: bytes
-    made: datetime.datetime
-    signature: bytes
 
 
 class Succession(NamedTuple):
@@ -47,16 +31,6 @@ class Succession(NamedTuple):
     signature_after: bytes
 
 
-class _EndorsementFile(Table):
-    format: Literal[1]
-    kind: Literal["tls-endorsement"]
-    member: Id
-    roster: Hex32
-    tls_key: Hex32
-    made: Time
-    signature: Hex64
-
-
 class _SuccessionFile(Table):
     format: Literal[1]
     kind: Literal["identity-succession"]
@@ -66,47 +40,6 @@ class _SuccessionFile(Table):
     made: Time
     signature: Hex64
     signature_after: Hex64
-
-
-def endorse(member: str, identity: Identity, roster: bytes, tls_key: bytes, now: datetime.datetime) -> bytes:
-    """An endorsement file by the holder of `identity`; roster: its hash."""
-    made = format_time(now)
-    signature = identity.sign(LABEL_ENDORSEMENT + _digest(member, roster + tls_key, made))
-    return wording.dumps(
-        {
-            "format": 1,
-            "kind": "tls-endorsement",
-            "member": member,
-            "roster": roster.hex(),
-            "tls_key": tls_key.hex(),
-            "made": made,
-            "signature": signature.hex(),
-        }
-    ).encode()
-
-
-def read_endorsement(content: bytes, source: str) -> Endorsement:
-    """Raises InputError where there is none; its signature is checked by `pinned_key`."""
-    f = parse_table(content, _EndorsementFile, source)
-    roster, tls_key = bytes.fromhex(f.roster), bytes.fromhex(f.tls_key)
-    return Endorsement(f.member, roster, tls_key, parse_time(f.made), bytes.fromhex(f.signature))
-
-
-def pinned_key(roster: ConsortiumRoster, member: Member, endorsements: Iterable[Endorsement]) -> bytes:
-    """The TLS key (hash) that `member` is to use: of its newest endorsement under this roster, or the roster's own.
-
-    Raises ProtocolError for an endorsement that its identity did not sign.
-    """
-    newest: Endorsement | None = None
-    for e in endorsements:
-        if e.member != member.id or e.roster != roster.hash:
-            continue
-        statement = _digest(e.member, e.roster + e.tls_key, format_time(e.made))
-        if not signed(member.identity_key, LABEL_ENDORSEMENT, statement, e.signature):
-            raise ProtocolError(f"the endorsement of a TLS key of '{e.member}' is not signed by its identity")
-        if newest is None or e.made > newest.made:
-            newest = e
-    return bytes.fromhex(member.tls_key) if newest is None else newest.tls_key
 
 
 def succeed(member: str, before: Identity, after: Identity, now: datetime.datetime) -> bytes:

@@ -199,8 +199,9 @@ class Hub:
         engine = config.engine or Engine()
         least = least_silos(federation.aggregation, len(self.offer.silos), federation.privacy is not None)
         self._patience = Patience(engine.on_loss, engine.deadline, least)
+        tls = home.credentials([*self._roster.of_role("silo"), *self._roster.of_role("holder")])
         self.engine = federation.carrier(
-            self.offer.silos, federation.listen, home.credentials(), self._admit, self._roster.hash,
+            self.offer.silos, federation.listen, tls, self._admit, self._roster.hash,
             self.offer.job, self._patience, [self._holder] if self._holder else [],
         )  # fmt: skip
         self.engine.watch = self._write_down
@@ -348,7 +349,7 @@ class Hub:
             self._trail.job(job_entry(offer, bytes(32), accepted=True))
 
     def _admit(self, certificate: bytes) -> str:
-        return self._of.home.admission(now()).member(certificate, now(), "silo", "holder").id
+        return self._of.home.roster(now()).whose(certificate, now(), "silo", "holder").id
 
     def _countersign(self) -> None:
         """Before any record of a site grows further: whether it is the one that was seen before."""

@@ -23,7 +23,7 @@ from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
-from secure_fvi.engines.remote import SessionLost
+from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
@@ -233,15 +233,18 @@ def server_of(home: Home) -> Member:
 def client_of(home: Home, address: str, server: str, handle: Callable[[str, bytes], bytes]) -> StreamClient:
     """This site's way to the member `server` at `address`, by the site's files as they are at each connection."""
 
+    def tls() -> TlsFiles:
+        return home.credentials([home.roster(now()).member(server)])
+
     def check(certificate: bytes) -> None:
-        member = home.admission(now()).member(certificate, now(), "server")
+        member = home.roster(now()).whose(certificate, now(), "server")
         if member.id != server:
             raise ProtocolError(f"the certificate is of '{member.id}', not of '{server}'")
 
     return StreamClient(
         address,
-        home.credentials,
-        lambda: home.admission(now()).tls_name(server),
+        tls,
+        lambda: home.roster(now()).tls_name(server),
         check,
         lambda: home.roster(now()).hash,
         handle,

@@ -14,6 +14,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from secure_fvi.deployment.certificates import pem_of
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.site import Site, client_of
@@ -80,7 +81,7 @@ def answer(pieces: dict[str, bytes], node: Any) -> dict[str, bytes]:
     elif asked.receiver:
         raise InputError(f"a letter for '{asked.receiver}', and this is '{home.id}'")
     identity = home.identity_in(home.roster(now()))
-    reply = Letter(home.credentials().certificate, asked.job, received.sender, received.digest, status, body)
+    reply = Letter(pem_of(home.certificate()), asked.job, received.sender, received.digest, status, body)
     return write_letter(reply, identity)[0]
 
 

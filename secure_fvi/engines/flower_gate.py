@@ -96,11 +96,11 @@ async def _body(request: Request, most: int) -> AsyncIterator[bytes]:
         yield piece
 
 
-def gate(superlink: str, authority: str, known: Known = lambda key: False) -> Starlette:
-    """The filter before `superlink` ("127.0.0.1:port"), whose certificate is checked against the file `authority`.
+def gate(superlink: str, inner: str, known: Known = lambda key: False) -> Starlette:
+    """The filter before `superlink` ("127.0.0.1:port"), whose certificate is the file `inner`.
     known: whether a public key (PEM) is that of a node."""
     client = httpx.AsyncClient(
-        base_url=f"https://{superlink}", verify=authority, timeout=_SECONDS, trust_env=False, limits=httpx.Limits()
+        base_url=f"https://{superlink}", verify=inner, timeout=_SECONDS, trust_env=False, limits=httpx.Limits()
     )
 
     async def forward(request: Request) -> Response:
@@ -167,16 +167,16 @@ class Timed(H11Protocol):  # type: ignore[misc]
 def run_gate(
     listen: tuple[str, int],
     superlink: str,
-    authority: Path,
+    inner: Path,
     key: Path,
     certificate: Path,
     passphrase: str | None,
     database: Path,
 ) -> None:
-    """Serve until a signal comes. key, certificate: the server's, by the consortium's authority. database: the
+    """Serve until a signal comes. key, certificate: the server's, which the roster names. database: the
     SuperLink's."""
     uvicorn.run(
-        gate(superlink, str(authority), known_to(database)),
+        gate(superlink, str(inner), known_to(database)),
         host=listen[0],
         port=listen[1],
         ssl_keyfile=str(key),

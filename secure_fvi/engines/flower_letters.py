@@ -1,7 +1,7 @@
 """What carrier `messages` sends through Flower: letters, signed by the sender's identity in the roster.
 
 Flower's TLS ends at the SuperLink, and its keys admit a node, not a silo. So a letter carries its sender's
-certificate, by which the receiver looks the sender up in its own roster and revocation list; the identity that the
+certificate, by which the receiver looks the sender up in its own roster; the identity that the
 roster names signs the whole letter, and an answer names the letter that it answers.
 """
 
@@ -75,7 +75,7 @@ def read_letter(pieces: Mapping[str, bytes], home: Home, roles: Sequence[Role]) 
         raise ProtocolError("a letter with pieces missing")
     envelope = _CODEC.unpack(b"".join(pieces[name] for name in names), _Signed)
     letter = _CODEC.unpack(envelope.letter, Letter)
-    sender = home.admission(now()).member(letter.certificate, now(), *roles)
+    sender = home.roster(now()).whose(letter.certificate, now(), *roles)
     digest = hashlib.sha256(LABEL + envelope.letter).digest()
     if not signed(sender.identity_key, LABEL, digest, envelope.signature):
         raise ProtocolError(f"a letter that is not signed by the identity of '{sender.id}'")

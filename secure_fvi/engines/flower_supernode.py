@@ -17,9 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from secure_fvi.deployment.certificates import pem_of
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.site import server_of
 from secure_fvi.engines.flower_setup import environment, flower_folder, free_port, locked, prepare, program
 from secure_fvi.errors import InputError
+from secure_fvi.files import write_atomically
 
 _TOUCH = 5.0  # seconds
 _PAUSE = 10.0
@@ -36,17 +39,20 @@ def run_supernode(
 ) -> int:
     """Serve until a signal comes: the SuperNode's exit status. superlink: "host:port"; settings: of its --node-config.
 
+    Of the SuperLink, TLS takes the certificate that the roster names, and no other.
     Raises InputError where the SuperLink refuses the site's key, or another SuperNode of this folder runs.
     """
     prepare(home.path, any_app)
     folder = flower_folder(home.path)
     lock = locked(folder / "supernode.lock", "SuperNode")
+    server = folder / "server.crt"
+    write_atomically(server, pem_of(server_of(home).x509))
     alive = folder / "alive"
     until = min(alive.stat().st_mtime, time.time()) + _COUNTS if alive.exists() else 0.0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while True:
         command = [program("flower-supernode"), "--superlink", superlink, "--port", str(free_port())]
-        command += ["--root-certificates", str(home.path / "ca.crt"), "--node-config", " ".join(settings)]
+        command += ["--root-certificates", str(server), "--node-config", " ".join(settings)]
         command += ["--auth-supernode-private-key", str(folder / "node.key")]
         node = _SuperNode(command, environment(home.path, home.passphrase), lock, alive)
         status = node.run()

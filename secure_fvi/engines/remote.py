@@ -101,11 +101,12 @@ def shown(text: bytes) -> str:
 
 
 class TlsFiles(NamedTuple):
-    """PEM: private key, certificate, the authority's certificate. The key does not show in a repr."""
+    """PEM: private key, certificate, and the certificates of those who may stand at the other end. The key does not
+    show in a repr."""
 
     private_key: bytes
     certificate: bytes
-    authority: bytes
+    trusted: bytes
 
     def __repr__(self) -> str:
         return "TlsFiles(...)"

@@ -125,8 +125,8 @@ class StreamClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _check_peer(self) -> None:
-        """Look at the server's certificate first: gRPC's client verifies chain and name, but shows no certificate,
-        and a revoked one would go unnoticed."""
+        """Look at the server's certificate first: gRPC's client verifies it against the roster's, but shows none,
+        and one that has expired by this site's clock would go unnoticed."""
         self._certificate = peer_certificate(self._host, self._port, self._tls(), self._tls_name())
         self._check_server(self._certificate)
         self._checked = time.monotonic()
@@ -140,7 +140,7 @@ class StreamClient:
     def _connected(self) -> None:
         """One connection, from dialing to its end."""
         tls = self._tls()
-        credentials = grpc.ssl_channel_credentials(tls.authority, tls.private_key, tls.certificate)
+        credentials = grpc.ssl_channel_credentials(tls.trusted, tls.private_key, tls.certificate)
         options = (*OPTIONS, ("grpc.ssl_target_name_override", self._tls_name()), ("grpc.use_local_subchannel_pool", 1))
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         roster = self._roster()
@@ -223,13 +223,13 @@ def split_address(address: str) -> tuple[str, int]:
 def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
     """The certificate (PEM) with which the server proves itself in a TLS 1.3 handshake.
 
-    Raises ProtocolError where it is not by the authority or not of the key `name`, OSError where nobody is there, of
+    Raises ProtocolError where it is not a trusted one or not of the key `name`, OSError where nobody is there, of
     which Doubtful where the other end speaks no TLS 1.3 or closes: the first bytes of a handshake are not protected.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols(["h2"])
-    context.load_verify_locations(cadata=tls.authority.decode())
+    context.load_verify_locations(cadata=tls.trusted.decode())
     with _chain_file(tls) as path:
         context.load_cert_chain(path)
     try:

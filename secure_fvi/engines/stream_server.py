@@ -99,7 +99,7 @@ class StreamServer(Remote):
         )
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
-        credentials = grpc.ssl_server_credentials([(tls.private_key, tls.certificate)], tls.authority, True)
+        credentials = grpc.ssl_server_credentials([(tls.private_key, tls.certificate)], tls.trusted, True)
         try:
             self.port = self._grpc.add_secure_port(listen, credentials)
         except RuntimeError:
@@ -137,8 +137,8 @@ class StreamServer(Remote):
         self._grpc.stop(2.0).wait()
 
     def check_links(self) -> None:
-        """Cut the streams of those who would not be let in any more: their certificates were revoked, or have expired,
-        or the roster in force names them no longer. Dialing again, they are told why."""
+        """Cut the streams of those who would not be let in any more: the roster in force names another certificate for
+        them or none, or theirs has expired. Dialing again, they are told why."""
         with self._changed:
             links = dict(self._links)
         for silo, link in links.items():

@@ -11,5 +11,5 @@ def first_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def world(first_world: World, tmp_path: Path) -> World:
-    """A consortium of one's own: certificates, a signed roster, everything accepted."""
+    """A consortium of one's own: a signed roster, accepted by all."""
     return first_world.copy(tmp_path / "world")

@@ -9,12 +9,12 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from secure_fvi.deployment.authority import Authority, authority_hash
+from secure_fvi.deployment.certificates import make_certificate, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, Sums, write_roster
-from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.home import Home, make_tls
 from secure_fvi.deployment.keeping import accept, install, request_text, sign
 from secure_fvi.deployment.names import ROLES
-from secure_fvi.deployment.requests import Request, read_request
+from secure_fvi.deployment.requests import read_request
 from secure_fvi.engines.remote import TlsFiles
 
 #: TLS goes by the clock of the machine, so the world does too; it does not move during a test.
@@ -23,21 +23,14 @@ DAY = datetime.timedelta(days=1)
 SITES = {"east": "silo", "hub": "server", "north": "silo", "south": "silo"}
 
 
-def member_of(request: Request) -> Member:
-    return Member(id=request.id, role=request.role, identity=request.identity.hex(), tls_key=request.tls_key.hex())
-
-
 class World:
-    """Folders below `root`: `authority`, and one of each site. All share one clock, at `NOW`."""
+    """Folders below `root`, one of each site. All share one clock, at `NOW`."""
 
     def __init__(self, root: Path, holder: bool = False) -> None:
         """Opened, or made where there is none. holder: with the key holder 'escrow'."""
         self.root = root
         sites = {**SITES, "escrow": "holder"} if holder or (root / "escrow").exists() else SITES
-        made = (root / "authority").exists()
-        self.authority = (
-            Authority(root / "authority") if made else Authority.create(root / "authority", "study", NOW, unsealed=True)
-        )
+        made = (root / "hub").exists()
         self.homes = {n: Home(root / n) if made else self.new_home(n, role) for n, role in sites.items()}
         self.roster: ConsortiumRoster | None = self.homes["hub"].roster(NOW) if made else None
 
@@ -49,15 +42,14 @@ class World:
     def new_home(self, name: str, role: str) -> Home:
         return Home.create(self.root / name, name, next(r for r in ROLES if r == role), unsealed=True)
 
-    def request(self, home: Home) -> Request:
+    def request(self, home: Home) -> Member:
         return read_request(request_text(home).encode(), "request")
 
-    def certify(self, home: Home, now: datetime.datetime = NOW, days: int = 365) -> Path:
-        """A certificate for the site's present key, installed with the authority's files."""
-        path = self.root / f"{home.id}.crt"
-        path.write_bytes(self.authority.issue(self.request(home), now, days))
-        self.install_all(home, self.root / "authority" / "ca.crt", self.root / "authority" / "ca.crl", path)
-        return path
+    def certify(self, home: Home, now: datetime.datetime = NOW, days: int = 365) -> bytes:
+        """Another certificate for the site's present key (PEM), which the next roster will name."""
+        made = pem_of(make_certificate(home.tls_key(), home.id, home.role, home.addresses, now, days))
+        (home.path / "tls.crt").write_bytes(made)
+        return made
 
     def install_all(self, home: Home, *paths: Path, now: datetime.datetime = NOW) -> None:
         for path in paths:
@@ -66,30 +58,50 @@ class World:
     def write(
         self, previous: ConsortiumRoster | None = None, now: datetime.datetime = NOW, days: int = 365
     ) -> ConsortiumRoster:
-        members = [member_of(self.request(home)) for home in self.homes.values()]
-        made = write_roster("study", members, authority_hash(self.authority.certificate), now, Sums(), previous, days)
+        members = [self.request(home) for home in self.homes.values()]
+        made = write_roster("study", members, now, Sums(), previous, days)
         self.roster = made
         return made
 
-    def distribute(self, roster: ConsortiumRoster, now: datetime.datetime = NOW) -> None:
-        """Installed, signed by all, signatures handed round, accepted by all."""
+    def without(self, name: str) -> ConsortiumRoster:
+        """The roster after the one in force, with another TLS key for `name`, whose holder does not know of it: what a
+        consortium does about a stolen key. Signed by all; in force nowhere yet."""
+        assert self.roster is not None
+        taken, home = self.root / f"{name}-new", self.homes[name]
+        shutil.copytree(home.path, taken)
+        for file in ("tls.key", "tls.crt"):
+            (taken / file).unlink()
+        make_tls(taken, name, home.role, home.addresses, None, True)
+        self.homes[name] = Home(taken)
+        made = self.write(self.roster)
+        self.sign(made)
+        self.homes[name] = home
+        return made
+
+    def sign(self, roster: ConsortiumRoster, now: datetime.datetime = NOW) -> list[Path]:
+        """Installed and signed by all: the signatures."""
         path = self.root / f"roster-{roster.serial}.toml"
         path.write_bytes(roster.content)
-        signatures = []
         for home in self.homes.values():
             install(home, path, now)
+        self.signatures = [sign(home, now)[1] for home in self.homes.values()]
+        return self.signatures
+
+    def put_in_force(self, home: Home, now: datetime.datetime = NOW) -> None:
+        """At one site: the roster that all have signed."""
+        self.install_all(home, *(s for s in self.signatures if s.parent.parent.parent != home.path), now=now)
+        accept(home, now)
+
+    def distribute(self, roster: ConsortiumRoster, now: datetime.datetime = NOW) -> None:
+        """Installed, signed by all, signatures handed round, accepted by all."""
+        self.sign(roster, now)
         for home in self.homes.values():
-            signatures.append(sign(home, now)[1])
-        for home in self.homes.values():
-            self.install_all(home, *(s for s in signatures if s.parent.parent != home.path), now=now)
-            accept(home, now)
+            self.put_in_force(home, now)
 
 
 def new_world(root: Path, holder: bool = False) -> World:
-    """A whole consortium: certificates, a signed roster, everything accepted."""
+    """A whole consortium: a signed roster, accepted by all."""
     world = World(root, holder)
-    for home in world.homes.values():
-        world.certify(home)
     world.distribute(world.write())
     return world
 
@@ -103,7 +115,7 @@ def handshake(server: TlsFiles, client: TlsFiles, name: str, root: Path) -> tupl
     for side, protocol in ((server, ssl.PROTOCOL_TLS_SERVER), (client, ssl.PROTOCOL_TLS_CLIENT)):
         context = ssl.SSLContext(protocol)
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=side.authority.decode())
+        context.load_verify_locations(cadata=side.trusted.decode())
         for kind, pem in (("key", side.private_key), ("crt", side.certificate)):
             (root / f"pem.{kind}").write_bytes(pem)
         context.load_cert_chain(root / "pem.crt", root / "pem.key")

@@ -21,7 +21,5 @@ class ReachableWorld(World):
 def reachable_world(root: Path) -> World:
     """As `new_world` makes it."""
     world = ReachableWorld(root)
-    for home in world.homes.values():
-        world.certify(home)
     world.distribute(world.write())
     return world

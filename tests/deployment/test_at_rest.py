@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from deployment_world import NOW
 
 from secure_fvi.cli.keys_shared import open_home
-from secure_fvi.deployment.authority import Authority
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.errors import InputError
@@ -56,9 +54,6 @@ def test_private_keys_are_sealed_unless_somebody_says_otherwise(
     with pytest.raises(InputError, match="new private keys need a passphrase"):
         Home.create(path, "north", "silo")
     assert not path.exists()
-    with pytest.raises(InputError, match="new private keys need a passphrase"):
-        Authority.create(tmp_path / "authority", "study", NOW)
-    assert not list((tmp_path / "authority").glob("ca.*"))
 
     home = Home.create(path, "north", "silo", unsealed=True)
     secret = home.state_secret()

@@ -129,9 +129,9 @@ def test_a_silo_that_this_run_did_not_start_is_turned_away(
 
 def test_an_unknown_node_and_plaintext_are_refused(flower: FlowerProcesses, tmp_path: Path) -> None:
     """Each ends with an error; a node with a registered key is let in by the same command, as in the fixture."""
-    authority = flower.homes["east"].path / "ca.crt"
-    stranger = Home.create(tmp_path / "stranger", "stranger", "silo", unsealed=True)
-    shutil.copy(authority, stranger.path)
+    authority = flower.homes["east"].path / "flower" / "server.crt"
+    stranger = Home(shutil.copytree(flower.homes["east"].path, tmp_path / "stranger"))
+    shutil.rmtree(stranger.path / "flower")  # its node's key is another, which nobody registered
     flower.start("stranger", "flower", "supernode", "--home", str(stranger.path), "--superlink", flower.nodes)
     with pytest.raises(SecureFVIError, match="refuses this site's key: it is not registered there"):
         flower.end("stranger", 120)
@@ -178,7 +178,7 @@ def test_a_supernode_comes_back(flower: FlowerProcesses) -> None:
 
 def test_control_is_not_reached_from_outside(flower: FlowerProcesses, tmp_path: Path) -> None:
     """The filter passes what nodes ask and nothing else; on loopback the same question is answered."""
-    authority = str(flower.homes["east"].path / "ca.crt")
+    authority = str(flower.homes["east"].path / "flower" / "server.crt")
     with httpx.Client(base_url=f"https://{flower.nodes}", verify=authority, trust_env=False) as outside:
         for path in ("control/list-runs", "runtime/get-nodes", "fleet/../control/list-runs", "fleet/%2e%2e/control/x"):
             assert outside.post(f"/v1/{path}").status_code == 404

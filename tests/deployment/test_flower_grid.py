@@ -15,6 +15,7 @@ pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from secure_fvi.deployment.certificates import pem_of
 from secure_fvi.engines import flower_client, flower_messages, flower_server
 from secure_fvi.engines.flower_letters import Letter, read_letter, write_letter
 from secure_fvi.engines.flower_messages import FlowerMessages
@@ -93,7 +94,7 @@ def nodes(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[int, Node]:
 
 def _carrier(world: World, nodes: dict[int, Node], patience: Patience | None = None) -> FlowerMessages:
     home = world.homes["hub"]
-    tls = home.credentials()
+    tls = home.credentials([])
     return FlowerMessages(SILOS, "", tls, str, bytes(32), "job", patience, grid=Grid(nodes), home=home)
 
 
@@ -149,7 +150,7 @@ def test_a_site_does_not_answer_for_another(
             return nodes[1](message)
         pieces = {name: bytes(record["piece"]) for name, record in message.content.items()}
         asked = read_letter(pieces, south, ["server"])
-        answer = Letter(south.credentials().certificate, "job", "hub", asked.digest, 0, b"a lie")
+        answer = Letter(pem_of(south.certificate()), "job", "hub", asked.digest, 0, b"a lie")
         letter, _ = write_letter(answer, south.identity())
         return Message(RecordDict({n: ConfigRecord({"piece": p}) for n, p in letter.items()}), reply_to=message)
 

@@ -7,12 +7,14 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from deployment_world import DAY, NOW, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment import job
+from secure_fvi.deployment.certificates import as_text, make_certificate
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, write_roster
 from secure_fvi.deployment.job import JobOffer, make_offer, portable, read_offer, sign_offer
 from secure_fvi.errors import InputError, ProtocolError
@@ -29,13 +31,16 @@ FILES = {
 }
 
 
+def certificate(name: str) -> str:
+    return as_text(make_certificate(generate_private_key(SECP256R1()), name, "silo", (), NOW))
+
+
 WORLDLESS = write_roster(
     "study",
     [
-        Member(id=name, role="silo", identity=Identity().public_key.hex(), tls_key=bytes([i]).hex() * 32)
-        for i, name in enumerate(("east", "north", "south"))
+        Member(id=name, role="silo", identity=Identity().public_key.hex(), certificate=certificate(name))
+        for name in ("east", "north", "south")
     ],
-    bytes(32),
     NOW,
 )
 

@@ -34,7 +34,6 @@ from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment import holding
-from secure_fvi.deployment.consortium import Member
 from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.job import sign_offer
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End
@@ -290,7 +289,7 @@ class TestPolicy:
 def test_a_roster_has_one_key_holder(world: World) -> None:
     roster = world.homes["hub"].roster(NOW)
     assert key_holder_of(roster).id == HOLDER
-    second = Member(id="vault", role="holder", identity="00" * 32, tls_key="11" * 32)
+    second = roster.members[HOLDER].model_copy(update={"id": "vault"})
     none = {name: member for name, member in roster.members.items() if name != HOLDER}
     for members in (none, {**roster.members, "vault": second}):
         roster.members = members
@@ -303,7 +302,7 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
     hub = world.homes["hub"]
 
     def admit(certificate: bytes) -> str:
-        return hub.admission(NOW).member(certificate, NOW, "silo", "holder").id
+        return hub.roster(NOW).whose(certificate, NOW, "silo", "holder").id
 
     def handle(job: str, message: bytes) -> bytes:
         if message == b"no":

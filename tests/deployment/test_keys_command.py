@@ -65,21 +65,15 @@ def code_in(text: str) -> str:
 
 def found(shell: Shell) -> None:
     """A consortium with a signed roster in force."""
-    shell.done("keys", "authority", "create", "authority", "--consortium", "study")
     for name in SITES:
         role = "server" if name == "hub" else "silo"
-        out = shell.done("keys", "init", "--id", name, "--role", role, "--home", name)
-        code = next(line for line in out.splitlines() if "read this code" in line).rpartition(": ")[2]
-        request = f"{name}/{name}.request.toml"
-        assert shell.done("keys", "code", request) == f"{role} '{name}': {code}\n"
-        shell.done("keys", "authority", "issue", "authority", request, "--out", f"{name}.crt", "--yes-code", code)
+        shell.done("keys", "init", "--id", name, "--role", role, "--home", name)
     requests = [f"{name}/{name}.request.toml" for name in SITES]
-    make = "keys roster make --consortium study --authority authority/ca.crt --out roster.toml"
+    make = "keys roster make --consortium study --out roster.toml"
     shell.done(make, *requests)
     code = code_in(shell.done("keys", "roster", "show", "roster.toml"))
-    files = ("authority/ca.crt", "authority/ca.crl", "roster.toml")
     for name in SITES:
-        shell.done("keys", "install", "--home", name, *files, f"{name}.crt")
+        shell.done("keys", "install", "--home", name, "roster.toml")
         assert code_in(shell.done("keys", "roster", "sign", "--home", name, "--yes-code", code)) == code
     for name in SITES:
         others = [f"{other}/rosters/1.sig/{other}.sig" for other in SITES if other != name]
@@ -91,26 +85,25 @@ def test_from_nothing_to_a_roster_in_force(shell: Shell) -> None:
     found(shell)
     assert "roster signed by all, certificate in force" in shell.done("keys", "check", "--home", "north")
     assert shell("keys", "check", "--home", "north", "--days", "400").code == 1
-    listed = shell.done("keys", "authority", "list", "authority")
-    assert listed.count("until") == 4
     shown = shell.done("keys", "roster", "show", "north/rosters/1.toml")
     assert "signature files: complete" in shown
     out = shell.done("policy", "check", "--home", "north")
     assert "rosters: none" in out
-    shell.done("keys", "authority", "revoke", "authority", "--id", "south")
-    shell.done("keys", "install", "--home", "south", "authority/ca.crl")
-    answer = shell("keys", "check", "--home", "south")
-    assert answer.code == 1
-    assert "the certificate of silo 'south' was revoked" in answer.out
 
 
 def test_a_wrong_code_stops_everything(shell: Shell) -> None:
-    shell.done("keys", "authority", "create", "authority", "--consortium", "study")
-    shell.done("keys", "init", "--id", "north", "--role", "silo", "--home", "north")
-    request = "north/north.request.toml"
-    issue = f"keys authority issue authority {request} --out x.crt"
-    shell.refused(2, "--yes-code is another code", issue, "--yes-code", "00000 " * 8)
-    assert not Path("x.crt").exists()
+    found(shell)
+    shell.done("keys roster make --previous roster.toml --out next.toml")
+    shell.done("keys", "install", "--home", "north", "next.toml")
+    sign = ("keys", "roster", "sign", "--home", "north", "--yes-code")
+    shell.refused(2, "--yes-code is another code", *sign, "00000 " * 8)
+    assert not Path("north/rosters/2.sig").exists()
+    shell.done(*sign, code_in(shell.done("keys", "roster", "show", "next.toml")))
+
+
+def test_commands_that_are_gone_say_what_took_their_place(shell: Shell) -> None:
+    for words in ("authority create folder --consortium study", "authority", "code x.request.toml"):
+        shell.refused(2, "there is no authority any more", f"keys {words}")
 
 
 def test_plain_mistakes_are_one_line(shell: Shell) -> None:
@@ -122,7 +115,6 @@ def test_plain_mistakes_are_one_line(shell: Shell) -> None:
     shell.refused(2, "holds no roster", "keys", "roster", "sign", "--home", "north", "--yes-code", "1")
     shell.refused(2, "cannot read the roster", "keys", "roster", "show", "nothing.toml")
     shell.refused(2, "cannot read the file", "keys", "install", "--home", "north", "nothing.crt")
-    shell.refused(2, "cannot read the authority's register", "keys", "authority", "crl", "nothing")
     shell.refused(2, "is there already; edit it", "policy", "init", "--home", "north")
     shell.refused(2, "there is no audit-log 'nothing'", "audit-log", "verify", "nothing")
     shell.refused(2, "--home", "keys", "check")
@@ -138,14 +130,10 @@ def test_a_locked_key_needs_its_passphrase(shell: Shell, monkeypatch: pytest.Mon
 
 def test_keys_are_rotated(shell: Shell) -> None:
     found(shell)
-    out = shell.done("keys", "rotate", "tls", "--home", "north")
-    code = out.strip().rpartition(": ")[2]
     request = "north/north.request.toml"
-    shell.done("keys", "authority", "issue", "authority", request, "--out", "new.crt", "--yes-code", code)
-    assert "send 'north/north.endorsement.toml'" in shell.done("keys", "install", "--home", "north", "new.crt")
-    shell.done("keys", "install", "--home", "hub", "north/north.endorsement.toml")
+    shell.done("keys", "rotate", "tls", "--home", "north")
     shell.done("keys", "rotate", "identity", "--home", "north")
-    make = "keys roster make --previous roster.toml --authority authority/ca.crt --out next.toml"
+    make = "keys roster make --previous roster.toml --out next.toml"
     shell.refused(1, "another identity than in roster 1, not announced by its old one", make, request)
     out = shell.done(make, request, "--succession", "north/north.succession.toml")
     assert "north: new identity, announced by the old" in out
@@ -153,11 +141,12 @@ def test_keys_are_rotated(shell: Shell) -> None:
     for name in SITES:
         shell.done("keys", "install", "--home", name, "next.toml")
         shell.done("keys", "roster", "sign", "--home", name, "--yes-code", code)
-    before = Path("north/identity.pub").read_text()
+    before = [Path("north", name).read_bytes() for name in ("identity.pub", "tls.crt", "tls.key")]
     for name in SITES:
         shell.done("keys", "install", "--home", name, *(f"{o}/rosters/2.sig/{o}.sig" for o in SITES if o != name))
         shell.done("keys", "roster", "verify", "--home", name)
-    assert Path("north/identity.pub").read_text() != before
+    after = [Path("north", name).read_bytes() for name in ("identity.pub", "tls.crt", "tls.key")]
+    assert all(a != b for a, b in zip(before, after, strict=True))
     assert "roster signed by all, certificate in force" in shell.done("keys", "check", "--home", "north")
 
 

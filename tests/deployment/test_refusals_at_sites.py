@@ -17,8 +17,6 @@ import msgpack
 import pytest
 import torch
 from consortium_run import Job
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from deployment_world import DAY, NOW, World
@@ -28,29 +26,17 @@ from safetensors.torch import load_file, save
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment import countersigning, fence, model_hash, session_messages, signatures, site_job
-from secure_fvi.deployment.authority import Authority, authority_hash
-from secure_fvi.deployment.certificates import (
-    check_certificate,
-    general_name,
-    is_p256,
-    key_hash,
-    member_uri,
-    pinned_name,
-    read_revocations,
-    revocation_number,
-    subject_of,
-)
+from secure_fvi.deployment.certificates import general_name, is_p256, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
 from secure_fvi.deployment.countersigning import open_trail, open_witness
 from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.holding import DurableSilo
-from secure_fvi.deployment.home import Admission, Home, check_private
+from secure_fvi.deployment.home import Home, check_private
 from secure_fvi.deployment.job import make_offer, read_offer, sign_offer
 from secure_fvi.deployment.keeping import install, sign
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Table, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.policy import write_template
-from secure_fvi.deployment.requests import read_request
 from secure_fvi.deployment.serving import Hub, remote_federation
 from secure_fvi.deployment.session_messages import (
     CODEC,
@@ -106,6 +92,9 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         write_template(tmp_path / "long" / "policy.toml")
     with raises(InputError, "neither a host name nor an IP address"):
         general_name("a" * 64 + ".org")
+    p256, curve = generate_private_key(SECP256R1()), generate_private_key(SECP384R1())
+    keys = (p256, p256.public_key(), Ed25519PrivateKey.generate(), curve, None)
+    assert [is_p256(k) for k in keys] == [True, True, False, False, False]
 
 
 def test_job_folders_are_below_the_sites_own(world: World) -> None:
@@ -118,136 +107,17 @@ def test_job_folders_are_below_the_sites_own(world: World) -> None:
 # Certificates
 
 
-def certificate(
-    key: Any, names: list[x509.GeneralName], issuer: Any = None, by: x509.Name | None = None, begins: Any = NOW - DAY
-) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "x")])
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(by or subject)
-        .public_key(key.public_key())
-        .serial_number(5)
-        .not_valid_before(begins)
-        .not_valid_after(NOW + 9000 * DAY)
-    )
-    if names:
-        built = built.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return built.sign(issuer or key, hashes.SHA256())
-
-
-def test_a_certificate_must_name_a_member_and_carry_its_own_keys_name() -> None:
-    key, other = generate_private_key(SECP256R1()), Ed25519PrivateKey.generate()
-    pinned = x509.DNSName(pinned_name(key_hash(key.public_key())))
-    uri = x509.UniformResourceIdentifier
-    good = uri(member_uri("study", "silo", "north"))
-    assert subject_of(certificate(key, [good, pinned])).id == "north"
-    for bad in ([], [pinned], [good, good, pinned], [uri("https://study/silo/north"), pinned]):
-        with raises(ProtocolError, "names no member of a consortium"):
-            subject_of(certificate(key, bad))
-    for text in (member_uri("study", "king", "north"), member_uri("", "silo", "x"), member_uri("study", "silo", "")):
-        with raises(ProtocolError, "names no member of a consortium"):
-            subject_of(certificate(key, [uri(text), pinned]))
-    with raises(ProtocolError, "does not carry the name of its own key"):
-        subject_of(certificate(key, [good]))
-    curve = generate_private_key(SECP384R1())
-    assert [is_p256(k) for k in (key, key.public_key(), other, curve, None)] == [True, True, False, False, False]
-
-
-def test_what_an_authority_past_its_time_has_issued_is_refused(world: World) -> None:
-    home, later = world.homes["north"], world.authority.certificate.not_valid_after_utc + DAY
-    key, authority = home.tls_key(), world.authority
-    names = [
-        x509.UniformResourceIdentifier(member_uri("study", "silo", "north")),
-        x509.DNSName(pinned_name(key_hash(key.public_key()))),
-    ]
-    made = certificate(key, names, authority._key(), authority.certificate.subject)
-    with raises(ProtocolError, "the authority's certificate expired"):
-        check_certificate(made, authority.certificate, home.revocations(NOW), later)
-
-
-def test_a_certificate_is_judged_by_its_own_authoritys_list_in_force(world: World, tmp_path: Path) -> None:
-    home, authority = world.homes["north"], world.authority.certificate
-    mine, late = home.revocations(NOW), NOW + 5000 * DAY
-    Authority.create(tmp_path / "other", "study", NOW, unsealed=True)
-    other = read_revocations((tmp_path / "other" / "ca.crl").read_bytes(), "here")
-    check_certificate(home.certificate(), authority, mine, NOW)
-    for revocations, now, what in ((other, NOW, "is not signed by"), (mine, late, "expired")):
-        with raises(ProtocolError, what):
-            check_certificate(home.certificate(), authority, revocations, now)
-
-
-def test_revocation_lists_have_a_form_and_a_number(world: World) -> None:
-    with raises(InputError, "here is no revocation list in PEM form"):
-        read_revocations(b"-----BEGIN X509 CRL-----", "here")
-    built = x509.CertificateRevocationListBuilder().issuer_name(world.authority.certificate.subject)
-    bare = built.last_update(NOW).next_update(NOW + DAY).sign(world.authority._key(), hashes.SHA256())
-    with raises(InputError, "has no number"):
-        revocation_number(bare)
-
-
 def test_admission_is_for_members_of_this_consortium_while_its_roster_lasts(world: World) -> None:
     home = world.homes["north"]
-    admission, pem = home.admission(NOW), home.certificate().public_bytes(serialization.Encoding.PEM)
-    assert admission.member(pem, NOW).id == "north"
-    short = world.write(now=NOW - 3 * DAY, days=2)
+    pem = pem_of(home.certificate())
+    assert home.roster(NOW).whose(pem, NOW).id == "north"
     with raises(ProtocolError, "expired at"):
-        dataclasses.replace(admission, roster=short).member(pem, NOW)
-    members = list(short.members.values())
-    others = write_roster("trial", members, authority_hash(world.authority.certificate), NOW)
-    with raises(ProtocolError, "the certificate is of consortium 'study'"):
-        Admission(others, admission.authority, admission.revocations).member(pem, NOW)
+        world.write(now=NOW - 3 * DAY, days=2).whose(pem, NOW)
+    with raises(InputError, "what the other side presented is no certificate"):
+        home.roster(NOW).whose(b"-----BEGIN", NOW)
 
 
-def test_a_certificate_for_another_key_is_not_installed(world: World, tmp_path: Path) -> None:
-    home, key = world.homes["north"], generate_private_key(SECP256R1())
-    request = world.request(home)._replace(public_key=key.public_key(), tls_key=key_hash(key.public_key()))
-    path = tmp_path / "other.crt"
-    path.write_bytes(world.authority.issue(request, NOW))
-    before = (home.path / "tls.crt").read_bytes()
-    with raises(InputError, "is for another key than this site's TLS key"):
-        install(home, path, NOW)
-    assert (home.path / "tls.crt").read_bytes() == before
-
-
-def test_requests_are_signed_with_the_key_that_they_bring(world: World) -> None:
-    from secure_fvi.deployment.keeping import request_text
-
-    text = request_text(world.homes["north"])
-    lines = text.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("csr"))
-    with raises(InputError, "'csr' is no certificate request in PEM form"):
-        read_request("\n".join([*lines[:at], 'csr = "none"', *lines[at + 1 :]]).encode(), "request")
-    table = __import__("tomllib").loads(text)
-    csr = x509.load_pem_x509_csr(table["csr"].encode())
-    der = bytearray(csr.public_bytes(serialization.Encoding.DER))
-    der[-1] ^= 1  # the last byte of its own signature
-    broken = x509.load_der_x509_csr(bytes(der)).public_bytes(serialization.Encoding.PEM).decode()
-    with raises(ProtocolError, "is not signed with its own key"):
-        read_request(wording.dumps({**table, "csr": broken}).encode(), "request")
-
-
-# Authority and home
-
-
-def test_an_authoritys_folder(world: World, tmp_path: Path) -> None:
-    with raises(InputError, "consortium: '.*' must be"):
-        Authority.create(tmp_path / "new", "a b", NOW)
-    assert not (tmp_path / "new").exists()
-    with raises(InputError, "holds an authority; give a new folder"):
-        Authority.create(world.authority.folder, "study", NOW)
-    for days in (0, 3651):
-        with raises(InputError, "days must lie in 1..3650"):
-            world.authority.issue(world.request(world.homes["north"]), NOW, days)
-    pem = Ed25519PrivateKey.generate().private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    (world.authority.folder / "ca.key").write_bytes(pem)
-    with raises(InputError, "of another kind than P-256"):
-        world.authority.issue(world.request(world.homes["north"]), NOW)
-    (world.authority.folder / "issued.json").write_text("[]")
-    with raises(InputError, "is no authority's register"):
-        Authority(world.authority.folder)
+# Home
 
 
 def test_a_sites_folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +131,7 @@ def test_a_sites_folder(world: World, tmp_path: Path, monkeypatch: pytest.Monkey
         Home.create(tmp_path / "new", "west", "silo", passphrase="long enough").roster(NOW)
     roster = home.roster(NOW)
     members = [m if m.id != "north" else m.model_copy(update={"role": "holder"}) for m in roster.members.values()]
-    other = write_roster("study", members, authority_hash(world.authority.certificate), NOW, Sums(min_cohort=2))
+    other = write_roster("study", members, NOW, Sums(min_cohort=2))
     with raises(ProtocolError, "the roster calls 'north' a holder, here it is a silo"):
         home.check_own(other)
     p256, edwards = home.path / "tls.key", home.path / "identity.pem"
@@ -287,7 +157,7 @@ def test_a_roster_in_force_has_this_sites_own_keys_right(world: World) -> None:
     roster = home.roster(NOW)
     changed = {"identity": key.public_key.hex()}
     members = [m if m.id != "north" else m.model_copy(update=changed) for m in roster.members.values()]
-    forged = write_roster("study", members, authority_hash(world.authority.certificate), NOW)
+    forged = write_roster("study", members, NOW)
     path = home.roster_file(1)
     path.write_bytes(forged.content)
     for name, other in world.homes.items():
@@ -335,7 +205,7 @@ def test_rosters_that_contradict_themselves(world: World, case: str) -> None:
 def test_a_roster_follows_one_of_its_own_consortium(world: World) -> None:
     roster = world.homes["hub"].roster(NOW)
     with raises(InputError, "the roster before is of consortium 'study', not 'trial'"):
-        write_roster("trial", list(roster.members.values()), bytes(32), NOW, previous=roster)
+        write_roster("trial", list(roster.members.values()), NOW, previous=roster)
 
 
 # Records
@@ -482,7 +352,7 @@ def test_sites_dial_the_server_of_their_roster_and_take_known_messages(world: Wo
             return self._roster
 
     members = [m for m in world.homes["hub"].roster(NOW).members.values() if m.role == "silo"]
-    alone = write_roster("study", members, bytes(32), NOW)
+    alone = write_roster("study", members, NOW)
     with raises(InputError, "the roster names no server"):
         server_of(Homeless(alone))  # type: ignore[arg-type]
 
@@ -591,7 +461,7 @@ def test_rosters_are_signed_and_accepted_in_their_time_and_order(world: World, t
 def test_a_server_is_one_and_is_the_one_that_was_meant(world: World, tmp_path: Path) -> None:
     with raises(InputError, "is the folder of a silo; a server's is needed here"):
         remote_federation(parse(CONFIG, "test"), world.homes["north"], RunDirectory(tmp_path / "run"), "127.0.0.1:0")
-    pem = world.homes["hub"].certificate().public_bytes(serialization.Encoding.PEM)
+    pem = pem_of(world.homes["hub"].certificate())
     dials = {name: client_of(world.homes["north"], "127.0.0.1:1", name, lambda *_: b"") for name in ("hub", "other")}
     dials["hub"]._check_server(pem)
     with raises(ProtocolError, "the certificate is of 'hub', not of 'other'"):

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deployment_world import DAY, NOW, World, member_of
+from deployment_world import DAY, NOW, World
 
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment.authority import authority_hash
+from secure_fvi.deployment.certificates import as_text, make_certificate
 from secure_fvi.deployment.consortium import Sums, parse_roster, session_id, write_roster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, sign
@@ -50,7 +50,7 @@ def test_an_altered_byte_of_any_line_is_refused(world: World) -> None:
         with pytest.raises(SecureFVIError):
             load_roster(path, NOW)
         altered += 1
-    assert altered == 7 + 5 + 4 * 4
+    assert altered == 6 + 5 + 4 * 4
     path.write_text(text)
     load_roster(path, NOW)
 
@@ -161,36 +161,29 @@ def test_a_roster_that_does_not_follow_is_refused(world: World) -> None:
         install(world.homes["north"], path, NOW + DAY)
 
 
-def test_a_roster_of_another_authority_is_refused(world: World) -> None:
-    members = [member_of(world.request(h)) for h in world.homes.values()]
-    foreign = write_roster("study", members, bytes(32), NOW, previous=world.roster)
-    path = world.root / "foreign.toml"
-    path.write_bytes(foreign.content)
-    with pytest.raises(ProtocolError, match="names another authority"):
-        install(world.homes["north"], path, NOW)
-
-
 def test_a_site_signs_nothing_that_has_its_own_keys_wrong(world: World) -> None:
-    members = [member_of(world.request(h)) for h in world.homes.values()]
+    members = [world.request(h) for h in world.homes.values()]
     wrong = [m if m.id != "north" else m.model_copy(update={"identity": Identity().public_key.hex()}) for m in members]
-    roster = write_roster("study", wrong, authority_hash(world.authority.certificate), NOW, previous=world.roster)
+    roster = write_roster("study", wrong, NOW, previous=world.roster)
     world.homes["north"].roster_file(2).write_bytes(roster.content)
     with pytest.raises(ProtocolError, match="names another identity for 'north'"):
         sign(world.homes["north"], NOW)
 
 
 def test_a_site_signs_no_roster_with_a_tls_key_that_it_has_given_up(world: World) -> None:
-    members = [member_of(world.request(h)) for h in world.homes.values()]
+    members = [world.request(h) for h in world.homes.values()]
     home = world.homes["north"]
     (home.path / "tls.key").unlink()
-    Home.create(world.root / "elsewhere", "elsewhere", "silo", unsealed=True)
-    shutil.copy(world.root / "elsewhere" / "tls.key", home.path / "tls.key")
-    stale = write_roster("study", members, authority_hash(world.authority.certificate), NOW, previous=world.roster)
+    (home.path / "tls.crt").unlink()
+    Home.create(world.root / "elsewhere", "north", "silo", unsealed=True)
+    for name in ("tls.key", "tls.crt"):
+        shutil.copy(world.root / "elsewhere" / name, home.path / name)
+    stale = write_roster("study", members, NOW, previous=world.roster)
     home.roster_file(2).write_bytes(stale.content)
     with pytest.raises(ProtocolError, match="names another TLS key for 'north' than the one in"):
         sign(home, NOW)
-    right = [member_of(world.request(h)) for h in world.homes.values()]
-    fresh = write_roster("study", right, authority_hash(world.authority.certificate), NOW, previous=world.roster)
+    right = [world.request(h) for h in world.homes.values()]
+    fresh = write_roster("study", right, NOW, previous=world.roster)
     home.roster_file(2).write_bytes(fresh.content)
     assert sign(home, NOW)[0].hash == fresh.hash
 
@@ -214,21 +207,26 @@ def test_a_new_roster_is_not_in_force_before_all_have_signed(world: World) -> No
         ({"id": "süd"}, "must be 1 to 63 letters"),
         ({"role": "boss"}, "must be 'silo', 'server' or 'holder'"),
         ({"identity": "00"}, "64 hexadecimal digits"),
+        ({"certificate": "00"}, "must be a certificate: DER in base64"),
+        ({}, "the certificate of 'zone' is made out to 'north'"),
         ({"extra": 1}, "unknown key"),
     ],
 )
 def test_a_malformed_member_is_named(world: World, change: dict[str, object], says: str) -> None:
-    text = file(world).read_text()
-    member = {"id": "zone", "role": "silo", "identity": "1" * 64, "tls_key": "2" * 64, **change}
+    text, own = file(world).read_text(), world.request(world.homes["north"]).certificate
+    member = {"id": "zone", "role": "silo", "identity": "1" * 64, "certificate": own, **change}
     with pytest.raises(InputError, match=says):
         parse_roster((text + wording.dumps({"member": [member]})).encode(), "roster")
 
 
 def test_two_members_cannot_share_a_key(world: World) -> None:
-    members = [member_of(world.request(h)) for h in world.homes.values()]
-    twin = members[0].model_copy(update={"id": "zone"})
+    members = [world.request(h) for h in world.homes.values()]
+    zone = make_certificate(world.homes["east"].tls_key(), "zone", "silo", (), NOW)
+    twin = members[0].model_copy(update={"id": "zone", "certificate": as_text(zone)})
+    with pytest.raises(InputError, match="two members have the tls_key"):
+        write_roster("study", [*members, twin.model_copy(update={"identity": "1" * 64})], NOW)
     with pytest.raises(InputError, match="two members have the identity"):
-        write_roster("study", [*members, twin], bytes(32), NOW)
+        write_roster("study", [*members, twin], NOW)
 
 
 def test_the_session_roster_has_the_silos_and_the_settings(world: World) -> None:
@@ -263,9 +261,7 @@ def test_a_consortium_may_bound_what_a_total_lacks(world: World) -> None:
     free = world.homes["north"].roster(NOW)
     assert b"max_missing" not in free.content
     assert parse_roster(free.content, "test").sums.max_missing is None
-    bound = write_roster(
-        free.consortium, list(free.members.values()), free.authority, NOW, Sums(max_missing=1), previous=free
-    )
+    bound = write_roster(free.consortium, list(free.members.values()), NOW, Sums(max_missing=1), previous=free)
     assert parse_roster(bound.content, "test").sums.max_missing == 1
     for aggregation in (Masked(max_missing=2), Homomorphic(max_missing=2)):
         masks = aggregation if isinstance(aggregation, Masked) else aggregation.beneath(64)

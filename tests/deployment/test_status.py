@@ -119,7 +119,7 @@ def test_metrics_and_health(busy: World) -> None:
 def test_quiet_and_expiry(busy: World) -> None:
     soon = Reader(busy.homes["north"]).read(NOW + 340 * DAY)
     assert soon.quiet(NOW + 340 * DAY) > 300 * 86400
-    assert any("certificate" in line for line in soon.expiring)
+    assert any("roster" in line for line in soon.expiring)
 
 
 def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:

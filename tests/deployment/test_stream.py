@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import random
 import socket
@@ -17,9 +16,7 @@ import grpc
 import pytest
 from deployment_world import NOW, World
 
-from secure_fvi.deployment.authority import Authority
-from secure_fvi.deployment.home import Admission, Home
-from secure_fvi.deployment.keeping import install
+from secure_fvi.deployment.home import Home
 from secure_fvi.engines import stream_client
 from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import Doubtful, StreamClient, peer_certificate
@@ -32,11 +29,10 @@ Handle = Callable[[str, bytes], bytes]
 
 
 def tls_of(home: Home) -> TlsFiles:
-    return home.credentials()
-
-
-def admission(home: Home, now: datetime.datetime = NOW) -> Admission:
-    return home.admission(now)
+    """As the deployed parties ask for it: silos and holders take the server alone, and it takes them."""
+    roster = home.roster(NOW)
+    dialing = [*roster.of_role("silo"), *roster.of_role("holder")]
+    return home.credentials(dialing if home.role == "server" else roster.of_role("server"))
 
 
 @contextmanager
@@ -45,7 +41,7 @@ def serving(world: World, patience: Patience | None = None, names: tuple[str, ..
     roster = hub.roster(NOW).hash
 
     def admit(certificate: bytes) -> str:
-        return admission(hub).member(certificate, NOW, "silo").id
+        return hub.roster(NOW).whose(certificate, NOW, "silo").id
 
     server = StreamServer(names, "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", patience)
     try:
@@ -61,10 +57,10 @@ class Dialer:
         site = home or world.homes[name]
 
         def check(certificate: bytes) -> None:
-            admission(site).member(certificate, NOW, "server")
+            site.roster(NOW).whose(certificate, NOW, "server")
 
         self.client = StreamClient(
-            f"127.0.0.1:{server.port}", lambda: tls_of(site), lambda: admission(site).tls_name("hub"),
+            f"127.0.0.1:{server.port}", lambda: tls_of(site), lambda: site.roster(NOW).tls_name("hub"),
             check, lambda: site.roster(NOW).hash, handle,
         )  # fmt: skip
         self.error: Exception | None = None
@@ -228,7 +224,7 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_
         changed = bytes([stranger.roster(NOW).hash[0] ^ 1]) + stranger.roster(NOW).hash[1:]
         dialer = Dialer.__new__(Dialer)
         dialer.client = StreamClient(
-            f"127.0.0.1:{server.port}", lambda: tls_of(stranger), lambda: admission(stranger).tls_name("hub"),
+            f"127.0.0.1:{server.port}", lambda: tls_of(stranger), lambda: stranger.roster(NOW).tls_name("hub"),
             lambda certificate: None, lambda: changed, echo,
         )  # fmt: skip
         dialer.error = None
@@ -236,24 +232,22 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_
         dialer.thread.start()
         dialer.refused("goes by roster", changed.hex()[:16])
 
-        foreign = Authority.create(
-            tmp_path / "foreign", "study", NOW, unsealed=True
-        )  # a certificate by another authority
-        own = tls_of(world.homes["north"])
-        forged = foreign.issue(world.request(world.homes["north"]), NOW, 30)
+        # A key of his own, in a member's name.
+        mallory = Home.create(tmp_path / "mallory", "north", "silo", unsealed=True)
+        forged = mallory.credentials(stranger.roster(NOW).of_role("server"))
         dialer.client = StreamClient(
-            f"127.0.0.1:{server.port}", lambda: own._replace(certificate=forged),
-            lambda: admission(stranger).tls_name("hub"), lambda certificate: None, lambda: changed, echo,
+            f"127.0.0.1:{server.port}", lambda: forged,
+            lambda: stranger.roster(NOW).tls_name("hub"), lambda certificate: None, lambda: changed, echo,
         )  # fmt: skip
         dialer.error = None
         dialer.thread = threading.Thread(target=dialer._run, daemon=True)
         dialer.thread.start()
         dialer.refused("does not take this silo's certificate")
 
-        world.authority.revoke("north", NOW)
-        install(world.homes["hub"], world.root / "authority" / "ca.crl", NOW)
-        Dialer(world, server, "north", echo).refused("the server refused this silo", "'north' was revoked")
-        assert any("revoked" in text for text in server.refused)
+        world.without("north")
+        world.put_in_force(world.homes["hub"])
+        Dialer(world, server, "north", echo).refused("the server refused this silo", "'north' is for another TLS key")
+        assert any("another TLS key than roster 2 names" in text for text in server.refused)
         assert server.exchange({"east": b"still here"}) == {"east": b"answer to still here"}
 
 
@@ -261,41 +255,41 @@ def test_a_stream_ends_with_its_certificate(world: World) -> None:
     with serving(world, names=("east", "north")) as server, dialed(world, server, echo, ("east", "north")) as dialers:
         server.check_links()
         assert server.exchange({"north": b"before"}) == {"north": b"answer to before"}
-        world.authority.revoke("north", NOW)
-        server.check_links()  # the list has not come yet
+        world.without("north")
+        server.check_links()  # the next roster is not in force here yet
         assert server.exchange({"north": b"still"}) == {"north": b"answer to still"}
-        install(world.homes["hub"], world.root / "authority" / "ca.crl", NOW)
+        world.put_in_force(world.homes["hub"])
         server.check_links()
-        dialers[1].refused("the server refused this silo", "'north' was revoked")
+        dialers[1].refused("the server refused this silo", "'north' is for another TLS key than roster 2 names")
         assert server.exchange({"east": b"the others"}) == {"east": b"answer to the others"}
 
 
-def test_a_silo_leaves_a_server_that_was_revoked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silo_leaves_a_server_whose_certificate_was_taken_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_client, "RECHECK", 0.0)
     with serving(world, names=("north",)) as server:
         dialer = Dialer(world, server, "north", echo)
         assert server.exchange({"north": b"before"}) == {"north": b"answer to before"}
-        world.authority.revoke("hub", NOW)
-        install(world.homes["north"], world.root / "authority" / "ca.crl", NOW)
+        world.without("hub")
+        world.put_in_force(world.homes["north"])
         server.patience = Patience("drop", 1.0, 0)
         assert server.exchange({"north": b"after"}) == {}
-        dialer.refused("'hub' was revoked")
+        dialer.refused("'hub' is for another TLS key than roster 2 names")
 
 
 def test_a_silo_refuses_a_server(world: World) -> None:
-    """One whose certificate was revoked, one of another key, one in plaintext."""
+    """One whose certificate was taken back, one of another key, one in plaintext."""
     north = world.homes["north"]
     with serving(world, names=("north",)) as server:
-        wrong = admission(north).tls_name("east")
+        wrong = north.roster(NOW).tls_name("east")
         client = StreamClient(
             f"127.0.0.1:{server.port}", lambda: tls_of(north), lambda: wrong,
             lambda certificate: None, lambda: north.roster(NOW).hash, echo,
         )  # fmt: skip
         with pytest.raises(ProtocolError, match="is not the one in the roster"):
             client.run()
-        world.authority.revoke("hub", NOW)
-        install(north, world.root / "authority" / "ca.crl", NOW)
-        Dialer(world, server, "north", echo).refused("'hub' was revoked")
+        world.without("hub")
+        world.put_in_force(north)
+        Dialer(world, server, "north", echo).refused("is not the one in the roster")
     with socket.create_server(("127.0.0.1", 0)) as plain:
 
         def answer() -> None:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from deployment_world import World
-from test_stream import Dialer, admission, dialed, echo, serving, tls_of
+from deployment_world import NOW, World
+from test_stream import Dialer, dialed, echo, serving, tls_of
 
 from secure_fvi.engines import stream_server
 from secure_fvi.engines.stream_client import _chain_file
@@ -28,8 +28,8 @@ OTHERS = ("east", "north")
 def opened(world: World, server: StreamServer, frames: list[bytes], count: int, shared: bool = False) -> Iterator[list]:
     """`count` streams of 'south' that send `frames` and then nothing; shared: on one connection."""
     tls, stop = tls_of(world.homes["south"]), threading.Event()
-    credentials = grpc.ssl_channel_credentials(tls.authority, tls.private_key, tls.certificate)
-    name = admission(world.homes["south"]).tls_name("hub")
+    credentials = grpc.ssl_channel_credentials(tls.trusted, tls.private_key, tls.certificate)
+    name = world.homes["south"].roster(NOW).tls_name("hub")
     channels, calls = [], []
 
     def sent() -> Iterator[bytes]:
@@ -170,10 +170,10 @@ def _held(world: World, server: StreamServer, slow: str, count: int | None = Non
     tls = tls_of(world.homes["south"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
-    context.load_verify_locations(cadata=tls.authority.decode())
+    context.load_verify_locations(cadata=tls.trusted.decode())
     with _chain_file(tls) as path:
         context.load_cert_chain(path)
-    name = admission(world.homes["south"]).tls_name("hub")
+    name = world.homes["south"].roster(NOW).tls_name("hub")
     held: list[socket.socket] = [
         context.wrap_socket(socket.create_connection(address), server_hostname=name) for _ in range(count or 10)
     ]

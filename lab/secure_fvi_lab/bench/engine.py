@@ -211,7 +211,8 @@ def _processor_seconds(processes: list[int]) -> float:
 
 def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) -> list[float]:
     """The same numbers of bytes down and up, through gRPC's streams alone."""
-    hub = homes[HUB].credentials()
+    now = datetime.datetime.now(datetime.UTC)
+    hub = homes[HUB].credentials(homes[HUB].roster(now).of_role("silo"))
     outgoing: list[queue.SimpleQueue[bytes | None]] = []
     answers: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -233,12 +234,11 @@ def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) 
         handler = grpc.method_handlers_generic_handler("bare", {"x": grpc.stream_stream_rpc_method_handler(stream)})
         server.add_generic_rpc_handlers((handler,))
         pair = [(hub.private_key, hub.certificate)]
-        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair, hub.authority, True))
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair, hub.trusted, True))
         server.start()
-        now = datetime.datetime.now(datetime.UTC)
         processes = []
         for silo in SILOS:
-            arguments = [str(homes[silo].path), f"127.0.0.1:{port}", homes[silo].admission(now).tls_name(HUB)]
+            arguments = [str(homes[silo].path), f"127.0.0.1:{port}", homes[silo].roster(now).tls_name(HUB)]
             processes.append(_python(f"from secure_fvi_lab.bench.engine import echo; echo(*{arguments!r})"))
         while len(outgoing) < len(SILOS):
             time.sleep(0.01)
@@ -263,8 +263,9 @@ def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) 
 
 def echo(home: str, address: str, name: str) -> None:
     """A process that answers each message with as many bytes as its first four ask for."""
-    tls = Home(Path(home)).credentials()
-    credentials = grpc.ssl_channel_credentials(tls.authority, tls.private_key, tls.certificate)
+    own = Home(Path(home))
+    tls = own.credentials(own.roster(datetime.datetime.now(datetime.UTC)).of_role("server"))
+    credentials = grpc.ssl_channel_credentials(tls.trusted, tls.private_key, tls.certificate)
     answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def frames() -> Iterator[bytes]:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from secure_fvi.checkpoints import latest_round
-from secure_fvi.deployment.authority import Authority, authority_hash
-from secure_fvi.deployment.consortium import Member, write_roster
+from secure_fvi.deployment.consortium import write_roster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import accept, install, request_text, sign
 from secure_fvi.deployment.model_hash import manifest
@@ -32,26 +31,17 @@ _PRELOAD = ["secure_fvi_lab.bench.warm"]
 
 
 def consortium(root: Path, silos: Sequence[str], holder: bool = False) -> dict[str, Home]:
-    """The members' folders by id, with certificates and a roster that all have signed and accepted."""
+    """The members' folders by id, with a roster that all have signed and accepted."""
     now = datetime.datetime.now(datetime.UTC)
-    authority = Authority.create(root / "authority", "bench", now, unsealed=True)
     roles: dict[str, Role] = {**dict.fromkeys(silos, "silo"), HUB: "server", **({HOLDER: "holder"} if holder else {})}
     at = {HUB: ("127.0.0.1",)}
     homes = {
         name: Home.create(root / name, name, role, at.get(name, ()), unsealed=True)
         for name, role in sorted(roles.items())
     }
-    members = []
-    for name, home in homes.items():
-        request = read_request(request_text(home).encode(), "request")
-        certificate = root / f"{name}.crt"
-        certificate.write_bytes(authority.issue(request, now, 30))
-        for path in (root / "authority" / "ca.crt", root / "authority" / "ca.crl", certificate):
-            install(home, path, now)
-        keys = {"identity": request.identity.hex(), "tls_key": request.tls_key.hex()}
-        members.append(Member(id=request.id, role=request.role, **keys))
+    members = [read_request(request_text(home).encode(), "request") for home in homes.values()]
     roster = root / "roster.toml"
-    roster.write_bytes(write_roster("bench", members, authority_hash(authority.certificate), now).content)
+    roster.write_bytes(write_roster("bench", members, now).content)
     for home in homes.values():
         install(home, roster, now)
     signatures = {name: sign(home, now)[1] for name, home in homes.items()}
