@@ -16,7 +16,7 @@ from secure_fvi.errors import ProtocolError
 from secure_fvi.wire import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from secure_fvi.wire import Check, Limit
 
-VERSION = 2
+VERSION = wire.PROTOCOLS[-1]
 _MOST_FIELDS = 64
 
 M = TypeVar("M", bound=tuple[Any, ...])
@@ -221,17 +221,26 @@ _SCHEMAS: dict[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]] = {
 }
 
 
+#: A version of the protocol, and those that a party speaks.
+PROTOCOL = wire.whole(2**16, 1)
+PROTOCOL_LIST = wire.Listed(PROTOCOL, 16, 1)
+
+
 class Codec:
     """Packs and reads the messages of one protocol: `schemas` gives the tag and the field checks of each."""
 
-    def __init__(self, schemas: Mapping[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]]) -> None:
+    def __init__(
+        self, schemas: Mapping[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]], version: int = VERSION
+    ) -> None:
+        """version: which all messages begin with."""
+        self._version = version
         self._schemas = {kind: (tag, tuple(map(wire.shape, checks))) for kind, (tag, checks) in schemas.items()}
         self._tests = {kind: tuple(check.test() for check in checks) for kind, (_, checks) in self._schemas.items()}
         self._kinds = {tag: kind for kind, (tag, _) in schemas.items()}
 
     def pack(self, message: tuple[Any, ...]) -> bytes:
         """The bytes of one of the protocol's messages."""
-        return bytes(msgpack.packb((VERSION, self._schemas[type(message)][0], *message)))
+        return bytes(msgpack.packb((self._version, self._schemas[type(message)][0], *message)))
 
     def kind_of(self, data: bytes) -> type[tuple[Any, ...]] | None:
         """What kind of message `data` begins as; None for none of this protocol's. Nothing more of it is read."""
@@ -239,7 +248,7 @@ class Codec:
             return None
         walk = wire.begun(data[:16], Limit())
         version, tag = (_number(walk) for _ in range(2)) if wire.array(walk) else (-1, -1)
-        return self._kinds.get(tag) if version == VERSION else None
+        return self._kinds.get(tag) if version == self._version else None
 
     def unpack_any(self, data: bytes, limit: Limit | None = None) -> tuple[Any, ...]:
         """The message that `data` holds; raises ProtocolError, which quotes nothing of it, when it holds none.
@@ -260,8 +269,9 @@ class Codec:
         if type(fields) is not list or len(fields) < 2:
             raise ProtocolError("a message must be an array of version, tag and fields")
         version, tag, *values = fields
-        if type(version) is not int or version != VERSION:
-            raise ProtocolError(f"a message of another version; this side speaks version {VERSION}")
+        if type(version) is not int or version != self._version:
+            said = f"version {version}" if type(version) is int else "no version"
+            raise ProtocolError(f"a message of {said}; this side speaks version {self._version}")
         kind = self._kinds.get(tag) if type(tag) is int else None
         if kind is None:
             raise ProtocolError("a message of unknown kind")

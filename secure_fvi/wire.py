@@ -273,6 +273,20 @@ def shape(check: Check) -> Shape:
     return check if isinstance(check, Shape) else _Checked(check)
 
 
+#: Versions of the protocol that this release speaks, oldest first: all that parties say to each other once they have
+#: greeted. A change of the bytes of a message is a new one (`tests/wire/`).
+PROTOCOLS = (3,)
+
+
+def agreed(spoken: Mapping[str, Sequence[int]]) -> int:
+    """The highest protocol version that all parties speak. Raises ProtocolError, which names who speaks which."""
+    common = set.intersection(*(set(versions) for versions in spoken.values()))
+    if not common:
+        told = ", ".join(f"{who} {' or '.join(map(str, sorted(of)))}" for who, of in spoken.items())
+        raise ProtocolError(f"no version of the protocol that all speak ({told}); upgrade secure-fvi where it is older")
+    return max(common)
+
+
 def whole(below: int = 2**63, least: int = 0) -> Shape:
     """A whole number, least <= n < below."""
     return _Leaf([_INT], lambda v: type(v) is int and least <= v < below)

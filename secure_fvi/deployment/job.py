@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from secure_fvi import wire
-from secure_fvi.aggregation.messages import Codec
+from secure_fvi.aggregation.messages import PROTOCOL_LIST, Codec
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.model_hash import package_digest
@@ -25,7 +25,7 @@ from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, parse
 
-LABEL_OFFER = b"secure-fvi/job-offer/2/"
+LABEL_OFFER = b"secure-fvi/job-offer/3/"
 #: Stands where a run's configuration has a path: what it names lies at the site.
 AT_SITE = "at-site"
 _LONGEST_CONFIG = 1 << 20
@@ -43,6 +43,7 @@ class _Offer(NamedTuple):
     expires: int
     config: str
     package: bytes
+    protocols: list[int]
 
 
 class _Signed(NamedTuple):
@@ -67,6 +68,7 @@ _CODEC = Codec(
                 _seconds,
                 wire.text(_LONGEST_CONFIG, 1),
                 _is_32,
+                PROTOCOL_LIST,
             ),
         ),
         _Signed: (2, (wire.binary(most=2 * _LONGEST_CONFIG), wire.binary(64))),
@@ -79,7 +81,8 @@ class JobOffer:
     """A job as a server describes it. Known to all members.
 
     job: an id that no other job has; a job that goes on after a crash keeps it. roster, model: hashes of 32 bytes.
-    package: the digest of the server's secure_fvi, which is part of `model`.
+    package: the digest of the server's secure_fvi, which is part of `model`. protocols: the versions that it speaks, of
+    which the highest that all speak is chosen once all have joined.
     data_set: which of its populations each site is to use. silos: who is asked, sorted. Times: seconds since 1970, UTC.
     """
 
@@ -93,13 +96,14 @@ class JobOffer:
     expires: int
     config: Config
     package: bytes
+    protocols: tuple[int, ...] = wire.PROTOCOLS
 
     @cached_property
     def encoded(self) -> bytes:
         """The one form that is signed and hashed."""
         config = self.config.to_toml()
         named = (self.job, self.server, self.roster, self.model, self.data_set, list(self.silos))
-        return _CODEC.pack(_Offer(*named, self.made, self.expires, config, self.package))
+        return _CODEC.pack(_Offer(*named, self.made, self.expires, config, self.package, list(self.protocols)))
 
     @cached_property
     def hash(self) -> bytes:
@@ -185,6 +189,7 @@ def read_offer(
     digest = hashlib.sha256(LABEL_OFFER + envelope.offer).digest()
     if not signed(server.identity_key, LABEL_OFFER, digest, envelope.signature):
         raise ProtocolError(f"the job offer is not signed by the identity of '{server.id}'")
+    wire.agreed({f"'{server.id}'": fields.protocols, f"'{site}'": wire.PROTOCOLS})
     if fields.roster != roster.hash:
         raise ProtocolError(
             f"the job is for roster {fields.roster.hex()[:16]}..., this site's is {roster.hash.hex()[:16]}... "
@@ -211,6 +216,7 @@ def read_offer(
         fields.expires,
         _parse(fields.config),
         fields.package,
+        tuple(fields.protocols),
     )
     if offer.encoded != envelope.offer:
         raise ProtocolError("the job offer is not in its one form")

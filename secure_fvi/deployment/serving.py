@@ -64,6 +64,7 @@ from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.options import chosen
 from secure_fvi.server import Server
+from secure_fvi.wire import agreed
 
 _log = logging.getLogger(__name__)
 _MOST_SESSIONS = 100  # opened anew in one process; a machine that restarts more often needs another remedy
@@ -280,7 +281,8 @@ class Hub:
         if message is None:
             least, missing = getattr(aggregation, "min_cohort", 1), getattr(aggregation, "max_missing", 0)
             holder, nonces = joined[self._holder].nonce if self._holder else b"", [joined[s].nonce for s in silos]
-            message = Open(silos, nonces, schema_digest(schema), decided, holder, least, missing)
+            spoken = {"the offer": offer.protocols} | {f"'{who}'": j.protocols for who, j in joined.items()}
+            message = Open(silos, nonces, schema_digest(schema), decided, holder, least, missing, agreed(spoken))
             write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + CODEC.pack(message))
         session = self._name(message)
         replies = self._ask_holder(OPEN + CODEC.pack(message))

@@ -16,6 +16,7 @@ encryption key. Between OPEN and END it is asked for that key and for totals.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgpack
@@ -24,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi import wire
-from secure_fvi.aggregation.messages import Codec
+from secure_fvi.aggregation.messages import PROTOCOL, PROTOCOL_LIST, Codec
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Schema
 
@@ -38,13 +39,15 @@ _PLAIN = (bool, int, float, str)
 class Joined(NamedTuple):
     """last_index: the largest sum index that the silo's ledger has charged for the job, plus one; 0 for none.
 
-    nonce: at a key holder, `key_holder.key_hash` of the encryption key that it offers.
+    nonce: at a key holder, `key_holder.key_hash` of the encryption key that it offers. protocols: the versions that the
+    site speaks.
     """
 
     schema: bytes
     nonce: bytes
     session: bytes
     last_index: int
+    protocols: Sequence[int] = wire.PROTOCOLS
 
 
 class Open(NamedTuple):
@@ -52,6 +55,7 @@ class Open(NamedTuple):
 
     holder: the key holder's fresh bytes, nothing where the sums need none. min_cohort, max_missing: of the sums, for
     the key holder, who does not know the model from which it follows under differential privacy; signatures bind it.
+    protocol: the version in which the job goes on, of those that the offer names the highest that all speak.
     """
 
     silos: list[str]
@@ -61,6 +65,7 @@ class Open(NamedTuple):
     holder: bytes = b""
     min_cohort: int = 0
     max_missing: int = 0
+    protocol: int = wire.PROTOCOLS[-1]
 
 
 class Opened(NamedTuple):
@@ -90,8 +95,8 @@ _SCHEMA = wire.Row(
 
 CODEC = Codec(
     {
-        Joined: (1, (wire.binary(most=_LONGEST_SCHEMA), _hash, _hash_or_none, _index)),
-        Open: (2, (_texts, _hashes, _hash, _index, _hash_or_none, _index, _index)),
+        Joined: (1, (wire.binary(most=_LONGEST_SCHEMA), _hash, _hash_or_none, _index, PROTOCOL_LIST)),
+        Open: (2, (_texts, _hashes, _hash, _index, _hash_or_none, _index, _index, PROTOCOL)),
         Opened: (3, (_hash,)),
         End: (4, (_text, _index, wire.binary())),
         Ended: (5, ()),

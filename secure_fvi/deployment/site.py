@@ -30,6 +30,7 @@ from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, P
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import ROUND, SUM
 from secure_fvi.silo import UNANSWERABLE
+from secure_fvi.wire import PROTOCOLS, agreed
 
 _log = logging.getLogger(__name__)
 #: Rows of messages that were not answered, and how many of them a job may have.
@@ -120,7 +121,7 @@ class Site:
             return self._join(job, body)
         if kind == OPEN:
             opened = CODEC.unpack(body, Open)
-            return self._ended(job, opened) or CODEC.pack(Opened(self._open_job(job).open(opened)))
+            return self._ended(job, opened) or CODEC.pack(Opened(self._opened(job, opened)))
         if kind == END:
             return self._end(job, CODEC.unpack(body, End))
         return self._open_job(job).handle(message)
@@ -165,6 +166,12 @@ class Site:
             self._take(job, path.read_bytes())
         assert self._job is not None
         return self._job
+
+    def _opened(self, job: str, message: Open) -> bytes:
+        found = self._open_job(job)
+        offered = found.decision.offer.protocols
+        agreed({"the session": [message.protocol], "the offer": offered, f"'{self.home.id}'": PROTOCOLS})
+        return found.open(message)
 
     def _ended(self, job: str, message: Open) -> bytes | None:
         """The answer of a job that has ended here; the session no longer matters."""

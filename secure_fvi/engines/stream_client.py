@@ -20,8 +20,8 @@ import grpc
 
 from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_messages import (
-    CODEC,
     GREETING,
+    GREETINGS,
     LONGEST,
     MESSAGE,
     METHOD,
@@ -37,6 +37,7 @@ from secure_fvi.engines.stream_messages import (
 )
 from secure_fvi.engines.stream_server import RECHECK
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError
+from secure_fvi.wire import PROTOCOLS, agreed
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
@@ -144,7 +145,7 @@ class StreamClient:
         options = (*OPTIONS, ("grpc.ssl_target_name_override", self._tls_name()), ("grpc.use_local_subchannel_pool", 1))
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         roster = self._roster()
-        outgoing.put(CODEC.pack(Hello(roster, self.token)))
+        outgoing.put(GREETINGS.pack(Hello(roster, self.token)))
         with grpc.secure_channel(self._address, credentials, options) as channel:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(_until_none(outgoing))
             self._call = call
@@ -156,10 +157,11 @@ class StreamClient:
                 outgoing.put(None)
 
     def _converse(self, frames: Iterator[bytes], outgoing: queue.SimpleQueue[bytes | None], roster: bytes) -> None:
-        welcome = CODEC.unpack(next(frames), Welcome, GREETING)
+        welcome = GREETINGS.unpack(next(frames), Welcome, GREETING)
         if welcome.roster != roster:
             raise ProtocolError(f"the server goes by roster {welcome.roster.hex()[:16]}..., not by this silo's")
-        _log.info("connected to %s", self._address)
+        agreed({"the server": [welcome.protocol], "this silo": PROTOCOLS})
+        _log.info("connected to %s, protocol %d", self._address, welcome.protocol)
         assembler = Assembler(self.longest)
         for frame in frames:
             whole = assembler.add(frame)

@@ -1,19 +1,19 @@
 """What travels on a stream: a greeting each way, then messages in numbered parts. MessagePack of a fixed schema.
 
 silo                            server
-Hello(roster, token)   ->
-                       <-       Welcome(roster, job)
+Hello(roster, token, protocols) ->
+                       <-       Welcome(roster, job, protocol)
                        <-       Part(exchange, 0, 2, MESSAGE, ...), Part(exchange, 1, 2, MESSAGE, ...)
 Part(exchange, 0, 1, MESSAGE | REFUSAL | RESTART, ...)  ->
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from secure_fvi import wire
-from secure_fvi.aggregation.messages import MAX_MESSAGE_BYTES, Codec
+from secure_fvi.aggregation.messages import MAX_MESSAGE_BYTES, PROTOCOL, PROTOCOL_LIST, Codec
 from secure_fvi.errors import ProtocolError
 
 #: The one method of the service, bytes both ways.
@@ -42,17 +42,20 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Hello(NamedTuple):
-    """Silo to server: the hash of the roster that it goes by; token: what a launcher gave it, if one started it."""
+    """Silo to server: the hash of the roster that it goes by; token: what a launcher gave it, if one started it;
+    protocols: the versions that it speaks."""
 
     roster: bytes
     token: bytes = b""
+    protocols: Sequence[int] = wire.PROTOCOLS
 
 
 class Welcome(NamedTuple):
-    """Server to silo: the same roster, and the job that the stream is for."""
+    """Server to silo: the same roster, the job that the stream is for, and the highest protocol that both speak."""
 
     roster: bytes
     job: str
+    protocol: int = wire.PROTOCOLS[-1]
 
 
 class Part(NamedTuple):
@@ -65,13 +68,16 @@ class Part(NamedTuple):
     body: bytes
 
 
-CODEC = Codec(
+#: Of greetings, whatever is spoken after them: a later release has to read an older one's, to say that it is older.
+GREETING_FORM = 3
+GREETINGS = Codec(
     {
-        Hello: (1, (wire.binary(32), wire.binary(0, 32))),
-        Welcome: (2, (wire.binary(32), wire.text(200, 1, printable=True))),
-        Part: (3, (_count, _count, _count, _STATUS, wire.binary(most=CHUNK_BYTES))),
-    }
+        Hello: (1, (wire.binary(32), wire.binary(0, 32), PROTOCOL_LIST)),
+        Welcome: (2, (wire.binary(32), wire.text(200, 1, printable=True), PROTOCOL)),
+    },
+    GREETING_FORM,
 )
+CODEC = Codec({Part: (3, (_count, _count, _count, _STATUS, wire.binary(most=CHUNK_BYTES)))})
 
 
 def parts(exchange: int, message: bytes, status: int = MESSAGE, chunk: int = CHUNK_BYTES) -> Iterator[bytes]:

@@ -15,8 +15,8 @@ import grpc
 from secure_fvi.engines.remote import Patience as Patience
 from secure_fvi.engines.remote import Remote, TlsFiles, shown
 from secure_fvi.engines.stream_messages import (
-    CODEC,
     GREETING,
+    GREETINGS,
     METHOD,
     OPTIONS,
     SERVICE,
@@ -27,6 +27,7 @@ from secure_fvi.engines.stream_messages import (
     parts,
 )
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.wire import PROTOCOLS, agreed
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class StreamServer(Remote):
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """One silo's stream, from its greeting on. Runs in a thread of gRPC's."""
         try:
-            silo, certificate = self._greet(requests, context)
+            silo, certificate, protocol = self._greet(requests, context)
         except SecureFVIError as error:
             text = shown(str(error).encode())
             self.refused.append(text)
@@ -185,7 +186,7 @@ class StreamServer(Remote):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams of this silo in too short a time")
         link = _Link(certificate, context)
         context.add_callback(link.close)
-        yield CODEC.pack(Welcome(self._roster, self._job))
+        yield GREETINGS.pack(Welcome(self._roster, self._job, protocol))
         with self._changed:
             old = self._links.pop(silo, None)
             if old is not None:  # a silo's newest stream is the one that counts
@@ -201,8 +202,9 @@ class StreamServer(Remote):
             yield frame
         self._drop(silo, link)
 
-    def _greet(self, requests: Iterator[bytes], context: Any) -> tuple[str, bytes]:
-        """Which silo it is, and its certificate; raises ProtocolError with the reason why it is not let in."""
+    def _greet(self, requests: Iterator[bytes], context: Any) -> tuple[str, bytes, int]:
+        """Which silo it is, its certificate, and the protocol that both speak; raises ProtocolError with the reason why
+        it is not let in."""
         seen = context.auth_context()
         version = seen.get("ssl_tls_version", [b""])[0].decode()
         certificate = seen.get("x509_pem_cert", [b""])[0]
@@ -212,14 +214,14 @@ class StreamServer(Remote):
         silo = self._admit(certificate)
         if silo not in self.bytes_up and silo not in self._others:
             raise ProtocolError(f"'{silo}' takes no part in this job")
-        hello = CODEC.unpack(self._first(silo, requests, context), Hello, GREETING)
+        hello = GREETINGS.unpack(self._first(silo, requests, context), Hello, GREETING)
         if hello.roster != self._roster:
             raise ProtocolError(
                 f"'{silo}' goes by roster {hello.roster.hex()[:16]}..., this server by {self._roster.hex()[:16]}..."
             )
         if self._check_token is not None:
             self._check_token(silo, hello.token)
-        return silo, certificate
+        return silo, certificate, agreed({f"'{silo}'": hello.protocols, "this server": PROTOCOLS})
 
     def _check_pace(self, certificate: bytes) -> None:
         """Raises _Hasty for a certificate with which streams are opened in too quick a succession."""

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from secure_fvi.checkpoints import latest_round
+from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
 from secure_fvi.errors import BudgetError, InputError
 from secure_fvi.files import write_atomically
@@ -54,7 +55,8 @@ def execute_federation(
             return None
     else:
         folder.check_new()
-    folder.begin(federation.config, digest, federation.provenance())
+    installed = {"package": package_digest().hex()}
+    folder.begin(federation.config, digest, {**federation.provenance(), **installed})
     try:
         result = _fit(federation, folder, resume, on_round)
     except (InputError, BudgetError):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
@@ -38,6 +39,8 @@ def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) ->
     run, page = json.loads((out / "run.json").read_text()), (out / "report.html").read_text()
     assert run["engine"] == "one process"
     assert all(run[key] in page for key in ("job", "began", "version", "data_sha256"))
+    assert run["package"] == package_digest().hex()
+    assert run["package"][:16] in page
     assert "All parties ran in one process here" in page
 
     cli.refused("finished run", "another folder")

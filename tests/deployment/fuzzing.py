@@ -187,7 +187,10 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         "broadcast": (decode_broadcast, [encode_broadcast(broadcast)]),
         "schema": (sm.unpack_schema, [schema]),
         "session": (sm.CODEC.unpack_any, [sm.CODEC.pack(m) for m in (joined, opened, *ended)]),
-        "greeting": (st.CODEC.unpack_any, [st.CODEC.pack(st.Hello(d32)), st.CODEC.pack(st.Welcome(d32, "job"))]),
+        "greeting": (
+            st.GREETINGS.unpack_any,
+            [st.GREETINGS.pack(st.Hello(d32)), st.GREETINGS.pack(st.Welcome(d32, "job"))],
+        ),
         "stream": (lambda data: st.Assembler().add(data), list(st.parts(1, bytes(30)))),
         "countersigning": (cs._CODEC.unpack_any, [cs._CODEC.pack(m) for m in seen]),
         "witness": (

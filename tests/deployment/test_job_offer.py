@@ -12,6 +12,7 @@ from deployment_world import DAY, NOW, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from secure_fvi import wire
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment import job
 from secure_fvi.deployment.certificates import as_text, make_certificate
@@ -158,13 +159,25 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
         read_offer(data, WORLDLESS, "north", NOW)
 
 
+def test_an_offer_says_which_protocols_its_server_speaks(world: World, roster: ConsortiumRoster) -> None:
+    """Of other versions than this site's: refused by both. Of an older one as well, it is taken."""
+    newest = wire.PROTOCOLS[-1]
+    key = world.homes["hub"].identity()
+    both = dataclasses.replace(offer_of(roster), protocols=(newest - 1, newest, newest + 1))
+    assert read_offer(sign_offer(both, key), roster, "north", NOW).protocols == both.protocols
+    other = dataclasses.replace(offer_of(roster), protocols=(newest + 1,))
+    assert other.hash != both.hash
+    with pytest.raises(ProtocolError, match=f"'hub' {newest + 1}, 'north' {newest}"):
+        read_offer(sign_offer(other, key), roster, "north", NOW)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(st.one_of(st.text(max_size=200), st.sampled_from(["a = " + "[" * 5000, "a = " + "9" * 5000, "[model]\n", ""])))
 def test_a_configuration_that_is_none_is_refused(world: World, roster: ConsortiumRoster, text: str) -> None:
     """Even one that the server has signed."""
     offer = offer_of(roster)
     fields = (offer.job, offer.server, offer.roster, offer.model, offer.data_set, list(offer.silos))
-    encoded = job._CODEC.pack(job._Offer(*fields, offer.made, offer.expires, text, bytes(32)))
+    encoded = job._CODEC.pack(job._Offer(*fields, offer.made, offer.expires, text, bytes(32), [3]))
     digest = hashlib.sha256(job.LABEL_OFFER + encoded).digest()
     signature = world.homes["hub"].identity().sign(job.LABEL_OFFER + digest)
     with pytest.raises(ProtocolError) as caught:

@@ -573,6 +573,8 @@ def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, b
         nonces = [joined.nonce if silo == "east" else bytes(32) for silo in offer.silos]
         schema = schema_digest(unpack_schema(joined.schema))
         opening = Open(list(offer.silos), nonces, schema, 0, b"", 3, 0)
+        with pytest.raises(ProtocolError, match=r"the session 99, the offer \d+, 'east' \d+"):
+            site.handle(offer.job, OPEN + CODEC.pack(opening._replace(protocol=99)))
         return answered(site.handle, offer.job, OPEN + CODEC.pack(opening))
 
 

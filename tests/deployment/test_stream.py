@@ -16,11 +16,12 @@ import grpc
 import pytest
 from deployment_world import NOW, World
 
+from secure_fvi import wire
 from secure_fvi.deployment.home import Home
 from secure_fvi.engines import stream_client
 from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import Doubtful, StreamClient, peer_certificate
-from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Whole, parts
+from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Hello, Welcome, Whole, parts
 from secure_fvi.engines.stream_server import Patience, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
@@ -344,3 +345,46 @@ def test_an_address_that_is_taken_is_named(world: World) -> None:
     tls, roster = tls_of(world.homes["hub"]), world.homes["hub"].roster(NOW).hash
     with serving(world) as server, pytest.raises(InputError, match=f"cannot listen at '127.0.0.1:{server.port}'"):
         StreamServer(SILOS, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster, "job")
+
+
+def test_the_highest_common_protocol_is_chosen_and_a_refusal_names_both(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silo and a server of several releases; the control speaks as this one does."""
+    assert wire.agreed({"a": [1, 2, 3], "b": [2, 3, 4], "c": [2, 3]}) == 3
+    newest, seen = wire.PROTOCOLS[-1], []
+    pack = stream_client.GREETINGS.pack
+
+    def dial(server: StreamServer, *spoken: int) -> Dialer:
+        def packed(message: object) -> bytes:
+            if isinstance(message, Hello):
+                message = message._replace(protocols=list(spoken))
+            else:
+                seen.append(message.protocol)  # type: ignore[attr-defined]
+            return pack(message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(stream_client.GREETINGS, "pack", packed)
+        return Dialer(world, server, "north", echo)
+
+    with serving(world, names=("north",)) as server:
+        dial(server, newest + 1, newest + 2).refused(
+            "no version of the protocol that all speak", f"'north' {newest + 1} or {newest + 2}", f"server {newest}"
+        )
+        good = dial(server, 1, newest, newest + 1)
+        assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
+        good.stop()
+        assert seen == [newest]
+    with serving(world, names=("north",)) as server:  # a server that answers in a version that was not asked for
+
+        def answered(message: object) -> bytes:
+            return pack(message._replace(protocol=99) if isinstance(message, Welcome) else message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(stream_client.GREETINGS, "pack", answered)
+        Dialer(world, server, "north", echo).refused("the server 99", f"this silo {newest}")
+
+
+def test_a_message_of_another_version_is_refused_by_both_numbers() -> None:
+    frame = bytearray(next(parts(1, b"x")))
+    frame[1] += 1
+    with pytest.raises(ProtocolError, match=f"version {wire.PROTOCOLS[-1] + 1}; this side speaks version"):
+        Assembler().add(bytes(frame))

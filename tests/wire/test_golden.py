@@ -42,6 +42,7 @@ CODECS = {
     "offer": job._CODEC,
     "session": session_messages.CODEC,
     "stream": stream_messages.CODEC,
+    "greeting": stream_messages.GREETINGS,
     "witness": witness._CODEC,
 }
 #: The first that a field takes is its sample: what says most comes first.
@@ -52,6 +53,7 @@ SAMPLES: list[Any] = [
 #: What tells the bytes below a heading apart.
 NUMBERS = {
     "message": sum_messages.VERSION,
+    "greeting": stream_messages.GREETING_FORM,
     "broadcast": messages.VERSION,
     "state": (holding._VERSION, checkpoints._PACKED),
     "statement": sum_messages.VERSION,
@@ -68,7 +70,8 @@ def _of_codecs() -> dict[str, bytes]:
     for name, codec in CODECS.items():
         for kind, (_, checks) in codec._schemas.items():
             made = kind(*map(_sample, checks))
-            found[f"message/{name}/{kind.__name__}"] = packed = codec.pack(made)
+            heading = name if name in NUMBERS else f"message/{name}"
+            found[f"{heading}/{kind.__name__}"] = packed = codec.pack(made)
             assert codec.unpack_any(packed) == made
     return found
 
