@@ -146,6 +146,11 @@ class SumSilo(Protocol):
         that what all of them answered was one question; None for sums that are not signed."""
         ...
 
+    def left_out(self, question: bytes) -> bool | None:
+        """Whether enough silos' signatures came in on survivors of this very `question` without this silo, so that its
+        answer is in no total of it; None for sums that are not signed."""
+        ...
+
     def handle(self, message: bytes) -> bytes:
         """Answer one message of `prepare` or `total`. Raises ProtocolError for what the protocol refuses."""
         ...

@@ -304,6 +304,10 @@ class HomomorphicSilo:
         """See `SumSilo.shown`."""
         return self._inner.shown(question)
 
+    def left_out(self, question: bytes) -> bool | None:
+        """See `SumSilo.left_out`."""
+        return self._inner.left_out(question)
+
     def outgoing(self, index: int) -> bytes:
         """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""
         return self._inner.outgoing(index)

@@ -43,6 +43,8 @@ from secure_fvi.aggregation.unmask import Convicted, ServerBatch, masks_left
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.wire import Limit
 
+_UNSHOWN = "unshown"
+
 
 class Sent(NamedTuple):
     """One silo's contribution, its signature verified."""
@@ -80,7 +82,9 @@ class MaskedServer:
         self._store = MemoryStore() if store is None else store
         self._state = ServerState(roster, self._store)
         self._rings: dict[bytes, Ring] = {}
-        self._unshown: dict[int, RevealRequest] = {}
+        #: By silo whose term is in a sum and that was not shown who signed it, what it is to be shown; over restarts.
+        kept = wire.own(self._store.get(_UNSHOWN) or b"\x80", "the server's list of what silos were not shown")
+        self._unshown: dict[int, RevealRequest] = {place: unpack(r, RevealRequest) for place, r in kept.items()}
 
     @property
     def neighbourhood(self) -> str:
@@ -108,6 +112,10 @@ class MaskedServer:
         if state.session is None:
             yield from state.set_up()
         number = index // self._roster.batch
+        if self._unshown:  # before a refill, at which silos forget the batch of an older sum
+            # A silo takes no further question before it has seen who signed the sum with its term in it.
+            replies = yield from state.ask_each(self._unshown, Shares)
+            self._remember({p: r for p, r in self._unshown.items() if p not in replies})
         batch = state.batches.get(number)
         if batch is None:
             if state.batches and number < max(state.batches):
@@ -115,10 +123,6 @@ class MaskedServer:
             batch = yield from state.refill(number)
         if not state.active_enough(batch) or batch.catch_up_due(index):
             yield from state.deliver(batch, batch.lagging)
-        if self._unshown:
-            # A silo takes no further question before it has seen who signed the sum with its term in it.
-            replies = yield from state.ask_each(self._unshown, Shares)
-            self._unshown = {place: request for place, request in self._unshown.items() if place not in replies}
 
     def total(
         self,
@@ -233,7 +237,8 @@ class MaskedServer:
             raise
 
     def show(self, agreed: Agreed) -> Exchanges[dict[int, Shares]]:
-        """Show all silos who signed the survivors, so that those know that their answers were used; their shares."""
+        """Show all silos who signed the survivors, so that who was asked knows whether its answer is used; their
+        shares."""
         batch, request, _, sent = agreed
         index = request.sum_index
         asked: dict[int, RevealRequest] = dict.fromkeys(sorted(batch.active), request)
@@ -241,9 +246,18 @@ class MaskedServer:
             asked = _with_proofs(asked, sent)
         reveals = yield from self._state.ask_each(asked, Shares)
         reveals = {place: reply for place, reply in reveals.items() if reply.sum_index == index}
-        late = sent.keys() - reveals.keys() if self._roster.consistency_check else ()
-        self._unshown = dict.fromkeys(sorted(late), request)
+        if self._roster.consistency_check:
+            late = sorted(sent.keys() - reveals.keys())
+            self._remember({**self._unshown, **dict.fromkeys(late, request)})
         return reveals
+
+    def _remember(self, unshown: dict[int, RevealRequest]) -> None:
+        """What silos are to be shown yet, but for sums whose batch is over: silos have forgotten them."""
+        batch, batches = self._roster.batch, self._state.batches
+        unshown = {place: r for place, r in unshown.items() if r.sum_index // batch in batches}
+        if unshown != self._unshown:
+            self._unshown = unshown
+            self._store.put({_UNSHOWN: msgpack.packb({place: pack(r) for place, r in unshown.items()})})
 
     def _name_survivors(self, index: int, admitted: Admitted, batch: ServerBatch) -> tuple[int, ...]:
         """Store the survivors, then go on with the stored ones: a second call cannot name others."""

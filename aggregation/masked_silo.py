@@ -55,6 +55,8 @@ from secure_fvi.errors import InputError, ProtocolError
 LABEL_USE = b"use-of-an-index"
 LABEL_VALUES = b"values-of-an-index"
 LABEL_QUESTION = b"survivors-of-a-question"
+#: Which survivors of a question that it was asked a silo was shown: with it among them, or without.
+_WITH, _WITHOUT = b"1", b"0"
 
 Seal = Callable[[BlockTable, FloatArray, Sequence[Mask]], bytes]
 
@@ -320,7 +322,11 @@ class MaskedSilo:
 
     def shown(self, question: bytes) -> bool | None:
         """See `SumSilo.shown`; None without the consistency check."""
-        return self._questions.get(_shown_slot(question)) is not None if self._roster.consistency_check else None
+        return self._questions.get(_shown_slot(question)) == _WITH if self._roster.consistency_check else None
+
+    def left_out(self, question: bytes) -> bool | None:
+        """See `SumSilo.left_out`; None without the consistency check."""
+        return self._questions.get(_shown_slot(question)) == _WITHOUT if self._roster.consistency_check else None
 
     def _on_sign(self, request: SignRequest) -> SetSignature:
         if not self._roster.consistency_check:
@@ -340,10 +346,10 @@ class MaskedSilo:
         self._claim(request, batch, statement)
         index, there = request.sum_index, frozenset(survivors)
         shares = batch.shares(index, there)
+        if checked and request.question and self._me in self._roster.members_of(request.cohort):
+            self._questions.claim(_shown_slot(request.question), _WITH if self._me in there else _WITHOUT, self._settle)
         if not checked or self._me not in there:
             return Shares(index, shares, b"", [])
-        if request.question:
-            self._questions.claim(_shown_slot(request.question), b"1", self._settle)
         # Signed by T silos, these survivors are the only ones: what t holders would open anyhow may be said at once.
         return Shares(index, shares, batch.self_seed(index), batch.seeds_with(index, there))
 

@@ -77,6 +77,10 @@ class PlainSilo:
         """Nothing is signed."""
         return None
 
+    def left_out(self, question: bytes) -> bool | None:
+        """Nothing is signed."""
+        return None
+
     def handle(self, message: bytes) -> bytes:
         """Plain sums exchange nothing besides the contributions."""
         raise ProtocolError("a plain sum has no further messages")

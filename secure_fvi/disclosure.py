@@ -32,9 +32,10 @@ Cohort = Literal["all", "sampled", "asynchronous", "sequential"]
 #: What a policy has to allow by name, since it says more than exact or noised totals over one set of silos do.
 DISCLOSURES = {
     "per_silo_rows": "a total has a row a silo: the server reads each silo's own values in it",
-    "single_silos": "a sum is of one silo alone: the server, and with the next broadcast all silos, learn its term",
+    "single_silos": "a sum is of one silo alone, or the job's sums are equations for each: the server, and with the "
+    "next broadcasts all silos, learn its term",
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
-    "close to single silos' terms",
+    "close to single silos' terms, and a server that asks the same in each solves for these",
     "sampled_records": "exact sums that rest on few records, drawn anew each time: the fewer, the closer to one's own",
     "exact_counts": "the number of records without noise, beside numbers with noise",
     "objective": "the bound, with noise that the same epsilon pays for",
@@ -162,12 +163,18 @@ class Disclosure:
         return any(p.asked == 1 < self.silos for p in self.phases)
 
     @property
+    def solvable(self) -> bool:
+        """Whether exact sums of an honest job are equations for single silos' terms. Asynchronous ones are: what a
+        silo's site lacks shrinks by known factors, and with it the silo's share of the next sum."""
+        return self.privacy is None and any(p.cohort == "asynchronous" and p.asked < self.silos for p in self.phases)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """Which of `DISCLOSURES` this job makes."""
         dp = self.privacy
         found = {
             "per_silo_rows": self.rows,
-            "single_silos": self.single,
+            "single_silos": self.single or self.solvable,
             "changing_cohorts": dp is None and any(1 < p.asked < self.silos for p in self.phases),
             "sampled_records": dp is None and self.share < FEW,
             "exact_counts": isinstance(dp, RecordDP) and dp.public_counts,

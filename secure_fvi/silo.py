@@ -10,7 +10,8 @@ earlier ones, and counts:
     the same question under another index    the same values, masked anew: a session was lost; no draw, noise or charge
     anything else that is not the next       ProtocolError, and nothing changes
     its answer was used, says the server     only if signatures on that sum came in: all silos were asked the same
-    it was not                               only if they did not; and of others, not if they stand in such a sum
+    it was not                               only if they did not, and of others, not if they stand in such a sum;
+                                             to silos that were not asked with it, only if they signed one without it
 
 What it draws is keyed by its own count of questions (`Past.turn`), which is claimed, with the digest of the question,
 before anything is drawn. Of the past a broadcast may say one thing: whether this silo's last answer was used.
@@ -186,6 +187,7 @@ class Silo:
         """A question that was not asked before."""
         self._check_not_failed(broadcast, digest)
         past, local = self._heard(broadcast.accepted.get(self.name, 0))
+        self._check_left_out(broadcast)
         self._check_told(past, broadcast)
         past = self._in_order(past, broadcast, question)
         before, paid, index = self.past, self.gate.paid, broadcast.sum_index
@@ -292,6 +294,20 @@ class Silo:
             raise ProtocolError(
                 f"silo '{self.name}': the server says that sum {past.used} lacks {behind} silos; its site "
                 f"allows {self.limits.unused} (max_missing)"
+            )
+
+    def _check_left_out(self, broadcast: Broadcast) -> None:
+        """Raises ProtocolError where the last answer of this silo was not used, says the server, in a broadcast to
+        silos that were not asked with it, and so know of no sum that it would be in: unless silos signed the survivors
+        of one without it. Under privacy a total has noise, whatever a silo was told."""
+        if self.pending is None or not self.limits.lacking:
+            return
+        others = set(broadcast.cohort) - set(self.past.cohort)
+        used = broadcast.accepted.get(self.name, 0) == self.pending.sum_index
+        if others and not used and self._sum.left_out(bytes.fromhex(self.past.answered)) is False:
+            raise ProtocolError(
+                f"silo '{self.name}': the server says that sum {self.pending.sum_index} was not used, to {len(others)} "
+                "silos that were not asked with it, and has not shown that silos signed survivors without this one"
             )
 
     def _heard(self, accepted: int) -> tuple[Past, Any]:

@@ -299,6 +299,8 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 # ---- sites ----
 
+#: How often a step is shortened before the silos' tempered answers are taken.
+_SHORTER = 3
 #: A cavity is tempered where in some direction it has no more than `IMPROPER` of q's precision (a silo that alone knows
 #: a parameter leaves but the prior's, a ten-thousandth perhaps), and then has `MARGIN` of it.
 IMPROPER, MARGIN = 1e-9, 0.05
@@ -320,9 +322,39 @@ def tempered(q: Natural, site: Natural, least: float = IMPROPER) -> tuple[Natura
 
 
 def damping_of(message: Broadcast, index: int, silo: str) -> float:
-    """With which q took the changes of sum `index`: the first entry that names it, at every `silo`; 0: it was left."""
-    named = zip(message.tensors["sums"].tolist(), message.tensors["dampings"].tolist(), strict=True)
-    return next((damping for at, damping in named if index and at == index), 0.0)
+    """With which q took the changes of sum `index`, at every `silo`; 0: it was left."""
+    return named(message.tensors["sums"], message.tensors["dampings"]).get(index, 0.0)
+
+
+def check_dampings(message: Broadcast, local: PVILocal, silo: str) -> None:
+    """Raises ProtocolError where `message` names for a sum another damping than this `silo` heard for it before, or one
+    for a sum that was left then: who was not asked before would take its change in by it, unlike all others.
+
+    Only the last step may be shorter since, by `_SHORTER` halves at most, and not once this silo's answer after it was
+    taken.
+    """
+    before, now = named(local.sums, local.dampings), named(message.tensors["sums"], message.tensors["dampings"])
+    last = 0.0 if local.used and now.get(local.used) else max(before, default=0.0)
+    shorter = [0.5**k for k in range(_SHORTER + 1)]
+    gone = {float(message.accepted.get(s, 0)) for s in message.cohort} & before.keys() - now.keys()
+    other = gone | {
+        index for index, damping in now.items()
+        if (index < local.heard if index not in before
+            else damping not in [before[index] * k for k in (shorter if index == last else shorter[:1])])
+    }  # fmt: skip
+    if other:
+        raise ProtocolError(
+            f"silo '{silo}': the server names another damping for sum {max(other):.0f} than before; all of its changes "
+            "are taken in alike"
+        )
+
+
+def named(sums: Tensor, dampings: Tensor) -> dict[float, float]:
+    """Dampings by sum, of those that were not left: the first entry counts, as for who takes changes in."""
+    found: dict[float, float] = {}
+    for index, damping in zip(sums.tolist(), dampings.tolist(), strict=True):
+        found.setdefault(index, damping)
+    return {index: damping for index, damping in found.items() if index and damping}
 
 
 def _product(factors: list[Natural]) -> Natural:
@@ -361,8 +393,6 @@ def part_views(view: SiloView, parts: int) -> list[SiloView]:
 
 #: Quiet rounds in a row after which a run is at rest, all silos in each; of other schedules one round of each silo.
 QUIET = 2
-#: How often a step is shortened before the silos' tempered answers are taken.
-_SHORTER = 3
 #: And in all: a silo whose cavity is improper at the fixed point itself stays so, however short the steps.
 _MOST_UNDONE = 8
 #: Largest power of two of a unit.
@@ -439,6 +469,9 @@ class PVILocal(NamedTuple):
     used: int  # the sum that the changes were released with, where the server has used it; 0: it has not
     took: int  # the sum of the change that the sites took in last; 0: none yet
     factor: float  # the damping with which they took it
+    heard: int  # the sum of the broadcast that was answered last; 0: none yet
+    sums: Tensor  # (J,) and what that said of all silos
+    dampings: Tensor  # (J,)
 
     @property
     def site(self) -> Natural:
@@ -796,7 +829,9 @@ class PVIProgram(Program):
     def init_local(self, view: SiloView) -> PVILocal:
         one = self._one
         views = part_views(view, self.config.virtual_clients)
-        return PVILocal(tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views), 0, 0, 0.0)
+        nobody = torch.zeros(len(self.problem.silos), dtype=torch.float64)
+        parts = tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views)
+        return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody)
 
     def answer(self, message: Broadcast, local: PVILocal, view: SiloView) -> Answer:
         local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
@@ -895,6 +930,7 @@ class PVIProgram(Program):
         last change as short as the server says that it is by now."""
         if not bool(((message.tensors["dampings"] >= 0) & (message.tensors["dampings"] <= 1)).all()):
             raise ProtocolError(f"silo '{silo}': a change is taken in with a damping between 0 and 1")
+        check_dampings(message, local, silo)
         one, took, factor = self._one, local.took, local.factor
         parts, new = [p._replace(change=one) for p in local.parts], damping_of(message, local.used, silo)
         if new > 0:
@@ -904,7 +940,8 @@ class PVIProgram(Program):
         if kept > 0 and kept != factor:
             parts = [p._replace(site=p.site.plus(p.taken, kept - factor)) for p in parts]
             factor = kept
-        return PVILocal(tuple(parts), 0, took, factor)
+        said = message.tensors["sums"].double(), message.tensors["dampings"].double()
+        return PVILocal(tuple(parts), 0, took, factor, message.sum_index, *said)
 
     def _per_unit(self, message: Broadcast, silo: str) -> Tensor:
         """Of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""

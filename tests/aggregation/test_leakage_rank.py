@@ -105,6 +105,9 @@ class Spied:
     def shown(self, question):
         return self.inner.shown(question)
 
+    def left_out(self, question):
+        return self.inner.left_out(question)
+
     def contribute(self, index, cohort, table, values, context, question=b"", most_missing=None):
         message = self.inner.contribute(index, cohort, table, values, context, question, most_missing)
         batch = self.inner._state.batch_of(index)

@@ -14,6 +14,7 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.graph import least_in_window, log2_hypergeometric_tail, neighbourhood, ring_neighbours
 from secure_fvi.aggregation.homomorphic import HomomorphicSilo
 from secure_fvi.aggregation.homomorphic_schemes import pack as pack_encrypted
+from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import RevealRequest, SignRequest, pack
 from secure_fvi.aggregation.roster import Identity, Roster
@@ -102,6 +103,45 @@ class TestMissing:
         world.restart_silos()
         assert shown() == [True, True, False]
         assert World(5, consistency_check=False).silos[first].shown(QUESTION) is None
+
+    @pytest.mark.parametrize("forgets", [False, True])
+    def test_who_missed_it_is_shown_it_after_other_sums_and_a_restart_of_the_server(self, forgets):
+        """One silo is away when the first sum is shown, for the whole of the second, which does not ask it, and while
+        the server begins anew. The control has a store that forgets."""
+        world = World(8, max_missing=1, batch=2)
+        late, others = world.ids[0], world.ids[1:]
+        for index, asked in ((0, world.ids), (1, others)):
+            messages = {
+                s: world.silos[s].contribute(index, asked, TABLE, world.values[s], CONTEXT, bytes([index]) * 32)
+                for s in asked
+            }
+            exchanges = world.server.total(index, asked, TABLE, messages, CONTEXT)
+            carry(exchanges, world.silos, ((), {late}) if asked is world.ids else ({late}, {late}))
+        store = world.server._store
+        if forgets:
+            store.drop(["unshown"])
+        again = MaskedServer(world.roster, store)
+        for index in (2, 3):
+            carry(again.prepare(index), world.silos)
+        assert world.silos[late].shown(bytes(32)) is not forgets
+
+    def test_who_is_left_out_is_shown_that(self):
+        """Not who was not asked, nor who signed it and has not seen that the others did; and once is for good."""
+        world = World(6, max_missing=1)
+        asked, lost = world.ids[:5], world.ids[4]
+        messages = {s: world.silos[s].contribute(0, asked, TABLE, world.values[s], CONTEXT, QUESTION) for s in asked}
+        del messages[lost]
+        told = lambda: [world.silos[s].left_out(QUESTION) for s in (world.ids[0], lost, world.ids[5])]  # noqa: E731
+        assert told() == [False, False, False]
+        exchanges = world.server.total(0, asked, TABLE, messages, CONTEXT)
+        carry(exchanges, world.silos, ((), {lost}))
+        assert told() == [False, False, False]
+        carry(world.server.total(0, asked, TABLE, messages, CONTEXT), world.silos)
+        assert told() == [False, True, False]
+        world.restart_silos()
+        assert told() == [False, True, False]
+        assert not any(world.silos[s].shown(QUESTION) for s in (lost, world.ids[5]))
+        assert World(5, consistency_check=False).silos[lost].left_out(QUESTION) is None
 
     def test_questions_outlive_a_session_in_a_store_of_their_own(self):
         from secure_fvi.aggregation.store import MemoryStore

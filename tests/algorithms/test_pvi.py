@@ -207,7 +207,7 @@ def test_a_silo_with_an_improper_cavity_tempers_it_says_so_and_comes_back() -> N
     for name, silo in world.engine.silos.items():
         box: Any = silo
         box.settle(world.server.state.accepted)
-        message = world.server.program.broadcast(world.state, 10**6, {})
+        message = world.server.program.broadcast(world.state, 2, {})
         box.local = box.program._settled(message, box.local, name)
         sites[name] = box.local.site
     bad = world.state.q.minus(sites["silo-1"]).precision + 0.5 * sites["silo-1"].precision

@@ -3,30 +3,37 @@
 Each attack ends in a total that is one silo's own term. The controls take the one refusal away that stops it: that a
 silo waits for silos' signatures before it believes that its answer was used (`SumSilo.shown`), that one question has
 one sum (`Order.answered`), that a sum is over when a later question was answered (`MaskedSilo._newest`),
-that a sum which silos have signed was used with all of its survivors or with none (`Silo._heard`, `Past.seen`).
+that a sum which silos have signed was used with all of its survivors or with none (`Silo._heard`, `Past.seen`), that
+silos which were not asked with one are told that its answer was not used only once others have signed that
+(`SumSilo.left_out`), that PVI's dampings stay as they were named (`pvi.check_dampings`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import types
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from pvi_world import NOISE, REGRESSION, make_regression
+from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import RevealRequest, unpack_any
-from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question
+from secure_fvi.algorithms import pvi
+from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question, choose_cohort
 from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
+from secure_fvi.privacy.gate import Gate
 from secure_fvi.silo import Limits, Past
 
 SIZES, ALONE = (7, 30, 12, 25, 9), "silo-1"
@@ -35,10 +42,10 @@ SIZES, ALONE = (7, 30, 12, 25, 9), "silo-1"
 class Liar:
     """A server that says what it likes to real silos with a strict site's limits."""
 
-    def __init__(self, algorithm: Any, limits: Limits, max_missing: int = 0) -> None:
+    def __init__(self, algorithm: Any, limits: Limits, max_missing: int = 0, seed: int = 0) -> None:
         self.data = make_regression(SIZES)[0]
         sums = sf.Masked(min_cohort=2, max_missing=max_missing)
-        self.server, engine, _ = build_parties(REGRESSION, self.data, algorithm, sums, compile=False)
+        self.server, engine, _ = build_parties(REGRESSION, self.data, algorithm, sums, seed, compile=False)
         self.silos, self.names = engine.silos, tuple(sorted(engine.silos))
         for silo in self.silos.values():
             silo.limits = limits
@@ -50,6 +57,9 @@ class Liar:
     def exchange(self, messages: Any) -> dict[str, bytes]:
         sent = {s: m for s, m in messages.items() if s not in self.unshown or type(unpack_any(m)) is not RevealRequest}
         return {s: self.silos[s].handle(SUM + m) for s, m in sent.items()}
+
+    def deliver(self, messages: Any) -> dict[str, bytes]:
+        return {s: self.silos[s].handle(m) for s, m in messages.items()}
 
     def ask(self, message: Broadcast, *who: str) -> dict[str, bytes]:
         carry(self.server.secure_sum.prepare(message.sum_index), self.exchange)
@@ -77,12 +87,36 @@ class Liar:
             sums=sums,
             tensors={**self.first.tensors, **told},
         )
-        change = torch.as_tensor(self.total(asked, self.ask(asked))["change"])
-        x, y = self.data[0]["x"], self.data[0]["y"]
+        return self.apart(asked, ALONE)
+
+    def apart(self, asked: Broadcast, silo: str) -> float:
+        """How far the change that this broadcast brings is from the silo's own term, in shares of that."""
+        change = torch.as_tensor(self.total(asked, self.ask(asked, *asked.cohort))["change"])
+        return float((change - self.term(silo)).norm() / self.term(silo).norm())
+
+    def term(self, silo: str) -> Tensor:
+        """What its change would be, were its site nothing, in the first question's units."""
+        data = self.data[self.names.index(silo)]
+        x, y = data["x"], data["y"]
         rows, columns = torch.tril_indices(3, 3)
+        program: Any = self.server.program
         term = torch.cat([x.T @ y, (x.T @ x)[rows, columns]]).double() / NOISE**2
-        term = term * self.server.program.per_unit(asked.tensors["units"])
-        return float((change - term).norm() / term.norm())
+        per_unit: Tensor = program.per_unit(self.first.tensors["units"])
+        return term * per_unit
+
+    def asked(self, round_: int, accepted: Mapping[str, int], dampings: Mapping[int, float]) -> Broadcast:
+        """The question of a round, sum `round_` + 1, to its cohort. accepted: of all silos, of which q took all by the
+        `dampings` of these sums; every sum but 0 is of the round before its number."""
+        program: Any = self.server.program
+        cohort = program.cohort(round_)
+        told = {s: accepted[s] for s in cohort}
+        said = [float(i if i in dampings else 0) for i in (accepted[s] for s in self.names)]
+        named = {"sums": torch.tensor(said), "dampings": torch.tensor([dampings.get(int(i), 0.0) for i in said])}
+        return self.first._replace(
+            round=round_, sum_index=round_ + 1, cohort=cohort, accepted=told,
+            sums=tuple((i, i - 1, "round", 0) for i in sorted(set(told.values()) - {0})),
+            tensors={**self.first.tensors, **named},
+        )  # fmt: skip
 
 
 PVI = sf.PVI(rounds=4, family="full", local_optimizer="closed_form")
@@ -188,7 +222,8 @@ def test_one_is_said_to_be_behind_a_sum_of_earlier_rounds(held: bool) -> None:
             liar.isolated(accepted, {2: 1})
     else:
         for name in others:
-            liar.silos[name]._sum.absent_from = lambda question: None
+            party: Any = liar.silos[name]
+            party._sum.absent_from = lambda question: None
         assert liar.isolated(accepted, {2: 1}) < 1e-6
 
 
@@ -230,3 +265,156 @@ def test_totals_that_lack_silos_and_come_late(held: bool, told: str, monkeypatch
             liar.total(message, {s: r for s, r in replies.items() if s != lost})
             lacking += 1
     assert lacking == (0 if held else len(SIZES))
+
+
+# ---- cohorts that change from sum to sum ----
+
+DRAWN = sf.PVI(rounds=9, family="full", local_optimizer="closed_form", schedule="asynchronous", buffer=3)
+
+
+def drawn(limits: Limits, max_missing: int = 0) -> tuple[Liar, str, tuple[str, ...]]:
+    """A job whose seed the server has chosen: the silo and two that are asked with it in round 2, which took part in
+    round 0 and not in round 1, where it did."""
+    names = tuple(f"silo-{j + 1}" for j in range(len(SIZES)))
+    for seed in range(1000):
+        cohorts = [choose_cohort(names, 3 / len(SIZES), seed, r) for r in range(3)]
+        for alone in set(cohorts[1]) & set(cohorts[2]) - set(cohorts[0]):
+            others = tuple(s for s in cohorts[2] if s != alone)
+            if set(others) <= set(cohorts[0]) - set(cohorts[1]):
+                return Liar(DRAWN, limits, max_missing, seed), alone, others
+    raise AssertionError("no such seed")
+
+
+@pytest.mark.parametrize("withheld", ["who signed", "all"])
+@pytest.mark.parametrize("held", [True, False])
+def test_one_is_said_to_be_behind_to_silos_that_were_not_asked_with_it(
+    held: bool, withheld: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first sum is complete, and not shown to it; then it is asked with two silos whose terms are in q already."""
+    liar, alone, _ = drawn(STRICT)
+    first = liar.asked(0, dict.fromkeys(liar.names, 0), {})
+    liar.total(first, liar.ask(first, *first.cohort))
+    accepted = {s: int(s in first.cohort) for s in liar.names}
+    second = liar.asked(1, accepted, {1: 1.0})
+    replies = liar.ask(second, *second.cohort)
+    liar.unshown = {alone}
+    if withheld == "all":
+        exchange = liar.exchange
+        monkeypatch.setattr(liar, "exchange", lambda m: exchange({s: b for s, b in m.items() if s != alone}))
+    liar.total(second, replies)
+    monkeypatch.undo()
+    if not held:
+        monkeypatch.setattr(MaskedSilo, "left_out", lambda self, question: None)
+    lie = liar.asked(2, accepted, {1: 1.0})
+    before = liar.silos[alone].past
+    if held:
+        with pytest.raises(ProtocolError, match="to 2 silos that were not asked with it, and has not shown"):
+            liar.ask(lie, alone)
+        assert liar.silos[alone].past == before
+    else:
+        assert liar.apart(lie, alone) < 1e-6
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_who_is_left_out_of_a_sum_is_shown_that_and_answers_the_next(away: bool) -> None:
+    """The honest word, where a total may lack a silo whose answer came late. Who was away when the others signed has
+    not seen it, and takes nobody's word for it."""
+    liar, alone, _ = drawn(Limits(rounds=1000, missing=1, differences=1, lacking=True, left_out=3, unused=1), 1)
+    first = liar.asked(0, dict.fromkeys(liar.names, 0), {})
+    liar.total(first, liar.ask(first, *first.cohort))
+    accepted = {s: int(s in first.cohort) for s in liar.names}
+    second = liar.asked(1, accepted, {1: 1.0})
+    replies = liar.ask(second, *second.cohort)
+    liar.unshown = {alone} if away else set()
+    liar.total(second, {s: r for s, r in replies.items() if s != alone})
+    third = liar.asked(2, accepted, {1: 1.0})
+    if away:
+        with pytest.raises(ProtocolError, match="has not shown that silos signed survivors without this one"):
+            liar.ask(third, alone)
+    else:
+        liar.ask(third, *third.cohort)
+        assert liar.silos[alone].past.left_out == 1
+
+
+# ---- what dampings were named ----
+
+
+@pytest.mark.parametrize(("before", "after", "share"), [
+    ({1: 1.0}, {1: 2.0**-20, 2: 1.0}, 1.0), ({1: 1.0}, {2: 1.0}, 1.0), ({1: 1.0}, {1: 0.5, 2: 1.0}, 0.5),
+    ({}, {1: 1.0}, -1.0),
+], ids=["less", "nothing", "half", "late"])  # fmt: skip
+@pytest.mark.parametrize("held", [True, False])
+def test_another_damping_for_the_silo_that_was_absent(
+    held: bool, before: dict[int, float], after: dict[int, float], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are in the first sum. In the next round, to which silo-1 does not come, the others are told how much q took
+    of their changes; afterwards silo-1 is told another number for its own. The third total, or what it is short of the
+    first by, is its term then, or half of it."""
+    if not held:
+        monkeypatch.setattr(pvi, "check_dampings", lambda message, local, silo: None)
+    liar = Liar(PVI, Limits(rounds=1000, missing=1, differences=1, lacking=True, left_out=3, unused=1), max_missing=1)
+    others = tuple(s for s in liar.names if s != ALONE)
+    whole = liar.total(liar.first, liar.ask(liar.first))["change"]
+    second = liar.asked(1, dict.fromkeys(liar.names, 1), before)
+    second = second._replace(cohort=others, accepted=dict.fromkeys(others, 1))
+    liar.total(second, liar.ask(second, *others))
+    third = liar.asked(2, {s: 1 if s == ALONE else 2 for s in liar.names}, after)
+    if held:
+        for silo in others:
+            with pytest.raises(ProtocolError, match="names another damping for sum 1 than before"):
+                liar.ask(third, silo)
+            assert liar.silos[silo].past.asked == Question(1, 0, 0)
+        return
+    found = torch.as_tensor(liar.total(third, liar.ask(third))["change"] - (whole if share < 0 else 0.0))
+    term = liar.term(ALONE)
+    assert (found - share * term).norm() < 1e-5 * term.norm()
+
+
+# ---- what the pages say of cohorts that change: no promise is broken here, and none is given ----
+
+
+def solved(liar: Liar, shares: list[list[float]], totals: list[Tensor]) -> float:
+    """The largest error of the silos' terms as the totals' equations have them, in shares of each term."""
+    found = torch.linalg.lstsq(torch.tensor(shares).double(), torch.stack(totals), driver="gelsd").solution
+    off = [(row - liar.term(s)).norm() / liar.term(s).norm() for s, row in zip(liar.names, found, strict=True)]
+    return float(max(off))
+
+
+@pytest.mark.parametrize("changing", [True, False])
+def test_an_honest_server_solves_for_each_silos_site_where_cohorts_change(changing: bool) -> None:
+    """PVI's asynchronous schedule is disclosed as `single_silos`. The control asks all: there is their sum alone."""
+    liar = Liar(DRAWN if changing else dataclasses.replace(DRAWN, schedule="synchronous"), STRICT)
+    server, program, heard = liar.server, cast(Any, liar.server.program), list[Total]()
+    first, shares, totals, rest = program.per_unit(liar.first.tensors["units"]), [], [], dict.fromkeys(liar.names, 1.0)
+    server.observe(types.SimpleNamespace(total=lambda index, total: heard.append(total), released=lambda *_: None))
+    for _ in range(8):
+        heard.clear()
+        units = program.per_unit(program.units(server.state.algorithm.q))
+        carry(server.round(), liar.deliver)
+        change = torch.from_numpy(program.tables["round"].split(heard[0].values)["change"])
+        shares.append([rest[s] * (s in heard[0].survivors) for s in liar.names])
+        totals.append(change / units * first)
+        taken = server.state.algorithm.damping
+        rest.update({s: rest[s] * (1 - taken) for s in heard[0].survivors})
+    assert (solved(liar, shares, totals) < 1e-4) is changing
+
+
+@pytest.mark.parametrize("changing", [True, False])
+def test_one_point_asked_of_cohorts_that_change_is_solved_for_each_silos_gradient(
+    changing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFVI, strict sites, nothing said of the past that is not so. `changing_cohorts`; the control asks all."""
+    liar, sent = Liar(sf.SFVI(iterations=9, participation=0.6 if changing else 1.0), STRICT), dict[str, FloatArray]()
+    program, release = cast(Any, liar.server.program), Gate.release
+    monkeypatch.setattr(Gate, "release", lambda gate, v: release(gate, sent.setdefault(gate.silo, v)))
+    last, shares, totals = dict.fromkeys(liar.names, 0), [], []
+    for round_ in range(9):
+        cohort = program.cohort(round_)
+        told = {s: last[s] for s in cohort}
+        sums = tuple((i, i - 1, "round", 0) for i in sorted(set(told.values()) - {0}))
+        asked = liar.first._replace(round=round_, sum_index=round_ + 1, cohort=cohort, accepted=told, sums=sums)
+        totals.append(torch.as_tensor(liar.total(asked, liar.ask(asked, *cohort))["direct"]).ravel())
+        shares.append([float(s in cohort) for s in liar.names])
+        last.update(dict.fromkeys(cohort, round_ + 1))
+    monkeypatch.setattr(liar, "term", lambda silo: torch.from_numpy(sent[silo][: len(totals[0])]))
+    assert (solved(liar, shares, totals) < 1e-8) is changing

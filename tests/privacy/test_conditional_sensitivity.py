@@ -22,7 +22,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi import columns
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.algorithms.pvi import PVILocal, PVIProgram, part_views
+from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
 from secure_fvi.algorithms.vertical.steps import VerticalSilo
 from secure_fvi.algorithms.vertical.vertical import VerticalProgram
@@ -386,7 +386,7 @@ def _with_parts(self: Any, message: Any, local: Any, view: Any, gate: Gate) -> A
     kept = rows * (CLIP / 2 / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
     changes = kept + (torch.from_numpy(release.values) - kept.sum(0)) / len(parts)
     parts = [p._replace(change=self.families.unpack(row)) for p, row in zip(parts, changes, strict=True)]
-    return release, PVILocal(tuple(parts), 0, 0, 0.0)
+    return release, local._replace(parts=tuple(parts), used=0, took=0, factor=0.0)
 
 
 def test_parts_whose_states_follow_each_release_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
