@@ -59,6 +59,7 @@ from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.session import number
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.options import Count, Fraction, Whole, check
 from secure_fvi.wire import Limit
 
 
@@ -75,13 +76,14 @@ class Homomorphic:
 
     scheme: str = "bfv"
     masks: bool | None = None
-    min_cohort: int = 3
-    max_missing: int = 0
-    batch: int | None = None
-    corrupt: float = 0.1
-    lost: float = 0.1
+    min_cohort: Whole = 3
+    max_missing: Whole = 0
+    batch: Count | None = None
+    corrupt: Fraction = 0.1
+    lost: Fraction = 0.1
 
     def __post_init__(self) -> None:
+        check(self)
         scheme = scheme_named(self.scheme)
         if self.masks and scheme is not BFV:
             raise InputError("masks = true needs scheme = 'bfv': masks are uniform modulo a prime, CKKS has reals")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from secure_fvi.aggregation.base import SumServer, SumSilo, check_silo_ids
 from secure_fvi.aggregation.graph import neighbourhood
@@ -24,6 +25,7 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.errors import InputError
+from secure_fvi.options import Count, Fraction, Says, Whole, check
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,18 @@ class Masked:
     `lost`: the shares of the silos that the k-regular graph of a large roster is to withstand.
     """
 
-    min_cohort: int = 3
-    max_missing: int = 0
-    bits: int = 64
+    min_cohort: Whole = 3
+    max_missing: Whole = 0
+    bits: Annotated[Literal[32, 64], Says("must be 32 or 64")] = 64
     consistency_check: bool = True
-    batch: int | None = None
-    corrupt: float = 0.1
-    lost: float = 0.1
+    batch: Count | None = None
+    corrupt: Fraction = 0.1
+    lost: Fraction = 0.1
 
     def __post_init__(self) -> None:
-        if self.bits not in (32, 64):
-            raise InputError(f"bits must be 32 or 64, not {self.bits}")
+        check(self)
         if self.min_cohort < 2:
             raise InputError(f"min_cohort must be at least 2, not {self.min_cohort}; a sum of one is no sum")
-        if self.max_missing < 0:
-            raise InputError(f"max_missing must be 0 or more silos, not {self.max_missing}")
 
     @property
     def kind(self) -> str:

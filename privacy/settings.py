@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from secure_fvi.errors import InputError
+from secure_fvi.options import Fraction, Inside, Positive, Whole, check
 
 Placement = Literal["distributed", "silo", "server"]
 Unit = Literal["record", "silo"]
-_PLACEMENTS = ("distributed", "silo", "server")
 #: Norms and bounds lie between these, so that no square, quotient or step of them leaves double precision.
 _LEAST, _MOST = 1e-30, 1e30
 #: Noise, over the clipping norm: less covers nothing at all, more leaves nothing, and neither can be accounted for.
@@ -31,45 +30,29 @@ class DP:
     to a crash and made again; they are charged like any other.
     """
 
-    epsilon: float | None = None
-    delta: float = 1e-5
-    noise_multiplier: float | None = None
-    clipping_norm: float = 1.0
+    epsilon: Positive | None = None
+    delta: Inside = 1e-5
+    noise_multiplier: Positive | None = None
+    clipping_norm: Positive = 1.0
     noise: Placement = "distributed"
-    dropouts: int = 0
-    colluders: int = 1
-    retries: int = 20
+    dropouts: Whole = 0
+    colluders: Whole = 1
+    retries: Whole = 20
 
     unit: ClassVar[Unit]  # who is protected; each subclass says
 
     def __post_init__(self) -> None:
+        check(self)
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise InputError("give either epsilon, for the whole job, or noise_multiplier")
-        for name in ("epsilon", "noise_multiplier", "clipping_norm"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise InputError(f"{name} must be positive and finite, not {value}")
         _check_scale("clipping_norm", self.clipping_norm)
         if self.noise_multiplier is not None:
             _check_scale("noise_multiplier", self.noise_multiplier, _LEAST_NOISE, _MOST_NOISE)
-        if not 0 < self.delta < 1:
-            raise InputError(f"delta must lie in (0, 1), not {self.delta}")
-        if self.noise not in _PLACEMENTS:
-            raise InputError(f"noise = '{self.noise}' is unknown; choose {', '.join(_PLACEMENTS)}")
-        for name in ("dropouts", "colluders", "retries"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise InputError(f"{name} must be a whole number of at least 0, not {value!r}")
 
 
 def _check_scale(name: str, value: float, least: float = _LEAST, most: float = _MOST) -> None:
     if not least <= value <= most:
         raise InputError(f"{name} must lie in [{least:g}, {most:g}], not {value}")
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise InputError(f"{name} must lie in [0, 1), not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +64,14 @@ class RecordDP(DP):
     public and travel without noise; otherwise nobody is told them.
     """
 
-    objective_share: float = 0.0
-    objective_bound: float = 10.0
+    objective_share: Fraction = 0.0
+    objective_bound: Positive = 10.0
     public_counts: bool = False
 
     unit: ClassVar[Unit] = "record"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_share("objective_share", self.objective_share)
-        if not (math.isfinite(self.objective_bound) and self.objective_bound > 0):
-            raise InputError(f"objective_bound must be positive and finite, not {self.objective_bound}")
         _check_scale("objective_bound", self.objective_bound)
 
 
@@ -104,20 +84,15 @@ class SiloDP(DP):
     pays for counting the contributions below it. None keeps the norm fixed.
     """
 
-    target_quantile: float | None = None
-    quantile_rate: float = 0.2
-    quantile_share: float = 0.1
+    target_quantile: Inside | None = None
+    quantile_rate: Positive = 0.2
+    quantile_share: Fraction = 0.1
 
     unit: ClassVar[Unit] = "silo"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_quantile is not None and not 0 < self.target_quantile < 1:
-            raise InputError(f"target_quantile must lie in (0, 1), not {self.target_quantile}")
-        if not (math.isfinite(self.quantile_rate) and self.quantile_rate > 0):
-            raise InputError(f"quantile_rate must be positive and finite, not {self.quantile_rate}")
         if self.quantile_rate > _MOST_RATE:
             raise InputError(f"quantile_rate must be at most {_MOST_RATE:g}, not {self.quantile_rate}")
-        _check_share("quantile_share", self.quantile_share)
         if self.target_quantile is not None and self.quantile_share == 0:
             raise InputError("an adaptive clipping norm needs a quantile_share above 0 to be paid from")

@@ -88,7 +88,10 @@ def check_common(seed: int, dtype: torch.dtype) -> None:
 
 def device_named(device: str | torch.device) -> torch.device:
     """The device; raises InputError where PyTorch does not find it."""
-    where = torch.device(device)
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device {device!r} is none that PyTorch has; give 'cpu' or 'cuda', or 'cuda:1' of several") from None
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
     return where

@@ -42,6 +42,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Shared
 from secure_fvi.files import write_atomically
 from secure_fvi.guarding import build_guards, silo_secret, strong_enough
+from secure_fvi.options import check
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -76,19 +77,22 @@ class Columns:
     def __post_init__(self) -> None:
         if isinstance(self.likelihood, type) or not hasattr(self.likelihood, "columns"):
             raise InputError(f"likelihood must be one, such as Gaussian(), not {self.likelihood!r}")
-        if not isinstance(self.response, Tensor):
-            object.__setattr__(self, "response", _as_response(self.response))
+        for name in ("response", "offset"):
+            given = getattr(self, name)
+            if not isinstance(given, Tensor) and (given is not None or name == "response"):
+                object.__setattr__(self, name, _as_numbers(name, given))
+        check(self)
 
     @property
     def default_algorithm(self) -> Vertical:
         return Vertical()
 
 
-def _as_response(given: Any) -> Tensor:
+def _as_numbers(name: str, given: Any) -> Tensor:
     try:
-        return torch.as_tensor(given)
+        return torch.as_tensor(np.asarray(given))
     except (RuntimeError, TypeError, ValueError):
-        raise InputError(f"the response must be a tensor (N,), not {type(given).__name__}") from None
+        raise InputError(f"the {name} must be a tensor (N,), not {type(given).__name__}") from None
 
 
 def column_parties(

@@ -11,9 +11,12 @@ import contextlib
 import functools
 import logging
 import operator
+import re
 import shutil
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -47,6 +50,8 @@ _CHEAPER: dict[str, Callable[..., Any]] = {
     )},
     **{name: getattr(torch.Tensor, name) for name in ("expand", "view")},
 }  # fmt: skip
+#: Files of whoever calls a program, or is called by it.
+_NOT_OF_A_PROGRAM = re.compile(r"[/\\]site-packages[/\\]|[/\\]secure_fvi[/\\](?!models[/\\])|[/\\]lib[/\\]python|^<")
 #: The axis that counts records of all tensors in an argument, or of those in each field of one that is a tuple.
 Axes = int | None | tuple["Axes", ...]
 _Run = Callable[..., Sequence[Tensor]]
@@ -126,36 +131,38 @@ class Traced:
         axes = [axis if axis is not None and axis < t.dim() else None for axis, t in zip(named, flat, strict=True)]
         fixed: list[int | None] = [None] * len(axes)
         attempts: list[list[int | None]] = [axes] if self.by_shape else [axes, fixed]
+        why = ""
         for attempt in attempts:
-            run, got = self._attempt(on_flat, flat, attempt)
-            if got is not None and agree(got, expected):
-                if attempt is not axes:  # the graph holds for this number of records only
-                    self.by_shape, key = True, tuple(t.shape for t in flat)
-                build = structure(result)
-                self._traces[key] = (run, build)
-                return build(iter(got))
-        _log.warning("%s cannot be traced and runs as it is, slowly", self.name)
+            try:
+                run, got = self._attempt(on_flat, flat, attempt, expected)
+            except Exception as error:  # whatever a user's program does that a tracer cannot follow
+                _log.debug("tracing failed", exc_info=True)
+                why = reason(error)
+                continue
+            if attempt is not axes:  # the graph holds for this number of records only
+                self.by_shape, key = True, tuple(t.shape for t in flat)
+            build = structure(result)
+            self._traces[key] = (run, build)
+            return build(iter(got))
+        _log.warning("%s cannot be traced and runs as it is, slowly: %s", self.name, why)
         self.mode = "eager"
         return result
 
     def _attempt(
-        self, fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None]
-    ) -> tuple[_Run, Sequence[Tensor] | None]:
-        run: _Run = fn
-        try:
-            graph = trace_graph(fn, flat, axes)
-            if self.mode == "compiled":
-                try:
-                    run = _compile(graph, flat, axes)
-                    return run, run(*flat)
-                except Exception as error:  # a compiler that is missing or broken costs speed, not the run
-                    _log.warning("not compiled (%s); the traced graph runs instead", type(error).__name__)
-                    self.mode = "traced"
-            run = lean(graph).forward
-            return run, run(*flat)
-        except Exception:  # whatever a user's program does that a tracer cannot follow
-            _log.debug("tracing failed", exc_info=True)
-            return run, None
+        self, fn: Callable[..., list[Tensor]], flat: Sequence[Tensor], axes: Sequence[int | None],
+        expected: Sequence[Tensor],
+    ) -> tuple[_Run, Sequence[Tensor]]:  # fmt: skip
+        """A graph and what it gives, which is `expected`. Raises whatever keeps it from that."""
+        graph = trace_graph(fn, flat, axes)
+        if self.mode == "compiled":
+            try:
+                run = _compile(graph, flat, axes)
+                return run, _agreed(run(*flat), expected)
+            except Exception as error:  # a compiler that is missing, broken or wrong costs speed, not the run
+                _log.warning("not compiled (%s); the traced graph runs instead", type(error).__name__)
+                self.mode = "traced"
+        run = lean(graph).forward
+        return run, _agreed(run(*flat), expected)
 
 
 class TracedOnMade(Traced):
@@ -252,6 +259,33 @@ def lean(module: GraphModule) -> GraphModule:
     return module
 
 
+class _OtherNumbers(Exception):
+    """A graph does not give what the function does."""
+
+
+def _agreed(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not agree(got, expected):
+        raise _OtherNumbers
+    return got
+
+
+def reason(error: Exception) -> str:
+    """Why tracing failed, for a log: the line of the program, and what to write instead. Of an error itself its type
+    alone, since its text may hold a value."""
+    instead = "write tensor operations, torch.where for `if`, and no .item(), float() or loop until a value is reached"
+    if isinstance(error, _OtherNumbers):
+        return (
+            "its graph gives other numbers than the program does, which goes by values, by what it remembers from call "
+            f"to call, or by chance; {instead}"
+        )
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not _NOT_OF_A_PROGRAM.search(frame.filename):
+            where = f" in line {frame.lineno} of {Path(frame.filename).name}"
+            where += f", `{frame.line}`," if frame.line else ""
+    return f"{type(error).__name__}{where or ' outside of the program'}; {instead}"
+
+
 def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | None]) -> _Run:
     """Fuse a traced graph, the number of records symbolic and all other sizes fixed.
 
@@ -263,7 +297,8 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
             # The trace has been compared with the function: no need to assert sizes in every call.
             with torch.no_grad(), torch._inductor.config.patch(size_asserts=False):
                 compiled: _Run = lookup_backend("inductor")(graph, _stand_ins(flat, axes))
-            return compiled
+            # It reads memory as that of the stand-ins lies, whose elements are in order, and does not look.
+            return lambda *tensors: compiled(*(t.contiguous() for t in tensors))
         except RestartAnalysis:  # the backend has learned something and asks to begin again
             if attempt == 3:
                 raise

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
 from secure_fvi.guarding import Books, Guards
+from secure_fvi.options import Count, NotNegative, Says, checked
 from secure_fvi.server import Server
 
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
@@ -29,18 +30,18 @@ class Options(TypedDict, total=False):
 
     device: str | torch.device
     """Where tensors lie; "cpu" by default."""
-    dtype: torch.dtype
+    dtype: Annotated[torch.dtype, Says("must be torch.float32 or torch.float64")]
     """torch.float64, the default, or torch.float32."""
     compile: bool | Literal["auto"]
     """Whether the silos' steps are compiled; "auto", the default, weighs the time that it takes."""
-    threads: int | Literal["auto"]
+    threads: Annotated[Count | Literal["auto"], Says("must be 'auto' or a whole number of at least 1")]
     """Of PyTorch; "auto", the default, goes by the size of the data."""
     batch_silos: bool
     """Silos of equal shape compute together, mapped by `vmap`: for many small silos, above all on a GPU. The posterior
     is the same up to rounding."""
-    checkpoint_dir: str | os.PathLike[str] | None
+    checkpoint_dir: Annotated[str | os.PathLike[str] | None, Says("must be the path of a folder")]
     """A folder that the run is kept in, and goes on from with `resume`."""
-    checkpoint_seconds: float
+    checkpoint_seconds: NotNegative
     """Between two checkpoints, 5 by default; under privacy one comes every `books.block` rounds."""
     resume: bool
     """Go on where the folder says that the run was."""
@@ -57,12 +58,13 @@ DEFAULTS: Options = {
 
 
 def complete(given: Options) -> Options:
-    """`given`, with defaults for the rest. Raises TypeError for an option that there is not, as Python does."""
+    """`given`, with defaults for the rest. Raises TypeError for an option that there is not, as Python does, and
+    InputError for one of another type."""
     for name in given:
         if name not in DEFAULTS:
             more = "silo_ids, record_ids, and fit on_round"
             raise TypeError(f"'{name}' is no option of a run; it takes {', '.join(DEFAULTS)}, {more}")
-    return {**DEFAULTS, **given}
+    return {**DEFAULTS, **checked(Options, given)}  # type: ignore[typeddict-item]
 
 
 def books_of(options: Options) -> Books:
@@ -204,7 +206,7 @@ def kept_in(options: Options) -> Checkpoints | None:
         raise InputError("resume needs checkpoint_dir, the folder that the run was kept in")
     if folder is None:
         return None
-    if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
+    if Path(folder).is_file():
         raise InputError(f"checkpoint_dir must be the path of a folder, not {folder!r}")
     return FolderCheckpoints(Path(folder), options["checkpoint_seconds"])
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack, overload
+from typing import Annotated, Any, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
@@ -29,6 +30,7 @@ from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import build_guards, silo_secret, strong_enough, warn_of_large_delta
+from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.results import LocalPosterior, Result, assessed, number_or_none, summarise
@@ -46,6 +48,21 @@ class FitOptions(Options, total=False):
     record_ids: Sequence[Tensor] | None
     """int64 (N_j,) each, all different: draws belong to the records, and the result does not depend on how they are
     spread over silos."""
+
+
+def _is_algorithm(value: Any) -> Any:
+    if isinstance(value, type) or not hasattr(value, "declare"):
+        raise ValueError("no algorithm")
+    return value
+
+
+class _Arguments(FitOptions, total=False):
+    """Those and the rest, for `options.checked`."""
+
+    algorithm: Annotated[Any, AfterValidator(_is_algorithm), Says("must be one, such as sf.PVI()")]
+    privacy: Annotated[DP | None, Says("must be sf.RecordDP(...), sf.SiloDP(...) or None")]
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Says("must be a whole number of at most 64 bits")]
+    on_round: Callable[[Progress], None] | None
 
 
 @overload
@@ -81,6 +98,7 @@ def run(
     began = time.monotonic()
     if algorithm is None:
         algorithm = model.default_algorithm if isinstance(model, Columns) else SFVI()
+    seed = checked(_Arguments, {"algorithm": algorithm, "privacy": privacy, "seed": seed})["seed"]
     sums = aggregation if aggregation is not None else Masked()
     given = complete(_of_run(options))
     parties = build_parties(model, silos, algorithm, sums, seed, privacy, **options)
@@ -147,6 +165,7 @@ def fit(
     bad input and BudgetError for a budget that does not hold the job, before any round; warns with SecureFVIWarning
     when the run ends without having converged.
     """
+    checked(_Arguments, {"on_round": on_round})
     going = run(model, silos, algorithm, aggregation, privacy, seed, **options)
     for progress in going:
         if on_round is not None:
@@ -165,6 +184,7 @@ def build_parties(
 ) -> Parties[LocalEngine]:
     """A server, an engine with its silos and their gates, before the first round. Arguments as in `fit`."""
     of = complete(_of_run(options))
+    checked(_Arguments, {name: options.get(name) for name in ("silo_ids", "record_ids")})
     names, _ = named_silos(options.get("silo_ids"), _count(silos))
     if isinstance(model, Columns) != hasattr(algorithm, "resolved"):
         raise InputError(

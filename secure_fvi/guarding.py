@@ -15,6 +15,7 @@ from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.base import BlockTable, SecureSum
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.errors import BudgetError, SecureFVIWarning
+from secure_fvi.options import Count, check
 from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.claim import description
 from secure_fvi.privacy.gate import Charge, Gate
@@ -39,7 +40,12 @@ class Books:
     path: Path | None = None
     data_set: str = "data"
     job: str = "job"
-    block: int = 8
+    block: Count = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, str):
+            object.__setattr__(self, "path", Path(self.path))
+        check(self)
 
 
 class Guards(NamedTuple):

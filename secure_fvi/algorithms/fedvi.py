@@ -30,7 +30,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, LocalFit, Posterior, Problem, SiloView, Step, Verdict
 from secure_fvi.algorithms.fedavg import FedAvgProgram, FedAvgState, averaged_sums
 from secure_fvi.algorithms.kit import Totals
-from secure_fvi.algorithms.options import Count, Momentum, NotNegative, Positive, Schedule, Share, check
+from secure_fvi.options import Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration
 from secure_fvi.errors import InputError

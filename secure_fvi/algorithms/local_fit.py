@@ -34,7 +34,7 @@ from secure_fvi.algorithms.natural import (
     quadratic,
     unpack,
 )
-from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.algorithms.structured import local_units
 from secure_fvi.algorithms.weighing import Weigher, points
@@ -513,7 +513,8 @@ class SiloFit:
 
 # ---- consecutive steps as one pure function, traced and compiled: calls cost more than small steps do ----
 
-#: Steps in a block at most. Records' latents stay out of longer blocks: a batch's would have to be written back first.
+#: Steps in a block at most. Latents stay out of longer blocks: those of a batch's records would have to be written back
+#: first, and a step with a silo's is long enough, so that five of them take minutes to compile.
 _LONGEST = 5
 #: Natural gradients of a silo's latents go so many times as far as its learning rate says, which is Adam's.
 _NATURAL = 6.0
@@ -553,7 +554,7 @@ class StepBlock:
         config, problem = families.config, families.problem
         self.n_silo, self.minibatch, self.optimizer = families.n_silo, families.by_row, families.optimizer
         self.steps = NaturalSteps(families) if config.local_optimizer == NATURAL else TorchSteps(families)
-        self.length = _divisor(config.local_steps) if not families.n_record else 1
+        self.length = 1 if families.has_latents else _divisor(config.local_steps)
         self._gradient = silo_gradient(problem.density, families.local, families.silo, families.samples)
         by_shape = families.local.couples_records
         record, rows, noise = (None, None, None) if by_shape else (0, int(self.minibatch), 2)

@@ -63,7 +63,7 @@ from secure_fvi.algorithms.base import (
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
-from secure_fvi.algorithms.options import Count, Positive, Says, Share
+from secure_fvi.options import Count, Positive, Says, Share
 from secure_fvi.algorithms.stationarity import Rest, as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
 from secure_fvi.disclosure import Cohort, Declaration, Sums

@@ -44,7 +44,7 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.by_record import MOST_ROWS, evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
-from secure_fvi.algorithms.options import SCHEDULES, Count, Part, Positive, Share, Spread, check, check_schedule
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.structured import (
@@ -85,18 +85,17 @@ OWN_DRAWS = 2**31
 class WarmStart:
     """Rounds of SFVI-Avg before the first round of SFVI (Hassan et al. 2023, S3.2); all else follows SFVI's options."""
 
-    rounds: int = 0
+    rounds: Whole = 0
     """0 for none."""
-    local_steps: int = 1000
+    local_steps: Count = 1000
     """Of a silo in such a round."""
     weights: Literal["records", "equal"] = "records"
     """As in `SFVIAvg`."""
-    total_records: int | None = None
+    total_records: Count | None = None
     """As in `SFVIAvg`."""
 
     def __post_init__(self) -> None:
-        if type(self.rounds) is not int or self.rounds < 0:
-            raise InputError(f"warm_start.rounds must be a whole number of at least 0, not {self.rounds!r}")
+        check(self)
 
 
 @dataclass(frozen=True)

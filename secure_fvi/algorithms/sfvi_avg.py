@@ -51,7 +51,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
 )
 from secure_fvi.algorithms.kit import Answer, Rows, Sum, Totals, at_least_two
-from secure_fvi.algorithms.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
+from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import INITIAL_SCALE, LOG_2PI, Params, unit_lower
+from secure_fvi.options import check
 
 #: With a longer d than this, `coupling="auto"` leaves C_i out, which has n_local times as many numbers a record.
 COUPLED_UP_TO = 256
@@ -66,8 +67,7 @@ class Conditional:
     varying_scale: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.scale not in ("auto", "diagonal", "block", "dense"):
-            raise InputError(f"local scale '{self.scale}' is unknown; choose auto, diagonal, block or dense")
+        check(self)
 
     def build(self, n_local: int, n_shift: int, importance_samples: int, marginal: bool = False) -> ConditionalGaussian:
         """The family for a model's sizes; raises InputError for a combination that has no meaning."""
@@ -182,6 +182,9 @@ class Amortised:
     features: Callable[[Mapping[str, Tensor]], Tensor]
     see_global: bool = False
     block: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def build(self, n_local: int, n_shift: int, importance_samples: int, marginal: bool = False) -> AmortisedGaussian:
         """The family for a model's sizes."""

@@ -27,6 +27,7 @@ from secure_fvi.algorithms.vertical.predictors import each_alone
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.objective import vjp
+from secure_fvi.options import Positive, check
 from secure_fvi.trees import Params
 
 
@@ -79,13 +80,13 @@ class Likelihood(Protocol):
 class Bernoulli:
     """y in {0, 1}, logit link; intercept ~ N(0, intercept_scale^2)."""
 
-    intercept_scale: float = 1.0
+    intercept_scale: Positive = 1.0
     columns = 1
     gamma_size = 1
     slope_bound: float | None = 1.0
 
     def __post_init__(self) -> None:
-        _check_scale("intercept_scale", self.intercept_scale)
+        check(self)
 
     def check(self, y: Tensor) -> None:
         _check_shape(y)
@@ -118,15 +119,14 @@ class Gaussian:
     gamma is the intercept and log sigma.
     """
 
-    intercept_scale: float = 1.0
-    sigma_scale: float = 1.0
+    intercept_scale: Positive = 1.0
+    sigma_scale: Positive = 1.0
     columns = 1
     gamma_size = 2
     slope_bound: float | None = None
 
     def __post_init__(self) -> None:
-        _check_scale("intercept_scale", self.intercept_scale)
-        _check_scale("sigma_scale", self.sigma_scale)
+        check(self)
 
     def check(self, y: Tensor) -> None:
         _check_shape(y)
@@ -155,13 +155,13 @@ class Gaussian:
 class Poisson:
     """y in {0, 1, ...}, log link, log exposure as the offset; intercept ~ N(0, intercept_scale^2)."""
 
-    intercept_scale: float = 1.0
+    intercept_scale: Positive = 1.0
     columns = 1
     gamma_size = 1
     slope_bound: float | None = None
 
     def __post_init__(self) -> None:
-        _check_scale("intercept_scale", self.intercept_scale)
+        check(self)
 
     def check(self, y: Tensor) -> None:
         _check_shape(y)
@@ -194,13 +194,13 @@ class Categorical:
     """y in {0, ..., C - 1}, softmax of C predictors; intercepts ~ N(0, intercept_scale^2)."""
 
     columns: int
-    intercept_scale: float = 1.0
+    intercept_scale: Positive = 1.0
     slope_bound: float | None = 1.0
 
     def __post_init__(self) -> None:
         if type(self.columns) is not int or self.columns < 2:
             raise InputError(f"columns, the number of classes, must be a whole number from 2 on, not {self.columns!r}")
-        _check_scale("intercept_scale", self.intercept_scale)
+        check(self)
 
     @property
     def gamma_size(self) -> int:
@@ -280,11 +280,6 @@ def _normal(x: Tensor, scale: float) -> Tensor:
 def _log_half_normal(log_x: Tensor, scale: float) -> Tensor:
     """Of log x where x is half-normal, hence the Jacobian."""
     return math.log(2) - 0.5 * ((log_x.exp() / scale).square() + LOG_2PI) - math.log(scale) + log_x
-
-
-def _check_scale(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise InputError(f"{name} must be positive and finite, not {value}")
 
 
 def _check_shape(y: Tensor) -> None:

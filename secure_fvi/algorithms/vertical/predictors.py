@@ -28,6 +28,7 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_un
 from secure_fvi.density import param_constraint, running
 from secure_fvi.errors import InputError, UntestedOperation
 from secure_fvi.exported import untested_operations
+from secure_fvi.options import check
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.federated_model import Schema
 from secure_fvi.trees import Params
@@ -275,6 +276,9 @@ class Amortised:
     hidden: tuple[int, ...] = (16,)
 
     def __post_init__(self) -> None:
+        if isinstance(self.hidden, list):
+            object.__setattr__(self, "hidden", tuple(self.hidden))
+        check(self)
         if any(type(h) is not int or h < 1 for h in self.hidden):
             raise InputError(f"hidden holds the units of each layer, whole numbers from 1 on, not {self.hidden!r}")
 

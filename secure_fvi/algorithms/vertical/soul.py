@@ -31,7 +31,7 @@ from torch.func import vmap
 from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.kit import Answer, Sum
-from secure_fvi.algorithms.options import Count, Momentum, Positive, Says, check
+from secure_fvi.options import Count, Momentum, Positive, Says, check
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, log_normal
 from secure_fvi.algorithms.vertical.steps import Response
