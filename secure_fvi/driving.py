@@ -62,7 +62,7 @@ def complete(given: Options) -> Options:
     InputError for one of another type."""
     for name in given:
         if name not in DEFAULTS:
-            more = "silo_ids, record_ids, and fit on_round"
+            more = "silo_ids, record_ids, and fit on_round and progress"
             raise TypeError(f"'{name}' is no option of a run; it takes {', '.join(DEFAULTS)}, {more}")
     return {**DEFAULTS, **checked(Options, given)}  # type: ignore[typeddict-item]
 

@@ -33,6 +33,7 @@ from secure_fvi.guarding import build_guards, silo_secret, strong_enough, warn_o
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
+from secure_fvi.progress import RunProgress
 from secure_fvi.results import LocalPosterior, Result, assessed, number_or_none, summarise
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo, silo_view
@@ -128,6 +129,7 @@ def fit(
     seed: int = 0,
     *,
     on_round: Callable[[Progress], None] | None = None,
+    progress: bool | None = None,
     **options: Unpack[FitOptions],
 ) -> VerticalResult: ...
 @overload
@@ -140,6 +142,7 @@ def fit(
     seed: int = 0,
     *,
     on_round: Callable[[Progress], None] | None = None,
+    progress: bool | None = None,
     **options: Unpack[FitOptions],
 ) -> Result: ...
 def fit(
@@ -151,6 +154,7 @@ def fit(
     seed: int = 0,
     *,
     on_round: Callable[[Progress], None] | None = None,
+    progress: bool | None = None,
     **options: Unpack[FitOptions],
 ) -> Any:
     """Fit `model` over `silos` (dicts of tensors or arrays, the keyword arguments of its Pyro function, or frames).
@@ -159,17 +163,20 @@ def fit(
     plate around all that it observes. `Columns` is a model of silos that hold different columns of the same people:
     silos are dicts of the arguments of each silo's predictor, row i the same person everywhere.
 
-    `on_round` is told after every round; `options` are those of `FitOptions` and `driving.Options`. Everything random
-    follows from `seed`, but for what protects records: under `privacy` (`RecordDP`, `SiloDP`) noise and batches come
-    from the operating system, unless a test gives `noise_key`, and the job is charged to `books`. Raises InputError for
-    bad input and BudgetError for a budget that does not hold the job, before any round; warns with SecureFVIWarning
-    when the run ends without having converged.
+    `on_round` is told after every round; `progress` shows how the run is going, on stderr: a bar on a terminal, a line
+    every ten seconds elsewhere; by default the bar alone, and nothing where stderr is no terminal. `options` are those
+    of `FitOptions` and `driving.Options`. Everything random follows from `seed`, but for what protects records: under
+    `privacy` (`RecordDP`, `SiloDP`) noise and batches come from the operating system, unless a test gives `noise_key`,
+    and the job is charged to `books`. Raises InputError for bad input and BudgetError for a budget that does not hold
+    the job, before any round; warns with SecureFVIWarning when the run ends without having converged.
     """
     checked(_Arguments, {"on_round": on_round})
     going = run(model, silos, algorithm, aggregation, privacy, seed, **options)
-    for progress in going:
-        if on_round is not None:
-            on_round(progress)
+    with RunProgress(None if progress is None else not progress) as shown:
+        for step in going:
+            shown.update(step)
+            if on_round is not None:
+                on_round(step)
     return going.result()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,16 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.files import write_atomically
 from secure_fvi.silo import Silo
+from secure_fvi.summary import (
+    LEVELS,
+    Correlations,
+    Summary,
+    correlated,
+    quantiles,
+    resampled,
+    summarised,
+    to_arviz,
+)
 
 if TYPE_CHECKING:
     from secure_fvi.prediction import Personal
@@ -78,6 +88,56 @@ class RunSummary:
     aggregation: dict[str, Any]
     privacy: dict[str, Any] | None
 
+    def sample(self, n: int, seed: int = 0) -> Params:
+        """`n` draws of every global site, (n, *shape) each, in the model's own space. Everyone may see them."""
+        raise NotImplementedError
+
+    def summary(self) -> Summary:
+        """A row each scalar of the global sites: mean, sd, 5, 50 and 95% quantiles, in the model's own space and units.
+
+        The first line says whether the run converged and, if not, why. From the weighted draws of `refined` where there
+        are any, with their k-hat and effective sample size; otherwise from q, by its normal quantiles for real-valued
+        sites and by 20,000 draws for others (standard error of the 5% quantile: .015 sd). Latents of silos and records
+        have no row: they stay at their silos. What is shown follows from broadcasts and totals; everyone may see it.
+        """
+        refined = getattr(self, "refined", None)
+        if refined is not None:
+            spread: Params | None = {site: quantiles(d, refined.weights) for site, d in refined.draws.items()}
+        else:
+            spread = self._quantiles()
+        return summarised(self, spread, refined)
+
+    def correlations(self, sites: Collection[str] | None = None) -> Correlations:
+        """Posterior correlations between the scalars of the global sites, or of `sites`, in the model's own space.
+
+        From the draws of `summary`; standard error .007 or less where these are 20,000. Raises InputError for a site
+        that there is not, a point, which has none, and more than 2,000 scalars. Everyone may see them.
+        """
+        names = list(self.posterior) if sites is None else list(sites)
+        for name in names:
+            self.posterior[name]  # raises for one that there is not
+        draws, weights = self._weighted(names)
+        return correlated(draws, weights)
+
+    def to_arviz(self, n: int = 4000, seed: int = 0) -> Any:
+        """An `arviz.InferenceData` with `n` draws of the global sites, as one chain: `arviz.plot_posterior` and others
+        take it. No data are in it. Raises InputError without arviz (`pip install 'arviz<1'`). Everyone may see it.
+        """
+        return to_arviz(self.sample(n, seed), self)
+
+    def _quantiles(self) -> Params | None:
+        """`summary.LEVELS` of each site, (3, *shape); None where the posterior is a point."""
+        draws, weights = self._weighted(list(self.posterior))
+        return {site: quantiles(value, weights) for site, value in draws.items()}
+
+    def _weighted(self, sites: Collection[str]) -> tuple[Params, Tensor]:
+        """Draws of some sites, (S, *shape), and weights (S,) that add up to 1."""
+        refined = getattr(self, "refined", None)
+        if refined is not None:
+            return {name: refined.draws[name] for name in sites}, refined.weights
+        draws = self.sample(_moment_draws(self.posterior[name].mean.numel() for name in sites), _MOMENT_SEED)
+        return {name: draws[name] for name in sites}, equal_weights(draws)
+
     def __repr__(self) -> str:
         sites = ", ".join(self.posterior)
         return (
@@ -112,8 +172,36 @@ class Result(RunSummary):
     local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def sample(self, n: int, seed: int = 0) -> Params:
-        """`n` draws of every global site, (n, *shape) each, in the model's own space."""
+        """`n` draws of every global site, (n, *shape) each, in the model's own space, independent given q; where the
+        result was refined, by weight from its draws. Raises InputError for n < 1. Everyone may see them."""
+        refined = getattr(self, "refined", None)
+        if refined is not None and n >= 1:
+            return resampled(refined, n, seed)
         return draw_global(self.problem, self.variational, n, seed)
+
+    def _quantiles(self) -> Params | None:
+        if self.variational.family.noise_size == 0:
+            return None
+        real = _real_sites(self.problem)
+        others = [site for site in self.posterior if site not in real]
+        found = {}
+        if others:
+            draws, weights = self._weighted(others)
+            found = {site: quantiles(draws[site], weights) for site in others}
+        normal = torch.special.ndtri(torch.tensor(LEVELS, dtype=torch.float64) / 100)
+        for site in real:  # exact: q is normal there
+            mean, sd = self.posterior[site]
+            found[site] = mean + normal.to(mean).reshape(-1, *[1] * mean.dim()) * sd
+        return found
+
+    def _weighted(self, sites: Collection[str]) -> tuple[Params, Tensor]:
+        if self.variational.family.noise_size == 0:
+            raise InputError(f"{self.algorithm} found a point, which has no correlations")
+        if getattr(self, "refined", None) is not None:
+            return super()._weighted(sites)
+        n = _moment_draws(self.posterior[name].mean.numel() for name in sites)
+        draws = draw_global(self.problem, self.variational, n, _MOMENT_SEED, sites)
+        return {name: draws[name] for name in sites}, equal_weights(draws)
 
     def predict(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Params:
         """Posterior predictive draws for new records, (n, ...) for every observed site.
@@ -173,6 +261,22 @@ def draw_global(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def equal_weights(draws: Params) -> Tensor:
+    """(S,) of S draws, that add up to 1."""
+    some = next(iter(draws.values()))
+    return some.new_full((len(some),), 1 / len(some), dtype=torch.float64)
+
+
+def _moment_draws(sizes: Iterable[int]) -> int:
+    """As many as `summarise` takes, fewer of so many numbers that they would not fit into memory."""
+    return min(_MOMENT_DRAWS, max(1000, NUMBERS_AT_ONCE // max(1, sum(sizes))))
+
+
+def _real_sites(problem: Problem) -> set[str]:
+    """Global sites whose own space is that of q."""
+    return {s.name for s in problem.layout.of("global") if "Real" in s.support}
+
+
 def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:
     """Moments of each global site: exact for real-valued sites and for a point, by a fixed set of draws for others."""
     if posterior.family.noise_size == 0:
@@ -181,7 +285,7 @@ def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:
     sd = posterior.family.stddev(posterior.eta)
     exact_mean = problem.layout.split(posterior.eta["loc"], "global")
     exact_sd = problem.layout.split(sd, "global")
-    real = {s.name for s in problem.layout.of("global") if "Real" in s.support}
+    real = _real_sites(problem)
     others = exact_mean.keys() - real
     draws = draw_global(problem, posterior, _MOMENT_DRAWS, _MOMENT_SEED, others) if others else {}
     return SitePosteriors(

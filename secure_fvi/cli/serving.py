@@ -57,10 +57,10 @@ def start(
     Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
     Exits 4 where the job ended without converging; the files are written all the same.
     """
-    from secure_fvi.cli.run import RunProgress
     from secure_fvi.cli.tables import exit_code, print_posterior
     from secure_fvi.deployment.serving import remote_federation
     from secure_fvi.errors import InputError
+    from secure_fvi.progress import RunProgress
     from secure_fvi.runs.config import read
     from secure_fvi.runs.directory import RunDirectory
     from secure_fvi.runs.running import execute_federation

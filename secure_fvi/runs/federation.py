@@ -123,6 +123,7 @@ class Federation(FederationBase):
             silo_ids=self.silo_ids,
             record_ids=self.record_ids,
             batch_silos=self.config.run.batch_silos,
+            progress=False,  # the command shows it
             **common,
         )
 
@@ -217,6 +218,7 @@ class VerticalFederation(FederationBase):
             self.aggregation,
             self.privacy,
             silo_ids=ids,
+            progress=False,
             **common,
         )
         if self.alignment is None:

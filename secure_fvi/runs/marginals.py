@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,16 +12,11 @@ import pyro
 import torch
 from torch import Tensor
 
+from secure_fvi.summary import labels
+
 #: More marginals than this tell a reader nothing; the first ones are kept.
 MOST = 24
 _GRID = 120
-
-
-def labels(site: str, shape: tuple[int, ...]) -> list[str]:
-    """Names of a site's elements in row-major order: `beta[0]`, `omega`, `Sigma[1,0]`."""
-    if not shape:
-        return [site]
-    return [f"{site}[{','.join(map(str, index))}]" for index in itertools.product(*map(range, shape))]
 
 
 def marginals(draws: Mapping[str, Tensor]) -> dict[str, dict[str, list[float]]]:

@@ -1,0 +1,241 @@
+"""Tables of a posterior as users of Stan, PyMC and brms know them: a row each scalar, correlations, arviz.
+
+Everything here follows from the posterior of the global sites, which all parties of a run see. Latents of silos and
+records have no row: they stay at their silos.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from secure_fvi.errors import InputError
+
+if TYPE_CHECKING:
+    from secure_fvi.results import RunSummary
+
+#: Of the quantiles, in per cent.
+LEVELS = (5, 50, 95)
+#: Rows of a printed table; those of a network's weights would fill screens. `rows` and `to_dict` have all.
+MOST_ROWS = 60
+#: Scalars whose correlations are shown as a matrix; of more, the strongest pairs.
+_MATRIX, _PAIRS = 12, 20
+#: Scalars whose correlations are worked out at once.
+_MOST_CORRELATED = 2000
+#: k-hat from which importance weights are not trusted (Vehtari et al. 2024).
+_TRUSTED = 0.7
+
+
+def labels(site: str, shape: tuple[int, ...]) -> list[str]:
+    """Names of a site's elements in row-major order: `beta[0]`, `omega`, `Sigma[1,0]`."""
+    if not shape:
+        return [site]
+    return [f"{site}[{','.join(map(str, index))}]" for index in itertools.product(*map(range, shape))]
+
+
+class Row(NamedTuple):
+    """One scalar of a global site, in the model's own space and units. None: a point has no spread."""
+
+    name: str
+    mean: float
+    sd: float | None
+    q5: float | None
+    q50: float | None
+    q95: float | None
+
+
+class _Printed:
+    """What prints through rich: at the prompt, by `print`, and in a rich console."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        console.print(self, soft_wrap=True)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _plain(text: str) -> Text:
+    """As it stands: no markup in names, and a line is one line."""
+    return Text(text, no_wrap=True, overflow="ignore")
+
+
+class Summary(_Printed):
+    """What `Result.summary()` returns: `heading`, whether the run converged, and a row each scalar (`rows`).
+
+    khat: Pareto k-hat of the importance weights; ess: effective sample size, in draws; draws: how many there were. All
+    None where the posterior is q itself. It follows from broadcasts and totals; everyone may see it.
+    """
+
+    def __init__(self, heading: str, rows: list[Row], khat: float | None, ess: float | None, draws: int | None) -> None:
+        self.heading, self.rows, self.khat, self.ess, self.draws = heading, rows, khat, ess, draws
+
+    def to_dict(self) -> dict[str, dict[str, float | None]]:
+        """{name: {"mean", "sd", "5%", "50%", "95%"}}."""
+        return {r.name: dict(zip(_COLUMNS, r[1:], strict=True)) for r in self.rows}
+
+    def to_pandas(self) -> Any:
+        """A frame with a row each scalar, indexed by name. Raises InputError without pandas."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise InputError("to_pandas needs pandas: pip install pandas; to_dict needs nothing") from None
+        return pd.DataFrame.from_dict(self.to_dict(), orient="index", columns=list(_COLUMNS))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _plain(self.heading)
+        if self.khat is not None and self.ess is not None:
+            trust = "" if self.khat < _TRUSTED else f", {_TRUSTED} or more: the weights are not to be trusted"
+            yield _plain(
+                f"by {self.draws} weighted draws: k-hat {self.khat:.2f}{trust}, effective sample size {self.ess:.0f}"
+            )
+        table = Table()
+        table.add_column("site")
+        for column in _COLUMNS:
+            table.add_column(column, justify="right")
+        for row in self.rows[:MOST_ROWS]:
+            table.add_row(_plain(row.name), *("-" if value is None else f"{value:.4g}" for value in row[1:]))
+        yield table
+        if len(self.rows) > MOST_ROWS:
+            yield f"and {len(self.rows) - MOST_ROWS} more, in .rows"
+
+
+_COLUMNS = ("mean", "sd", *(f"{level}%" for level in LEVELS))
+
+
+class Correlations(_Printed):
+    """What `Result.correlations()` returns: `names` and `matrix` (k, k), symmetric, with NaN where a scalar does not
+    vary. Everyone may see it."""
+
+    def __init__(self, names: list[str], matrix: Tensor) -> None:
+        self.names, self.matrix = names, matrix
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """{name: {name: correlation}}."""
+        rows = self.matrix.tolist()
+        return {name: dict(zip(self.names, row, strict=True)) for name, row in zip(self.names, rows, strict=True)}
+
+    def strongest(self, most: int = _PAIRS) -> list[tuple[str, str, float]]:
+        """The pairs of the largest absolute correlation, the strongest first."""
+        at = torch.tril_indices(len(self.names), len(self.names), -1)
+        values = self.matrix[at[0], at[1]].nan_to_num(0.0)
+        order = values.abs().argsort(descending=True, stable=True)[:most].tolist()
+        return [(self.names[int(at[1, k])], self.names[int(at[0, k])], float(values[k])) for k in order]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table()
+        if len(self.names) <= _MATRIX:
+            table.add_column("")
+            for name in self.names:
+                table.add_column(_plain(name), justify="right")
+            for name, row in zip(self.names, self.matrix.tolist(), strict=True):
+                table.add_row(_plain(name), *(f"{value:.2f}" for value in row))
+        else:
+            for column in ("", "", "correlation"):
+                table.add_column(column, justify="right" if column else "left")
+            for first, second, value in self.strongest():
+                table.add_row(_plain(first), _plain(second), f"{value:.2f}")
+        yield table
+        if len(self.names) > _MATRIX:
+            yield f"the strongest of {len(self.names) * (len(self.names) - 1) // 2} pairs; all are in .matrix"
+
+
+def heading(result: RunSummary) -> str:
+    """The first line of a summary: what ran, for how long, and whether it converged; if not, why."""
+    state = {True: "converged", False: "not converged", None: "convergence not assessed"}[result.converged]
+    reason = str(result.convergence.get("reason", ""))
+    why = f": {reason}" if reason and result.converged is not True else ""
+    return f"{result.algorithm}, {result.rounds} rounds, {state}{why}"
+
+
+def quantiles(draws: Tensor, weights: Tensor) -> Tensor:
+    """The `LEVELS` of draws (S, *shape), by weights (S,) that add up to 1: (3, *shape). Each is the smallest draw up to
+    which the weights reach the level."""
+    values, order = draws.reshape(len(draws), -1).sort(0)
+    reached = weights.to(draws)[order].cumsum(0)
+    # A sum of weights may fall short of a level that it equals by rounding.
+    at = torch.stack([(reached < level / 100 - 1e-9).sum(0) for level in LEVELS]).clamp(max=len(draws) - 1)
+    return values.gather(0, at).reshape(len(LEVELS), *draws.shape[1:])
+
+
+def weighted_moments(draws: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sd, (*shape) each, of draws (S, *shape) by weights (S,) that add up to 1."""
+    w = weights.to(draws).reshape(-1, *[1] * (draws.dim() - 1))
+    mean = (w * draws).sum(0)
+    return mean, (w * (draws - mean).square()).sum(0).clamp(min=0).sqrt()
+
+
+def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined: Any = None) -> Summary:
+    """The table of a result. spread: quantiles (3, *shape) a site; None for a point. refined: weighted draws."""
+    rows = []
+    for site, moments in result.posterior.items():
+        mean, sd = moments
+        if refined is not None:
+            mean, sd = weighted_moments(refined.draws[site], refined.weights)
+        names, means = labels(site, tuple(mean.shape)), mean.reshape(-1).tolist()
+        if spread is None:
+            rows += [Row(name, value, None, None, None, None) for name, value in zip(names, means, strict=True)]
+            continue
+        columns = [sd.reshape(-1).tolist(), *spread[site].reshape(len(LEVELS), -1).tolist()]
+        rows += [Row(*row) for row in zip(names, means, *columns, strict=True)]
+    found = (
+        (float(refined.khat), float(refined.ess), len(refined.weights)) if refined is not None else (None, None, None)
+    )
+    return Summary(heading(result) + ("; a point, without spread" if spread is None else ""), rows, *found)
+
+
+def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:
+    """Of the scalars of draws (S, *shape) a site, by weights (S,) that add up to 1."""
+    names = [name for site, value in draws.items() for name in labels(site, tuple(value.shape[1:]))]
+    if len(names) > _MOST_CORRELATED:
+        raise InputError(
+            f"correlations of {len(names)} scalars are too many; choose sites=[...], {_MOST_CORRELATED} at most"
+        )
+    flat = torch.cat([value.reshape(len(value), -1).double() for value in draws.values()], 1)
+    w = weights.to(flat).unsqueeze(-1)
+    centred = flat - (w * flat).sum(0)
+    covariance = (w * centred).T @ centred
+    sd = covariance.diagonal().sqrt()
+    # A constant such as the corner of a Cholesky factor varies by rounding alone.
+    sd = torch.where(sd > 1e-12 * flat.abs().amax(0), sd, torch.nan)
+    return Correlations(names, covariance / sd / sd.unsqueeze(-1))
+
+
+def resampled(refined: Any, n: int, seed: int) -> dict[str, Tensor]:
+    """`n` draws by weight, with replacement, (n, *shape) a site."""
+    at = torch.multinomial(refined.weights.double().cpu(), n, True, generator=torch.Generator().manual_seed(seed))
+    return {name: value[at.to(value.device)] for name, value in refined.draws.items()}
+
+
+def to_arviz(
+    draws: Mapping[str, Tensor], result: RunSummary, log_likelihood: Mapping[str, Tensor] | None = None
+) -> Any:
+    """An `arviz.InferenceData` of one chain of draws (n, *shape) a site, and of log likelihoods (n, N) where they are
+    given. Raises InputError without arviz."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of arviz 1.0, which is another package's
+            import arviz
+    except ImportError:
+        raise InputError("to_arviz needs arviz: pip install 'arviz<1'") from None
+    if not hasattr(arviz, "from_dict") or not hasattr(arviz, "InferenceData"):
+        raise InputError(f"to_arviz needs arviz before version 1, not {arviz.__version__}: pip install 'arviz<1'")
+
+    def chain(values: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {name: value.detach().cpu().unsqueeze(0).numpy() for name, value in values.items()}
+
+    given = {"log_likelihood": chain(log_likelihood)} if log_likelihood is not None else {}
+    found = arviz.from_dict(posterior=chain(draws), **given)
+    found.posterior.attrs.update(algorithm=result.algorithm, converged=str(result.converged), summary=heading(result))
+    return found
