@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from secure_fvi.fitting import fit_alone as fit_alone
     from secure_fvi.fitting import run as run
     from secure_fvi.guarding import Books as Books
+    from secure_fvi.opening import load as load
+    from secure_fvi.prediction import prior_predictive as prior_predictive
     from secure_fvi.privacy.settings import RecordDP as RecordDP
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
@@ -75,6 +77,8 @@ _HOME = {
     "WarmStart": "secure_fvi.algorithms.sfvi",
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.fitting",
+    "load": "secure_fvi.opening",
+    "prior_predictive": "secure_fvi.prediction",
     "run": "secure_fvi.fitting",
 }
 __all__ = sorted(_HOME)

@@ -5,6 +5,7 @@ Records must be aligned: row i is the same person at every silo (`secure_fvi.ali
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -12,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -47,7 +48,18 @@ from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import UNIT_ID, KeyedDraws, derive_key
-from secure_fvi.results import RunSummary, SitePosterior, SitePosteriors, assessed, number_or_none
+from secure_fvi.results import (
+    ELSEWHERE,
+    FORMAT,
+    RunSummary,
+    SitePosterior,
+    SitePosteriors,
+    assessed,
+    deep_copied,
+    number_or_none,
+    revived,
+    write_result,
+)
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
 from secure_fvi.trees import Params, part, to_numpy
@@ -342,12 +354,26 @@ class VerticalResult(RunSummary):
             content = json.dumps({"silo": name, "posterior": sites}, indent=2).encode()
             write_atomically(own / f"{number:04d}.json", content)
             write_atomically(own / f"{number:04d}.safetensors", save(_plain(local.q), {"silo": name}))
-        tensors = {f"eta/{k}": v for k, v in self.variational.eta.items()}
-        for site, moments in self.posterior.items():
-            tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
-        family = {"family": self.variational.family.name}
-        write_atomically(directory / "posterior.safetensors", save(_plain(tensors), family))
-        write_atomically(directory / "result.json", json.dumps(self.to_json(), indent=2).encode())
+        write_result(directory, self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json: `RunSummary`'s, and what `sf.load` needs."""
+        likelihood = self.problem.likelihood
+        options: dict[str, Any] = dataclasses.asdict(likelihood) if dataclasses.is_dataclass(likelihood) else {}
+        return super().to_json() | {
+            "saved": {
+                "format": FORMAT, "family": self.variational.family.name, "dtype": str(self.problem.dtype),
+                "sites": [], "theta": [], "fields": [], "shared": [],
+                "likelihood": {"kind": type(likelihood).__name__, "options": options},
+            }
+        }  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `pickle`: without `local`, which holds silos' data."""
+        return revived, (type(self), {**vars(self), "local": ELSEWHERE})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return deep_copied(self, memo)
 
     def _gamma(self, n: int, seed: int) -> Tensor:
         if n < 1:

@@ -2,6 +2,7 @@
 
 log p(Z_G) + sum_j [ log p(Z_Sj | Z_G) + sum_i log p(y_ji, Z_Lji | Z_G, Z_Sj) ]
 
+Discrete sites of a record are summed out: log sum_z p(y_ji, Z_Lji, z | Z_G, Z_Sj), a run of the program for each z.
 All latents are unconstrained (`biject_to` of each site's support), with the log Jacobian inside each term. The
 Pyro program runs once an evaluation under one effect handler; `secure_fvi.compiled` then removes Pyro
 from the loop by tracing.
@@ -10,6 +11,7 @@ from the loop by tracing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -36,6 +38,8 @@ Role = Literal["global", "silo", "record"]
 #: programs run one at a time.
 _ONE_AT_A_TIME = threading.RLock()
 _LOG_2_PI = math.log(2 * math.pi)
+#: Among a run's own terms that of all record sites together, where discrete ones are summed out; no site's name.
+ALL_RECORDS = ""
 
 
 class Site(NamedTuple):
@@ -59,6 +63,7 @@ class Layout:
 
     sites: tuple[Site, ...]
     theta: tuple[tuple[str, tuple[int, ...]], ...]  # name and unconstrained shape of each pyro.param
+    choices: tuple[tuple[str, int], ...] = ()  # discrete sites of a record, summed out, and how many values each has
 
     def of(self, role: Role) -> tuple[Site, ...]:
         return tuple(s for s in self.sites if s.role == role)
@@ -94,15 +99,23 @@ class Evaluation(Messenger):  # type: ignore[misc]
     """
 
     def __init__(
-        self, model: FederatedModel, latents: Mapping[str, Tensor], theta: Mapping[str, Tensor], densities: bool = True
+        self,
+        model: FederatedModel,
+        latents: Mapping[str, Tensor],
+        theta: Mapping[str, Tensor],
+        densities: bool = True,
+        chosen: Mapping[str, int] | None = None,
     ) -> None:
-        """densities: False for values alone, which more programs can be mapped over."""
+        """densities: False for values alone, which more programs can be mapped over. chosen: which of its values each
+        discrete site takes, in all records."""
         super().__init__()
-        self.densities = densities
+        self.densities, self.chosen = densities, chosen or {}
         self.model, self.latents, self.theta = model, latents, theta
         self.constrained: Params = {}  # record sites with the record first
         self.terms: dict[Role, list[Tensor]] = {"global": [], "silo": [], "record": []}
-        self.own: Params = {}  # each site's own term, summed
+        self.own: Params = {}  # each site's own term, summed; of records with discrete sites `ALL_RECORDS` alone
+        self.in_records: set[str] = set()
+        self.values: Params = {}  # of discrete sites, the record first
         self.masks: Params = {}  # of latent sites that have one: where they count, in the shape of their term
 
     def _pyro_param(self, msg: Any) -> None:
@@ -119,6 +132,12 @@ class Evaluation(Messenger):  # type: ignore[misc]
             return
         if msg["is_observed"]:
             term = scale_and_mask(fn.log_prob(observed_value(msg)), msg["scale"], msg["mask"])
+        elif name in self.chosen:
+            msg["value"], msg["done"] = choice(fn, self.chosen[name]), True
+            if not self.densities:
+                return
+            term = fn.log_prob(msg["value"])
+            self.values[name] = msg["value"].movedim(plate_dim - fn.event_dim, 0)
         else:
             if name not in self.latents:
                 raise InputError(
@@ -140,6 +159,7 @@ class Evaluation(Messenger):  # type: ignore[misc]
                 term = torch.where(self.masks[name], term, alone)
         self.own[name] = term.sum()
         if plate_dim:
+            self.in_records.add(name)
             self.terms["record"].append(term.movedim(plate_dim, 0).reshape(term.shape[plate_dim], -1).sum(1))
         else:
             self.terms["silo" if name in self.model.silo_sites else "global"].append(term.sum())
@@ -162,6 +182,12 @@ def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 def has_no_density(msg: Any) -> bool:
     """Whether a sample statement is a plate or a `pyro.deterministic`, which add nothing to log p."""
     return isinstance(msg["fn"], _Subsample) or bool((msg["infer"] or {}).get("_deterministic"))
+
+
+def choice(fn: Any, k: int) -> Tensor:
+    """The k-th value of a discrete distribution, in its shape."""
+    value: Tensor = fn.enumerate_support(expand=False)[k].expand(fn.batch_shape + fn.event_shape)
+    return value
 
 
 def site_mask(msg: Any) -> Tensor | None:
@@ -266,9 +292,41 @@ class LogDensity:
             )
 
     def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Evaluation:
-        """One run of the program at unconstrained latents by site, record sites with their plate where it wants it."""
+        """One run of the program at unconstrained latents by site, record sites with their plate where it wants it.
+
+        Of a program with discrete sites one for each of their values together, whose record terms are summed out.
+        """
+        chosen = self.chosen()
+        if not densities or len(chosen) == 1:
+            return self._once(latents, theta, rows, densities, chosen[0])
+        runs = [self._once(latents, theta, rows, densities, one) for one in chosen]
+        found = runs[0]
+        found.terms["record"] = [torch.stack([torch.stack(run.terms["record"]).sum(0) for run in runs]).logsumexp(0)]
+        found.own = {name: term for name, term in found.own.items() if name not in found.in_records}
+        found.own[ALL_RECORDS] = found.terms["record"][0].sum()
+        return found
+
+    def by_choice(
+        self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params
+    ) -> tuple[Tensor, list[Params]]:
+        """At a silo: log p(y_i, Z_Li, z | Z_G, Z_S) in nats, (C, N), for each of the C values of the discrete sites
+        together, and these values by site, (N, ...)."""
+        split = self.layout.split
+        latents = {**split(z_global, "global"), **split(z_silo, "silo"), **split(z_record, "record")}
+        runs = [self._once(latents, theta, rows, True, one) for one in self.chosen()]
+        return torch.stack([torch.stack(run.terms["record"]).sum(0) for run in runs]), [run.values for run in runs]
+
+    def chosen(self) -> list[dict[str, int]]:
+        """All values of the discrete sites together, by site; one, of none, where there are none."""
+        names = [name for name, _ in self.layout.choices]
+        each = itertools.product(*(range(size) for _, size in self.layout.choices))
+        return [dict(zip(names, values, strict=True)) for values in each]
+
+    def _once(
+        self, latents: Params, theta: Params, rows: Params, densities: bool, chosen: Mapping[str, int]
+    ) -> Evaluation:
         some = next(iter(latents.values()))
-        with running(some.dtype, some.device), Evaluation(self.model, latents, theta, densities) as run:
+        with running(some.dtype, some.device), Evaluation(self.model, latents, theta, densities, chosen) as run:
             self.model.fn(**rows, **self.schema.constants)
         return run
 

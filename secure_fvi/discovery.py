@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,10 +23,23 @@ from torch import Tensor
 from torch.distributions import biject_to, transform_to
 from torch.overrides import TorchFunctionMode
 
-from secure_fvi.density import Layout, Params, Role, Site, has_no_density, param_constraint, record_dim, running
+from secure_fvi.density import (
+    Layout,
+    Params,
+    Role,
+    Site,
+    choice,
+    has_no_density,
+    param_constraint,
+    record_dim,
+    running,
+    site_mask,
+)
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Schema
 
+#: Values of a record's discrete sites together, each of which is a run of the program in every step.
+MOST_CHOICES = 64
 _MEDIAN_DRAWS = 999  # for priors that have neither a finite mean nor a quantile function
 #: Of a constrained site in unconstrained space: e^50 is no place to start from.
 _FARTHEST_START = 50.0
@@ -47,6 +61,8 @@ class Discovery(Messenger):  # type: ignore[misc]
         super().__init__()
         self.model, self.records, self.dtype, self.device = model, records, dtype, device
         self.sites: list[Site] = []
+        self.choices: list[tuple[str, int]] = []  # discrete sites, and how many values each has
+        self.weighed: set[str] = set()  # sites in the record plate under poutine.scale
         self.values: dict[str, Tensor] = {}
         self.theta: Params = {}
         self.plates: set[str] = set()
@@ -88,6 +104,8 @@ class Discovery(Messenger):  # type: ignore[misc]
         plate_dim = self._checked_record_dim(msg)
         if plate_dim:
             self.shapes[name] = tuple(fn.batch_shape)
+            if isinstance(msg["scale"], Tensor) or msg["scale"] != 1:
+                self.weighed.add(name)
         if msg["is_observed"]:
             self._observed(msg, plate_dim)
             return
@@ -124,7 +142,8 @@ class Discovery(Messenger):  # type: ignore[misc]
     def _latent(self, msg: Any, plate_dim: int) -> None:
         fn, name = msg["fn"], msg["name"]
         if fn.has_enumerate_support or getattr(fn.support, "is_discrete", False):
-            raise InputError(f"latent site '{name}' is discrete ({kind_of(fn)}); sum it out of the model")
+            self._discrete(msg, plate_dim)
+            return
         inner = fn
         while hasattr(inner, "base_dist"):
             masked_inside = inner is not fn and isinstance(inner, MaskedDistribution)
@@ -142,6 +161,37 @@ class Discovery(Messenger):  # type: ignore[misc]
         msg["value"], msg["done"] = value, True
         self.values[name] = unconstrained
         self.sites.append(self._site(name, fn, unconstrained, plate_dim))
+
+    def _discrete(self, msg: Any, plate_dim: int) -> None:
+        """Note a site that the density sums out, at its first value; raises InputError for what it cannot."""
+        fn, name = msg["fn"], msg["name"]
+        what = f"latent site '{name}' is discrete ({kind_of(fn)})"
+        if not fn.has_enumerate_support:
+            raise InputError(
+                f"{what} and has no end of values to sum over; observe its marginal (GammaPoisson for a Poisson of a "
+                "Gamma rate, say)"
+            )
+        if not plate_dim:
+            raise InputError(
+                f"{what} and belongs to no record: only a record's own can be summed out, since others make records "
+                "depend on each other. Give weights a continuous prior in its place, or fit each of its values"
+            )
+        if any(size != 1 for k, size in enumerate(fn.batch_shape) if k - len(fn.batch_shape) != plate_dim):
+            raise InputError(
+                f"{what} with several values a record; sum these out in the program: torch.logsumexp over their values "
+                "in a pyro.factor, or dist.MixtureSameFamily"
+            )
+        if site_mask(msg) is not None:
+            raise InputError(f"{what} and masked; mask what is observed instead")
+        values = fn.enumerate_support(expand=False)
+        self.choices.append((name, len(values)))
+        together = math.prod(size for _, size in self.choices)
+        if together > MOST_CHOICES:
+            raise InputError(
+                f"{what}: with the discrete sites before it a record has {together} values to sum over, {MOST_CHOICES} "
+                "at most; sum them out in the program"
+            )
+        msg["value"], msg["done"] = choice(fn, 0), True
 
     def _centred(self, name: str, fn: Any) -> tuple[Tensor, Tensor]:
         """The centre of a prior in the model's space and unconstrained; 0 unconstrained where there is none."""
@@ -260,7 +310,7 @@ def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: 
             if isinstance(model, FederatedModel):
                 return model
             raise _fails(fn, error) from error
-        fn = _in_one_type(fn, dtype)
+        fn = _InOneType(fn, dtype)
         return as_model(replace(model, fn=fn) if isinstance(model, FederatedModel) else fn, schema, dtype)
     if isinstance(model, FederatedModel):
         return model
@@ -319,24 +369,30 @@ def _is_about_types(error: Exception) -> bool:
     )
 
 
-def _in_one_type(fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """`fn` with operations that take numbers of one type alone given them in the run's."""
+class _InOneType:
+    """A program with operations that take numbers of one type alone given them in the run's."""
 
-    class OneType(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            try:
-                return func(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if not _is_about_types(error):
-                    raise
-                return func(*_cast(args, dtype), **_cast(kwargs or {}, dtype))
+    def __init__(self, fn: Callable[..., Any], dtype: torch.dtype) -> None:
+        self.fn, self.dtype = fn, dtype
+        functools.update_wrapper(self, fn)
 
-    @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with OneType():
-            return fn(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Casts(self.dtype):
+            return self.fn(*args, **kwargs)
 
-    return run
+
+class _Casts(TorchFunctionMode):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if not _is_about_types(error):
+                raise
+            return func(*_cast(args, self.dtype), **_cast(kwargs or {}, self.dtype))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -373,7 +429,15 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
             raise InputError(f"start names '{site}', which is no latent site; these are: {', '.join(names) or 'none'}")
     if not run.observes:
         raise InputError("the model observes nothing; give obs= to a site in the record plate")
-    layout = Layout(tuple(run.sites), tuple((n, tuple(v.shape)) for n, v in run.theta.items()))
+    if run.choices and run.weighed:
+        raise InputError(
+            f"site '{min(run.weighed)}' is weighed by poutine.scale beside the discrete site '{run.choices[0][0]}': "
+            "it is not clear what the sum over its values weighs; repeat records, or sum it out in the program"
+        )
+    if run.choices != other.choices:
+        raise InputError("how many values a discrete site has depends on the number of records")
+    theta = tuple((n, tuple(v.shape)) for n, v in run.theta.items())
+    layout = Layout(tuple(run.sites), theta, tuple(run.choices))
     if layout.size("global") == 0:
         raise InputError("the model has no global latent site; there is nothing to fit together")
     for first, second in run.twice:

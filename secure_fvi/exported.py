@@ -42,6 +42,7 @@ from secure_fvi.density import (
     Params,
     Role,
     Site,
+    choice,
     has_no_density,
     param_constraint,
     record_dim,
@@ -470,6 +471,9 @@ class _Recentre(Discovery):
         if self.known is None:
             super()._pyro_sample(msg)
         elif not has_no_density(msg) and not msg["is_observed"]:
+            if fn.has_enumerate_support:
+                msg["value"], msg["done"] = choice(fn, 0), True
+                return
             value = self._value(name, fn).to(self.dtype)
             self.values[name] = biject_to(fn.support).inv(value)
             msg["value"], msg["done"] = value, True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle  # noqa: TID251 - written for the user's own processes, never read here
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -19,6 +21,7 @@ from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families import conditional as gaussian_rows
+from secure_fvi.federated_model import FederatedModel
 from secure_fvi.files import write_atomically
 from secure_fvi.silo import Silo
 from secure_fvi.summary import (
@@ -26,6 +29,7 @@ from secure_fvi.summary import (
     Correlations,
     Summary,
     correlated,
+    heading,
     quantiles,
     resampled,
     summarised,
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from secure_fvi.prediction import Personal
 
 
+_R = TypeVar("_R")
 _MOMENT_DRAWS = 20_000
 _MOMENT_SEED = 20_230_208
 #: Numbers of all draws together that fit well into memory.
@@ -123,7 +128,8 @@ class RunSummary:
         """An `arviz.InferenceData` with `n` draws of the global sites, as one chain: `arviz.plot_posterior` and others
         take it. No data are in it. Raises InputError without arviz (`pip install 'arviz<1'`). Everyone may see it.
         """
-        return to_arviz(self.sample(n, seed), self)
+        about = {"algorithm": self.algorithm, "converged": str(self.converged), "summary": heading(self)}
+        return to_arviz(self.sample(n, seed), about)
 
     def _quantiles(self) -> Params | None:
         """`summary.LEVELS` of each site, (3, *shape); None where the posterior is a point."""
@@ -204,24 +210,30 @@ class Result(RunSummary):
         return {name: draws[name] for name in sites}, equal_weights(draws)
 
     def predict(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Params:
-        """Posterior predictive draws for new records, (n, ...) for every observed site.
+        """`n` posterior predictive draws for new records, (n, ...) for every observed and deterministic site.
 
-        `data` holds the program's arguments; what the program observes is replaced by draws, so its values do not
-        matter. The records' own latents are drawn from their prior given the global draw.
+        `data` holds the program's columns. What the program observes is replaced by draws: its values do not matter,
+        and it may be left out, or None, where the program takes its sizes from other columns (`obs=y` with y None).
+        The records' own latents are drawn from their prior given the global draw. Raises InputError for columns of
+        other shapes than the fit's. Whoever has the columns sees the draws; nothing is sent.
         """
         from secure_fvi.prediction import predict
 
-        return predict(self.problem, self.variational, data, n, seed)
+        return predict(self.problem, self.variational, data, n, seed, sites=self._refined(n, seed))
 
     def log_predictive(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Tensor:
         """Log predictive density of each record of `data`, in nats (N,): log of the mean over `n` draws.
 
-        Latent sites of a record or a silo are drawn from their priors given the global sites. Same requirements as
-        `predict`.
+        Latent sites of a record or a silo are drawn from their priors given the global sites; discrete ones are summed
+        out. All columns of the fit are needed.
         """
         from secure_fvi.prediction import log_predictive
 
-        return log_predictive(self.problem, self.variational, data, n, seed)
+        return log_predictive(self.problem, self.variational, data, n, seed, sites=self._refined(n, seed))
+
+    def _refined(self, n: int, seed: int) -> Params | None:
+        """Draws of the refined posterior; None where there is none, and q is drawn from."""
+        return None if getattr(self, "refined", None) is None or n < 1 else self.sample(n, seed)
 
     def personalise(self, unlabelled: Mapping[str, Tensor]) -> Personal:
         """The model as one client sees it, from its records without labels; for fits by FedVI.
@@ -232,17 +244,86 @@ class Result(RunSummary):
 
         return personalise(self.problem, self.variational, unlabelled)
 
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json: `RunSummary`'s, and what `sf.load` needs: sites, shapes and types, no value."""
+        problem, layout = self.problem, self.problem.layout
+        return super().to_json() | {
+            "saved": {
+                "format": FORMAT,
+                "family": self.variational.family.name,
+                "dtype": str(problem.dtype),
+                "sites": [list(site) for site in layout.sites],
+                "theta": [list(point) for point in layout.theta],
+                "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
+                "shared": sorted(problem.schema.constants),
+            }
+        }
+
     def save(self, directory: str | Path) -> None:
-        """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {f"eta/{k}": v for k, v in self.variational.eta.items()}
-        tensors |= {f"theta/{k}": v for k, v in self.variational.theta.items()}
-        for site, moments in self.posterior.items():
-            tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-        write_atomically(directory / "posterior.safetensors", save(tensors, {"family": self.variational.family.name}))
-        write_atomically(directory / "result.json", json.dumps(self.to_json(), indent=2).encode())
+        """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically; `sf.load` opens
+        them. No record, no latent of a silo or a record and no program is in them; everyone may see them."""
+        write_result(Path(directory), self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `pickle`, to hand a result to processes of one's own: without `local`, which holds silos' data."""
+        check_picklable(self.problem.model)
+        return revived, (type(self), {**vars(self), "local": ELSEWHERE})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return deep_copied(self, memo)
+
+
+#: Of the files of a result. Another number is not read.
+FORMAT = 1
+
+
+class _Elsewhere(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise InputError(f"the latents of silo '{name}' are at that silo: neither saved nor pickled")
+
+
+#: `local` of a result that comes from a file or another process.
+ELSEWHERE: Mapping[str, Any] = _Elsewhere()
+
+
+def write_result(directory: Path, result: Any) -> None:
+    """posterior.safetensors, then result.json, of a result that has q(Z_G); each atomically."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {f"eta/{k}": v for k, v in result.variational.eta.items()}
+    tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
+    for site, moments in result.posterior.items():
+        tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    family = {"family": result.variational.family.name}
+    write_atomically(directory / "posterior.safetensors", save(tensors, family))
+    write_atomically(directory / "result.json", json.dumps(result.to_json(), indent=2).encode())
+
+
+def check_picklable(model: FederatedModel) -> None:
+    """Raise InputError for a program that `pickle` cannot name: a lambda, or a function within another."""
+    try:
+        pickle.dumps(model)
+    except Exception:
+        name = getattr(model.fn, "__qualname__", type(model.fn).__name__)
+        raise InputError(
+            f"the result cannot be pickled with its model, '{name}': define the program at the top level of a module, "
+            "not as a lambda or within a function; or use result.save(folder) and sf.load(folder)"
+        ) from None
+
+
+def revived(cls: type[Any], fields: dict[str, Any]) -> Any:
+    """An instance of a frozen dataclass with these fields."""
+    found = object.__new__(cls)
+    vars(found).update(fields)
+    return found
+
+
+def deep_copied(result: _R, memo: dict[int, Any]) -> _R:
+    """A copy whose numbers are its own; the problem, and the silos where they are in this process, are shared."""
+    same = {"problem", "local", "config", "secure_sum"}
+    fields = {name: v if name in same else copy.deepcopy(v, memo) for name, v in vars(result).items()}
+    found: _R = revived(type(result), fields)
+    return found
 
 
 def draw_global(
@@ -315,22 +396,76 @@ class LocalPosterior:
         """`n` joint draws of the silo's sites, in the model's own space.
 
         Record sites have shape (n, N_j, ...), silo sites (n, ...). With K importance samples each record's latent is
-        one of K, drawn by its weight, as in the bound that was fitted.
+        one of K, drawn by its weight, as in the bound that was fitted. Discrete sites, which the fit summed out, are
+        drawn given all others.
         """
+        layout, size = self._problem.layout, self._silo.size
+        values = len(self._problem.density.chosen())
+
+        def one(z: _Joint, uniform: Tensor, choose: Tensor) -> Params:
+            # The largest of log w_k plus Gumbel noise is a draw by weight, without a loop over records.
+            chosen = (z.log_weights - torch.log(-torch.log(uniform))).argmax(0)
+            z_record = torch.take_along_dim(z.records, chosen[None, :, None], 0)[0]
+            theta, rows = self._posterior.theta, self._silo.view.rows
+            at = (z.shared, z.silo, z_record, theta, rows)
+            found = self._problem.density.constrain_local(*at)
+            if layout.choices:
+                terms, options = self._problem.density.by_choice(*at)
+                best = (terms - torch.log(-torch.log(choose))).argmax(0)
+                for name, _ in layout.choices:
+                    each = torch.stack([option[name] for option in options])
+                    found[name] = torch.take_along_dim(each, best.reshape(1, -1, *[1] * (each.dim() - 2)), 0)[0]
+            return found
+
+        draws = self._over_draws(one, n, seed, self._fit.importance_samples, values)
+        by_record = {s.name for s in layout.of("record")} | {name for name, _ in layout.choices}
+        # The last row is the spare one, which is no record.
+        return {name: v[:, :size] if name in by_record else v for name, v in draws.items()}
+
+    def log_likelihood(self, n: int = 1000, seed: int = 0, samples: int = 50) -> Tensor:
+        """log p(y_i | Z_G, Z_S) of each of the silo's records at `n` draws of Z_G from q: (n, N_j), in nats.
+
+        The draws of Z_G are those of `Result.sample(n, seed)` where the result was not refined. A record's own latents
+        are integrated out, by `samples` importance draws from its q (the estimate of p is unbiased), discrete ones
+        summed out: what leave-one-out of whole records takes. It is about single records, for the silo's eyes alone:
+        nothing is sent, and no privacy guarantee of the fit covers it.
+        """
+        if samples < 1:
+            raise InputError(f"the number of importance samples must be at least 1, not {samples}")
+        samples = samples if self._problem.layout.size("record") else 1
+
+        def one(z: _Joint, uniform: Tensor, choose: Tensor) -> Params:
+            return {"records": torch.logsumexp(z.log_weights, 0) - math.log(len(z.log_weights))}
+
+        return self._over_draws(one, n, seed, samples, 1)["records"][:, : self._silo.size]
+
+    def to_arviz(self, n: int = 1000, seed: int = 0, samples: int = 50) -> Any:
+        """An `arviz.InferenceData` of `n` draws of the global sites, with this silo's `log_likelihood` at them, as
+        `arviz.loo` takes it. For the silo's eyes alone. Raises InputError without arviz."""
+        draws = draw_global(self._problem, self._posterior, n, seed)
+        return to_arviz(draws, {"silo": self._silo.name}, self.log_likelihood(n, seed, samples))
+
+    @property
+    def _fit(self) -> LocalFit:
+        found: LocalFit = self._silo.program.local_fit(self._silo.local)
+        return found
+
+    def _over_draws(
+        self, one: Callable[[_Joint, Tensor, Tensor], Params], n: int, seed: int, samples: int, values: int
+    ) -> Params:
+        """What `one` makes of each of `n` joint draws, with `samples` draws of every record's latents, and of uniform
+        numbers: (samples, N + 1) and (values, N + 1)."""
         if n < 1:
             raise InputError(f"the number of draws must be at least 1, not {n}")
-        silo, problem, view = self._silo, self._problem, self._silo.view
-        fit: LocalFit = silo.program.local_fit(silo.local)
-        layout, samples, theta = problem.layout, fit.importance_samples, self._posterior.theta
+        problem, view, fit = self._problem, self._silo.view, self._fit
+        layout, theta = problem.layout, self._posterior.theta
         rng = torch.Generator().manual_seed(seed)
         rows = len(view.weights)
 
-        def noise(*shape: int) -> Tensor:
-            return torch.randn(n, *shape, generator=rng, dtype=torch.float64).to(problem.device, problem.dtype)
+        def made(how: Callable[..., Tensor], *shape: int) -> Tensor:
+            return how(*shape, generator=rng, dtype=torch.float64).to(problem.device, problem.dtype)
 
-        uniform = torch.rand(n, samples, rows, generator=rng, dtype=torch.float64).to(problem.device, problem.dtype)
-
-        def one(z_global: Tensor, eps: Tensor, eps_silo: Tensor, uniform: Tensor) -> Params:
+        def joint(z_global: Tensor, eps: Tensor, eps_silo: Tensor, uniform: Tensor, choose: Tensor) -> Params:
             shift = z_global - self._posterior.eta["loc"]
             silo_moments = fit.silo_family.moments(fit.silo_params, {}, {}, z_global, shift)
             z_silo = gaussian_rows.transform(silo_moments, eps_silo)[0]
@@ -340,21 +475,27 @@ class LocalPosterior:
             log_w = torch.stack(
                 [problem.density.evaluate(z_global, z_silo, zk, theta, view.rows).records for zk in z.unbind(0)]
             ) - gaussian_rows.log_prob(moments, z)
-            # The largest of log w_k plus Gumbel noise is a draw by weight, without a loop over records.
-            chosen = (log_w - torch.log(-torch.log(uniform))).argmax(0)
-            z = torch.take_along_dim(z, chosen[None, :, None], 0)[0]
-            return problem.density.constrain_local(z_global, z_silo, z, theta, view.rows)
+            return one(_Joint(z_global, z_silo, z, log_w), uniform, choose)
 
-        draws = over_draws(
-            one,
-            self._posterior.draws(n, seed),
-            noise(samples, rows, layout.size("record")),
-            noise(1, layout.size("silo")),
-            uniform,
-        )
-        roles = {site.name: site.role for site in layout.sites}
-        # The last row is the spare one, which is no record.
-        return {name: v[:, : silo.size] if roles[name] == "record" else v for name, v in draws.items()}
+        z, parts = self._posterior.draws(n, seed), []
+        most = max(1, NUMBERS_AT_ONCE // (samples * rows * max(1, layout.size("record"))))
+        for start in range(0, n, most):
+            some = z[start : start + most]
+            count = len(some)
+            uniform = made(torch.rand, count, samples, rows)
+            eps = made(torch.randn, count, samples, rows, layout.size("record"))
+            eps_silo = made(torch.randn, count, 1, layout.size("silo"))
+            parts.append(over_draws(joint, some, eps, eps_silo, uniform, made(torch.rand, count, values, rows)))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class _Joint(NamedTuple):
+    """One draw of Z_G and Z_S, and K of each record's latents."""
+
+    shared: Tensor  # (n_global,)
+    silo: Tensor  # (n_silo,)
+    records: Tensor  # (K, N + 1, n_record)
+    log_weights: Tensor  # (K, N + 1): log p(y_i, Z_Li | Z_G, Z_S) - log q(Z_Li), nats
 
 
 def number_or_none(value: Any) -> float | None:

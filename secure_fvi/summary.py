@@ -218,24 +218,22 @@ def resampled(refined: Any, n: int, seed: int) -> dict[str, Tensor]:
     return {name: value[at.to(value.device)] for name, value in refined.draws.items()}
 
 
-def to_arviz(
-    draws: Mapping[str, Tensor], result: RunSummary, log_likelihood: Mapping[str, Tensor] | None = None
-) -> Any:
-    """An `arviz.InferenceData` of one chain of draws (n, *shape) a site, and of log likelihoods (n, N) where they are
-    given. Raises InputError without arviz."""
+def to_arviz(draws: Mapping[str, Tensor], about: Mapping[str, str], log_likelihood: Tensor | None = None) -> Any:
+    """An `arviz.InferenceData` of one chain of draws (n, *shape) a site, and of the log likelihood (n, N) of records
+    where it is given; `about` are its attributes. Raises InputError without arviz."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of arviz 1.0, which is another package's
+            warnings.simplefilter("ignore", FutureWarning)  # of arviz 1, which is another package's
             import arviz
     except ImportError:
         raise InputError("to_arviz needs arviz: pip install 'arviz<1'") from None
-    if not hasattr(arviz, "from_dict") or not hasattr(arviz, "InferenceData"):
+    if not hasattr(arviz, "InferenceData"):
         raise InputError(f"to_arviz needs arviz before version 1, not {arviz.__version__}: pip install 'arviz<1'")
 
     def chain(values: Mapping[str, Tensor]) -> dict[str, Any]:
         return {name: value.detach().cpu().unsqueeze(0).numpy() for name, value in values.items()}
 
-    given = {"log_likelihood": chain(log_likelihood)} if log_likelihood is not None else {}
+    given = {} if log_likelihood is None else {"log_likelihood": chain({"records": log_likelihood})}
     found = arviz.from_dict(posterior=chain(draws), **given)
-    found.posterior.attrs.update(algorithm=result.algorithm, converged=str(result.converged), summary=heading(result))
+    found.posterior.attrs.update(about)
     return found

@@ -134,8 +134,8 @@ def _local_outside(y: Tensor) -> None:
 
 def _discrete(y: Tensor) -> None:
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    z = pyro.sample("z", dist.Bernoulli(0.5))
     with pyro.plate("person", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(0.5))
         pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
 
 

@@ -267,17 +267,49 @@ def masked_within_an_event(y: Tensor) -> None:
 # ---- sites ----
 
 
-@mistake("latent site 'z' is discrete (Bernoulli)")
-def discrete(y: Tensor) -> None:
+@mistake("latent site 'k' is discrete (Poisson) and has no end of values to sum over")
+def discrete_without_end(y: Tensor) -> None:
     mu = _level()
     with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu + pyro.sample("k", dist.Poisson(2.0)), 1.0), obs=y)
+
+
+@mistake("latent site 'k' is discrete (Bernoulli) and belongs to no record")
+def discrete_global(y: Tensor) -> None:
+    _observe(y, pyro.sample("k", dist.Bernoulli(0.5)) + _level())
+
+
+@mistake("latent site 'z' is discrete (Bernoulli) with several values a record; sum these out", COLUMN)
+def discrete_by_visit(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y), dim=-2), pyro.plate("visit", 3, dim=-1):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y.expand(-1, 3))
+
+
+@mistake("latent site 'z' is discrete (Bernoulli) and masked")
+def discrete_and_masked(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5).mask(y > 0))
+        pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
+
+
+@mistake("is weighed by poutine.scale beside the discrete site 'z'")
+def discrete_and_weighed(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)), poutine.scale(scale=y.abs()):
         z = pyro.sample("z", dist.Bernoulli(0.5))
         pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
 
 
-@mistake("latent site 'k' is discrete (Poisson)")
-def discrete_global(y: Tensor) -> None:
-    _observe(y, pyro.sample("k", dist.Poisson(2.0)) + _level())
+@mistake("with the discrete sites before it a record has 81 values to sum over, 64 at most")
+def too_many_discrete(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        first = pyro.sample("first", dist.Categorical(torch.ones(9)))
+        second = pyro.sample("second", dist.Categorical(torch.ones(9)))
+        pyro.sample("y", dist.Normal(mu + first - second, 1.0), obs=y)
 
 
 @mistake("latent site 'b' is a point (Delta); write pyro.deterministic")
@@ -812,6 +844,14 @@ def improper_prior(y: Tensor) -> None:
     warnings.simplefilter("ignore", SecureFVIWarning)  # of its start
     mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
     _observe(y, mu)
+
+
+@good()
+def discrete(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
 
 
 @good()

@@ -1,0 +1,253 @@
+"""`load`: a finished run, opened again from its folder. No code and no pickle is in such a folder; a model is given.
+
+The folder is that of `Result.save`, of `secure-fvi run` or of a deployed server: posterior.safetensors has q and its
+moments, result.json the rest (`results.FORMAT`). Both are read as files from anywhere: sizes and names are checked, and
+the moments are worked out again, which neither a bound that other sites set nor another model survives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as read_tensors
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+from torch.distributions.constraints import Constraint
+
+from secure_fvi.algorithms.base import Posterior, Problem
+from secure_fvi.algorithms.vertical import likelihoods
+from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site
+from secure_fvi.discovery import Start, as_model, read_layout
+from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_family
+from secure_fvi.federated_model import FederatedModel, Schema, Shared
+from secure_fvi.results import ELSEWHERE, FORMAT, Result, SitePosterior, SitePosteriors, summarise
+from secure_fvi.trees import part
+
+_DTYPES = {str(d): d for d in (
+    torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool,
+)}  # fmt: skip
+_NUMBER = r"(-?[\d.]+(?:e[-+]?\d+)?|-?inf)"
+_BOUNDED = {
+    "GreaterThan": constraints.greater_than, "GreaterThanEq": constraints.greater_than_eq,
+    "LessThan": constraints.less_than,
+}  # fmt: skip
+_NAMED = {
+    "Real()": constraints.real, "Simplex()": constraints.simplex, "CorrCholesky()": constraints.corr_cholesky,
+    "LowerCholesky()": constraints.lower_cholesky, "PositiveDefinite()": constraints.positive_definite,
+}  # fmt: skip
+
+
+def load(
+    folder: str | Path,
+    model: FederatedModel | Callable[..., Any] | None = None,
+    shared: Mapping[str, Any] | None = None,
+) -> Result:
+    """The result of a finished run, from the folder that `Result.save`, `secure-fvi run` or a server wrote.
+
+    It has the posterior, convergence, `summary`, `correlations`, `sample` and `to_arviz` of the fit. With `model`, the
+    program that was fitted, also `predict` and `log_predictive`; `shared` are the program's arguments that are no
+    columns (`sf.Shared` tensors, numbers), which files do not hold. Without it, sites whose bounds other sites set
+    cannot be drawn, and are refused by name. Silos' and records' own latents were never in the folder. Nothing in the
+    folder is run or unpickled.
+
+    Raises InputError for a folder without a finished run, a damaged file, files of another version or of two runs, and
+    a model that is not the one that was fitted.
+    """
+    directory = Path(folder)
+    found = _read_json(directory)
+    path = directory / "posterior.safetensors"
+    try:
+        tensors, saved = read_tensors(path.read_bytes()), found["saved"]
+        posterior = _posterior(found, tensors)
+        layout = _layout(saved)
+        moments = SitePosteriors(
+            {n: SitePosterior(tensors[f"mean/{n}"], tensors[f"sd/{n}"]) for n in found["posterior"]}
+        )
+        for name, both in found["posterior"].items():
+            if [both["mean"], both["sd"]] != [m.tolist() for m in moments[name]]:
+                raise InputError(f"'{directory}' is damaged: posterior.safetensors and result.json are of two runs")
+        problem = _problem(directory, found, layout, posterior, model, shared)
+        result = Result(
+            **{name: found[name] for name in _PLAIN},
+            posterior=moments,
+            theta={name: torch.tensor(value, dtype=problem.dtype) for name, value in found["theta"].items()},
+            problem=problem,
+            variational=posterior,
+            local=ELSEWHERE,
+        )
+    except FileNotFoundError:
+        raise InputError(f"'{directory}' holds no posterior.safetensors beside its result.json") from None
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"'{directory}' is damaged: {path.name} or result.json is not as it was written") from None
+    _check_moments(directory, result, given=model is not None)
+    return result
+
+
+_PLAIN = (
+    "algorithm", "seed", "silos", "rounds", "seconds", "elbo", "converged", "convergence", "metrics", "aggregation",
+    "privacy",
+)  # fmt: skip
+
+
+def _read_json(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise InputError(f"there is no folder '{directory}'")
+    path = directory / "result.json"
+    if not path.exists():
+        if (directory / "config.toml").exists():
+            raise InputError(f"the run in '{directory}' has not finished; continue it with --resume")
+        raise InputError(f"'{directory}' holds no run: there is no result.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # UnicodeDecodeError is one
+        raise InputError(f"{path}: damaged: no JSON") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: damaged: no table")
+    version = found.get("saved", {}).get("format") if isinstance(found.get("saved", {}), dict) else None
+    if version != FORMAT:
+        says = "an earlier one, before runs could be opened" if version is None else f"{version!r}"
+        raise InputError(f"{path}: format {FORMAT} is read here, and this is {says}; open it with the version it is of")
+    return found
+
+
+def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
+    eta, theta = part(tensors, "eta"), part(tensors, "theta")
+    name, loc = found["saved"]["family"], eta["loc"]
+    n = len(loc)
+    family: GlobalFamily
+    if name == Point.name:
+        family = Point(n)
+    elif name == LowRank.name:
+        family = LowRank(n, eta["factor"].shape[1])
+    else:
+        family = global_family(name, n)
+    shapes = {k: v.shape for k, v in family.init(loc).items()}
+    if name == "auto" or {k: v.shape for k, v in eta.items()} != shapes or loc.dim() != 1:
+        raise ValueError
+    return Posterior(family, eta, theta)
+
+
+def _layout(saved: Mapping[str, Any]) -> Layout:
+    sites = tuple(Site(n, role, tuple(shape), *rest) for n, role, shape, *rest in saved["sites"])
+    return Layout(sites, tuple((name, tuple(shape)) for name, shape in saved["theta"]))
+
+
+def _problem(
+    directory: Path, found: Mapping[str, Any], layout: Layout, posterior: Posterior,
+    model: FederatedModel | Callable[..., Any] | None, shared: Mapping[str, Any] | None,
+) -> Problem:  # fmt: skip
+    saved = found["saved"]
+    dtype = _DTYPES[saved["dtype"]]
+    fields = tuple((name, tuple(shape), _DTYPES[kind]) for name, shape, kind in saved["fields"])
+    loc, theta, silos = posterior.eta["loc"], posterior.theta, tuple(sorted(found["silos"]))
+    zeros = loc.new_zeros(2, layout.size("record"))
+    start = Start(loc, loc.new_zeros(layout.size("silo")), zeros, theta)
+    if model is None:
+        if shared is not None:
+            raise InputError("shared is for a model; give both")
+        absent, schema = FederatedModel(_absent), Schema(fields, {})
+        density: LogDensity = _Saved(absent, layout, schema, saved.get("likelihood"))
+        return Problem(absent, schema, layout, density, start, silos, found["seed"], dtype, loc.device, "eager")
+    if saved.get("likelihood") is not None:
+        raise InputError("this run's silos hold columns: its predictors are at the silos, and a model is of no use")
+    constants = {name: v.tensor if isinstance(v, Shared) else v for name, v in (shared or {}).items()}
+    if sorted(constants) != saved["shared"]:
+        want = ", ".join(saved["shared"]) or "none"
+        raise InputError(f"the model's arguments that are no columns are given in shared={{...}}; of this run: {want}")
+    schema = Schema(fields, constants)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecureFVIWarning)  # said when it was fitted
+        model = as_model(model, schema, dtype)
+        have, _ = read_layout(model, schema, dtype)
+    for mine, theirs in zip((*have.sites, *have.theta), (*layout.sites, *layout.theta), strict=False):
+        if mine != theirs:
+            raise InputError(
+                f"the model is not that of the run in '{directory}': its site '{mine[0]}' is '{theirs[0]}' there, or "
+                "has another shape, role or support"
+            )
+    if (len(have.sites), len(have.theta)) != (len(layout.sites), len(layout.theta)):
+        raise InputError(f"the model is not that of the run in '{directory}': it has other sites")
+    density = LogDensity(model, have, schema)
+    return Problem(model, schema, have, density, start, silos, found["seed"], dtype, loc.device, "eager")
+
+
+def _check_moments(directory: Path, result: Result, given: bool) -> None:
+    """The moments that were saved, against those of q through the transforms that were found."""
+    if isinstance(result.problem.density, _Saved) and result.problem.density.misses:
+        return  # said where it is drawn from
+    again = summarise(result.problem, result.variational) if result.problem.layout.sites else result.posterior
+    tolerance = 1e-6 if result.problem.dtype == torch.float64 else 1e-3
+    for site, moments in result.posterior.items():
+        for one, other in zip(moments, again[site], strict=True):
+            same = one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=1e-12)
+            if same:
+                continue
+            if given:
+                raise InputError(
+                    f"site '{site}' has other moments by this model than the run in '{directory}' found: it is another "
+                    "model, or has other values in shared"
+                )
+            assert isinstance(result.problem.density, _Saved)
+            result.problem.density.misses.add(site)
+
+
+def _absent(*args: Any, **kwargs: Any) -> None:
+    raise InputError("this run was opened without its model; give it: sf.load(folder, model=...)")
+
+
+class _Saved(LogDensity):
+    """Global sites in the model's own space without the program, where their supports depend on nothing."""
+
+    def __init__(self, model: FederatedModel, layout: Layout, schema: Schema, likelihood: Any) -> None:
+        super().__init__(model, layout, schema)
+        self.transforms = {s.name: _support(s.support) for s in layout.of("global")}
+        self.misses = {name for name, found in self.transforms.items() if found is None}
+        self.likelihood = None if likelihood is None else _likelihood(likelihood)
+
+    def constrain(self, z_global: Tensor, theta: Params) -> tuple[Params, Params]:
+        if self.likelihood is not None:
+            return self.likelihood.constrain(z_global), {}
+        if self.misses:
+            names = ", ".join(f"'{name}'" for name in sorted(self.misses))
+            raise InputError(f"{names} cannot be drawn without the model: sf.load(folder, model=...)")
+        values = self.layout.split(z_global, "global")
+        return {name: biject_to(self.transforms[name])(value) for name, value in values.items()}, {}
+
+    def run(self, latents: Params, theta: Params, rows: Params, densities: bool = True) -> Evaluation:
+        _absent()
+        raise AssertionError
+
+
+def _support(text: str) -> Constraint | None:
+    """The support that a site of the layout names; None for one whose bounds are tensors, or of no known kind."""
+    if text in _NAMED:
+        return _NAMED[text]
+    independent = re.fullmatch(r"IndependentConstraint\((.*), (\d+)\)", text)
+    if independent is not None:
+        base = _support(independent[1])
+        return None if base is None else constraints.independent(base, int(independent[2]))
+    one = re.fullmatch(rf"(\w+)\((?:lower|upper)_bound={_NUMBER}\)", text)
+    if one is not None and one[1] in _BOUNDED:
+        return _BOUNDED[one[1]](float(one[2]))
+    two = re.fullmatch(rf"(?:HalfOpen)?Interval\(lower_bound={_NUMBER}, upper_bound={_NUMBER}\)", text)
+    return None if two is None else constraints.interval(float(two[1]), float(two[2]))
+
+
+def _likelihood(saved: Mapping[str, Any]) -> likelihoods.Likelihood:
+    kinds = {c.__name__: c for c in (
+        likelihoods.Bernoulli, likelihoods.Categorical, likelihoods.Gaussian, likelihoods.Poisson,
+    )}  # fmt: skip
+    if saved["kind"] not in kinds:
+        raise InputError(f"the run is of a likelihood of its own, '{saved['kind']}', which this package does not have")
+    found: likelihoods.Likelihood = kinds[saved["kind"]](**saved["options"])
+    return found
