@@ -75,7 +75,7 @@ def load(
             if [both["mean"], both["sd"]] != [m.tolist() for m in moments[name]]:
                 raise InputError(f"'{directory}' is damaged: posterior.safetensors and result.json are of two runs")
         problem = _problem(directory, found, layout, posterior, model, shared)
-        result = Result(
+        result = (Opened if model is None else Result)(
             **{name: found[name] for name in _PLAIN},
             posterior=moments,
             theta={name: torch.tensor(value, dtype=problem.dtype) for name, value in found["theta"].items()},
@@ -199,6 +199,29 @@ def _check_moments(directory: Path, result: Result, given: bool) -> None:
                 )
             assert isinstance(result.problem.density, _Saved)
             result.problem.density.misses.add(site)
+
+
+class Opened(Result):
+    """A result without its program: all but what runs it."""
+
+    def predict(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Params:
+        """Refused: the program, or what the silos of columns keep, is not here."""
+        return self._refuse()
+
+    def log_predictive(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Tensor:
+        """Refused, as `predict`."""
+        return self._refuse()
+
+    def personalise(self, unlabelled: Mapping[str, Tensor]) -> Any:
+        """Refused, as `predict`."""
+        return self._refuse()
+
+    def _refuse(self) -> Any:
+        if isinstance(self.problem.density, _Saved) and self.problem.density.likelihood is not None:
+            raise InputError(
+                "silos of columns predict together, each by coefficients of its own, which are at the silos"
+            )
+        _absent()
 
 
 def _absent(*args: Any, **kwargs: Any) -> None:

@@ -59,7 +59,9 @@ class _Forward(Messenger):  # type: ignore[misc]
         # What stands outside the record plate is no part of a record's density.
         if isinstance(fn, _Subsample) or (isinstance(fn, Unit) and not dim) or (scored and has_no_density(msg)):
             return
-        if name in self.values:
+        if has_no_density(msg):  # deterministic: its value follows from the others, in the shape that it has
+            self.observed[name] = msg["value"]
+        elif name in self.values:
             msg["value"] = self.values[name]
         elif name in self.chosen:
             msg["value"] = choice(fn, self.chosen[name])
@@ -211,9 +213,8 @@ def prior_predictive(
         raise InputError(f"the model must be an sf.FederatedModel or a Pyro function, not {type(fn).__name__}")
     given = {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
     schema, records = read_data(given, "prior_predictive", dtype)
-    missing = [k for k, v in data.items() if v is None] if isinstance(data, Mapping) else []
-    required = [k for k, p in inspect.signature(fn).parameters.items() if _required(p)]
-    missing += [k for k in required if k not in schema.constants and k not in records.rows and k not in missing]
+    have = records.rows.keys() | schema.constants.keys()
+    missing = [k for k, p in inspect.signature(fn).parameters.items() if k not in have and p.kind not in _VARIABLE]
     draws = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -224,9 +225,7 @@ def prior_predictive(
     return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
 
 
-def _required(parameter: inspect.Parameter) -> bool:
-    variable = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and not variable
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _Prior(_Forward):
