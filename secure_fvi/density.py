@@ -226,8 +226,26 @@ def record_dim(msg: Any, record_plate: str) -> int:
 
 
 def param_constraint(msg: Any) -> Constraint:
-    """The constraint that a `pyro.param` statement names, real numbers by default."""
+    """The constraint that a `pyro.param` statement names, real numbers by default; of a PyroModule's PyroParam, which
+    names none, that under which the module has put it into Pyro's store."""
+    name = msg["name"]
+    if _from_module(msg):
+        return pyro.get_param_store()._constraints[name]
     return msg["kwargs"].get("constraint", constraints.real)
+
+
+def param_start(msg: Any) -> Tensor:
+    """Where a `pyro.param` begins, in its own space. Raises InputError where nothing says so."""
+    if _from_module(msg):
+        return pyro.get_param_store()[msg["name"]].detach()
+    if len(msg["args"]) < 2:
+        raise InputError(f"pyro.param '{msg['name']}' has no initial value where it is first used")
+    start = msg["args"][1]
+    return torch.as_tensor(start() if callable(start) else start).detach()
+
+
+def _from_module(msg: Any) -> bool:
+    return len(msg["args"]) < 2 and msg["name"] in pyro.get_param_store()
 
 
 class LogDensity:

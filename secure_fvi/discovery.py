@@ -31,6 +31,7 @@ from secure_fvi.density import (
     choice,
     has_no_density,
     param_constraint,
+    param_start,
     record_dim,
     running,
     site_mask,
@@ -75,12 +76,9 @@ class Discovery(Messenger):  # type: ignore[misc]
         self.twice: list[tuple[str, str]] = []  # sites that observe the same
 
     def _pyro_param(self, msg: Any) -> None:
-        name, args = msg["name"], msg["args"]
+        name = msg["name"]
         if name not in self.theta:
-            if len(args) < 2:
-                raise InputError(f"pyro.param '{name}' has no initial value where it is first used")
-            init = args[1]() if callable(args[1]) else args[1]
-            value = torch.as_tensor(init).detach().to(self.dtype)
+            value = param_start(msg).to(self.dtype)
             constraint = param_constraint(msg)
             unconstrained = transform_to(constraint).inv(value)
             if not bool(constraint.check(value).all()) or not bool(torch.isfinite(unconstrained).all()):
@@ -439,7 +437,12 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
     theta = tuple((n, tuple(v.shape)) for n, v in run.theta.items())
     layout = Layout(tuple(run.sites), theta, tuple(run.choices))
     if layout.size("global") == 0:
-        raise InputError("the model has no global latent site; there is nothing to fit together")
+        within = ", ".join(site.name for site in run.sites if site.role == "record")
+        owned = (
+            f" ({within}: in the record plate, and so a record's own; a PyroSample belongs to where it is first read)"
+        )
+        hint = owned if within else ""
+        raise InputError(f"the model has no global latent site; there is nothing to fit together{hint}")
     for first, second in run.twice:
         warnings.warn(
             f"sites '{first}' and '{second}' observe the same column: every record counts twice",

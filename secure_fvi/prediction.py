@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from secure_fvi.algorithms.base import Posterior, Problem
-from secure_fvi.density import Params, choice, has_no_density, observed_value, param_constraint, record_dim, running
+from secure_fvi.density import (
+    Params,
+    choice,
+    has_no_density,
+    observed_value,
+    param_constraint,
+    param_start,
+    record_dim,
+    running,
+)
 from secure_fvi.discovery import kind_of
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, read_data
@@ -45,10 +54,7 @@ class _Forward(Messenger):  # type: ignore[misc]
 
     def _pyro_param(self, msg: Any) -> None:
         if self.theta is None:
-            begin = msg["args"][1] if len(msg["args"]) > 1 else None
-            if begin is None:
-                raise InputError(f"pyro.param '{msg['name']}' has no initial value where it is first used")
-            msg["value"] = torch.as_tensor(begin() if callable(begin) else begin).detach()
+            msg["value"] = param_start(msg)
         else:
             msg["value"] = transform_to(param_constraint(msg))(self.theta[msg["name"]])
 
@@ -150,8 +156,6 @@ def _runs(
                 forward = _Forward(values, posterior.theta, record_plate, latents, chosen)
                 with running(problem.dtype, problem.device), torch.no_grad(), forward as run:
                     _call(problem.model.fn, {**rows, **problem.schema.constants}, missing)
-                if not scored and not run.observed:
-                    raise InputError("the program observes by pyro.factor alone, which can be weighed and not drawn")
                 yield run
 
 

@@ -566,6 +566,24 @@ def sites_that_depend_on_latents(y: Tensor) -> None:
 _pyro_net = pyro.nn.PyroModule[torch.nn.Linear](3, 1)
 
 
+class _Inside(pyro.nn.PyroModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.mu = pyro.nn.PyroSample(dist.Normal(0.0, 5.0))
+
+    def forward(self, y: Tensor) -> None:
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(self.mu, 1.0), obs=y)
+
+
+_inside = _Inside()
+
+
+@mistake("a PyroSample belongs to where it is first read")
+def pyro_sample_read_in_the_plate(y: Tensor) -> None:
+    _inside(y)
+
+
 @mistake("declare them with PyroParam or PyroSample", WIDE)
 def pyro_module_of_torch_parameters(x: Tensor, y: Tensor) -> None:
     _observe(y, _level() + _pyro_net(x)[..., 0])
@@ -837,6 +855,74 @@ def cannot_be_mapped(y: Tensor) -> None:
     mu, cut = _level(), pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 0.1).to_event(1))
     with pyro.plate("r", len(y)):
         pyro.sample("y", dist.OrderedLogistic(mu, cut), obs=y)
+
+
+class _Schools(pyro.nn.PyroModule):  # type: ignore[misc]
+    """As Pyro's users write modules: priors that follow from each other, weights of a layer, and points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mu = pyro.nn.PyroSample(dist.Normal(0.0, 5.0))
+        self.tau = pyro.nn.PyroSample(lambda module: dist.HalfCauchy(1.0 + module.mu.abs()))
+        self.linear = pyro.nn.PyroModule[torch.nn.Linear](3, 1)
+        self.linear.weight = pyro.nn.PyroSample(dist.Normal(0.0, 1.0).expand([1, 3]).to_event(2))
+        self.linear.bias = pyro.nn.PyroSample(dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+        self.scale = pyro.nn.PyroParam(torch.tensor(0.5), constraint=dist.constraints.positive)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> None:
+        mu, tau, mean, scale = self.mu, self.tau, self.linear(x).squeeze(-1), self.scale
+        with pyro.plate("r", len(x)):
+            eta = pyro.sample("eta", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(mu + tau * eta + mean, scale), obs=y)
+
+
+_schools = _Schools()
+
+
+@good(WIDE)
+def pyro_module(x: Tensor, y: Tensor | None = None) -> None:
+    _schools(x, y)
+
+
+@good([{"at_bats": torch.full((n,), 45.0), "y": torch.arange(n) + 5.0} for n in _SIZES])
+def baseball(at_bats: Tensor, y: Tensor) -> None:
+    """Pyro's example, partially pooled."""
+    phi, kappa = pyro.sample("phi", dist.Uniform(0.0, 1.0)), pyro.sample("kappa", dist.Pareto(1.0, 1.5))
+    with pyro.plate("r", at_bats.shape[0]):
+        chance = pyro.sample("chance", dist.Beta(phi * kappa, (1 - phi) * kappa))
+        pyro.sample("y", dist.Binomial(at_bats, chance), obs=y)
+
+
+@good(WIDE)
+def horseshoe(x: Tensor, y: Tensor) -> None:
+    """NumPyro's example."""
+    p = x.shape[1]
+    local = pyro.sample("lambda", dist.HalfCauchy(torch.ones(p)).to_event(1))
+    tau = pyro.sample("tau", dist.HalfCauchy(torch.ones(1)))
+    unscaled = pyro.sample("unscaled_betas", dist.Normal(torch.zeros(p), 1.0).to_event(1))
+    beta = pyro.deterministic("betas", tau * local * unscaled)
+    precision = pyro.sample("prec_obs", dist.Gamma(3.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(x @ beta, precision.rsqrt()), obs=y)
+
+
+@good([{"y": (silo["x"] > 0).double()} for silo in WIDE])
+def latent_classes(y: Tensor) -> None:
+    """Binary items of two kinds of people, as in Pyro's tutorial on discrete latents."""
+    share = pyro.sample("share", dist.Dirichlet(torch.ones(2)))
+    with pyro.plate("items", 3), pyro.plate("classes", 2):
+        chance = pyro.sample("chance", dist.Beta(2.0, 2.0))
+    with pyro.plate("r", len(y)):
+        kind = pyro.sample("kind", dist.Categorical(share))
+        pyro.sample("y", dist.Bernoulli(chance[kind]).to_event(1), obs=y)
+
+
+@good(WIDE)
+def improper_vector_and_scale(x: Tensor, y: Tensor) -> None:
+    warnings.simplefilter("ignore", SecureFVIWarning)  # of its start
+    b = pyro.sample("b", dist.ImproperUniform(dist.constraints.real_vector, (), (3,)))
+    scale = pyro.sample("scale", dist.ImproperUniform(dist.constraints.positive, (), ()))
+    _observe(y, x @ b, scale)
 
 
 @good()

@@ -25,7 +25,7 @@ from torch.distributions import biject_to, transform_to
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
-from secure_fvi.density import param_constraint, running
+from secure_fvi.density import param_constraint, param_start, running
 from secure_fvi.errors import InputError, UntestedOperation
 from secure_fvi.exported import untested_operations
 from secure_fvi.options import check
@@ -79,13 +79,10 @@ class _Discover(Messenger):  # type: ignore[misc]
         self.points: Params = {}
 
     def _pyro_param(self, msg: Any) -> None:
-        name, args = msg["name"], msg["args"]
+        name = msg["name"]
         transform = transform_to(param_constraint(msg))
         if name not in self.points:
-            if len(args) < 2:
-                raise InputError(f"pyro.param '{name}' has no initial value where it is first used")
-            init = args[1]() if callable(args[1]) else args[1]
-            self.points[name] = transform.inv(torch.as_tensor(init).detach())
+            self.points[name] = transform.inv(param_start(msg))
         msg["value"] = transform(self.points[name])
 
     def _pyro_sample(self, msg: Any) -> None:
