@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 import math
@@ -170,6 +171,8 @@ def _value(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return _string(value)
+    if isinstance(value, datetime.date):
+        return value.isoformat()
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     raise TypeError(f"TOML cannot hold a {type(value).__name__}")
