@@ -1,0 +1,633 @@
+"""The data door: tables as an institution keeps them, read by DuckDB and coded by a dictionary.
+
+CSV, Parquet, JSON, SQLite and DuckDB files, and one SELECT over them. Nothing is written, no file is read but those
+that are named, no network is used and no extension is loaded, whatever the query says: external access is off but for
+those paths, the configuration is locked, and a query is looked through before it runs (`_check_query`).
+
+A cell that does not fit its dictionary is refused before any round. What says so names the column, counts rows and
+gives their numbers, and is for the site alone; it holds no cell's content, and errors of DuckDB, whose texts do, are
+put in other words.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import json
+import re
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.runs.wording import nearest
+
+if TYPE_CHECKING:
+    import duckdb
+    from torch import Tensor
+
+Missing = Literal["refuse", "drop"]
+
+#: The name of a job's own file in a query.
+TABLE = "data"
+#: What DuckDB may hold at once, and how long it may take.
+MEMORY, SECONDS = "2GB", 600
+#: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
+_NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
+_FUNCTIONS = {"unnest", "range", "generate_series"}
+_MARKS = ",;\t|"
+#: Rows that a message names.
+_NAMED = 5
+#: Whole numbers from here on are not told apart as floating point ones.
+_TOLD_APART = 2**53
+_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+_DATE = r"\d{4}-\d{2}-\d{2}([ T]00:00(:00(\.0+)?)?)?"
+#: SQL for the characters that may stand about a cell's text.
+_BLANKS = "' ' || chr(9) || chr(10) || chr(13) || chr(160)"
+_NUMERIC = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL.*")
+_NESTED = re.compile(r".*\[\d*\]|STRUCT.*|MAP.*|UNION.*|BLOB|BIT|VARIANT|GEOMETRY.*")
+#: Numpy's types of a coded column.
+_TYPES = {"number": np.float64, "boolean": np.float64, "date": np.float64, "integer": np.int64, "category": np.int64}
+_UNREADABLE = {
+    "number": "no number",
+    "integer": "no whole number",
+    "boolean": "neither of its two values",
+    "category": "a level that the dictionary lacks",
+    "date": "no date such as 2024-12-31",
+    "id": "no id",
+}
+
+
+class Finding(NamedTuple):
+    """What does not fit. rows: their numbers, from 1, in the order of the table or of the query's result."""
+
+    column: str
+    what: str
+    rows: npt.NDArray[np.int64]
+
+    def line(self, most: int = _NAMED) -> str:
+        """One line without a cell's content, with at most so many rows' numbers."""
+        named = ", ".join(str(row) for row in self.rows[:most])
+        more = f" and {len(self.rows) - most} more" if len(self.rows) > most else ""
+        rows = "row" if len(self.rows) == 1 else "rows"
+        return f"column '{self.column}': {self.what} in {len(self.rows)} {rows} ({named}{more})"
+
+
+GAP = "a gap"
+
+
+class Coded(NamedTuple):
+    """A table coded by its dictionary. Seen by its site alone.
+
+    columns (N,): numbers, dates (days since 1970-01-01) and booleans (0, 1) as float64, whole numbers as int64,
+    categories as the places of their levels, ids as places in `names`, sorted; a column `record_id` keeps its numbers.
+    findings: what does not fit, gaps among it. left_out: rows with a gap that were left out, by column.
+    """
+
+    columns: dict[str, npt.NDArray[Any]]
+    names: dict[str, list[str]]
+    read: int
+    left_out: dict[str, int]
+    findings: tuple[Finding, ...]
+
+
+def read_coded(
+    files: Path | Mapping[str, Path],
+    dictionary: Dictionary,
+    query: str | None = None,
+    missing: Missing = "refuse",
+    only: Iterable[str] | None = None,
+    memory: str = MEMORY,
+    seconds: float = SECONDS,
+) -> Coded:
+    """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
+
+    files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text.
+    Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted.
+    """
+    found = check_table(files, dictionary, query, only, memory, seconds)
+    wrong = [f for f in found.findings if missing == "refuse" or f.what != GAP]
+    if wrong:
+        gaps = all(f.what == GAP for f in wrong)
+        hint = '; leave those rows out with missing = "drop", or fill them' if gaps else ""
+        raise DataError(f"the table does not fit its dictionary: {'; '.join(f.line() for f in wrong)}{hint}")
+    whole = np.ones(found.read, dtype=bool)
+    for finding in found.findings:
+        whole[finding.rows - 1] = False
+    if not whole.any():
+        raise DataError(f"none of its {found.read} rows is without a gap" if found.read else "it has no rows")
+    if whole.all():
+        return found
+    columns = {name: values[whole] for name, values in found.columns.items()}
+    columns, names = _renumbered(columns, found.names)
+    return Coded(columns, names, found.read, {f.column: len(f.rows) for f in found.findings}, ())
+
+
+def check_table(
+    files: Path | Mapping[str, Path],
+    dictionary: Dictionary,
+    query: str | None = None,
+    only: Iterable[str] | None = None,
+    memory: str = MEMORY,
+    seconds: float = SECONDS,
+) -> Coded:
+    """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
+    cannot be read at all or lacks a column."""
+    wanted = list(dictionary.columns if only is None else only)
+    for name in wanted:
+        dictionary[name]
+    with opened(files, query, memory, seconds) as table:
+        for name in wanted:
+            if name not in table.types:
+                raise DataError(f"the table has no column '{name}'{nearest(name, table.types)}")
+            if _NESTED.fullmatch(table.types[name]):
+                raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
+        values, status = _fetched(table, {name: dictionary[name] for name in wanted})
+    findings = [f for name in wanted for f in _findings(name, dictionary[name], status[name])]
+    names: dict[str, list[str]] = {}
+    for name in wanted:
+        column, fits = dictionary[name], status[name] == 0
+        if column.unique or name == RECORD_ID:
+            findings += _repeated(name, values[name], fits)
+        if column.at_most in values:
+            above = fits & (status[column.at_most] == 0) & (values[name] > values[column.at_most])
+            findings += _finding(name, f"a value above '{column.at_most}'", above)
+    for name in wanted:
+        if dictionary[name].kind == "id":
+            values[name], names[name] = _coded_ids(values[name])
+    read = len(status[wanted[0]])
+    return Coded(values, names, read, {}, tuple(findings))
+
+
+#: The optional column with the records' own ids: whole numbers, all different, over all silos.
+RECORD_ID = "record_id"
+
+
+def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"") -> bytes:
+    """32 bytes that stand for the rows in use, (N, ...) each, whatever their order; a row more, less or other changes
+    them.
+
+    Rows may be few and their columns narrow, so that whoever has a digest could try all tables: what leaves a site
+    is made with a `key` (at most 64 bytes) that the site alone knows.
+    """
+    form, cells = [], []
+    for name in sorted(rows):
+        value = np.ascontiguousarray(rows[name])
+        if value.dtype.kind == "f":
+            value = value + 0.0  # one zero, not two
+        form.append((name, str(value.dtype), value.shape[1:]))
+        cells.append(value.reshape(len(value), -1).view(np.uint8))
+    count, width = len(cells[0]), sum(c.shape[1] for c in cells)
+    digests: list[bytes] = []
+    for at in range(0, count, 65_536):
+        block = memoryview(np.concatenate([c[at : at + 65_536] for c in cells], 1).tobytes())
+        digests += [
+            hashlib.blake2b(block[i : i + width], digest_size=32, key=key).digest() for i in range(0, len(block), width)
+        ]
+    total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
+    total.update(b"".join(sorted(digests)))
+    return total.digest()
+
+
+# ---- findings ----
+
+
+def _fetched(
+    table: Opened, columns: Mapping[str, Column]
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[np.uint8]]]:
+    """By column: what was read, texts of ids and 0 for what cannot be, and how it went (0: it fits)."""
+    coded, out = [], []
+    for i, (name, column) in enumerate(columns.items()):
+        cell, kind = f"c{list(table.types).index(name)}", table.types[name]
+        coded += [f"{_value(cell, column, kind)} AS r{i}", cell]
+        fits, nothing = [f"r{i} IS NOT NULL", *_inside(f"r{i}", column)], "''" if column.kind == "id" else "0"
+        gap = _gap(cell, column, kind)
+        if column.missing:
+            fits.append(f"NOT coalesce({gap}, false)")
+        # A gap is looked for where a cell does not fit: in most there is none, and texts take their time.
+        how = f"CASE WHEN {' AND '.join(fits)} THEN 0 WHEN {gap} THEN 1 WHEN r{i} IS NULL THEN 2 ELSE 3 END"
+        out += [f"coalesce(r{i}, {nothing}) AS v{i}", f"({how})::UTINYINT AS s{i}"]
+    found = table.fetch(f"SELECT {', '.join(out)} FROM (SELECT {', '.join(dict.fromkeys(coded))} FROM {table.rows})")
+    values, status = {}, {}
+    for i, (name, column) in enumerate(columns.items()):
+        dtype = _TYPES.get(column.kind)
+        values[name] = found[f"v{i}"] if dtype is None else found[f"v{i}"].astype(dtype, copy=False)
+        status[name] = found[f"s{i}"]
+    return values, status
+
+
+def _text(cell: str, kind: str) -> str:
+    """SQL for a cell as text without blanks at its ends; whole numbers have no point, however they are stored."""
+    if _NUMERIC.fullmatch(kind):
+        whole = f"{cell} = trunc({cell}) AND abs({cell}) < {_TOLD_APART}"
+        return f"CASE WHEN {whole} THEN CAST(CAST({cell} AS BIGINT) AS VARCHAR) ELSE CAST({cell} AS VARCHAR) END"
+    return f"trim(CAST({cell} AS VARCHAR), {_BLANKS})"
+
+
+def _number(cell: str, kind: str) -> str:
+    """SQL for a cell as a number, NULL where it is none. 3_12 is a label: DuckDB alone reads 312."""
+    if _NUMERIC.fullmatch(kind):
+        return f"CAST({cell} AS DOUBLE)"
+    text = cell if kind == "VARCHAR" else f"CAST({cell} AS VARCHAR)"
+    return f"CASE WHEN NOT contains({text}, '_') THEN TRY_CAST({text} AS DOUBLE) END"
+
+
+def _gap(cell: str, column: Column, kind: str) -> str:
+    """SQL for whether a cell is empty, NaN in a column of numbers, or a code for missing."""
+    gap = [f"{cell} IS NULL"]
+    if _NUMERIC.fullmatch(kind):
+        gap.append(f"isnan(CAST({cell} AS DOUBLE))")
+    else:
+        gap.append(f"{_text(cell, kind)} = ''")
+    if column.missing:
+        gap.append(f"{_text(cell, kind)} IN ({', '.join(map(_quoted, column.missing))})")
+    codes = [f"{float(code)!r}::DOUBLE" for code in column.missing if re.fullmatch(_NUMBER, code)]
+    if codes and column.kind not in ("id", "category"):
+        gap.append(f"coalesce({_number(cell, kind)} IN ({', '.join(codes)}), false)")
+    return " OR ".join(f"({g})" for g in gap)
+
+
+def _value(cell: str, column: Column, kind: str) -> str:
+    """SQL for the coded value, NULL where there is none."""
+    text, number = _text(cell, kind), _number(cell, kind)
+    if column.kind == "id":
+        return (
+            f"CASE WHEN {text} NOT IN ('', 'nan') THEN {text} END"
+            if _NUMERIC.fullmatch(kind)
+            else f"nullif({text}, '')"
+        )
+    if column.kind == "category":
+        levels = ", ".join(map(_quoted, column.levels))
+        return f"CAST(enum_code(TRY_CAST({text} AS ENUM({levels}))) AS BIGINT)"
+    if column.kind == "date":
+        dated = f"regexp_full_match({text}, {_quoted(_DATE)})"
+        return f"CASE WHEN {dated} THEN CAST(TRY_CAST(left({text}, 10) AS DATE) - DATE '1970-01-01' AS DOUBLE) END"
+    if column.kind == "boolean":
+        if column.levels and kind != "BOOLEAN":
+            no, yes = map(_quoted, column.levels)
+            return f"CASE {text} WHEN {no} THEN 0 WHEN {yes} THEN 1 END"
+        no, yes = (f"{number} = {i} OR lower({text}) = '{word}'" for i, word in enumerate(("false", "true")))
+        return f"CASE WHEN {no} THEN 0 WHEN {yes} THEN 1 END"
+    if column.kind == "number":
+        return f"CASE WHEN isfinite({number}) THEN {number} END"
+    whole = f"isfinite({number}) AND {number} = trunc({number}) AND abs({number}) < {_TOLD_APART}"
+    return f"CASE WHEN {whole} THEN CAST({number} AS BIGINT) END"
+
+
+def _inside(value: str, column: Column) -> list[str]:
+    bounds = ((">=", column.low), ("<=", column.high))
+    return [f"{value} {sign} {bound!r}::DOUBLE" for sign, bound in bounds if bound is not None]
+
+
+def _findings(name: str, column: Column, status: npt.NDArray[np.uint8]) -> list[Finding]:
+    return [
+        *_finding(name, GAP, status == 1),
+        *_finding(name, _UNREADABLE[column.kind], status == 2),
+        *_finding(name, "a value outside its range", status == 3),
+    ]
+
+
+def _finding(name: str, what: str, where: npt.NDArray[np.bool_]) -> list[Finding]:
+    rows = np.flatnonzero(where) + 1
+    return [Finding(name, what, rows)] if len(rows) else []
+
+
+def _repeated(name: str, values: npt.NDArray[Any], fits: npt.NDArray[np.bool_]) -> list[Finding]:
+    """Every row whose value stands in an earlier one."""
+    seen: set[Any] = set()
+    again = np.zeros(len(values), dtype=bool)
+    for at in np.flatnonzero(fits):
+        before = len(seen)
+        seen.add(values[at])
+        again[at] = len(seen) == before
+    return _finding(name, "an id of an earlier row", again)
+
+
+def _coded_ids(texts: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """Places (N,) in the sorted names, and the names."""
+    names = sorted(set(texts))
+    place = {name: i for i, name in enumerate(names)}
+    return np.fromiter((place[t] for t in texts), np.int64, len(texts)), names
+
+
+def _renumbered(
+    columns: dict[str, npt.NDArray[Any]], names: Mapping[str, list[str]]
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, list[str]]]:
+    """Ids without the names that no row has any longer."""
+    kept = {}
+    for name, texts in names.items():
+        left, columns[name] = np.unique(columns[name], return_inverse=True)
+        kept[name] = [texts[i] for i in left]
+    return columns, kept
+
+
+# ---- opening: what may be read, and what a query may say ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Tables that were let in. rows: SQL for the rows in use, with columns c0, c1, ...; types: DuckDB's, by name."""
+
+    connection: duckdb.DuckDBPyConnection
+    rows: str
+    types: dict[str, str]
+
+    def fetch(self, sql: str) -> dict[str, npt.NDArray[Any]]:
+        """Columns of `sql`, which is our own; missing ones masked."""
+        return self.connection.execute(sql).fetchnumpy()
+
+
+@contextmanager
+def opened(
+    files: Path | Mapping[str, Path], query: str | None = None, memory: str = MEMORY, seconds: float = SECONDS
+) -> Iterator[Opened]:
+    """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
+    and InputError for a query that is not one plain SELECT."""
+    named = {TABLE: files} if not isinstance(files, Mapping) else dict(files)
+    paths = {name: _regular(Path(path)) for name, path in named.items()}
+    duckdb = _duckdb()
+    config: dict[str, Any] = {
+        "memory_limit": memory,
+        "max_execution_time": str(int(1000 * seconds)),
+        "temp_directory": "",
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "allow_community_extensions": "false",
+        "allow_extension_repositories": "forbidden",
+        "allow_persistent_secrets": "false",
+        "python_enable_replacements": "false",
+    }
+    if query is not None:  # on one thread rows come in the same order every time, whatever is joined
+        config["threads"] = "1"
+    with _in_other_words(seconds, memory), duckdb.connect(":memory:", config=config) as connection:
+        tables = [table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds)]
+        # DuckDB's own files are attached by now, and attached they stay.
+        paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
+        connection.execute(f"SET allowed_paths = [{paths_sql}]")
+        connection.execute("SET enable_external_access = false")
+        connection.execute("SET lock_configuration = true")
+        if query is None:
+            if len(tables) != 1:
+                raise InputError(f"it holds {len(tables)} tables ({', '.join(tables[:10])}): give a query over them")
+            query = f"SELECT * FROM {tables[0]}"
+        _check_query(connection, query, list(paths))
+        inner = query.strip().rstrip(";")
+        described = connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)").fetchall()
+        types = {row[0]: str(row[1]) for row in described}
+        if len(types) < len(described):
+            raise InputError("two columns of the query's result have the same name")
+        aliases = ", ".join(f"c{i}" for i in range(len(described)))
+        yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types)
+
+
+def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Iterable[str]) -> None:
+    """Raises InputError unless `query` is one SELECT that reads nothing but tables that were let in, as `known`."""
+    only = "a query is one SELECT over the tables that are named"
+    try:
+        statements = connection.extract_statements(query)
+        parsed = connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0]
+    except Exception as error:
+        raise InputError(f"{only}, and this cannot be parsed: {_first_line(error)}") from None
+    tree = json.loads(parsed)
+    if len(statements) != 1 or tree.get("error"):
+        raise InputError(f"{only}; this is something else")
+    parts = list(_parts(tree))
+    own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
+    allowed = {name.lower() for name in {*known, *own}}
+    for part in parts:
+        kind = part.get("type")
+        if isinstance(kind, str) and kind.endswith("_NODE") and kind not in _NODES:
+            raise InputError(f"{only}; this holds {kind.removesuffix('_NODE').replace('_', ' ')}")
+        if kind == "TABLE_FUNCTION":
+            function = part.get("function", {}).get("function_name", "")
+            if function not in _FUNCTIONS:
+                raise InputError(f"{only}; this reads from the function '{function}'")
+        if kind == "BASE_TABLE":
+            named = part["qualified_name"]["path"]
+            if named[0].lower() not in allowed:
+                raise InputError(f"{only}; this reads from '{'.'.join(named)}' (known: {', '.join(known)})")
+
+
+def _parts(tree: Any) -> Iterator[dict[str, Any]]:
+    below = [tree]
+    while below:
+        part = below.pop()
+        if isinstance(part, dict):
+            yield part
+            below += part.values()
+        elif isinstance(part, list):
+            below += part
+
+
+def _regular(path: Path) -> Path:
+    """Where a file lies. Raises InputError for a database's address, and DataError for no file, or for a name by which
+    DuckDB would look for others."""
+    if re.match(r"(postgres(ql)?|mysql|https?|s3|gs|az|hf|odbc|jdbc)s?:", str(path)):
+        raise InputError(
+            f"'{str(path).partition(':')[0]}' is not read: it needs a network and an extension of DuckDB that is not "
+            "part of it and is never fetched; write the rows to a Parquet or CSV file there and name that"
+        )
+    try:
+        found = path.resolve(strict=True)
+    except OSError as error:
+        raise DataError(
+            f"no file '{path}'" if isinstance(error, FileNotFoundError) else f"cannot read '{path}'"
+        ) from None
+    if not found.is_file():
+        raise DataError(f"'{path}' is no file")
+    if set("*?[]{}") & set(str(found)):
+        raise DataError(f"'{path}' has one of *?[]{{}} in its name, which stands for other files; rename it")
+    return found
+
+
+_FORMATS = {
+    ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "json", ".ndjson": "json", ".jsonl": "json",
+    ".duckdb": "duckdb", ".sqlite": "sqlite", ".sqlite3": "sqlite",
+}  # fmt: skip
+#: Endings of the files that this module reads.
+ENDINGS = (*_FORMATS, ".db")
+
+
+def _format(path: Path) -> str:
+    if path.suffix == ".db":
+        with path.open("rb") as file:
+            start = file.read(16)
+        return "sqlite" if start.startswith(b"SQLite format 3") else "duckdb"
+    if path.suffix not in _FORMATS:
+        raise DataError(f"'{path}': must end in {', '.join(ENDINGS)}")
+    return _FORMATS[path.suffix]
+
+
+def _let_in(
+    connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float
+) -> list[str]:
+    """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them."""
+    kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
+    if kind == "duckdb":
+        connection.execute(f"ATTACH {where} AS {table} (READ_ONLY)")
+        held = connection.execute(
+            "SELECT schema_name, table_name FROM duckdb_tables() WHERE database_name = ? UNION ALL SELECT schema_name, "
+            "view_name FROM duckdb_views() WHERE database_name = ? AND NOT internal ORDER BY ALL",
+            [name, name],
+        ).fetchall()
+        return [".".join(map(_identifier, (name, *parts))) for parts in held]
+    if kind == "sqlite":
+        return _copied(connection, name, path, query, seconds)
+    if kind == "csv":
+        columns, mark = _header(path)
+        rows = (
+            f"read_csv({where}, auto_detect=false, header=true, delim={_quoted(mark)}, quote='\"', escape='\"', "
+            f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)})"
+        )
+    elif kind == "json":
+        found = f"read_json({where}, sample_size=-1, hive_partitioning=false)"
+        columns = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {found}").fetchall()]
+        rows = (
+            f"read_json({where}, auto_detect=false, format='auto', hive_partitioning=false, columns={_texts(columns)})"
+        )
+    else:
+        rows = f"read_parquet({where}, hive_partitioning=false)"
+    connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {rows}")
+    return [table]
+
+
+def _header(path: Path) -> tuple[list[str], str]:
+    """The names in the first line of a CSV, and what stands between them."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            line = file.readline(1 << 20)
+            mark = max(_MARKS, key=line.count)
+            file.seek(0)
+            names = [name.strip() for name in next(csv.reader(file, delimiter=mark), [])]
+    except (UnicodeDecodeError, csv.Error):
+        raise DataError(f"{path}: not a CSV file in UTF-8") from None
+    if not any(names):
+        raise DataError(f"{path}: the first line must name the columns")
+    for name in names:
+        if not name or [n.lower() for n in names].count(name.lower()) > 1:
+            raise DataError(
+                f"{path}: column names must differ, not in case alone, and not be empty; '{name}' is not so"
+            )
+    return names, mark
+
+
+def _copied(
+    connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float
+) -> list[str]:
+    """Copy the tables of a SQLite file that the query may mean into memory: the extension that reads them in place is
+    no part of DuckDB. Whole numbers, numbers and texts keep their types where a column holds nothing else."""
+    connection.execute(f"CREATE SCHEMA {_identifier(name)}")
+    until = time.monotonic() + seconds
+    file = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+    file.set_progress_handler(lambda: time.monotonic() > until, 100_000)
+    made = []
+    try:
+        held = file.execute(
+            "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
+        ).fetchall()
+        for (inner,) in held:
+            if query is None or inner.lower() in query.lower():
+                made.append(f"{_identifier(name)}.{_identifier(inner)}")
+                _copy(connection, file, inner, made[-1])
+    finally:
+        file.close()
+    return made
+
+
+def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner: str, table: str) -> None:
+    rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
+    columns = [d[0] for d in rows.description]
+    held = [
+        {row[0] for row in file.execute(f"SELECT DISTINCT typeof({_identifier(c)}) FROM {_identifier(inner)}")}
+        for c in columns
+    ]
+    types = ["VARCHAR"] * len(columns)
+    for i, found in enumerate(held):
+        if "blob" in found:
+            types[i] = "BLOB"
+        elif found <= {"integer", "null"}:
+            types[i] = "BIGINT"
+        elif found <= {"real", "null"}:
+            types[i] = "DOUBLE"
+    made = ", ".join(f"{_identifier(c)} {t}" for c, t in zip(columns, types, strict=True))
+    connection.execute(f"CREATE TABLE {table} ({made})")
+    while block := rows.fetchmany(50_000):
+        cells = {f"c{i}": _as_objects(values, types[i]) for i, values in enumerate(zip(*block, strict=True))}
+        connection.register("block", cells)
+        casts = ", ".join(f"CAST(c{i} AS {t})" for i, t in enumerate(types))
+        connection.execute(f"INSERT INTO {table} SELECT {casts} FROM block")
+        connection.unregister("block")
+
+
+def _as_objects(values: Sequence[Any], kind: str) -> npt.NDArray[Any]:
+    """SQLite lets a cell have a type of its own: where a column's differ, all are text. Bytes, which no dictionary
+    can code, are not copied."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = [None if v is None or kind == "BLOB" else str(v) for v in values]
+    return array
+
+
+# ---- words ----
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ModuleNotFoundError:
+        raise InputError("tables are read by DuckDB, which is not installed: pip install 'duckdb>=2.0'") from None
+    return duckdb
+
+
+@contextmanager
+def _in_other_words(seconds: float, memory: str) -> Iterator[None]:
+    """DuckDB's and SQLite's errors quote the line or cell that they stumbled on: what is said of them here does not."""
+    duckdb = _duckdb()
+    try:
+        yield
+    except duckdb.InterruptException:
+        raise DataError(f"reading it takes more than {seconds:g} seconds") from None
+    except duckdb.OutOfMemoryException:
+        raise DataError(f"reading it takes more than {memory} of memory") from None
+    except (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.PermissionException) as e:
+        raise InputError(f"the query cannot be carried out: {_first_line(e)}") from None
+    except duckdb.ConversionException:
+        raise DataError(
+            "the query casts a cell to what it is not; use TRY_CAST, or leave it to the dictionary"
+        ) from None
+    except duckdb.Error as error:
+        line = re.search(r"CSV Error on Line: (\d+)", str(error))
+        if line is None:
+            raise DataError(f"it cannot be read ({type(error).__name__})") from None
+        why = "is not UTF-8 text" if "Invalid unicode" in str(error) else "has not as many cells as columns are named"
+        raise DataError(f"line {line[1]} {why}") from None
+    except sqlite3.OperationalError as error:
+        slow = str(error) == "interrupted"
+        raise DataError(
+            f"reading it takes more than {seconds:g} seconds" if slow else "it is locked or damaged"
+        ) from None
+    except sqlite3.Error as error:
+        raise DataError(f"it cannot be read as SQLite ({type(error).__name__})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:300]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _texts(columns: Sequence[str]) -> str:
+    return "{" + ", ".join(f"{_quoted(c)}: 'VARCHAR'" for c in columns) + "}"

@@ -1,0 +1,507 @@
+"""Tables as institutions keep them: coded by the dictionary, refused by column and row where they do not fit, and read
+by a query that can do nothing else. Attacks on the query have a control in which plain DuckDB carries them out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.tables import check_table, cohort_digest, opened, read_coded
+
+DICTIONARY = Dictionary(
+    {
+        "child": Column("id"),
+        "age": Column("number", unit="years", low=0, high=120, missing=("-9",)),
+        "visits": Column("integer", low=0),
+        "smoke": Column("category", ("never", "former", "current"), missing=("unknown",)),
+        "wheeze": Column("boolean"),
+        "sex": Column("boolean", levels=("m", "f")),
+        "seen": Column("date", low=18262, high=19000),
+        "r": Column("integer", low=0, at_most="n"),
+        "n": Column("integer", low=1),
+        "record": Column("integer", unique=True),
+    }
+)
+NAMES = list(DICTIONARY.columns)
+GOOD = [
+    ["c1", "31.5", "2", "never", "0", "f", "2020-01-01", "1", "4", "11"],
+    ["c2", " 47 ", "0", "current", "1", "m", "2021-06-30", "4", "4", "12"],
+    ["c1", "1e1", "7", "former", "true", "m", "2022-01-01", "0", "9", "13"],
+]
+
+
+def write(path: Path, rows: list[list[str]], names: list[str] = NAMES) -> Path:
+    """A file of the format that the ending says, with the same texts; Parquet and DuckDB hold types of their own."""
+    if path.suffix == ".csv":
+        quoted = [[f'"{cell}"' if set(cell) & set(',"') else cell for cell in row] for row in rows]
+        path.write_text("\n".join(",".join(row) for row in [names, *quoted]) + "\n")
+        return path
+    if path.suffix == ".json":
+        path.write_text(json.dumps([{k: v or None for k, v in zip(names, row, strict=True)} for row in rows]))
+        return path
+    typed = {"age": "DOUBLE", "visits": "BIGINT", "wheeze": "BOOLEAN", "seen": "DATE", "r": "INTEGER", "n": "FLOAT"}
+    if path.suffix == ".sqlite":
+        with sqlite3.connect(path) as file:
+            file.execute(f"CREATE TABLE t ({', '.join(names)})")
+            cells = [
+                [None if c == "" else (float(c) if n == "age" else int(c) if n in ("r", "n", "visits") else c.strip())
+                 for n, c in zip(names, row, strict=True)]
+                for row in rows
+            ]  # fmt: skip
+            file.executemany(f"INSERT INTO t VALUES ({', '.join('?' * len(names))})", cells)
+        file.close()
+        return path
+    target = str(path) if path.suffix == ".duckdb" else ":memory:"
+    with duckdb.connect(target) as file:
+        columns = ", ".join(f"{n} {typed.get(n, 'VARCHAR')}" for n in names)
+        file.execute(f"CREATE TABLE t ({columns})")
+        for row in rows:
+            file.execute(f"INSERT INTO t VALUES ({', '.join('?' * len(names))})", [c.strip() or None for c in row])
+        if path.suffix == ".parquet":
+            file.execute(f"COPY t TO '{path}' (FORMAT parquet)")
+    return path
+
+
+# ---- what is read ----
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "sqlite", "duckdb"])
+def test_every_format_is_coded_alike(tmp_path: Path, ending: str) -> None:
+    found = read_coded(write(tmp_path / f"t.{ending}", GOOD), DICTIONARY)
+    expected: dict[str, list[Any]] = {
+        "child": [0, 1, 0], "age": [31.5, 47.0, 10.0], "visits": [2, 0, 7], "smoke": [0, 2, 1], "wheeze": [0.0, 1.0, 1.0],
+        "sex": [1.0, 0.0, 0.0], "seen": [18262.0, 18808.0, 18993.0], "r": [1, 4, 0], "n": [4, 4, 9],
+        "record": [11, 12, 13],
+    }  # fmt: skip
+    assert {name: values.tolist() for name, values in found.columns.items()} == expected
+    assert found.columns["age"].dtype == np.float64
+    assert found.columns["smoke"].dtype == np.int64
+    assert found.names == {"child": ["c1", "c2"]}
+    assert (found.read, found.left_out, found.findings) == (3, {}, ())
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "sqlite", "duckdb"])
+def test_rows_with_a_gap_are_refused_or_left_out_and_counted(tmp_path: Path, ending: str) -> None:
+    rows = [list(row) for row in GOOD * 2]
+    for i, row in enumerate(rows):
+        row[-1] = str(i)
+    rows[1][1] = "-9"
+    rows[1][3] = ""
+    rows[3][3] = "unknown"
+    path = write(tmp_path / f"t.{ending}", rows)
+    with pytest.raises(
+        DataError, match=r"column 'age': a gap in 1 row \(2\).*column 'smoke': a gap in 2 rows \(2, 4\)"
+    ):
+        read_coded(path, DICTIONARY)
+    found = read_coded(path, DICTIONARY, missing="drop")
+    assert found.columns["record"].tolist() == [0, 2, 4, 5]
+    assert found.left_out == {"age": 1, "smoke": 2}
+    assert found.read == 6
+    assert found.names == {"child": ["c1", "c2"]}
+    # A column that the job does not use has no say.
+    assert read_coded(path, DICTIONARY, only=["child", "visits"]).left_out == {}
+
+
+def test_nan_of_a_column_of_numbers_is_a_gap(tmp_path: Path) -> None:
+    with duckdb.connect() as file:
+        file.execute(
+            f"COPY (SELECT unnest([1.0, 'nan'::DOUBLE, 3.0]) AS x, unnest([7, 7, 9]) AS g) TO '{tmp_path}/t.parquet'"
+        )
+    d = Dictionary({"x": Column("number"), "g": Column("category", ("7", "9"))})
+    assert [f.line() for f in check_table(tmp_path / "t.parquet", d).findings] == ["column 'x': a gap in 1 row (2)"]
+    assert read_coded(tmp_path / "t.parquet", d, missing="drop").columns["g"].tolist() == [0, 1]
+
+
+def test_a_level_that_a_site_lacks_changes_no_code(tmp_path: Path) -> None:
+    d = Dictionary({"smoke": DICTIONARY["smoke"]})
+    one = read_coded(write(tmp_path / "a.csv", [["current"], ["never"]], ["smoke"]), d)
+    other = read_coded(write(tmp_path / "b.csv", [["former"], ["current"]], ["smoke"]), d)
+    assert one.columns["smoke"].tolist() == [2, 0]
+    assert other.columns["smoke"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+def test_other_programs_csv(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f'\ufeffa{mark} b \r\n1{mark}"x{mark} ""y"""\r\n', newline="")
+    d = Dictionary({"a": Column("number"), "b": Column("category", (f'x{mark} "y"',))})
+    assert {k: v.tolist() for k, v in read_coded(path, d).columns.items()} == {"a": [1.0], "b": [0]}
+
+
+# ---- what is refused ----
+
+_PRIVATE = "Quixote77"  # in cells alone: no message may hold it
+
+
+def _with(name: str, cell: str, row: int = 1) -> list[list[str]]:
+    rows = [list(r) for r in GOOD]
+    rows[row][NAMES.index(name)] = cell
+    return rows
+
+
+#: By case: rows, and what the refusal says beside the column and its count.
+CELLS = {
+    **{f"age {cell!r}": ("age", cell, "no number") for cell in (
+        _PRIVATE, "3,5", "3_1", "1e999", "inf", "-inf", "nan", "NaN", "0x1F", "12 years", "１２", "=A1", "NA", ".", "- 3",
+    )},
+    **{f"age {cell!r}": ("age", cell, "a value outside its range") for cell in ("-1", "120.001", "1e6", "-9.5")},
+    **{f"age {cell!r}": ("age", cell, "a gap") for cell in ("", "   ", "-9", "-9.0", "\u00a0")},
+    **{f"visits {cell!r}": ("visits", cell, "no whole number") for cell in ("2.5", "two", "9007199254740993", "1e300")},
+    "negative count": ("visits", "-2", "a value outside its range"),
+    **{f"smoke {cell!r}": ("smoke", cell, "a level that the dictionary lacks") for cell in (
+        _PRIVATE, "Never", "ex", "0", "never'; DROP TABLE t; --", "former\u200b",
+    )},
+    **{f"wheeze {cell!r}": ("wheeze", cell, "neither of its two values") for cell in ("2", "yes", "-1", "0.5", _PRIVATE)},
+    **{f"sex {cell!r}": ("sex", cell, "neither of its two values") for cell in ("F", "1", "0", "true", _PRIVATE)},
+    **{f"seen {cell!r}": ("seen", cell, "no date") for cell in (
+        "31/12/2020", "2020-02-30", "2020-1-1", "20200101", "2020-01-01 13:45", "43831", "-202-01-01", _PRIVATE,
+    )},
+    **{f"seen {cell!r}": ("seen", cell, "a value outside its range") for cell in ("1899-12-30", "2222-01-01")},
+    "r above n": ("r", "5", "a value above 'n'"),
+    "repeated id": ("record", "11", "an id of an earlier row"),
+    "empty id": ("child", "", "a gap"),
+}  # fmt: skip
+
+
+def test_there_are_at_least_forty_malformed_tables() -> None:
+    assert len(CELLS) >= 40
+
+
+@pytest.mark.parametrize("case", list(CELLS))
+def test_a_malformed_cell_is_refused_by_column_and_row_and_never_quoted(tmp_path: Path, case: str) -> None:
+    name, cell, what = CELLS[case]
+    path = write(tmp_path / "t.csv", _with(name, cell))
+    with pytest.raises(DataError) as caught:
+        read_coded(path, DICTIONARY)
+    said = str(caught.value)
+    assert f"column '{name}': {what}" in said
+    assert "in 1 row (2)" in said
+    assert said.count("column '") == 1
+    assert "\n" not in said
+    if len(cell.strip()) > 4:
+        assert cell.strip() not in said
+    # Bad cells are no gaps: leaving out rows does not let them in.
+    if what != "a gap":
+        with pytest.raises(DataError, match=f"column '{name}'"):
+            read_coded(path, DICTIONARY, missing="drop")
+
+
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "the first line must name the columns"),
+    "latin-1 far down": (("age\n" + "1\n" * 100_000 + "Quixote77é\n").encode("latin-1"), "line 100002 is not UTF-8"),
+    "names alone": (b"age\n", "it has no rows"),
+    "a missing column": (b"agee\n1\n", "no column 'age'; did you mean 'agee'"),
+    "another case": (b"Age\n1\n", "no column 'age'; did you mean 'Age'"),
+    "a name twice": (b"age,age\n1,2\n", "column names must differ"),
+    "a name in two cases": (b"age,AGE\n1,2\n", "column names must differ, not in case alone"),
+    "a name too few": (b"age,\n1,2\n", "column names must differ"),
+    "a cell too many": (b"age,b\n1,Quixote77\n1,2,Quixote77\n", "line 3 has not as many cells"),
+    "a cell too few": (b"age,b\nQuixote77\n", "line 2 has not as many cells"),
+    "an open quote": (b'age,b\n1,"Quixote77\n', "line 2 has|cannot be read"),
+    "latin-1": ("age,b\n1,Quixote77é\n".encode("latin-1"), "not a CSV file in UTF-8"),
+    "latin-1 names": ("âge\n1\n".encode("latin-1"), "not a CSV file in UTF-8"),
+    "UTF-16": ("age\n1\n".encode("utf-16"), "not a CSV file in UTF-8"),
+    "bytes": (bytes(range(1, 256)), "not a CSV file in UTF-8|column names must differ|no column 'age'"),
+}
+
+
+@pytest.mark.parametrize("case", list(FILES))
+def test_a_malformed_file_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    content, said = FILES[case]
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(InputError, match=said) as caught:
+        read_coded(tmp_path / "t.csv", Dictionary({"age": Column("number")}))
+    assert _PRIVATE not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("ending", ["parquet", "json", "sqlite", "duckdb", "db"])
+@pytest.mark.parametrize(
+    "content", [b"", b"Quixote77 is no such file", b"PAR1", b'{"age": [Quixote77', b"SQLite format 3\0Quixote77"]
+)
+def test_a_file_that_is_not_what_its_ending_says_is_refused(tmp_path: Path, ending: str, content: bytes) -> None:
+    (tmp_path / f"t.{ending}").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_coded(tmp_path / f"t.{ending}", Dictionary({"age": Column("number")}))
+    assert _PRIVATE not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / f"t.{ending}").read_bytes() == content
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cells=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8), min_size=1, max_size=5),
+    column=st.sampled_from(["age", "visits", "smoke", "wheeze", "sex", "seen"]),
+)
+def test_whatever_the_cells_are_coded_by_the_dictionary_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, cells: list[str], column: str
+) -> None:
+    """Against a reader of its own, cell by cell: what is let in has the value that Python reads."""
+    quoted = ['"' + cell.replace('"', '""') + '"' for cell in cells]
+    path = tmp_path_factory.mktemp("t") / "t.csv"
+    path.write_text("\n".join([f"{column},other", *(f"{cell},0" for cell in quoted)]) + "\n")
+    found = check_table(path, DICTIONARY, only=[column])
+    bad = {int(row) - 1 for finding in found.findings for row in finding.rows}
+    for i, cell in enumerate(cells):
+        expected = _reference(cell.strip(" \t\n\r\u00a0"), DICTIONARY[column])
+        assert (i in bad) == (expected is None), (cell, found.findings)
+        if expected is not None:
+            assert found.columns[column][i] == expected
+
+
+def _reference(cell: str, column: Column) -> float | None:
+    if not cell or cell in column.missing:
+        return None
+    if column.kind == "category" or column.levels:
+        return column.levels.index(cell) if cell in column.levels else None
+    if column.kind == "boolean" and cell.lower() in ("true", "false"):
+        return float(cell.lower() == "true")
+    try:
+        value = float(cell) if cell.isascii() and "_" not in cell else float("nan")
+    except ValueError:
+        return None
+    if not np.isfinite(value) or column.kind == "date" or (column.kind == "integer" and value % 1):
+        return None
+    if column.kind == "boolean":
+        return value if value in (0, 1) else None
+    inside = (column.low is None or value >= column.low) and (column.high is None or value <= column.high)
+    return value if inside and str(value) not in ("-9.0",) else None
+
+
+# ---- queries: what they do, and what they cannot ----
+
+
+def test_a_query_joins_filters_and_computes(tmp_path: Path) -> None:
+    (tmp_path / "visits.csv").write_text("child,age,wheeze\n1,7,0\n1,8,1\n2,9,1\n")
+    (tmp_path / "children.json").write_text('[{"child": 1, "smoke": "yes"}, {"child": 2, "smoke": null}]')
+    query = """
+        WITH old AS (SELECT * FROM visits WHERE CAST(age AS INTEGER) > 7)
+        SELECT old.child AS child, CAST(age AS INTEGER) - 9 AS "age - 9", wheeze, smoke
+        FROM old JOIN children ON children.child = old.child ORDER BY age;
+    """
+    d = Dictionary({"child": Column("id"), "age - 9": Column("integer"), "smoke": Column("boolean", ("no", "yes"))})
+    files = {"visits": tmp_path / "visits.csv", "children": tmp_path / "children.json"}
+    found = read_coded(files, d, query, missing="drop")
+    assert {k: v.tolist() for k, v in found.columns.items()} == {"child": [0], "age - 9": [-1], "smoke": [1.0]}
+    assert found.left_out == {"smoke": 1}
+
+
+@pytest.mark.parametrize("ending", ["sqlite", "duckdb"])
+def test_a_query_names_the_tables_of_a_database(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"t.{ending}", GOOD)
+    connect = sqlite3.connect if ending == "sqlite" else duckdb.connect
+    file = connect(str(path))
+    file.execute("CREATE TABLE more (x INTEGER)")
+    file.execute("INSERT INTO more VALUES (1)")
+    file.commit()
+    file.close()
+    d = Dictionary({"visits": Column("integer"), "x": Column("integer")})
+    with pytest.raises(InputError, match="2 tables"):
+        read_coded(path, d)
+    found = read_coded(path, d, "SELECT visits, x FROM data.t, data.more WHERE visits > 1")
+    assert found.columns["visits"].tolist() == [2, 7]
+
+
+def _attacks(here: Path) -> dict[str, str]:
+    """SQL that must not run, beside the file `data.csv` that may be read. Each ends in one result or none."""
+    other, made = here / "other.csv", here / "made"
+    return {
+        "another file": f"SELECT * FROM read_csv('{other}')",
+        "another file by its name": f"SELECT * FROM '{other}'",
+        "another file as text": f"SELECT content FROM read_text('{other}')",
+        "another file in a subquery": f"SELECT (SELECT max(content) FROM read_text('{other}')) AS x FROM data",
+        "another file in a condition": f"SELECT * FROM data WHERE exists(SELECT * FROM read_csv('{other}'))",
+        "another file in a CTE": f"WITH x AS (SELECT * FROM read_csv('{other}')) SELECT * FROM x",
+        "another file by SQL in text": f"SELECT * FROM query('SELECT * FROM read_csv(''{other}'')')",
+        "another file by serialised SQL": (
+            f"SELECT * FROM json_execute_serialized_sql(json_serialize_sql('SELECT * FROM ''{other}'''))"
+        ),
+        "a path that goes up": f"SELECT * FROM read_csv('{here}/folder/../other.csv')",
+        "a path below the file": f"SELECT * FROM read_csv('{here}/data.csv/../other.csv')",
+        "a pattern": f"SELECT * FROM read_csv('{here}/*.csv', union_by_name=true)",
+        "a link": f"SELECT * FROM read_csv('{here}/link.csv')",
+        "the names of files": f"SELECT * FROM glob('{here}/*')",
+        "a guess at a file": f"SELECT * FROM sniff_csv('{other}')",
+        "the environment": "SELECT content FROM read_text('/proc/self/environ')",
+        "write": f"COPY (SELECT 1) TO '{made}.csv'",
+        "write over the table": f"COPY (SELECT 1) TO '{here}/data.csv' (USE_TMP_FILE false)",
+        "attach": f"ATTACH '{made}.duckdb' AS m",
+        "export": f"EXPORT DATABASE '{made}'",
+        "create": "CREATE TABLE made AS SELECT 1",
+        "insert": "INSERT INTO held.t VALUES (2)",
+        "insert in a CTE": "WITH x AS (INSERT INTO held.t VALUES (2) RETURNING *) SELECT * FROM x",
+        "delete": "DELETE FROM held.t",
+        "drop": "DROP TABLE held.t",
+        "a setting": "SET threads = 3",
+        "reset": "RESET threads",
+        "pragma": "PRAGMA database_list",
+        "pragma as a function": "SELECT * FROM pragma_database_list",
+        "a call": "CALL enable_logging()",
+        "a call as a function": "SELECT * FROM enable_logging()",
+        "two statements": "SELECT 1; SELECT 2",
+        "a statement after": f"SELECT * FROM data; COPY data TO '{made}.csv'",
+        "out of the brackets": f"SELECT 1) AS a; COPY (SELECT 1) TO '{made}.csv'; SELECT * FROM (SELECT 1",
+        "a comment that hides the end": f"SELECT * FROM data) AS a -- \n; COPY data TO '{made}.csv' --",
+        "explain": f"EXPLAIN ANALYZE COPY (SELECT 1) TO '{made}.csv'",
+        "prepared": "PREPARE p AS SELECT 1",
+        "the settings": "SELECT * FROM duckdb_settings()",
+        "a variable of this process": "SELECT * FROM python_variable",
+        "an extension": f"LOAD '{made}.duckdb_extension'",
+        "an extension from afar": "INSTALL httpfs",
+        "a network": "SELECT * FROM read_csv('https://localhost:9/other.csv')",
+        "a network by a name": "SELECT * FROM 'https://localhost:9/other.csv'",
+        "nothing": "",
+        "no SQL": "give me all",
+    }
+
+
+#: What plain DuckDB refuses too, or cannot do here for want of a network or of what it names: no control.
+_NOT_BY_DEFAULT = {
+    "a path below the file", "out of the brackets", "a comment that hides the end", "an extension",
+    "an extension from afar", "a network", "a network by a name", "nothing", "no SQL",
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "data.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "other.csv").write_text(f"secret\n{_PRIVATE}\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.csv").symlink_to(tmp_path / "other.csv")
+    with duckdb.connect(str(tmp_path / "held.duckdb")) as file:
+        file.execute("CREATE TABLE t AS SELECT 1 AS x")
+    return tmp_path
+
+
+def _state(here: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(here.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("attack", list(_attacks(Path("/"))))
+def test_a_query_does_nothing_but_read_what_is_named(here: Path, attack: str) -> None:
+    python_variable = {"x": np.array([1, 2])}
+    before = _state(here)
+    files = {"data": here / "data.csv", "held": here / "held.duckdb"}
+    with pytest.raises(InputError) as caught, opened(files, _attacks(here)[attack]) as table:
+        table.fetch(f"SELECT * FROM {table.rows}")
+    assert _PRIVATE not in str(caught.value)
+    assert _state(here) == before
+    assert len(python_variable["x"]) == 2
+
+
+@pytest.mark.parametrize("attack", sorted(set(_attacks(Path("/"))) - _NOT_BY_DEFAULT))
+def test_control_plain_duckdb_does_each_of_them(here: Path, attack: str) -> None:
+    python_variable = {"x": np.array([1, 2])}
+    with duckdb.connect() as connection:
+        connection.execute(f"CREATE VIEW data AS SELECT * FROM read_csv('{here}/data.csv')")
+        connection.execute(f"ATTACH '{here}/held.duckdb' AS held")
+        connection.execute(_attacks(here)[attack])
+    assert len(python_variable["x"]) == 2
+
+
+@pytest.mark.parametrize(
+    "attack", ["another file", "write over the table", "an extension from afar", "the environment"]
+)
+def test_duckdb_itself_refuses_what_the_look_at_the_query_would_let_by(
+    here: Path, attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two fences, alone. It would let the named file be written over: for that there is the first."""
+    monkeypatch.setattr("secure_fvi.tables._check_query", lambda *_: None)
+    before = _state(here)
+    with pytest.raises(InputError), opened(here / "data.csv", "SELECT 1") as table:
+        try:
+            table.connection.execute(_attacks(here)[attack])
+        except duckdb.Error as error:
+            raise InputError(type(error).__name__) from None
+        assert attack == "write over the table"
+        assert _state(here) != before
+        raise InputError("it was let by")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("postgresql://user:secret@host/db", "'postgresql' is not read"),
+        ("https://host/x.csv", "'https' is not read"),
+        ("s3://bucket/x.parquet", "'s3' is not read"),
+        ("none.csv", "no file"),
+        ("folder", "is no file"),
+        ("data.xlsx", "must end in .csv"),
+        ("data.pkl", "must end in .csv"),
+        ("d*.csv", r"has one of \*\?"),
+        ("[d]ata.csv", r"has one of \*\?"),
+    ],
+)
+def test_what_is_no_table_is_refused_by_name(here: Path, path: str, said: str) -> None:
+    if not path.startswith(("http", "s3", "post", "none", "folder")):
+        (here / path).write_text("a\n1\n")
+    with pytest.raises(InputError, match=said) as caught:
+        read_coded(Path(path) if ":" in path else here / path, Dictionary({"a": Column("number")}))
+    assert "secret" not in str(caught.value)
+
+
+def test_time_and_memory_are_bounded(here: Path) -> None:
+    d = Dictionary({"x": Column("number")})
+    long = "SELECT sum(a.range * b.range % 7) AS x FROM range(10000000) a, range(10000000) b"
+    with pytest.raises(DataError, match=r"more than 0\.3 seconds"):
+        read_coded(here / "data.csv", d, long, seconds=0.3)
+    with pytest.raises(DataError, match="more than 50MB of memory"):
+        read_coded(here / "data.csv", d, "SELECT range AS x FROM range(100000000) ORDER BY random()", memory="50MB")
+
+
+def test_a_conversion_that_fails_in_a_query_quotes_no_cell(here: Path) -> None:
+    with pytest.raises(DataError, match="TRY_CAST") as caught:
+        read_coded(here / "other.csv", Dictionary({"x": Column("number")}), "SELECT CAST(secret AS INT) AS x FROM data")
+    assert _PRIVATE not in str(caught.value)
+    with pytest.raises(duckdb.Error, match=_PRIVATE):  # the control: DuckDB's own words do
+        duckdb.execute(f"SELECT CAST(secret AS INT) FROM '{here}/other.csv'")
+
+
+def test_without_duckdb_one_line_says_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "duckdb", None)
+    with pytest.raises(InputError, match="pip install 'duckdb"):
+        read_coded(here / "data.csv", Dictionary({"a": Column("number")}))
+
+
+# ---- the digest of the rows in use ----
+
+
+def test_a_digest_is_of_the_rows_whatever_their_order() -> None:
+    rows = {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]], dtype=torch.float64), "k": torch.tensor([1, 2, 1])}
+    digest = cohort_digest(rows)
+    for order in itertools.permutations(range(3)):
+        assert cohort_digest({k: v[list(order)] for k, v in rows.items()}) == digest
+    others = [
+        {k: v[:2] for k, v in rows.items()},
+        {k: torch.cat([v, v[:1]]) for k, v in rows.items()},
+        {k: v[[0, 1, 1]] for k, v in rows.items()},
+        {"x": rows["x"], "k": rows["k"][[1, 0, 2]]},
+        {"x": rows["x"], "other": rows["k"]},
+        {"x": rows["x"].float(), "k": rows["k"]},
+        {"x": rows["x"] + torch.tensor([0.0, 1e-12]), "k": rows["k"]},
+    ]
+    assert len({cohort_digest(o) for o in others} | {digest}) == len(others) + 1
+    assert cohort_digest({"x": np.array([0.0])}) == cohort_digest({"x": np.array([-0.0])})
+
+
+def test_a_digest_without_the_sites_key_gives_a_narrow_table_away() -> None:
+    """Eight people's yes or no: 9 multisets to try. The control is the digest without a key."""
+    secret = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+    tried = [np.array([1.0] * k + [0.0] * (8 - k)) for k in range(9)]
+    plain, keyed = cohort_digest({"y": secret}), cohort_digest({"y": secret}, b"the site's own key")
+    assert [t.sum() for t in tried if cohort_digest({"y": t}) == plain] == [3]
+    assert not [t for t in tried if cohort_digest({"y": t}) == keyed]
+    assert not [t for t in tried if cohort_digest({"y": t}, b"another key") == keyed]
