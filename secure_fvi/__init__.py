@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from secure_fvi.algorithms.vertical.soul import Soul as Soul
     from secure_fvi.algorithms.vertical.vertical import Vertical as Vertical
     from secure_fvi.columns import Columns as Columns
+    from secure_fvi.dictionary import Dictionary as Dictionary
     from secure_fvi.driving import Progress as Progress
     from secure_fvi.driving import Run as Run
     from secure_fvi.errors import BudgetError as BudgetError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from secure_fvi.fitting import fit_alone as fit_alone
     from secure_fvi.fitting import run as run
     from secure_fvi.guarding import Books as Books
+    from secure_fvi.mixed_model import glmm as glmm
     from secure_fvi.opening import load as load
     from secure_fvi.prediction import prior_predictive as prior_predictive
     from secure_fvi.privacy.settings import RecordDP as RecordDP
@@ -75,10 +77,12 @@ _HOME = {
     "VCL": "secure_fvi.algorithms.baselines",
     "Vertical": "secure_fvi.algorithms.vertical.vertical",
     "WarmStart": "secure_fvi.algorithms.sfvi",
+    "Dictionary": "secure_fvi.dictionary",
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.fitting",
     "load": "secure_fvi.opening",
     "prior_predictive": "secure_fvi.prediction",
+    "glmm": "secure_fvi.mixed_model",
     "run": "secure_fvi.fitting",
 }
 __all__ = sorted(_HOME)

@@ -77,6 +77,10 @@ class FederatedModel:
             raise InputError(f"silo_sites is a tuple of site names; write ('{self.silo_sites}',)")
         object.__setattr__(self, "silo_sites", tuple(self.silo_sites))
 
+    def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
+        """Each silo's data as `fn` takes them. Raises DataError."""
+        return dict(silos)
+
 
 class Schema(NamedTuple):
     """What all parties know of the data: names, shapes and types, never a value that is not shared."""

@@ -98,8 +98,11 @@ def run(
     """The run that `fit` drains: an iterator that yields `Progress` after every round, and `result()` at the end."""
     began = time.monotonic()
     if algorithm is None:
-        algorithm = model.default_algorithm if isinstance(model, Columns) else SFVI()
+        algorithm = getattr(model, "default_algorithm", None) or SFVI()
     seed = checked(_Arguments, {"algorithm": algorithm, "privacy": privacy, "seed": seed})["seed"]
+    if isinstance(model, FederatedModel):  # once: tables are large
+        names, _ = named_silos(options.get("silo_ids"), _count(silos))
+        silos = list(model.prepared(dict(zip(names, silos, strict=True))).values())
     sums = aggregation if aggregation is not None else Masked()
     given = complete(_of_run(options))
     parties = build_parties(model, silos, algorithm, sums, seed, privacy, **options)
@@ -203,7 +206,9 @@ def build_parties(
         if record_ids is not None:
             raise InputError("record_ids are for silos that hold different records; columns are aligned by row")
         return column_parties(model, names, silos, algorithm, aggregation, seed, privacy, of)
-    rows = dict(zip(names, silos, strict=True))
+    rows: Mapping[str, Data] = dict(zip(names, silos, strict=True))
+    if isinstance(model, FederatedModel):
+        rows = model.prepared(rows)
     return _row_parties(model, rows, record_ids, algorithm, aggregation, seed, privacy, of)
 
 

@@ -1,0 +1,563 @@
+"""A formula of a mixed model, and its design: which columns it has follows from the job's dictionary, never from rows.
+
+    wheeze ~ smoke * age + (1 | child)           r | trials(n) ~ dose + offset(log(hours)) + (1 + dose || ward)
+
+Fixed effects are formulaic's (interactions, `C()`, `poly()`, `bs()`); random terms, offsets, trials and weights are
+lme4's and brms'. A silo that lacks a level, or half of a range, gets the same columns as every other: what a transform
+learns (knots, orthogonal polynomials, centres) is learnt from a made table that spans the dictionary's levels and
+ranges, the same everywhere. No Python but a list of functions runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from secure_fvi.dictionary import MEASURED, Column, Dictionary
+from secure_fvi.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = npt.NDArray[np.float64]
+#: A table's columns as the dictionary codes them: numbers as float64, levels and groups as int64 codes.
+Frame = Mapping[str, npt.NDArray[Any]]
+
+_OPEN, _CLOSE = "([{", ")]}"
+ADDITIONS = ("trials", "weights")
+#: Rows of the made table, at least.
+_MADE_ROWS = 1024
+#: Rows of a design that are made at once.
+_AT_ONCE = 65_536
+_STATEFUL = ("bs", "center", "poly", "scale", "standardize")
+_ROWWISE = ("C", "I", "abs", "exp", "log", "log10", "log1p", "log2", "sqrt")
+_REFUSED = {
+    **dict.fromkeys(("cc", "cr", "cs"), "its knots are quantiles of the data; bs() takes them from the dictionary"),
+    "lag": "it depends on other rows",
+    "hashed": "it has no level by name",
+}
+
+
+# ---- text ----
+
+
+class Random(NamedTuple):
+    """`(design | group)`. `group`: the columns that name it, `("hospital", "ward")` for wards of hospitals."""
+
+    design: str
+    group: tuple[str, ...]
+    correlated: bool
+
+    @property
+    def label(self) -> str:
+        return ":".join(self.group)
+
+
+class Parsed(NamedTuple):
+    """A formula in its parts."""
+
+    text: str
+    response: str
+    additions: Mapping[str, str]  # expressions of "trials" and "weights", where given
+    fixed: str  # for formulaic
+    offsets: tuple[str, ...]
+    random: tuple[Random, ...]
+
+
+def parse(text: str) -> Parsed:
+    """The parts of a formula. Raises InputError that marks the character at which it does not parse."""
+    if not isinstance(text, str) or not text.strip():
+        raise InputError("formula: write one such as 'wheeze ~ smoke * age + (1 | child)'")
+    tildes = [at for at, char in _outside(text) if char == "~"]
+    if len(tildes) != 1:
+        raise _error(text, tildes[1] if tildes else len(text), "a formula has one '~', after its response")
+    response, additions = _left(text, tildes[0])
+    fixed, offsets, random = [], [], []
+    for sign, begin, end in _summands(text, tildes[0] + 1):
+        term = text[begin:end].strip()
+        begin = text.index(term, begin)
+        bars = [at for at, char in _outside(text, begin, end, depth=1) if char == "|"]
+        if bars and not _wraps(text, begin, begin + len(term)):
+            raise _error(text, bars[0], "a random term stands by itself, as in + (1 | child),")
+        if (bars or term.startswith("offset(")) and sign == "-":
+            raise _error(text, begin, "only fixed effects can be taken out")
+        if bars:
+            random += _random(text, begin, bars, begin + len(term))
+        elif term.startswith("offset(") and _wraps(text, begin + 6, begin + len(term)):
+            offsets.append(term[7:-1].strip())
+        else:
+            fixed.append(f"{sign} {term}")
+    if len({(r.design, r.group) for r in random}) < len(random):
+        raise InputError(f"formula: the same random term stands twice: {text}")
+    return Parsed(text, response, additions, " ".join(fixed).removeprefix("+ ") or "1", tuple(offsets), tuple(random))
+
+
+def _error(text: str, at: int, why: str) -> InputError:
+    return InputError(f"formula: {why} at character {at + 1}: {text[:at]}»{text[at:]}")
+
+
+def _outside(text: str, begin: int = 0, end: int | None = None, depth: int = 0) -> Iterator[tuple[int, str]]:
+    """Characters outside of quotes in at most so many brackets, with their places. Raises InputError for brackets that
+    do not match and quotes that stay open."""
+    opened: list[int] = []
+    quote = -1
+    for at in range(begin, len(text) if end is None else end):
+        char = text[at]
+        if quote >= 0:
+            quote = -1 if char == text[quote] else quote
+            continue
+        if char in "'\"`":
+            quote = at
+        elif char in _OPEN:
+            opened.append(at)
+        elif char in _CLOSE:
+            if not opened or _OPEN.index(text[opened[-1]]) != _CLOSE.index(char):
+                raise _error(text, at, f"'{char}' closes nothing")
+            opened.pop()
+        elif len(opened) <= depth:
+            yield at, char
+    if quote >= 0 or opened:
+        at = quote if quote >= 0 else opened[-1]
+        raise _error(text, at, f"'{text[at]}' is not closed")
+
+
+def _wraps(text: str, begin: int, end: int) -> bool:
+    """Whether one pair of brackets is around all of it."""
+    if text[begin] != "(" or text[end - 1] != ")":
+        return False
+    return not any(True for _ in _outside_of_first(text, begin, end))
+
+
+def _outside_of_first(text: str, begin: int, end: int) -> Iterator[int]:
+    depth = 0
+    for at in range(begin, end):
+        depth += (text[at] in _OPEN) - (text[at] in _CLOSE)
+        if depth == 0 and at < end - 1:
+            yield at
+
+
+def _left(text: str, tilde: int) -> tuple[str, dict[str, str]]:
+    """Response, and what it is said to be out of and to weigh: `r | trials(n) + weights(w)`."""
+    bar = next((at for at, char in _outside(text, 0, tilde) if char == "|"), tilde)
+    response = text[:bar].strip()
+    if not response:
+        raise _error(text, 0, "the response is missing")
+    if response.startswith("cbind("):
+        raise _error(text, 0, "write successes | trials(n) in place of cbind()")
+    additions: dict[str, str] = {}
+    for _, begin, end in _summands(text[:tilde], bar + 1) if bar < tilde else ():
+        term = text[begin:end].strip()
+        name, bracket, rest = term.partition("(")
+        if name.strip() not in ADDITIONS or not bracket or not rest.endswith(")"):
+            raise _error(text, begin, f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, not '{term}',")
+        additions[name.strip()] = rest[:-1].strip()
+    return _plain(response), additions
+
+
+def _summands(text: str, begin: int) -> list[tuple[str, int, int]]:
+    """Sign, beginning and end of each; raises InputError where one is empty."""
+    cuts = [(at, char) for at, char in _outside(text, begin) if char in "+-"]
+    bounds = [(begin - 1, "+"), *cuts, (len(text), "")]
+    found = [(sign, at + 1, after) for (at, sign), (after, _) in zip(bounds, bounds[1:], strict=False)]
+    if len(found) > 1 and not text[found[0][1] : found[0][2]].strip():
+        found.pop(0)  # a sign before the first
+    for _, first, after in found:
+        if not text[first:after].strip():
+            raise _error(text, first, "a term is missing")
+    return found
+
+
+def _random(text: str, begin: int, bars: list[int], end: int) -> list[Random]:
+    """One term a level of the nest: `(1 | a / b)` is `(1 | a) + (1 | a:b)`."""
+    double = len(bars) == 2 and bars[1] == bars[0] + 1
+    if len(bars) > 2 or (len(bars) == 2 and not double):
+        raise _error(text, bars[1], "a random term has one '|' or '||'")
+    design, group = text[begin + 1 : bars[0]].strip(), text[bars[-1] + 1 : end - 1].strip()
+    if not design:
+        raise _error(text, begin + 1, "the random term varies nothing: write 1 for an intercept,")
+    nest = [[_plain(name) for name in level.split(":")] for level in group.split("/")]
+    if not all(name and all(c.isidentifier() or c in " .0123456789" for c in name) for lvl in nest for name in lvl):
+        raise _error(text, bars[-1] + 1, "a group is a column, a:b, or a / b for b within a,")
+    groups = [tuple(name for level in nest[: k + 1] for name in level) for k in range(len(nest))]
+    return [Random(design, g, not double) for g in groups]
+
+
+def _plain(name: str) -> str:
+    name = name.strip()
+    return name[1:-1] if len(name) > 2 and name[0] == name[-1] == "`" else name
+
+
+# ---- designs ----
+
+
+@functools.cache
+def _formulaic() -> Any:
+    try:
+        import formulaic
+    except ModuleNotFoundError as error:
+        raise InputError(f"formulas need {error.name}: pip install '.[formula]' in a checkout") from error
+    return formulaic
+
+
+class Made(NamedTuple):
+    """A made table that spans what the dictionary says of some columns: what every party makes alike."""
+
+    frame: dict[str, npt.NDArray[Any]]
+    dictionary: Dictionary
+
+    @classmethod
+    def of(cls, dictionary: Dictionary, names: Sequence[str]) -> Made:
+        values = {name: _span(name, dictionary[name]) for name in sorted(names)}
+        rows = max([_MADE_ROWS, *(2 * len(v) for v in values.values())])
+        at = np.arange(rows)
+        primes = [n for n in range(2, 8000) if all(n % k for k in range(2, int(math.sqrt(n)) + 1))]
+        # Columns in orders that have nothing to do with each other, by arithmetic: the same wherever it is made.
+        orders = [np.argsort(at * math.sqrt(primes[k % len(primes)]) % 1.0) for k in range(len(values))]
+        return cls({n: np.resize(v, rows)[o] for (n, v), o in zip(values.items(), orders, strict=True)}, dictionary)
+
+
+def _span(name: str, column: Column) -> npt.NDArray[Any]:
+    """Values from one end to the other, or every level."""
+    if column.kind == "id":
+        raise InputError(f"formula: '{name}' is an id: it names groups, as in (1 | {name}), and is no covariate")
+    if column.kind in ("category", "boolean"):
+        return np.arange(max(2, len(column.levels)))
+    low, high = _range(name, column)
+    if column.kind == "integer" and high - low < _MADE_ROWS:
+        return np.arange(math.ceil(low), math.floor(high) + 1)
+    grid = np.linspace(low, high, _MADE_ROWS)
+    return np.unique(np.rint(grid)) if column.kind == "integer" else grid
+
+
+def _range(name: str, column: Column) -> tuple[float, float]:
+    if column.low is not None and column.high is not None:
+        return column.low, column.high
+    centre, scale = standard(name, column)
+    return (
+        column.low if column.low is not None else centre - 2 * scale,
+        column.high if column.high is not None else centre + 2 * scale,
+    )
+
+
+def standard(name: str, column: Column) -> tuple[float, float]:
+    """Centre and scale of a numeric column: the dictionary's, or the middle and a quarter of its range."""
+    if column.kind in ("boolean", "category", "id"):
+        return 0.0, 1.0
+    low, high = column.low, column.high
+    ranged = low is not None and high is not None
+    if column.scale is None and not ranged:
+        raise InputError(
+            f"the dictionary says no scale of '{name}': give centre and scale, or low and high, by which priors are "
+            "scaled; they are never taken from data"
+        )
+    scale = column.scale if column.scale is not None else (high - low) / 4 or 1.0  # type: ignore[operator]
+    centre = column.centre if column.centre is not None else (low + high) / 2 if ranged else 0.0  # type: ignore[operator]
+    return centre, scale
+
+
+class Design:
+    """The columns of one side of a formula, coded from the dictionary, and as the fit has them: standardised.
+
+    `names`: of the columns in the user's units. `to_user` (p, p): coefficients of the user's columns from those of the
+    standardised ones. `scales` (p,): by which each standardised column was divided. `columns`: of the table.
+    """
+
+    def __init__(self, text: str, formula: str, dictionary: Dictionary, centred: bool = True) -> None:
+        """centred: numbers are centred where the columns span the same either way. Raises InputError."""
+        self.dictionary = dictionary
+        terms = _terms(text, formula)
+        self._factors = {f.expr: f for term in terms for f in term.factors if _kind(f) != "literal"}
+        self.columns = tuple(sorted({n for f in self._factors.values() for n in _columns_of(f, dictionary, formula)}))
+        made = Made.of(dictionary, self.columns)
+        self._context = _context(dictionary)
+        frame = _pandas(made.frame, dictionary)
+        try:
+            first = _formulaic().Formula(_written(terms, {})).get_model_matrix(
+                frame, context=self._context, output="numpy", na_action="ignore"
+            )
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"formula: {formula}: {_one_line(error)}") from None
+        self._spec = first.model_spec
+        self.names = tuple("(Intercept)" if n == "Intercept" else str(n) for n in self._spec.column_names)
+        x = np.asarray(first, dtype=np.float64)
+        if not np.isfinite(x).all():
+            bad = [n for n, column in zip(self.names, x.T, strict=True) if not np.isfinite(column).all()]
+            raise InputError(f"formula: '{bad[0]}' is not finite somewhere in the range that the dictionary gives")
+        self.to_user, self.scales = self._standardised(terms, made, x, centred)
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
+
+    @property
+    def intercept(self) -> int | None:
+        return self.names.index("(Intercept)") if "(Intercept)" in self.names else None
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is an intercept alone."""
+        return self.names == ("(Intercept)",)
+
+    def matrix(self, frame: Frame, rows: int) -> Floats:
+        """(rows, p) standardised. Raises InputError naming a column that is not finite, with the number of rows."""
+        out = np.empty((rows, self.size))
+        for begin in range(0, rows, _AT_ONCE):
+            part = slice(begin, min(begin + _AT_ONCE, rows))
+            some = _pandas({name: frame[name][part] for name in self.columns}, self.dictionary, part.stop - begin)
+            made = self._spec.get_model_matrix(some, context=self._context, output="numpy", na_action="ignore")
+            np.matmul(np.asarray(made, dtype=np.float64), self.to_user, out=out[part])
+        bad = (~np.isfinite(out)).sum(0)
+        if bad.any():
+            at = int(bad.argmax())
+            raise InputError(f"'{self.names[at]}' of the formula is not finite in {int(bad[at])} of {rows} rows")
+        return out
+
+    def _standardised(self, terms: Any, made: Made, x: Floats, centred: bool) -> tuple[Floats, Floats]:
+        """`to_user` and `scales`. A column of plain columns is standardised through these, and so is an interaction; a
+        transform's by its spread over the made table."""
+        plain = [e for e, f in self._factors.items() if _kind(f) == "lookup"]
+        known = {e: standard(e, self.dictionary[e]) for e in plain}
+        scales = np.array([math.prod((known[f][1] for f in self._plain_of(j)), start=1.0) for j in range(self.size)])
+        to_user = np.diag(1 / scales)
+        if centred:
+            found = self._centred(terms, made, x, known)
+            to_user = to_user if found is None else found
+        for at in self._transformed():
+            z = x @ to_user[:, at]
+            spread = float(z.std()) or 1.0
+            to_user[:, at] /= spread
+            scales[at] *= spread
+            if centred and self.intercept is not None and len(self._term_of(at).factors) == 1:
+                to_user[self.intercept, at] -= float(z.mean()) / spread
+        return to_user, scales
+
+    def _centred(self, terms: Any, made: Made, x: Floats, known: Mapping[str, tuple[float, float]]) -> Floats | None:
+        """`to_user` where every number is centred and scaled first; None where that would be another model, as without
+        an intercept, or with an interaction and not its parts."""
+        moved = {e: f"_{k}" for k, e in enumerate(known) if self.dictionary[e].kind in MEASURED}
+        frame = _pandas(made.frame, self.dictionary)
+        for name, alias in moved.items():
+            frame[alias] = (made.frame[name] - known[name][0]) / known[name][1]
+        z = _formulaic().Formula(_written(terms, moved)).get_model_matrix(
+            frame, context=self._context, output="numpy", na_action="ignore"
+        )  # fmt: skip
+        z = np.asarray(z, dtype=np.float64)
+        if z.shape != x.shape:
+            return None
+        size = np.abs(x).max(0)
+        size[size == 0] = 1.0
+        found, _, rank, _ = np.linalg.lstsq(x / size, z, rcond=None)
+        same = np.allclose(x / size @ found, z, atol=1e-7 * max(1.0, float(np.abs(z).max())))
+        if not same or rank != np.linalg.matrix_rank(z):
+            return None
+        found = found / size[:, None]
+        found[np.abs(found) < 1e-12 * np.abs(found).max()] = 0.0
+        return found
+
+    def _term_of(self, at: int) -> Any:
+        ends = np.cumsum([len(s.columns) for s in self._spec.structure])
+        return self._spec.structure[int(np.searchsorted(ends, at, side="right"))].term
+
+    def _plain_of(self, at: int) -> list[str]:
+        return [f.expr for f in self._term_of(at).factors if _kind(f) == "lookup"]
+
+    def _transformed(self) -> list[int]:
+        """Columns in which a transform stands that is more than a coding of levels."""
+        found = []
+        for at in range(self.size):
+            python = [f.expr for f in self._term_of(at).factors if _kind(f) == "python"]
+            if any(not expr.startswith("C(") for expr in python):
+                found.append(at)
+        return found
+
+
+class Expression:
+    """An offset, a weight or a number of trials: one number a row, without a state."""
+
+    def __init__(self, text: str, formula: str, dictionary: Dictionary) -> None:
+        terms = _terms("0 + {" + text + "}", formula)
+        self.text, self.dictionary = text, dictionary
+        self.columns = tuple(sorted({n for t in terms for f in t.factors for n in _columns_of(f, dictionary, formula)}))
+        calls = {n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        kinds = {dictionary[name].kind for name in self.columns}
+        if calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
+            raise _error(formula, max(formula.find(text), 0), f"'{text}' must be one number a row, of numeric columns,")
+        self._formula = _formulaic().Formula(_written(terms, {}))
+        self._context = _context(dictionary)
+
+    def __call__(self, frame: Frame, rows: int) -> Floats:
+        """(rows,). Raises InputError where it is not finite."""
+        some = _pandas({name: frame[name] for name in self.columns}, self.dictionary, rows)
+        made = self._formula.get_model_matrix(some, context=self._context, output="numpy", na_action="ignore")
+        out: Floats = np.asarray(made, dtype=np.float64)[:, 0]
+        if bad := int((~np.isfinite(out)).sum()):
+            raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
+        return out
+
+
+def _terms(text: str, formula: str) -> Any:
+    """formulaic's terms. Raises InputError that marks where it does not parse, or names what is not run."""
+    library = _formulaic()
+    if any(char == "." and (at == 0 or not text[at - 1].isalnum()) and not text[at + 1 : at + 2].isdigit()
+           for at, char in _outside(text)):  # fmt: skip
+        raise _error(formula, max(formula.find("."), 0), "'.' stands for no column: name them")
+    try:
+        found = library.Formula(text)
+    except Exception as error:
+        raise _marked(error, text, formula) from None
+    if not hasattr(found, "__iter__") or type(found).__name__ != "SimpleFormula":
+        raise _error(formula, max(formula.find("|"), 0), "'|' stands in brackets, as in (1 | child),")
+    return list(found)
+
+
+def _marked(error: Exception, text: str, formula: str) -> InputError:
+    """What formulaic says, at the character that it marks."""
+    said = "".join(_without_colours(str(error)))
+    reason, _, shown = said.partition("\n\n")
+    if "⧛" in shown:
+        begin = shown.index("⧛")
+        token = shown[begin + 1 : shown.index("⧚")]
+        before = formula.find(text)
+        at = begin + before if before >= 0 else formula.find(token, formula.find("~") + 1)
+        return _error(formula, max(at, 0), f"{reason.rstrip('.').replace('insuffient', 'insufficient')},")
+    return InputError(f"formula: {formula}: {_one_line(error)}")
+
+
+def _without_colours(text: str) -> Iterator[str]:
+    for k, part in enumerate(text.split("\x1b[")):
+        yield part if k == 0 else part.partition("m")[2]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join("".join(_without_colours(str(error))).split())[:200]
+
+
+def _kind(factor: Any) -> str:
+    return str(factor.eval_method).rpartition(".")[2].lower()
+
+
+def _written(terms: Any, aliases: Mapping[str, str]) -> str:
+    """Terms as text that formulaic reads back, plain columns under other names."""
+    out = ["1" if any(str(t) == "1" for t in terms) else "0"]
+    for term in terms:
+        if str(term) != "1":
+            out.append(":".join(_factor_text(f, aliases) for f in term.factors))
+    return " + ".join(out)
+
+
+def _factor_text(factor: Any, aliases: Mapping[str, str]) -> str:
+    if _kind(factor) == "lookup":
+        return f"`{aliases.get(factor.expr, factor.expr)}`"
+    return factor.expr if _kind(factor) == "literal" else "{" + factor.expr + "}"
+
+
+_NODES = (
+    ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult,
+    ast.Div, ast.Pow, ast.USub, ast.UAdd, ast.keyword, ast.List, ast.Tuple, ast.Attribute, ast.Compare, ast.Lt, ast.Gt,
+    ast.LtE, ast.GtE, ast.Eq, ast.NotEq,
+)  # fmt: skip
+
+
+def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
+    """The table's columns in a factor. Raises InputError for code that is no listed function of columns."""
+    if _kind(factor) == "literal":
+        return set()
+    if _kind(factor) == "lookup":
+        _known(factor.expr, dictionary, formula)
+        return {factor.expr}
+    try:
+        tree = ast.parse(str(factor.expr).strip(), mode="eval")
+    except SyntaxError:
+        raise _error(formula, max(formula.find(str(factor.expr)), 0), f"'{factor.expr}' does not parse") from None
+    functions = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        at = max(formula.find(str(factor.expr)), 0)
+        if not isinstance(node, _NODES):
+            raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "contr"):
+            raise _error(formula, at, f"'{factor.expr}': no attribute but contr.treatment and its like is read")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            _check_call(node, node.func.id, dictionary, formula, at)
+        elif isinstance(node, ast.Name) and id(node) not in functions and node.id != "contr":
+            _known(node.id, dictionary, formula)
+            names.add(node.id)
+    return names
+
+
+def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str, at: int) -> None:
+    if name in _REFUSED:
+        raise _error(formula, at, f"{name}() is refused: {_REFUSED[name]},")
+    if name not in (*_STATEFUL, *_ROWWISE):
+        known = ", ".join(sorted((*_STATEFUL, *_ROWWISE)))
+        raise _error(formula, at, f"there is no function '{name}' (there are: {known})")
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and inner.id in dictionary.columns:
+            kind = dictionary.columns[inner.id].kind
+            if name == "C" and kind in ("number", "date"):
+                raise _error(formula, at, f"C({inner.id}): '{inner.id}' is a {kind} and has no levels")
+            if name in (*_STATEFUL, "exp", "log", "sqrt", "log10", "log2", "log1p") and kind in ("category", "id"):
+                raise _error(formula, at, f"{name}({inner.id}): '{inner.id}' is of kind {kind}, and no number")
+    if name in ("center", "scale", "standardize") and not (len(node.args) == 1 and isinstance(node.args[0], ast.Name)):
+        raise _error(formula, at, f"{name}() takes a column of the dictionary, which has its centre and scale,")
+
+
+def _known(name: str, dictionary: Dictionary, formula: str) -> None:
+    try:
+        dictionary[name]
+    except InputError as error:
+        raise _error(formula, max(formula.find(name), 0), f"{error},") from None
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "I": lambda x: x, "abs": np.abs, "exp": np.exp, "log": np.log, "log10": np.log10, "log1p": np.log1p,
+    "log2": np.log2, "sqrt": np.sqrt,
+}  # fmt: skip
+
+
+def _context(dictionary: Dictionary) -> dict[str, Any]:
+    """Functions of a formula, in place of formulaic's that would take their state from data."""
+
+    def quiet(function: Any) -> Any:
+        def call(x: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return function(x)
+
+        return call
+
+    def center(x: Any) -> Any:
+        return x - standard(x.name, dictionary[x.name])[0]
+
+    def scale(x: Any) -> Any:
+        centre, spread = standard(x.name, dictionary[x.name])
+        return (x - centre) / spread
+
+    functions = {name: quiet(function) for name, function in _FUNCTIONS.items()}
+    return {**functions, "center": center, "scale": scale, "standardize": scale}
+
+
+def _pandas(frame: Frame, dictionary: Dictionary, rows: int | None = None) -> pd.DataFrame:
+    """As formulaic takes it: levels as pandas' categories, whole numbers whole."""
+    _formulaic()
+    import pandas as pd
+
+    out: dict[str, Any] = {}
+    for name, values in frame.items():
+        column = dictionary[name]
+        if column.kind == "category":
+            out[name] = pd.Categorical.from_codes(values.astype(np.int64), categories=list(column.levels))
+        elif column.kind == "integer":
+            out[name] = values.astype(np.int64)
+        else:
+            out[name] = values.astype(np.float64)
+    size = rows if rows is not None else len(next(iter(frame.values()))) if frame else _MADE_ROWS
+    return pd.DataFrame(out, index=pd.RangeIndex(size))

@@ -1,0 +1,937 @@
+"""Generalised linear mixed models from a formula, on tables as they are: `sf.glmm`.
+
+    linear predictor of row r of record i    x_r beta + offset_r + sum over random terms of z_r u_group(r)
+    u_group = sd * L eps,   eps ~ N(0, 1),   L the Cholesky factor of a correlation matrix (LKJ)
+
+All on standardised columns (`formula.Design`), with priors as rstanarm and brms choose them; `summary` goes back to the
+user's units. A group that lives in one silo is local: eps of the record's group are latents of a record, those of other
+local groups are the silo's, and neither leaves it. A group that spans silos (`shared` in the dictionary) is global.
+
+A record is a group of rows, of any number: rows are laid out (N, M, ...) with `present` (N, M), 0 where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from secure_fvi.dictionary import DAY_ZERO, MEASURED, Column, Dictionary, read_dictionary
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.federated_model import FederatedModel
+from secure_fvi.formula import ADDITIONS, Design, Expression, Frame, Parsed, Random, parse, standard
+from secure_fvi.runs.wording import nearest
+
+if TYPE_CHECKING:
+    from secure_fvi.results import Result
+
+_PLATE = "records"
+#: Scale of the half-t(3) prior of sds, and sd of the normal prior of coefficients of standardised columns.
+_HALF_T, _NORMAL = 2.5, 2.5
+_LKJ = 1.0
+#: Of a record's latents, by which the bound is tightened.
+_SAMPLES = 20
+_DRAWS = 20_000
+
+
+# ---- families ----
+
+
+class Family(NamedTuple):
+    """What a response is given its linear predictor. `kinds`: of its column; `needs`: what the response must be."""
+
+    link: str  # of the mean, for summaries
+    ratio: str  # what exp of a coefficient is; "" for none
+    kinds: tuple[str, ...]
+    needs: str
+
+
+FAMILIES = {
+    "gaussian": Family("identity", "", ("number", "integer", "date"), "a number"),
+    "student": Family("identity", "", ("number", "integer", "date"), "a number"),
+    "bernoulli": Family("logit", "odds ratio", ("boolean", "category", "integer"), "a boolean, a category of two "
+                        "levels, or an integer from 0 to 1"),
+    "binomial": Family("logit", "odds ratio", ("integer",), "an integer, successes | trials(n)"),
+    "poisson": Family("log", "rate ratio", ("integer",), "an integer of at least 0"),
+    "negbinomial": Family("log", "rate ratio", ("integer",), "an integer of at least 0"),
+    "ordinal": Family("logit", "odds ratio", ("category", "integer"), "a category whose levels are in order, or an "
+                      "integer with low and high"),
+}  # fmt: skip
+_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial", "cumulative": "ordinal",
+                "nbinom": "negbinomial", "student_t": "student"}  # fmt: skip
+
+
+class Response(NamedTuple):
+    """The response as the fit has it: y = (column - centre) / scale, or codes from `low` on."""
+
+    name: str
+    centre: float = 0.0
+    scale: float = 1.0
+    low: int = 0
+    levels: tuple[str, ...] = ()  # of an ordinal
+
+
+def _response(parsed: Parsed, family: str, dictionary: Dictionary) -> Response:
+    """Raises InputError where the family does not fit the column, and says what it needs."""
+    name, of = parsed.response, FAMILIES[family]
+    try:
+        column = dictionary[name]
+    except InputError as error:
+        raise InputError(f"formula: the response: {error}") from None
+    needs = f"family {family} needs {of.needs}; the response '{name}' is"
+    if column.kind not in of.kinds:
+        raise InputError(f"{needs} of kind {column.kind}")
+    if family in ("gaussian", "student"):
+        centre, scale = standard(name, column)
+        return Response(name, centre, scale)
+    if family == "bernoulli":
+        if column.kind == "category" and len(column.levels) != 2:
+            raise InputError(f"{needs} a category of {len(column.levels)} levels")
+        if column.kind == "integer" and (column.low, column.high) != (0, 1):
+            raise InputError(f"{needs} an integer from {_said(column.low)} to {_said(column.high)}")
+    if family == "ordinal":
+        levels = column.levels
+        if column.kind == "integer":
+            if column.low is None or column.high is None:
+                raise InputError(f"{needs} an integer without low and high")
+            levels = tuple(str(k) for k in range(int(column.low), int(column.high) + 1))
+        if len(levels) < 3:
+            raise InputError(f"{needs} one of {len(levels)} levels, for which family bernoulli is there")
+        return Response(name, low=int(column.low or 0), levels=levels)
+    if (family == "binomial") != ("trials" in parsed.additions):
+        raise InputError(f"trials(...) go with family binomial: write '{name} | trials(n) ~ ...' and family='binomial'")
+    return Response(name)
+
+
+def _said(value: float | None) -> str:
+    return "nowhere" if value is None else f"{value:g}"
+
+
+# ---- random terms ----
+
+
+class Term(NamedTuple):
+    """A random term with its design and where its effects live."""
+
+    of: Random
+    name: str  # of its sites
+    design: Design
+    place: str  # "record", "silo" or "global"
+    levels: int  # of a global one
+
+    @property
+    def correlated(self) -> bool:
+        return self.of.correlated and self.design.size > 1
+
+
+def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], record: str | None) -> list[Term]:
+    """Where each group lives. The record is one local group: the one named, else the innermost of the last term of a
+    group of kind id, else of the last term."""
+    for random in parsed.random:
+        for name in random.group:
+            try:
+                column = dictionary[name]
+            except InputError as error:
+                raise InputError(f"formula: group of (... | {random.label}): {error}") from None
+            if column.kind in ("number", "date"):
+                raise InputError(f"formula: '{name}' is a {column.kind} and names no groups")
+    for name in shared:
+        dictionary[name]
+    spans = {r.label: all(n in shared or dictionary[n].shared for n in r.group) for r in parsed.random}
+    local = [r.label for r in parsed.random if not spans[r.label]]
+    ids = [r.label for r in parsed.random if not spans[r.label] and dictionary[r.group[-1]].kind == "id"]
+    chosen = record if record is not None else (ids or local or [None])[-1]
+    if chosen is not None and chosen not in local:
+        raise InputError(f"record='{chosen}': it must be a group of the formula that lives in one silo{nearest(chosen, local)}")
+    found: list[Term] = []
+    for r in parsed.random:
+        design = Design(r.design, parsed.text, dictionary, centred=r.correlated)
+        place = "global" if spans[r.label] else "record" if r.label == chosen else "silo"
+        levels = math.prod(len(_levels(n, dictionary[n])) for n in r.group) if place == "global" else 0
+        name = r.label + "".join("'" for t in found if t.of.label == r.label)
+        found.append(Term(r, name, design, place, levels))
+    return found
+
+
+def _levels(name: str, column: Column) -> tuple[str, ...]:
+    if column.kind == "integer" and column.low is not None and column.high is not None:
+        return tuple(str(k) for k in range(int(column.low), int(column.high) + 1))
+    if not column.levels:
+        raise InputError(f"'{name}' spans silos: the dictionary must list its groups (a category's levels)")
+    return column.levels
+
+
+# ---- priors ----
+
+
+class Priors(NamedTuple):
+    """Of standardised columns. `mean`, `sd` (p,): normal; `group_sd`: scales of half-t(3), by random term."""
+
+    mean: Tensor
+    sd: Tensor
+    group_sd: Mapping[str, float]
+    lkj: float
+    aux: float  # half-t(3) scale of a residual sd
+
+
+def _priors(
+    given: Mapping[str, Any], fixed: Design, terms: Sequence[Term], family: str, response: Response, dictionary: Dictionary
+) -> Priors:
+    """`given`: by name of a fixed effect, (mean, sd) in the user's units; "sd_<group>" and "sigma", the scale of a
+    half-t(3); "lkj", its concentration."""
+    mean, sd = torch.zeros(fixed.size, dtype=torch.float64), torch.full((fixed.size,), _NORMAL, dtype=torch.float64)
+    usual = dictionary[response.name].centre
+    if FAMILIES[family].link == "log" and usual is not None and usual > 0 and fixed.intercept is not None:
+        mean[fixed.intercept] = math.log(usual)
+    group_sd, lkj, aux = {t.name: _HALF_T for t in terms}, _LKJ, _HALF_T
+    known = [*fixed.names, *(f"sd_{t.name}" for t in terms), "sigma", "lkj"]
+    for name, value in given.items():
+        if name in fixed.names:
+            at, numbers = fixed.names.index(name), tuple(value) if isinstance(value, (tuple, list)) else ()
+            if len(numbers) != 2 or not all(map(_number, numbers)) or numbers[1] <= 0:
+                raise InputError(f"priors: '{name}' takes (mean, sd), in units of the response's link")
+            centre = response.centre if name == "(Intercept)" else 0.0
+            mean[at] = (numbers[0] - centre) * float(fixed.scales[at]) / response.scale
+            sd[at] = numbers[1] * float(fixed.scales[at]) / response.scale
+        elif name in known and _number(value) and value > 0:
+            if name == "lkj":
+                lkj = float(value)
+            elif name == "sigma":
+                aux = float(value) / response.scale
+            else:
+                group_sd[name.removeprefix("sd_")] = float(value) / response.scale
+        elif name in known:
+            raise InputError(f"priors: '{name}' takes a positive number")
+        else:
+            raise InputError(f"priors: there is no '{name}'{nearest(name, known)} (there are: {', '.join(known)})")
+    return Priors(mean, sd, group_sd, lkj, aux)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _half_t(scale: float, like: Tensor, size: int | None = None) -> Any:
+    base = dist.StudentT(3.0, like.new_zeros(() if size is None else (size,)), scale)
+    folded = dist.FoldedDistribution(base)
+    return folded if size is None else folded.to_event(1)
+
+
+# ---- a response given its linear predictor, and a record's effects integrated out ----
+
+
+class Given(NamedTuple):
+    """`density(eta, data)` of y. `slopes(eta, y, data)`: the first derivative of its logarithm in eta, and its expected
+    curvature, which is positive."""
+
+    density: Callable[[Tensor, Mapping[str, Any]], Any]
+    slopes: Callable[[Tensor, Tensor, Mapping[str, Any]], tuple[Tensor, Tensor]]
+
+
+def _binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    p, n = torch.sigmoid(eta), data.get("trials", 1.0)
+    return y - n * p, n * p * (1 - p)
+
+
+def _count_slopes(eta: Tensor, y: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
+    mu = eta.exp()
+    return (y - mu) / (1 + mu / shape), mu / (1 + mu / shape)
+
+
+def _ordinal_slopes(eta: Tensor, y: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
+    ends = torch.cat([cuts.new_full((1,), -_FAR), cuts, cuts.new_full((1,), _FAR)])
+    below, above = torch.sigmoid(ends[y] - eta), torch.sigmoid(ends[y + 1] - eta)
+    return below + above - 1, below * (1 - below) + above * (1 - above)
+
+
+def _student_slopes(eta: Tensor, y: Tensor, sigma: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+    r = y - eta
+    return (nu + 1) * r / (nu * sigma**2 + r**2), torch.ones_like(eta) * (nu + 1) / ((nu + 3) * sigma**2)
+
+
+_FAR = 1e6
+#: Nodes an effect by the number of effects of a record; with more, they are latents.
+_NODES = {1: 19, 2: 9, 3: 7}
+_NEWTON = 5
+#: Longest Newton step, in prior sds of the effects.
+_LONGEST = 3.0
+
+
+def marginal(
+    eta: Tensor, design: Tensor, y: Tensor, present: Tensor, data: Mapping[str, Any], given: Given
+) -> Tensor:
+    """log of the integral of p(y_i | eta_i + design_i eps) N(eps; 0, 1) over eps (d,), (N,), by adaptive Gauss-Hermite
+    quadrature (Pinheiro and Bates 1995): nodes around the mode of each record's integrand, as wide as its curvature.
+
+    eta, y, present (N, M); design (N, M, d). Centre and width only say where nodes lie: no gradient goes through them.
+    """
+    size = design.shape[-1]
+    weights = torch.where(present > 0, data.get("weights", torch.ones_like(present)), torch.zeros_like(present))
+    centre, width = _around(eta.detach(), design.detach(), y, weights, data, given)
+    x, log_w = _nodes(size, eta)
+    eps = centre.unsqueeze(-2) + (width.unsqueeze(-3) * x.unsqueeze(-2)).sum(-1)  # (N, Q, d)
+    moved = eta.unsqueeze(-2) + (design.unsqueeze(-3) * eps.unsqueeze(-2)).sum(-1)  # (N, Q, M)
+    spread = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in data.items()}
+    term = given.density(moved, spread).log_prob(y.unsqueeze(-2).expand(moved.shape))
+    term = (torch.where(present.unsqueeze(-2) > 0, term, torch.zeros_like(term)) * weights.unsqueeze(-2)).sum(-1)
+    term = term + 0.5 * (x.square().sum(-1) - eps.square().sum(-1)) + log_w
+    return torch.logsumexp(term, -1) + width.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(Q, d) nodes of a standard normal and the logarithms of their weights (Q,)."""
+    at, w = np.polynomial.hermite_e.hermegauss(_NODES[size])
+    grid = np.stack([g.reshape(-1) for g in np.meshgrid(*[at] * size, indexing="ij")], -1)
+    log_w = sum(np.meshgrid(*[np.log(w / w.sum())] * size, indexing="ij")).reshape(-1)
+    return torch.tensor(grid).to(like), torch.tensor(log_w).to(like)
+
+
+def _around(
+    eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
+) -> tuple[Tensor, Tensor]:
+    """Mode (N, d) of each record's integrand by Newton steps, and the factor (N, d, d) of the inverse curvature."""
+    eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
+    eps = design.new_zeros((*design.shape[:-2], design.shape[-1]))
+    for _ in range(_NEWTON):
+        slope, lower = _curved(eps, eta, design, y, weights, data, given)
+        move = _solved(lower, slope)
+        eps = eps + move * (_LONGEST / move.norm(dim=-1, keepdim=True).clamp(min=_LONGEST))
+    lower = _curved(eps, eta, design, y, weights, data, given)[1]
+    if design.shape[-1] == 1:
+        return eps, 1 / lower
+    return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT
+
+
+def _curved(
+    eps: Tensor, eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
+) -> tuple[Tensor, Tensor]:
+    """Slope (N, d) of the integrand's logarithm, and the factor (N, d, d) of its expected curvature."""
+    slope, curve = (part.detach() * weights for part in given.slopes(eta + (design * eps.unsqueeze(-2)).sum(-1), y, data))
+    down = (design * slope.unsqueeze(-1)).sum(-2) - eps
+    if design.shape[-1] == 1:
+        return down, (1 + (curve.unsqueeze(-1) * design.square()).sum(-2, keepdim=True)).sqrt()
+    eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
+    return down, torch.linalg.cholesky_ex(eye + design.mT @ (curve.unsqueeze(-1) * design))[0]
+
+
+def _solved(lower: Tensor, right: Tensor) -> Tensor:
+    if right.shape[-1] == 1:
+        return right / lower.squeeze(-1).square()
+    return torch.cholesky_solve(right.unsqueeze(-1), lower).squeeze(-1)
+
+
+# ---- the Pyro program ----
+
+
+class Program:
+    """The Pyro function of one silo's rows, (N, M, ...) each."""
+
+    def __init__(
+        self, family: str, response: Response, terms: Sequence[Term], priors: Priors, kept: Sequence[int]
+    ) -> None:
+        self.family, self.response, self.terms = family, response, tuple(terms)
+        self.integrated = 0 < sum(t.design.size for t in terms if t.place == "record") <= max(_NODES)
+        self.priors = priors._replace(mean=priors.mean[list(kept)], sd=priors.sd[list(kept)])
+
+    def __call__(self, y: Tensor, present: Tensor, **data: Any) -> None:
+        like, records = present.new_zeros(()), present.shape[0]
+        eta = data["offset"] if "offset" in data else present.new_zeros(())
+        if self.priors.mean.numel():
+            mean, sd = self.priors.mean.to(like), self.priors.sd.to(like)
+            eta = eta + data["x"] @ pyro.sample("b", dist.Normal(mean, sd).to_event(1))
+        own = []
+        for at, term in enumerate(self.terms):
+            factor = self._factor(term, like)
+            if term.place == "record":
+                own.append((at, term, factor))
+                continue
+            groups = term.levels if term.place == "global" else data[f"n{at}"]
+            shape = like.new_zeros(groups, term.design.size)
+            effects = pyro.sample(term.name, dist.Normal(shape, 1.0).to_event(2)) @ factor.mT
+            eta = eta + self._part(data, at, effects[data[f"g{at}"]])
+        given = self._observed(like)
+        with pyro.plate(_PLATE, records, dim=-2):
+            if self.integrated and own:
+                designs = [self._own_design(data, at, present) @ factor for at, _, factor in own]
+                found = marginal(eta.expand(present.shape), torch.cat(designs, -1), y, present, data, given)
+                pyro.factor("y", found.unsqueeze(-1))
+                return
+            for at, term, factor in own:
+                shape = like.new_zeros(1, term.design.size)
+                effects = pyro.sample(term.name, dist.Normal(shape, 1.0).expand([records, 1, term.design.size]).to_event(1))
+                eta = eta + self._part(data, at, effects @ factor.mT)
+            with pyro.poutine.scale(scale=data.get("weights", 1.0)):
+                pyro.sample("y", given.density(eta.expand(present.shape), data).mask(present > 0), obs=y)
+
+    def _factor(self, term: Term, like: Tensor) -> Tensor:
+        """(d, d), by which standard normals become effects."""
+        sd = pyro.sample(f"sd_{term.name}", _half_t(self.priors.group_sd[term.name], like, term.design.size))
+        if not term.correlated:
+            return torch.diag_embed(sd)
+        lower = pyro.sample(f"cor_{term.name}", dist.LKJCholesky(term.design.size, like + self.priors.lkj))
+        return sd.unsqueeze(-1) * lower
+
+    def _part(self, data: Mapping[str, Any], at: int, effects: Tensor) -> Tensor:
+        design = data.get(f"z{at}")
+        return effects[..., 0] if design is None else (design * effects).sum(-1)
+
+    def _own_design(self, data: Mapping[str, Any], at: int, present: Tensor) -> Tensor:
+        """(N, M, d)"""
+        return data[f"z{at}"] if f"z{at}" in data else present.unsqueeze(-1)
+
+    def _observed(self, like: Tensor) -> Given:
+        """What is observed given its linear predictor; samples what else that needs."""
+        family = self.family
+        if family == "bernoulli":
+            return Given(lambda eta, data: dist.Bernoulli(logits=eta), _binomial_slopes)
+        if family == "binomial":
+            return Given(lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta), _binomial_slopes)
+        if family == "poisson":
+            return Given(lambda eta, data: dist.Poisson(eta.exp()), lambda eta, y, data: (y - eta.exp(), eta.exp()))
+        if family == "negbinomial":
+            shape = pyro.sample("shape", dist.InverseGamma(like + 0.4, like + 0.3))
+            return Given(
+                lambda eta, data: dist.NegativeBinomial(total_count=shape, logits=eta - shape.log()),
+                lambda eta, y, data: _count_slopes(eta, y, shape),
+            )
+        if family == "ordinal":
+            cuts = self._cuts(like)
+            return Given(
+                lambda eta, data: dist.OrderedLogistic(eta, cuts), lambda eta, y, data: _ordinal_slopes(eta, y, cuts)
+            )
+        sigma = pyro.sample("sigma", _half_t(self.priors.aux, like))
+        if family == "gaussian":
+            return Given(
+                lambda eta, data: dist.Normal(eta, sigma),
+                lambda eta, y, data: ((y - eta) / sigma**2, torch.ones_like(eta) / sigma**2),
+            )
+        nu = pyro.sample("nu", dist.Gamma(like + 2.0, like + 0.1))
+        return Given(
+            lambda eta, data: dist.StudentT(nu, eta, sigma), lambda eta, y, data: _student_slopes(eta, y, sigma, nu)
+        )
+
+    def _cuts(self, like: Tensor) -> Tensor:
+        """(K - 1,) thresholds: the first and the logarithms of the gaps are normal, around levels that are alike."""
+        first, gaps = self.even_cuts(like)
+        low = pyro.sample("cut", dist.Normal(first, _NORMAL))
+        log_gaps = pyro.sample("log_gaps", dist.Normal(gaps, 1.0).to_event(1))
+        return torch.cat([low.unsqueeze(-1), low.unsqueeze(-1) + log_gaps.exp().cumsum(-1)], -1)
+
+    def even_cuts(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Threshold and logarithms of gaps under which all levels are as likely."""
+        levels = len(self.response.levels)
+        cuts = torch.logit(torch.arange(1, levels, dtype=torch.float64) / levels).to(like)
+        return cuts[0], (cuts[1:] - cuts[:-1]).log()
+
+
+# ---- the model ----
+
+
+@dataclass(frozen=True)
+class MixedModel(FederatedModel):
+    """What `glmm` makes: a `FederatedModel` that takes silos as tables."""
+
+    text: str = ""
+    family: str = ""
+    of: Parts = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+
+    @property
+    def default_algorithm(self) -> Any:
+        """Partitioned VI; with latents of records, by the bound that 20 samples of each tighten."""
+        from secure_fvi.algorithms.pvi import PVI
+
+        return PVI(importance_samples=_SAMPLES if self._has_latents else 1)
+
+    @property
+    def _has_latents(self) -> bool:
+        """Whether records have any: effects that are not integrated out."""
+        return any(t.place == "record" for t in self.of.terms) and not self.fn.integrated  # type: ignore[attr-defined]
+
+    def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
+        """Tables (dicts of columns, pandas, polars, Arrow) as the program takes them. Raises DataError, which names the
+        silo, the column and the number of rows."""
+        if all(isinstance(table, Laid) for table in silos.values()):
+            return dict(silos)
+        read = {name: _read(self.of, table, name) for name, table in silos.items()}
+        _check_names_differ(self.of, read)
+        sizes = {t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"}
+        rows = max(int(np.bincount(r.record).max()) if r.record is not None else 1 for r in read.values())
+        for name, r in read.items():
+            self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups}
+        return {name: _laid(self.of, r, name, rows, sizes) for name, r in read.items()}
+
+    def summary(self, result: Result, draws: int = _DRAWS) -> Summary:
+        """The posterior in the user's units."""
+        return _summary(self, result, draws)
+
+    def describe(self) -> list[str]:
+        """What the formula came to: where groups live, and the priors, in the user's units. A line each."""
+        return _described(self)
+
+
+class Parts(NamedTuple):
+    """What a formula and a dictionary come to."""
+
+    dictionary: Dictionary
+    parsed: Parsed
+    fixed: Design
+    terms: tuple[Term, ...]
+    response: Response
+    priors: Priors
+    family: str
+    offsets: tuple[Expression, ...]
+    additions: Mapping[str, Expression]
+    missing: str
+    local: tuple[str, ...]
+    most: Mapping[str, int]
+    #: Of each silo that was read in this process: rows, rows left out, groups by label.
+    counts: dict[str, dict[str, Any]]
+
+    @property
+    def kept(self) -> list[int]:
+        """Columns of the design that have a coefficient: thresholds are an ordinal's intercepts."""
+        return [k for k in range(self.fixed.size) if not (self.family == "ordinal" and k == self.fixed.intercept)]
+
+
+def glmm(
+    formula: str,
+    family: str = "gaussian",
+    priors: Mapping[str, Any] | None = None,
+    dictionary: Dictionary | str | Path | None = None,
+    *,
+    shared: Sequence[str] = (),
+    local: Sequence[str] = (),
+    record: str | None = None,
+    missing: str = "refuse",
+    most: Mapping[str, int] | None = None,
+) -> MixedModel:
+    """A mixed model as `sf.fit` takes it, with silos as tables.
+
+    `formula` as in lme4 and brms; `family`: gaussian, student, bernoulli, binomial, poisson, negbinomial or ordinal.
+    `dictionary`: what all parties know of the columns, or the path of its file. `shared`, `local`: columns that name
+    groups of several silos, or other groups at each under the same names. `record`: the group that is a record, for
+    sums and for privacy. `missing`: "refuse" rows with a gap, or "drop" them. `most`: "rows" of a record and groups of a
+    silo, by label, at most; needed where parties do not share a process. `priors`: by coefficient (mean, sd) in the
+    user's units, and "sd_<group>", "sigma" (scales of half-t(3)), "lkj". Raises InputError.
+    """
+    if dictionary is None:
+        raise InputError("glmm needs the job's dictionary: columns are coded from it, never from data")
+    if isinstance(dictionary, (str, Path)):
+        dictionary = read_dictionary(Path(dictionary))
+    family = _OTHER_NAMES.get(family, family)
+    if family not in FAMILIES:
+        raise InputError(f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})")
+    if missing not in ("refuse", "drop"):
+        raise InputError(f"missing='{missing}' must be 'refuse' or 'drop'")
+    parsed = parse(formula)
+    fixed = Design(parsed.fixed, formula, dictionary)
+    terms = tuple(_placed(parsed, dictionary, shared, record))
+    response = _response(parsed, family, dictionary)
+    prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
+    if parsed.response in {*fixed.columns, *(c for t in terms for c in (*t.design.columns, *t.of.group))}:
+        raise InputError(f"formula: the response '{parsed.response}' stands on both sides")
+    offsets = tuple(Expression(text, formula, dictionary) for text in parsed.offsets)
+    additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
+    of = Parts(
+        dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
+        dict(most or {}), {},
+    )  # fmt: skip
+    program = Program(family, response, terms, prior, of.kept)
+    silo_sites = tuple(t.name for t in terms if t.place == "silo")
+    return MixedModel(program, _PLATE, silo_sites, text=formula, family=family, of=of)
+
+
+# ---- a silo's table ----
+
+
+class Laid(dict[str, Any]):
+    """A silo's rows as the program takes them."""
+
+
+class _Table(NamedTuple):
+    """A silo's rows, coded. Never leaves the silo."""
+
+    frame: Frame
+    rows: int
+    left_out: int
+    record: np.ndarray[Any, Any] | None  # (rows,) index of each row's record
+    at: dict[str, np.ndarray[Any, Any]]  # (rows,) by label of a group that is none: index of its group
+    groups: dict[str, int]  # by label: how many
+    named: dict[str, set[int]]  # codes of levels that name local groups
+
+
+def _needed(of: Parts) -> list[str]:
+    names = {of.response.name, *of.fixed.columns}
+    names |= {c for t in of.terms for c in (*t.design.columns, *t.of.group)}
+    return sorted(names | {c for e in (*of.offsets, *of.additions.values()) for c in e.columns})
+
+
+def _read(of: Parts, table: Any, silo: str) -> _Table:
+    """Columns coded from the dictionary, rows with gaps refused or left out, groups counted."""
+    have = _names(table, silo)
+    columns: dict[str, np.ndarray[Any, Any]] = {}
+    gaps: dict[str, np.ndarray[Any, Any]] = {}
+    for name in _needed(of):
+        if name not in have:
+            raise DataError(f"silo '{silo}': its table has no column '{name}'{nearest(name, have)}")
+        columns[name], gaps[name] = code(_cells(table[name]), of.dictionary[name], f"silo '{silo}': '{name}'")
+    sizes = {name: len(values) for name, values in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"silo '{silo}': columns of other lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
+    rows = next(iter(sizes.values()))
+    gap = np.any(list(gaps.values()), axis=0)
+    if of.missing == "refuse" and gap.any():
+        where = ", ".join(f"'{n}' in {int(g.sum())}" for n, g in gaps.items() if g.any())
+        raise DataError(
+            f"silo '{silo}': no value of {where} of {rows} rows; impute them, or say missing='drop' to leave "
+            f"{int(gap.sum())} rows out"
+        )
+    if gap.all():
+        raise DataError(f"silo '{silo}': no row without a gap, of {rows}")
+    frame = {name: values[~gap] for name, values in columns.items()}
+    left = int(gap.sum())
+    return _grouped(of, frame, rows - left, left)
+
+
+def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
+    record, at, groups, named = None, {}, {}, {}
+    for term in of.terms:
+        label = term.of.label
+        keys = np.stack([np.asarray(frame[name], dtype=np.int64) for name in term.of.group], 1)
+        if term.place == "global":
+            index = np.zeros(rows, dtype=np.int64)
+            for name, column in zip(term.of.group, keys.T, strict=True):
+                found = of.dictionary[name]
+                index = index * len(_levels(name, found)) + column - int(found.low or 0)
+            at[label], groups[label] = index, len(np.unique(index))
+            continue
+        different, index = np.unique(keys, axis=0, return_inverse=True)
+        groups[label], at[label] = len(different), index.reshape(-1)
+        if of.dictionary[term.of.group[0]].kind == "category":
+            named[label] = set(different[:, 0].tolist())
+        if term.place == "record":
+            record = at[label]
+    return _Table(frame, rows, left_out, record, at, groups, named)
+
+
+def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:
+    """Groups with a name in the dictionary that stand in two silos span them, unless somebody says otherwise."""
+    for term in of.terms:
+        name, seen = term.of.group[0], {}
+        if name in of.local:
+            continue
+        for silo, table in read.items():
+            for code_ in table.named.get(term.of.label, ()):
+                if code_ in seen:
+                    raise InputError(
+                        f"'{name}' names the same groups at silos '{seen[code_]}' and '{silo}': say shared=('{name}',) "
+                        f"where these are one, and local=('{name}',) where they are others at each"
+                    )
+                seen[code_] = silo
+
+
+def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, int]) -> Laid:
+    """Rows by record, (N, M, ...), and as many groups as the silo with most has."""
+    try:
+        flat = _flat(of, table)
+    except InputError as error:
+        raise DataError(f"silo '{silo}': {error}") from None
+    most = of.most.get("rows", rows)
+    record = np.arange(table.rows) if table.record is None else table.record
+    counts = np.bincount(record)
+    if counts.max() > most:
+        raise DataError(f"silo '{silo}': {int((counts > most).sum())} records have more rows than most={{'rows': {most}}}")
+    order = np.argsort(record, kind="stable")
+    place = np.arange(table.rows) - np.repeat(np.cumsum(counts) - counts, counts)
+    out = Laid()
+    for name, values in flat.items():
+        if table.record is None and most == 1:
+            out[name] = torch.from_numpy(values[:, None])
+            continue
+        fill = 1.0 if name in ADDITIONS else 0.0
+        laid = np.full((len(counts), most, *values.shape[1:]), fill, dtype=values.dtype)
+        laid[record[order], place] = values[order]
+        out[name] = torch.from_numpy(laid)
+    for at, term in enumerate(of.terms):
+        if term.place == "silo":
+            label = term.of.label
+            limit = of.most.get(label, sizes[label])
+            if table.groups[label] > limit:
+                raise DataError(f"silo '{silo}': {table.groups[label]} groups of '{label}', more than most={{'{label}': {limit}}}")
+            out[f"n{at}"] = limit
+    return out
+
+
+def _flat(of: Parts, table: _Table) -> dict[str, np.ndarray[Any, Any]]:
+    """The arguments of the program, a row a row. Raises InputError, without the silo's name."""
+    rows, frame = table.rows, table.frame
+    out: dict[str, np.ndarray[Any, Any]] = {"present": np.ones(rows)}
+    if of.kept:
+        x = of.fixed.matrix(frame, rows)
+        out["x"] = x if len(of.kept) == of.fixed.size else np.ascontiguousarray(x[:, of.kept])
+    offset = sum((e(frame, rows) for e in of.offsets), np.zeros(rows))
+    if of.offsets:
+        out["offset"] = offset / of.response.scale
+    for name, found in of.additions.items():
+        out[name] = found(frame, rows)
+    for at, term in enumerate(of.terms):
+        if not term.design.constant:
+            out[f"z{at}"] = term.design.matrix(frame, rows)
+        if term.place != "record":
+            out[f"g{at}"] = table.at[term.of.label]
+    out["y"] = _coded_response(of, frame, out, rows)
+    return out
+
+
+def _coded_response(of: Parts, frame: Frame, out: Mapping[str, Any], rows: int) -> np.ndarray[Any, Any]:
+    response, values = of.response, frame[of.response.name]
+    if "weights" in out and (bad := int((out["weights"] < 0).sum())):
+        raise InputError(f"'{of.additions['weights'].text}' weighs by less than 0 in {bad} of {rows} rows")
+    if of.family == "ordinal":
+        return values.astype(np.int64) - response.low
+    y = np.asarray((values - response.centre) / response.scale, dtype=np.float64)
+    if of.family in ("binomial", "poisson", "negbinomial") and (bad := int((y < 0).sum())):
+        raise InputError(f"'{response.name}' is a count and below 0 in {bad} of {rows} rows")
+    if of.family == "binomial":
+        trials, text = out["trials"], of.additions["trials"].text
+        if bad := int(((trials < 0) | (trials % 1 != 0)).sum()):
+            raise InputError(f"'{text}' is no whole number of trials in {bad} of {rows} rows")
+        if bad := int((y > trials).sum()):
+            raise InputError(f"'{response.name}' is more than '{text}' in {bad} of {rows} rows")
+    return y
+
+
+def _names(table: Any, silo: str) -> list[str]:
+    names = getattr(table, "column_names", None) or (list(table) if isinstance(table, Mapping) else None)
+    names = names if names is not None else getattr(table, "columns", None)
+    if names is None or hasattr(table, "collect"):
+        raise InputError(
+            f"silo '{silo}': a table is a dict of columns, or a pandas, polars or Arrow table, not "
+            f"{type(table).__name__}"
+        )
+    return [str(name) for name in names]
+
+
+def _cells(values: Any) -> np.ndarray[Any, Any]:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    found = values.to_numpy() if hasattr(values, "to_numpy") else values
+    return found if isinstance(found, np.ndarray) else np.array(found, dtype=object)
+
+
+_TRUE, _FALSE = ("true", "yes", "1", "t", "y"), ("false", "no", "0", "f", "n")
+
+
+def code(cells: np.ndarray[Any, Any], column: Column, where: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Numbers or codes (rows,), 0 where there is none, and where there is none. Raises DataError, which counts rows,
+    for what is no number, out of range or no level of the dictionary."""
+    import pandas as pd
+
+    if cells.ndim != 1:
+        raise DataError(f"{where} is no column of one cell a row")
+    rows = len(cells)
+    codes, different = pd.factorize(cells, use_na_sentinel=True)
+    texts = [_text(cell) for cell in different]
+    known = [t not in ("", *column.missing) for t in texts]
+    if column.kind == "id":
+        order = {t: k for k, t in enumerate(sorted({t for t, ok in zip(texts, known, strict=True) if ok}))}
+        table = [float(order[t]) if ok else math.nan for t, ok in zip(texts, known, strict=True)]
+    else:
+        read = _reader(column)
+        table = [read(t) if ok else math.nan for t, ok in zip(texts, known, strict=True)]
+    values = np.append(np.array(table, dtype=np.float64), math.nan)[codes]  # -1, no value, is the last
+    if bad := int(np.isinf(values).sum()):
+        raise DataError(f"{where} holds {_WRONG[column.kind]} in {bad} of {rows} rows")
+    gap = np.isnan(values)
+    for name, over in (("low", values < (column.low if column.low is not None else -math.inf)),
+                       ("high", values > (column.high if column.high is not None else math.inf))):  # fmt: skip
+        if column.kind in MEASURED and (bad := int(over.sum())):
+            raise DataError(f"{where} is {'below' if name == 'low' else 'above'} the dictionary's {name} in {bad} of {rows} rows")
+    whole = column.kind in ("category", "boolean", "id", "integer")
+    filled = np.where(gap, 0.0, values)
+    return (filled.astype(np.int64) if whole else filled), gap
+
+
+_WRONG = {
+    "number": "what is no number", "integer": "what is no whole number", "date": "what is no date",
+    "category": "a level that the dictionary has not", "boolean": "what is neither true nor false",
+}  # fmt: skip
+
+
+def _text(cell: Any) -> str:
+    """A cell as its table would write it."""
+    if isinstance(cell, (bool, np.bool_)):
+        return "true" if cell else "false"
+    if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(cell) < 2**53:
+        return str(int(cell))
+    if isinstance(cell, np.datetime64):
+        return str(cell.astype("datetime64[D]"))
+    return repr(float(cell)) if isinstance(cell, (float, np.floating)) else str(cell).strip()
+
+
+def _reader(column: Column) -> Callable[[str], float]:
+    """The number that a text stands for; infinite where it stands for none."""
+    if column.kind == "category" or column.levels:
+        codes = {level: float(k) for k, level in enumerate(column.levels)}
+        return lambda text: codes.get(text, math.inf)
+    if column.kind == "boolean":
+        both = {**dict.fromkeys(_TRUE, 1.0), **dict.fromkeys(_FALSE, 0.0)}
+        return lambda text: both.get(text.lower(), math.inf)
+
+    def number(text: str) -> float:
+        try:
+            if column.kind == "date":
+                return float((np.datetime64(text[:10], "D") - np.datetime64(DAY_ZERO, "D")).astype(int))
+            found = float(text.replace("_", "no digit"))
+        except ValueError:
+            return math.inf
+        return found if column.kind == "number" or found % 1 == 0 else math.inf
+
+    return number
+
+
+# ---- what the user reads ----
+
+
+class Line(NamedTuple):
+    """A parameter in the user's units. `ratio`: exp of estimate and interval, where the link has one."""
+
+    name: str
+    estimate: float
+    sd: float
+    low: float  # of the central 95% interval
+    high: float
+    ratio: tuple[float, float, float] | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Fixed effects, sds and correlations of groups, and the family's own parameters. `str` is the table."""
+
+    head: tuple[str, ...]
+    effects: tuple[Line, ...]
+    groups: tuple[Line, ...]
+    own: tuple[Line, ...]
+    ratio: str
+    foot: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = list(self.head)
+        for title, rows in (("Fixed effects", self.effects), ("Groups", self.groups), ("Family", self.own)):
+            if rows:
+                lines += ["", *_table(title, rows, self.ratio if rows is self.effects else "")]
+        return "\n".join([*lines, "", *self.foot])
+
+    __repr__ = __str__
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as numbers."""
+        parts = {"effects": self.effects, "groups": self.groups, "own": self.own}
+        return {name: [line._asdict() for line in rows] for name, rows in parts.items()}
+
+
+def _table(title: str, rows: Sequence[Line], ratio: str) -> list[str]:
+    heads = [title, "estimate", "sd", "2.5%", "97.5%", *([ratio, "2.5%", "97.5%"] if ratio else [])]
+    cells = [heads]
+    for row in rows:
+        numbers = [row.estimate, row.sd, row.low, row.high, *((row.ratio or ()) if ratio else ())]
+        cells.append([row.name, *(f"{n:.3g}" if abs(n) >= 1000 else f"{n:.3f}" for n in numbers)])
+    widths = [max(len(r[k]) for r in cells if k < len(r)) for k in range(len(heads))]
+    return [
+        "  ".join(c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=False))).rstrip()
+        for r in cells
+    ]
+
+
+def _line(name: str, draws: Tensor, ratio: bool = False) -> Line:
+    low, high = (float(torch.quantile(draws, q)) for q in (0.025, 0.975))
+    mean = float(draws.mean())
+    exp = (math.exp(mean), math.exp(low), math.exp(high)) if ratio else None
+    return Line(name, mean, float(draws.std()), low, high, exp)
+
+
+def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Draws (n,) of every parameter in the user's units, from draws (n, ...) of the sites."""
+    of, out = model.of, {}
+    scale, some = of.response.scale, next(iter(sites.values()))
+    b = some.new_zeros(len(some), of.fixed.size)
+    if of.kept:
+        b[:, of.kept] = sites["b"]
+    user = b @ torch.from_numpy(of.fixed.to_user).to(b).mT * scale
+    if of.fixed.intercept is not None:
+        user[:, of.fixed.intercept] += of.response.centre
+    if of.family == "ordinal":
+        cuts = torch.cat([sites["cut"][:, None], sites["cut"][:, None] + sites["log_gaps"].exp().cumsum(-1)], 1)
+        shift = user[:, of.fixed.intercept] if of.fixed.intercept is not None else some.new_zeros(len(some))
+        for k, (below, above) in enumerate(zip(of.response.levels, of.response.levels[1:], strict=False)):
+            out[f"{below}|{above}"] = cuts[:, k] - shift
+    for at, name in enumerate(of.fixed.names):
+        if at in of.kept:
+            out[name] = user[:, at]
+    for term in of.terms:
+        out |= _group_draws(term, sites, scale)
+    out |= {name: sites[name] * (scale if name == "sigma" else 1.0) for name in ("sigma", "nu", "shape") if name in sites}
+    return out
+
+
+def _group_draws(term: Term, sites: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    sd = sites[f"sd_{term.name}"]
+    factor = sd[..., None] * sites[f"cor_{term.name}"] if term.correlated else torch.diag_embed(sd)
+    root = torch.from_numpy(term.design.to_user).to(sd) @ factor * scale
+    cov = root @ root.mT
+    sds = cov.diagonal(dim1=-2, dim2=-1).sqrt()
+    names, out = term.design.names, {}
+    for k, name in enumerate(names):
+        out[f"sd({term.name}) {name}"] = sds[:, k]
+    for i in range(len(names)) if term.correlated else ():
+        for j in range(i):
+            out[f"cor({term.name}) {names[j]}, {names[i]}"] = cov[:, i, j] / (sds[:, i] * sds[:, j])
+    return out
+
+
+def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
+    of, family = model.of, FAMILIES[model.family]
+    found = user_draws(model, result.sample(draws))
+    lines = {name: _line(name, d, bool(family.ratio) and name != "(Intercept)") for name, d in found.items()}
+    effects = [n for n in lines if n in of.fixed.names or "|" in n]
+    groups = [n for n in lines if n.startswith(("sd(", "cor("))]
+    state = {True: "converged", False: "NOT converged", None: "not assessed"}[result.converged]
+    head = (model.text, f"family {model.family}, link {family.link}; {len(result.silos)} silos, {result.algorithm}")
+    records = result.metrics.get("records")
+    label = next((t.of.label for t in of.terms if t.place == "record"), "row")
+    counted = () if records is None else (f"{records:g} records (a record is a {label}), over all silos",)
+    foot = (*counted, f"{state} after {result.rounds} rounds: {result.convergence['reason']}")
+    rest = [n for n in lines if n not in effects and n not in groups]
+    return Summary(
+        head, tuple(lines[n] if "|" not in n else lines[n]._replace(ratio=None) for n in effects),
+        tuple(lines[n] for n in groups), tuple(lines[n]._replace(ratio=None) for n in rest), family.ratio, foot,
+    )  # fmt: skip
+
+
+def _described(model: MixedModel) -> list[str]:
+    of = model.of
+    where = {"record": "local, a record", "silo": "local, of a silo", "global": "global, it spans silos"}
+    said = [f"{model.text}  (family {model.family})"]
+    said += [f"(1 | {t.of.label}): {where[t.place]}" if t.design.constant else
+             f"({t.of.design} | {t.of.label}): {where[t.place]}" for t in of.terms]  # fmt: skip
+    for at in of.kept:
+        name, unit = of.fixed.names[at], of.response.scale / float(of.fixed.scales[at])
+        mean, sd = float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
+        mean += of.response.centre if name == "(Intercept)" else 0.0
+        centred = ", where other columns are at their centres" if name == "(Intercept)" else ""
+        said.append(f"prior of {name}: normal({mean:.4g}, {sd:.4g}){centred}")
+    said += [f"prior of sd({t.name}): half-t(3, {of.priors.group_sd[t.name] * of.response.scale:.4g}), a scaled column each"
+             for t in of.terms]  # fmt: skip
+    if any(t.correlated for t in of.terms):
+        said.append(f"prior of correlations: LKJ({of.priors.lkj:g})")
+    if of.family in ("gaussian", "student"):
+        said.append(f"prior of sigma: half-t(3, {of.priors.aux * of.response.scale:.4g})")
+    return said
