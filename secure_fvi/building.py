@@ -91,7 +91,9 @@ def device_named(device: str | torch.device) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError:
-        raise InputError(f"device {device!r} is none that PyTorch has; give 'cpu' or 'cuda', or 'cuda:1' of several") from None
+        raise InputError(
+            f"device {device!r} is none that PyTorch has; give 'cpu' or 'cuda', or 'cuda:1' of several"
+        ) from None
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
     return where

@@ -120,9 +120,7 @@ class Dictionary:
             if column.at_most:
                 bound = self[column.at_most]
                 if bound.kind not in ("number", "integer"):
-                    raise InputError(
-                        f"column '{name}': at_most names '{column.at_most}', of kind {bound.kind}"
-                    )
+                    raise InputError(f"column '{name}': at_most names '{column.at_most}', of kind {bound.kind}")
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -34,7 +34,7 @@ from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.progress import RunProgress
-from secure_fvi.results import LocalPosterior, Result, assessed, number_or_none, summarise
+from secure_fvi.results import LocalPosterior, Result, assessed, number_or_none, refined_draws, summarise
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo, silo_view
 
@@ -287,7 +287,7 @@ def result_of(
     posterior = server.program.posterior(state)
     verdict = assessed(server.program.verdict(state), algorithm.name, server.rounds)
     tail = np.array(done.objectives)
-    metrics = server.program.metrics(state)
+    metrics, refined = server.program.metrics(state), refined_draws(problem, posterior)
     # A run of few rounds has one good estimate, its last; a mean over rounds would take the approach in.
     bound = metrics["bound"] if "bound" in metrics else tail.mean()
     return Result(
@@ -298,7 +298,7 @@ def result_of(
         seconds=done.seconds,
         elbo=None if bound is None else number_or_none(bound),
         **verdict,
-        posterior=summarise(problem, posterior),
+        posterior=summarise(problem, posterior, refined),
         theta=problem.density.constrain(posterior.eta["loc"], posterior.theta)[1],
         metrics={
             "elbo_sd": number_or_none(tail.std()),
@@ -315,6 +315,7 @@ def result_of(
         privacy=server.claim(),
         problem=problem,
         variational=posterior,
+        refined=refined,
         local={name: LocalPosterior(silo, problem, posterior) for name, silo in engine.silos.items()},
     )
 

@@ -14,7 +14,6 @@ import ast
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -279,8 +278,10 @@ class Design:
         self._context = _context(dictionary)
         frame = _pandas(made.frame, dictionary)
         try:
-            first = _formulaic().Formula(_written(terms, {})).get_model_matrix(
-                frame, context=self._context, output="numpy", na_action="ignore"
+            first = (
+                _formulaic()
+                .Formula(_written(terms, {}))
+                .get_model_matrix(frame, context=self._context, output="numpy", na_action="ignore")
             )
         except InputError:
             raise
@@ -387,7 +388,9 @@ class Expression:
         terms = _terms("0 + {" + text + "}", formula)
         self.text, self.dictionary = text, dictionary
         self.columns = tuple(sorted({n for t in terms for f in t.factors for n in _columns_of(f, dictionary, formula)}))
-        calls = {n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        calls = {
+            n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
         kinds = {dictionary[name].kind for name in self.columns}
         if calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
             raise _error(formula, max(formula.find(text), 0), f"'{text}' must be one number a row, of numeric columns,")

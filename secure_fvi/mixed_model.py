@@ -150,7 +150,9 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
     ids = [r.label for r in parsed.random if not spans[r.label] and dictionary[r.group[-1]].kind == "id"]
     chosen = record if record is not None else (ids or local or [None])[-1]
     if chosen is not None and chosen not in local:
-        raise InputError(f"record='{chosen}': it must be a group of the formula that lives in one silo{nearest(chosen, local)}")
+        raise InputError(
+            f"record='{chosen}': it must be a group of the formula that lives in one silo{nearest(chosen, local)}"
+        )
     found: list[Term] = []
     for r in parsed.random:
         design = Design(r.design, parsed.text, dictionary, centred=r.correlated)
@@ -183,7 +185,12 @@ class Priors(NamedTuple):
 
 
 def _priors(
-    given: Mapping[str, Any], fixed: Design, terms: Sequence[Term], family: str, response: Response, dictionary: Dictionary
+    given: Mapping[str, Any],
+    fixed: Design,
+    terms: Sequence[Term],
+    family: str,
+    response: Response,
+    dictionary: Dictionary,
 ) -> Priors:
     """`given`: by name of a fixed effect, (mean, sd) in the user's units; "sd_<group>" and "sigma", the scale of a
     half-t(3); "lkj", its concentration."""
@@ -265,9 +272,7 @@ _NEWTON = 5
 _LONGEST = 3.0
 
 
-def marginal(
-    eta: Tensor, design: Tensor, y: Tensor, present: Tensor, data: Mapping[str, Any], given: Given
-) -> Tensor:
+def marginal(eta: Tensor, design: Tensor, y: Tensor, present: Tensor, data: Mapping[str, Any], given: Given) -> Tensor:
     """log of the integral of p(y_i | eta_i + design_i eps) N(eps; 0, 1) over eps (d,), (N,), by adaptive Gauss-Hermite
     quadrature (Pinheiro and Bates 1995): nodes around the mode of each record's integrand, as wide as its curvature.
 
@@ -314,7 +319,9 @@ def _curved(
     eps: Tensor, eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
 ) -> tuple[Tensor, Tensor]:
     """Slope (N, d) of the integrand's logarithm, and the factor (N, d, d) of its expected curvature."""
-    slope, curve = (part.detach() * weights for part in given.slopes(eta + (design * eps.unsqueeze(-2)).sum(-1), y, data))
+    slope, curve = (
+        part.detach() * weights for part in given.slopes(eta + (design * eps.unsqueeze(-2)).sum(-1), y, data)
+    )
     down = (design * slope.unsqueeze(-1)).sum(-2) - eps
     if design.shape[-1] == 1:
         return down, (1 + (curve.unsqueeze(-1) * design.square()).sum(-2, keepdim=True)).sqrt()
@@ -366,7 +373,9 @@ class Program:
                 return
             for at, term, factor in own:
                 shape = like.new_zeros(1, term.design.size)
-                effects = pyro.sample(term.name, dist.Normal(shape, 1.0).expand([records, 1, term.design.size]).to_event(1))
+                effects = pyro.sample(
+                    term.name, dist.Normal(shape, 1.0).expand([records, 1, term.design.size]).to_event(1)
+                )
                 eta = eta + self._part(data, at, effects @ factor.mT)
             with pyro.poutine.scale(scale=data.get("weights", 1.0)):
                 pyro.sample("y", given.density(eta.expand(present.shape), data).mask(present > 0), obs=y)
@@ -462,7 +471,9 @@ class MixedModel(FederatedModel):
             return dict(silos)
         read = {name: _read(self.of, table, name) for name, table in silos.items()}
         _check_names_differ(self.of, read)
-        sizes = {t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"}
+        sizes = {
+            t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"
+        }
         rows = max(int(np.bincount(r.record).max()) if r.record is not None else 1 for r in read.values())
         for name, r in read.items():
             self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups}
@@ -528,7 +539,9 @@ def glmm(
         dictionary = read_dictionary(Path(dictionary))
     family = _OTHER_NAMES.get(family, family)
     if family not in FAMILIES:
-        raise InputError(f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})")
+        raise InputError(
+            f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})"
+        )
     if missing not in ("refuse", "drop"):
         raise InputError(f"missing='{missing}' must be 'refuse' or 'drop'")
     parsed = parse(formula)
@@ -648,7 +661,9 @@ def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, in
     record = np.arange(table.rows) if table.record is None else table.record
     counts = np.bincount(record)
     if counts.max() > most:
-        raise DataError(f"silo '{silo}': {int((counts > most).sum())} records have more rows than most={{'rows': {most}}}")
+        raise DataError(
+            f"silo '{silo}': {int((counts > most).sum())} records have more rows than most={{'rows': {most}}}"
+        )
     order = np.argsort(record, kind="stable")
     place = np.arange(table.rows) - np.repeat(np.cumsum(counts) - counts, counts)
     out = Laid()
@@ -665,7 +680,9 @@ def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, in
             label = term.of.label
             limit = of.most.get(label, sizes[label])
             if table.groups[label] > limit:
-                raise DataError(f"silo '{silo}': {table.groups[label]} groups of '{label}', more than most={{'{label}': {limit}}}")
+                raise DataError(
+                    f"silo '{silo}': {table.groups[label]} groups of '{label}', more than most={{'{label}': {limit}}}"
+                )
             out[f"n{at}"] = limit
     return out
 
@@ -754,7 +771,9 @@ def code(cells: np.ndarray[Any, Any], column: Column, where: str) -> tuple[np.nd
     for name, over in (("low", values < (column.low if column.low is not None else -math.inf)),
                        ("high", values > (column.high if column.high is not None else math.inf))):  # fmt: skip
         if column.kind in MEASURED and (bad := int(over.sum())):
-            raise DataError(f"{where} is {'below' if name == 'low' else 'above'} the dictionary's {name} in {bad} of {rows} rows")
+            raise DataError(
+                f"{where} is {'below' if name == 'low' else 'above'} the dictionary's {name} in {bad} of {rows} rows"
+            )
     whole = column.kind in ("category", "boolean", "id", "integer")
     filled = np.where(gap, 0.0, values)
     return (filled.astype(np.int64) if whole else filled), gap
@@ -846,7 +865,9 @@ def _table(title: str, rows: Sequence[Line], ratio: str) -> list[str]:
         cells.append([row.name, *(f"{n:.3g}" if abs(n) >= 1000 else f"{n:.3f}" for n in numbers)])
     widths = [max(len(r[k]) for r in cells if k < len(r)) for k in range(len(heads))]
     return [
-        "  ".join(c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=False))).rstrip()
+        "  ".join(
+            c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=False))
+        ).rstrip()
         for r in cells
     ]
 
@@ -878,7 +899,9 @@ def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tens
             out[name] = user[:, at]
     for term in of.terms:
         out |= _group_draws(term, sites, scale)
-    out |= {name: sites[name] * (scale if name == "sigma" else 1.0) for name in ("sigma", "nu", "shape") if name in sites}
+    out |= {
+        name: sites[name] * (scale if name == "sigma" else 1.0) for name in ("sigma", "nu", "shape") if name in sites
+    }
     return out
 
 

@@ -159,7 +159,9 @@ def _shown(value: Any) -> str:
         return f"the class {value.__name__} itself"
     if isinstance(value, str):
         return repr(value[:60])
-    return repr(value) if value is None or type(value) in (bool, int, float) else f"a value of type {type(value).__name__}"
+    return (
+        repr(value) if value is None or type(value) in (bool, int, float) else f"a value of type {type(value).__name__}"
+    )
 
 
 def _hint(value: Any, parts: Sequence[Any]) -> str:

@@ -169,12 +169,28 @@ class RunSummary:
         }
 
 
+@dataclass(frozen=True, repr=False)
+class Refined:
+    """Weighted draws of the global sites, where they are the result in place of q(Z_G) (`algorithms.refining`)."""
+
+    draws: Params  # (S, *shape) a site, in the model's own space
+    weights: Tensor  # (S,) adding up to 1
+    khat: float  # Pareto's, of the weights: under .7, or there would be no such result
+    ess: float  # effective sample size, 1 / sum of squared weights
+    log_evidence: float  # log p(y), nats
+    integration_error: float  # sd over draws of what latents that were integrated out add by chance, nats
+
+    def __repr__(self) -> str:
+        return f"Refined({len(self.weights)} draws, k-hat {self.khat:.2f}, ess {self.ess:.0f})"
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Result(RunSummary):
     """A fitted model. All but `local` follows from broadcasts and totals."""
 
     problem: Problem = field(repr=False)
     variational: Posterior = field(repr=False)
+    refined: Refined | None = None  # what `posterior` and `sample` go by then; `variational.eta` stays q's
     local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def sample(self, n: int, seed: int = 0) -> Params:
@@ -293,6 +309,9 @@ def write_result(directory: Path, result: Any) -> None:
     tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
     for site, moments in result.posterior.items():
         tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
+    if getattr(result, "refined", None) is not None:
+        tensors |= {f"refined/draws/{k}": v for k, v in result.refined.draws.items()}
+        tensors["refined/weights"] = result.refined.weights
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     family = {"family": result.variational.family.name}
     write_atomically(directory / "posterior.safetensors", save(tensors, family))
@@ -358,8 +377,27 @@ def _real_sites(problem: Problem) -> set[str]:
     return {s.name for s in problem.layout.of("global") if "Real" in s.support}
 
 
-def summarise(problem: Problem, posterior: Posterior) -> SitePosteriors:
-    """Moments of each global site: exact for real-valued sites and for a point, by a fixed set of draws for others."""
+def refined_draws(problem: Problem, posterior: Posterior) -> Refined | None:
+    """The weighted draws of `posterior` in the model's own space, where it has any."""
+    if posterior.refined is None:
+        return None
+    r = posterior.refined
+    draws = over_draws(lambda z: problem.density.constrain(z, posterior.theta)[0], r.z.to(posterior.eta["loc"]))
+    return Refined(draws, r.weights, r.khat, r.ess, r.log_evidence, r.integration_error)
+
+
+def _weighted_moments(values: Tensor, weights: Tensor) -> SitePosterior:
+    """Of draws (S, *shape)."""
+    weights = weights.to(values)
+    mean = torch.tensordot(weights, values, 1)
+    return SitePosterior(mean, torch.tensordot(weights, (values - mean).square(), 1).sqrt())
+
+
+def summarise(problem: Problem, posterior: Posterior, refined: Refined | None = None) -> SitePosteriors:
+    """Moments of each global site: exact for real-valued sites and for a point, by a fixed set of draws for others; by
+    weighted draws where there are such."""
+    if refined is not None:
+        return SitePosteriors({k: _weighted_moments(v, refined.weights) for k, v in refined.draws.items()})
     if posterior.family.noise_size == 0:
         at, _ = problem.density.constrain(posterior.eta["loc"], posterior.theta)
         return SitePosteriors({name: SitePosterior(v, torch.zeros_like(v)) for name, v in at.items()})

@@ -348,7 +348,9 @@ class Silo:
     def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:
         """The past with this question in it. Raises ProtocolError where it is not its turn, or is past a limit."""
         limits, phases = self.limits, self.program.order.phases
-        if question <= past.asked or (past.answers and list(phases.values())[past.asked.place].ends):
+        ended = past.answers and list(phases.values())[past.asked.place].ends
+        after = question.round == past.asked.round and phases[broadcast.phase].ends
+        if question <= past.asked or (ended and not after):
             raise ProtocolError(
                 f"silo '{self.name}': round {question.round}, phase '{broadcast.phase}', was answered already or is "
                 "over; no other broadcast of it is answered"

@@ -88,7 +88,7 @@ class Phase(NamedTuple):
     rounds: range
     most: int
     iterations: range = range(1)  # a round's, by the scalar "iteration" of the broadcast
-    ends: bool = False  # whether nothing is asked after it
+    ends: bool = False  # whether nothing is asked after it, but phases of the same round that end the job too
     counts: bool = True  # whether its rounds are rounds of the job: not those of a sum before or after them
 
 
@@ -237,16 +237,31 @@ def fixed_length(option: str, count: int, seen: str, details: Mapping[str, float
     return Verdict(None, f"its length was fixed ({option} = {count}){seen}; {advice}", details, moving)
 
 
+class Refined(NamedTuple):
+    """Weighted draws that are the posterior of Z_G (`refining`). Everyone may see them."""
+
+    z: Tensor  # (S, n_global), float64, in unconstrained space
+    weights: Tensor  # (S,) adding up to 1
+    khat: float  # Pareto's, of the weights
+    ess: float
+    log_evidence: float  # log p(y), nats
+    integration_error: float  # of the total log-likelihood over draws, from latents that were integrated out, nats
+
+
 class Posterior(NamedTuple):
     """Where a fit ended. Everyone may see it."""
 
     family: GlobalFamily
     eta: Params
     theta: Params
+    refined: Refined | None = None  # in place of q(Z_G), where there is one
 
     def draws(self, n: int, seed: int | torch.Generator) -> Tensor:
         """Draws of Z_G in unconstrained space (n, n_global)."""
         rng = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+        if self.refined is not None:
+            picked = torch.multinomial(self.refined.weights, n, replacement=True, generator=rng)
+            return self.refined.z[picked].to(self.eta["loc"])
         eps = torch.randn(n, self.family.noise_size, generator=rng, dtype=torch.float64).to(self.eta["loc"])
         found: Tensor = torch.func.vmap(lambda e: self.family.transform(self.eta, e))(eps)
         return found

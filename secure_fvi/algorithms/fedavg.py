@@ -23,11 +23,11 @@ from torch import Tensor
 from secure_fvi.aggregation.base import Block
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, Phase, Posterior, Problem, SiloView, Step, Verdict
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals, poisson_rows
-from secure_fvi.options import SCHEDULES, Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families.gaussian import GlobalFamily, Point
+from secure_fvi.options import SCHEDULES, Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.trees import Params, merge, part, take
 
 #: Phases. COUNT once, before the first round, where N is needed; AVERAGE every round.

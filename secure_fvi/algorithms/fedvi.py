@@ -30,12 +30,12 @@ from torch import Tensor
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, LocalFit, Posterior, Problem, SiloView, Step, Verdict
 from secure_fvi.algorithms.fedavg import FedAvgProgram, FedAvgState, averaged_sums
 from secure_fvi.algorithms.kit import Totals
-from secure_fvi.options import Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration
 from secure_fvi.errors import InputError
 from secure_fvi.families.gaussian import Diagonal, GlobalFamily
 from secure_fvi.federated_model import SiloEncoder
+from secure_fvi.options import Count, Momentum, NotNegative, Positive, Schedule, Share, check
 from secure_fvi.trees import Params, take
 
 IntArray = npt.NDArray[np.int64]
@@ -200,7 +200,7 @@ class FedVIProgram(FedAvgProgram):
 
     def global_rate(self, point: Params) -> Tensor:
         """KL(q(theta) || t) in nats (); -log t(theta) for a point, whose divergence is infinite."""
-        eta, theta = self.at(point)[1:]
+        _, eta, theta, _ = self.at(point)
         if self.config.theta == "point":
             return -self.problem.density.log_prior(eta["loc"], theta)
         scale = eta["log_scale"].exp()
@@ -302,7 +302,7 @@ class FedVIProgram(FedAvgProgram):
         density = self.problem.density
 
         def loss(point: Params) -> tuple[Tensor, Tensor]:
-            family, eta, theta = self.at(point)
+            family, eta, theta, _ = self.at(point)
             z = family.transform(eta, eps_global)
             sites, parameters = density.constrain(z, theta)
             loc, scale = self.encoder.fn({**sites, **parameters}, support.present, **support.rows)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from secure_fvi.aggregation.base import Block, FloatArray
-from secure_fvi.algorithms.base import LocalFit, Problem, SiloView
+from secure_fvi.algorithms.base import Broadcast, LocalFit, Problem, SiloView
 from secure_fvi.algorithms.natural import (
     Natural,
     distance,
@@ -34,7 +34,7 @@ from secure_fvi.algorithms.natural import (
     quadratic,
     unpack,
 )
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
+from secure_fvi.algorithms.refining import Refiner
 from secure_fvi.algorithms.stationarity import SiloSlope
 from secure_fvi.algorithms.structured import local_units
 from secure_fvi.algorithms.weighing import Weigher, points
@@ -45,6 +45,7 @@ from secure_fvi.families.conditional import ENCODER
 from secure_fvi.families.gaussian import INITIAL_SCALE, unit_lower
 from secure_fvi.objective import silo_gradient, vjp
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, check
 from secure_fvi.randomness import start_draws
 from secure_fvi.trees import merge, part, put, take
 
@@ -293,7 +294,7 @@ class SiloFit:
         self.exact = ExactFit(families) if self.config.local_optimizer in EXACT else None
         self.block = StepBlock(families) if self.exact is None else None
         self._slope = SiloSlope(self.problem, families.local, families.silo, families.samples)
-        self._weigher = Weigher(self.problem, families.local, families.silo)
+        self.weigher = Weigher(self.problem, families.local, families.silo)
 
     def init(self, view: SiloView) -> OwnState:
         """Before the first fit."""
@@ -404,7 +405,15 @@ class SiloFit:
         if not weighs:
             return slope
         at = points(self.problem.seed, q, self.problem.layout)
-        return np.concatenate([slope, self._weigher(q, at, theta, record, silo, view, first_key + count)])
+        return np.concatenate([slope, self.weigher(q, at, theta, record, silo, view, first_key + count)])
+
+    def refined(
+        self, refiner: Refiner, message: Broadcast, theta: Params, q: Natural, own: OwnState, view: SiloView
+    ) -> FloatArray:
+        """The silo's terms of `refining` at q and the draws that `message` names."""
+        silo, moved = reanchored_silo(own.silo, self.families.move(q.mean() - own.anchor), self.families.n_silo)
+        record = reanchored_records(own.record, moved)
+        return refiner.nats(message, q, {**theta, **own.phi}, record, silo, view)
 
     def _inputs(
         self, key: int, count: int, batches: npt.NDArray[np.int64] | None, record: Params, view: SiloView

@@ -34,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -44,8 +44,9 @@ from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
-from secure_fvi.algorithms import stationarity, weighing
+from secure_fvi.algorithms import refining, stationarity, weighing
 from secure_fvi.algorithms.base import (
+    ITERATION,
     PRIVATE,
     ROUND_PHASE,
     Broadcast,
@@ -63,13 +64,14 @@ from secure_fvi.algorithms.base import (
 from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
-from secure_fvi.options import Count, Positive, Says, Share
+from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner, Refining
 from secure_fvi.algorithms.stationarity import Rest, as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.options import Count, Positive, Says, Share
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.trees import to_numpy
 
@@ -153,6 +155,9 @@ class PVI(LocalFitOptions):
             counts = "; whether it could fit, tempered its cavity, or would move q further"
             final = f"{DISCLOSED if self.rounds is None else DISCLOSED_OF_SLOPE}; its number of records"
             sums = (dataclasses.replace(sums[0], what=what + counts), Sums(FINISH, 1, final, silos))
+        if not private and self.rounds is None:
+            more = f"{refining.DISCLOSED}; its number of records"
+            sums = (*sums, Sums(REFINE, refining.SUMS, more, silos))
         because = f"schedule = '{self.schedule}'"
         if self.schedule == "asynchronous":
             because += f", buffer = {self.buffer}"
@@ -437,6 +442,7 @@ class PVIState(NamedTuple):
     phase: str  # of the sum to come
     rest: Rest  # what the final sum told
     checked: bool  # whether all silos were in it
+    refining: Refining  # and what those after it did
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
     turns: Turns  # of a schedule with delays
 
@@ -493,6 +499,7 @@ class PVIProgram(Program):
         self.delays = delays(len(problem.silos), config.delay, problem.seed)
         self._check()
         self.fit = SiloFit(self.families)
+        self.refiner = Refiner(problem, self.fit.weigher)
         self.optimizer = Optimizer("adam", config.theta_learning_rate)
         self._replayed, self._by_turn = first_turns(len(problem.silos)), list[tuple[str, ...]]()
         self._one = nothing(self.families.n, self.families.full)
@@ -527,10 +534,13 @@ class PVIProgram(Program):
         last = Phase(range(1, most + 1), 1, ends=True, counts=False)
         protected = frozenset(block.name for block in changes)
         each = (*changes, Block(OBJECTIVE, (), config.bound), records, *flags, present)
-        return {
+        found = {
             ROUND_PHASE: Sum(each, Phase(range(most), most), sent, protected),
             FINISH: Sum((*self.final_blocks(), present, records), last, sent),
         }
+        if weighing.asked(BlockTable(found[FINISH].blocks)):
+            found[REFINE] = self.refiner.sum(last.rounds, sent, present, records)
+        return found
 
     def final_blocks(self) -> tuple[Block, ...]:
         """What is asked of the final q: the bound and its slope, and, where the run stops by itself, the likelihood."""
@@ -591,18 +601,25 @@ class PVIProgram(Program):
             round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, took=none, kept=none, moved=moved,
             damping=0.0, residual=self._one, earlier=self._one, skipped=0, tempered=0, undone=0, last=Counts(),
             quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, rest=Rest(), checked=False,
-            halvings=0, turns=turns,
+            refining=refining.start(), halvings=0, turns=turns,
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         tensors = {"q": state.q.pack(), "units": self.units(state.q), "sums": state.took, "dampings": state.kept}
         tensors |= {f"theta/{name}": value for name, value in state.theta.items()}
-        return Broadcast(state.round, index, accepted, self.asked(state.round, state.phase), {}, tensors, state.phase)
+        scalars = {}
+        if state.phase == REFINE:
+            tensors[refining.PROPOSAL] = state.refining.proposal
+            scalars[ITERATION] = float(state.refining.sums)
+        cohort = self.asked(state.round, state.phase)
+        return Broadcast(state.round, index, accepted, cohort, scalars, tensors, state.phase)
 
     def step(self, state: PVIState, message: Broadcast, sums: Totals, scale: float) -> tuple[PVIState, Step]:
         present = self._present(message, sums.get(PRESENT), scale)
         if message.phase == FINISH:
             return self._checked(state, present, sums)
+        if message.phase == REFINE:
+            return self._refined(state, message, present, sums)
         counts = Counts(
             len(message.cohort) - int(present.sum()), *(int(sums.get(n, 0)) for n in (SKIPPED, TEMPERED, MOVING))
         )
@@ -650,6 +667,7 @@ class PVIProgram(Program):
             phase=ROUND_PHASE,
             rest=Rest(),
             checked=False,
+            refining=state.refining,
             halvings=state.halvings + halvings,
             turns=turns,
         )
@@ -657,7 +675,7 @@ class PVIProgram(Program):
 
     def posterior(self, state: PVIState) -> Posterior:
         eta = {name: self.move(value) for name, value in to_eta(state.q).items()}
-        return Posterior(self.families.shared, eta, state.theta)
+        return Posterior(self.families.shared, eta, state.theta, state.refining.answer)
 
     def at_rest(self, state: PVIState) -> bool:
         """Whether every silo was in quiet rounds, none after a round that was not, and their sum does not move q."""
@@ -665,7 +683,10 @@ class PVIProgram(Program):
         return bool((state.quiet >= needed).all()) and float(state.moved.max()) < self.config.tolerance
 
     def verdict(self, state: PVIState) -> Verdict:
-        """What the last rounds and the final sum say together."""
+        """What the last rounds and the final sums say together."""
+        return refining.verdict(self._of_q(state), state.refining)
+
+    def _of_q(self, state: PVIState) -> Verdict:
         config, rest, details = self.config, state.rest, {**self._counts(state), **state.rest.details()}
         if self.terms:
             return Verdict(None, PRIVATE, details, float(state.moved.max()) >= 1.0)
@@ -733,12 +754,26 @@ class PVIProgram(Program):
     def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After the final sum."""
         whole = int(present.sum()) == len(self.problem.silos)
-        prior = lambda z: self.prior.log_prob(z, state.theta)  # noqa: E731
         rest = stationarity.at_rest(
-            self.problem, state.q, state.theta, prior, self._final_draws(), sums, self.config.bound
+            self.problem, state.q, state.theta, self._log_prior(state), self._final_draws(), sums, self.config.bound
         )
         state = state._replace(phase=ROUND_PHASE, rest=rest if whole else Rest(), checked=whole)
-        return state, Step(rest.objective if whole else math.nan, state.damping, None, FINISH, True)
+        refines = REFINE in self.tables and whole and (not state.theta or self.at_rest(state))
+        if refines and refining.worthwhile(rest, self._of_q(state).converged is True):
+            state = state._replace(phase=REFINE, refining=self.refiner.begun(state.q, rest))
+        finished = state.phase == ROUND_PHASE
+        return state, Step(rest.objective if whole else math.nan, state.damping, None, FINISH, finished)
+
+    def _refined(self, state: PVIState, message: Broadcast, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
+        """After one more sum at draws near q."""
+        after = state.refining._replace(sums=refining.SUMS, lost=refining.ABSENT)
+        if int(present.sum()) == len(self.problem.silos):
+            after = self.refiner.step(state.refining, message, sums, state.q, state.theta, self._log_prior(state))
+        step = Step(state.rest.objective, state.damping, None, REFINE, after.done)
+        return state._replace(refining=after, phase=ROUND_PHASE if after.done else REFINE), step
+
+    def _log_prior(self, state: PVIState) -> Callable[[Tensor], Tensor]:
+        return lambda z: self.prior.log_prob(z, state.theta)
 
     def _may_shorten(self, state: PVIState, counts: Counts) -> bool:
         """Whether silos lost their proper cavity by the last step, which can be taken back by half."""
@@ -838,6 +873,8 @@ class PVIProgram(Program):
         own = {PRESENT: [float(name == view.silo) for name in self.problem.silos], RECORDS: view.size}
         if message.phase == FINISH:
             return Answer({**own, **self._at_the_end(message, local, view, views)}, local)
+        if message.phase == REFINE:
+            return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
         per_unit = self._per_unit(message, view.silo)
         late = bool(self.delays[self.problem.silos.index(view.silo)] > 0)
         answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
@@ -864,6 +901,15 @@ class PVIProgram(Program):
             for key, part, of in zip(keys, local.parts, views, strict=True)
         ]
         return table.split(as_sent(self.problem, table, np.sum(found, 0), view))
+
+    def _near(self, message: Broadcast, local: PVILocal, view: SiloView, views: list[SiloView]) -> FloatArray:
+        """The silo's log-likelihood at draws near the final q."""
+        q, theta = self.families.unpack(message.tensors["q"]), self._theta(message)
+        found = [
+            self.fit.refined(self.refiner, message, theta, q, part.own, of)
+            for part, of in zip(local.parts, views, strict=True)
+        ]
+        return self.refiner.told(np.sum(found, 0), view)
 
     def _theta(self, message: Broadcast) -> Params:
         return {name: self.move(message.tensors[f"theta/{name}"]) for name in self.theta_start}

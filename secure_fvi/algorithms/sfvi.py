@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
-from secure_fvi.algorithms import stationarity, stopping
+from secure_fvi.algorithms import refining, stationarity, stopping
 from secure_fvi.algorithms.base import (
     PRIVATE,
     ROUND_PHASE,
@@ -44,7 +44,7 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.by_record import MOST_ROWS, evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
+from secure_fvi.algorithms.refining import REFINE, Refining
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.structured import (
@@ -67,6 +67,7 @@ from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
 from secure_fvi.privacy.terms import Terms, agree
 from secure_fvi.trees import merge, part, put, running_average, take, to_numpy, unflatten
 
@@ -200,9 +201,10 @@ class SFVI:
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
         before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
-        sums = (*(s for s in before if s.phase != FINISH), own)
+        sums = (*(s for s in before if s.phase not in (FINISH, REFINE)), own)
         if not private and self.iterations is None:
             sums = (*sums, Sums(FINISH, 1, f"{DISCLOSED}; its number of records", silos))
+            sums = (*sums, Sums(REFINE, refining.SUMS, f"{refining.DISCLOSED}; its number of records", silos))
         because = f"participation = {self.participation:g}"
         return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
 
@@ -229,6 +231,7 @@ class SFVIState(NamedTuple):
     lost: int  # rounds since the averaging began in which a silo that was asked was missing
     phase: str  # of the sum to come
     rest: Rest  # what the final sum told of q, where all silos were in it
+    refining: Refining  # and what those after it did
 
 
 class SFVILocal(NamedTuple):
@@ -315,6 +318,7 @@ class SFVIProgram(StructuredProgram):
             last = Phase(range(1, config.own_rounds + 1), 1, ends=True, counts=False)
             final = merge(eta=self.start(), theta=self.theta_start)
             found[FINISH] = Sum((*self.final_blocks(), records), last, final)
+            return self.with_refining(found)
         return found
 
     # ---- server ----
@@ -328,14 +332,17 @@ class SFVIProgram(StructuredProgram):
         eps = self._noise(0)
         z_global, shift = self._draw(eta, eps)
         moments, monitor = self.optimizer.init(merged), stopping.start()
-        return SFVIState(0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest())
+        return SFVIState(
+            0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest(), refining.start()
+        )
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         cohort = self.asked(state.round, state.phase)
-        if state.phase == FINISH:
+        if state.phase in (FINISH, REFINE):
             found = self.posterior(state)
             shared = merge(eta=found.eta, theta=found.theta)
-            return Broadcast(state.round, index, accepted, cohort, {}, shared, FINISH)
+            message = Broadcast(state.round, index, accepted, cohort, {}, shared, FINISH)
+            return message if state.phase == FINISH else self.refining_message(message, state.refining)
         tensors = {"z_global": state.z_global, "shift": state.shift, **merge(theta=state.theta)}
         scalars = {
             "scale": self._scale(state),
@@ -348,6 +355,8 @@ class SFVIProgram(StructuredProgram):
         absent = self.lacks(message, scale)
         if message.phase == FINISH:
             return self._checked(state, sums, absent)
+        if message.phase == REFINE:
+            return self._refined(state, message, sums, absent)
         averages = self._averages(state)
         lost = state.lost + absent if averages else 0
         averaged = state.averaged + 1 if averages else 0
@@ -381,23 +390,38 @@ class SFVIProgram(StructuredProgram):
         phase = FINISH if finished and FINISH in self.tables else ROUND_PHASE
         step = Step(shown, rate, monitor.r_hat, self._phase(state), finished and phase == ROUND_PHASE)
         after = SFVIState(
-            state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest()
-        )
+            state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest(),
+            state.refining,
+        )  # fmt: skip
         return after, step
 
     def _checked(self, state: SFVIState, sums: Totals, absent: bool) -> tuple[SFVIState, Step]:
         """After the final sum."""
         rest = Rest() if absent else self.rest(self.posterior(state), sums)
-        step = Step(rest.objective, 0.0, state.monitor.r_hat, FINISH, True)
-        return state._replace(phase=ROUND_PHASE, rest=rest), step
+        state = state._replace(phase=ROUND_PHASE, rest=rest)
+        begun = self.first_refining(self.posterior(state), rest, self._of_q(state), state.monitor.converged)
+        if begun is not None:
+            state = state._replace(phase=REFINE, refining=begun)
+        return state, Step(rest.objective, 0.0, state.monitor.r_hat, FINISH, begun is None)
+
+    def _refined(self, state: SFVIState, message: Broadcast, sums: Totals, absent: bool) -> tuple[SFVIState, Step]:
+        """After one more sum at draws near q."""
+        after = self.refined(state.refining, self.posterior(state), message, sums, absent)
+        step = Step(state.rest.objective, 0.0, state.monitor.r_hat, REFINE, after.done)
+        return state._replace(refining=after, phase=ROUND_PHASE if after.done else REFINE), step
 
     def posterior(self, state: SFVIState) -> Posterior:
+        refined = state.refining.answer
         if state.averaged:
-            return Posterior(self.family, part(state.average, "eta"), part(state.average, "theta"))
-        return Posterior(self.family, state.eta, state.theta)
+            return Posterior(self.family, part(state.average, "eta"), part(state.average, "theta"), refined)
+        return Posterior(self.family, state.eta, state.theta, refined)
 
     def verdict(self, state: SFVIState) -> Verdict:
-        """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary."""
+        """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary, or was
+        refined."""
+        return refining.verdict(self._of_q(state), state.refining)
+
+    def _of_q(self, state: SFVIState) -> Verdict:
         config, r_hat = self.config, state.monitor.r_hat
         still = r_hat is not None and r_hat < stopping.R_HAT_BELOW
         if self.terms:
@@ -478,10 +502,13 @@ class SFVIProgram(StructuredProgram):
         return self.fit_of(local.record_average, local.silo_average)
 
     def answer(self, message: Broadcast, local: SFVILocal, view: SiloView) -> Answer | RecordAnswer:
-        if message.phase != FINISH:
+        if message.phase not in (FINISH, REFINE):
             return (self._one_by_one if self.by_record else self._together)(message, local, view)
         sent = self.received(message, message.tensors)
-        found = self.final_answer(sent, local.record_average, local.silo_average, view, _FINAL)
+        own = local.record_average, local.silo_average
+        if message.phase == REFINE:
+            return Answer({**self.refining_answer(message, sent, *own, view), RECORDS: view.size}, local)
+        found = self.final_answer(sent, *own, view, _FINAL)
         return Answer({**found, RECORDS: view.size}, local)
 
     def sent(self, message: Broadcast) -> Sent:
@@ -663,7 +690,7 @@ class SFVIWarmProgram(Program):
 
     def sums(self) -> dict[str, Sum]:
         """The one that finishes SFVI-Avg is left out: SFVI's first broadcast serves."""
-        found = {phase: one for phase, one in self._warm.parts.items() if phase != FINISH}
+        found = {phase: one for phase, one in self._warm.parts.items() if phase not in (FINISH, REFINE)}
         for phase, one in self._own.parts.items():
             rounds = one.when.rounds
             later = range(self._rounds + rounds.start, self._rounds + rounds.stop)

@@ -37,7 +37,7 @@ from secure_fvi.aggregation.barycenter import (
     unpack_symmetric,
 )
 from secure_fvi.aggregation.base import Block, FloatArray
-from secure_fvi.algorithms import stationarity
+from secure_fvi.algorithms import refining, stationarity
 from secure_fvi.algorithms.base import (
     ITERATION,
     PRIVATE,
@@ -51,7 +51,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
 )
 from secure_fvi.algorithms.kit import Answer, Rows, Sum, Totals, at_least_two
-from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
+from secure_fvi.algorithms.refining import REFINE, Refining
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
@@ -72,6 +72,7 @@ from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params
 from secure_fvi.objective import SiloFunction, server_gradient, silo_gradient
 from secure_fvi.optimizers import TRACEABLE, Optimizer
+from secure_fvi.options import Count, NotNegative, Part, Positive, Says, Share, Spread, Whole, check
 from secure_fvi.trees import merge, part, running_average, to_numpy
 
 #: Phases. COUNT once, before the first round; MERGE, and BURES where asked for, every round; FINISH once.
@@ -209,6 +210,7 @@ class SFVIAvg:
                 what = "its covariance, as one iteration sees it; its weight, which is its number of records"
                 sums.append(Sums(BURES, again, what, asked, cohort))
             sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos))
+            sums.append(Sums(REFINE, refining.SUMS, f"{refining.DISCLOSED}; its number of records", silos))
         keeps = "its own latents' posterior and its optimiser's state"
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
         return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, self.sampling_rate, because)
@@ -245,6 +247,7 @@ class SFVIAvgState(NamedTuple):
     objective: float  # at the q last sent, nats; NaN where it is not released
     absent: int  # 1 where silos that were asked for the last merge are not in it
     rest: Rest  # what the final sum told of q, where all silos were in it
+    refining: Refining  # and what those after it did
 
 
 class SFVIAvgLocal(NamedTuple):
@@ -359,7 +362,7 @@ class SFVIAvgProgram(StructuredProgram):
             found[BURES] = Sum((weight, *root), phase, {ROOT: (packed,)}, scalars=(*scalars, ITERATION), known=known)
         final, last = (records, *self.final_blocks()), range(1, config.rounds + 1)
         found[FINISH] = Sum(final, Phase(last, 1, ends=True, counts=False), sent, scalars=scalars, known=known)
-        return found
+        return self.with_refining(found)
 
     # ---- server ----
 
@@ -368,7 +371,19 @@ class SFVIAvgProgram(StructuredProgram):
         first, idle = COUNT if self.counts_first else MERGE, Merging(0, eta["loc"], theta, nothing, nothing)
         ways = eta["loc"].new_zeros(WATCHED, self.family.n)
         return SFVIAvgState(
-            0, first, eta, theta, self.config.total_records or 0, idle, 0, None, ways, math.nan, 0, Rest()
+            0,
+            first,
+            eta,
+            theta,
+            self.config.total_records or 0,
+            idle,
+            0,
+            None,
+            ways,
+            math.nan,
+            0,
+            Rest(),
+            refining.start(),
         )
 
     def broadcast(self, state: SFVIAvgState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -378,7 +393,8 @@ class SFVIAvgProgram(StructuredProgram):
             scalars[ITERATION] = float(state.merging.iteration)
             tensors = {ROOT: torch.from_numpy(state.merging.root)}
         cohort = self.asked(state.round, state.phase)
-        return Broadcast(state.round, index, accepted, cohort, scalars, tensors, state.phase)
+        message = Broadcast(state.round, index, accepted, cohort, scalars, tensors, state.phase)
+        return self.refining_message(message, state.refining) if state.phase == REFINE else message
 
     def step(self, state: SFVIAvgState, message: Broadcast, sums: Totals, scale: float) -> tuple[SFVIAvgState, Step]:
         if OBJECTIVE in sums:
@@ -392,6 +408,12 @@ class SFVIAvgProgram(StructuredProgram):
         if finished and not absent:
             rest = self.rest(self.posterior(state), sums)
             state = state._replace(rest=rest, objective=rest.objective)  # NaN where it is hidden
+            begun = self.first_refining(self.posterior(state), rest, self._of_q(state), self.settled(state))
+            if begun is not None:
+                state, finished = state._replace(phase=REFINE, refining=begun), False
+        if message.phase == REFINE:
+            after = self.refined(state.refining, self.posterior(state), message, sums, absent)
+            state, finished = state._replace(refining=after), after.done
         if message.phase == COUNT:
             state = state._replace(records=round(scale * float(sums[RECORDS])), phase=MERGE)
         elif message.phase == MERGE:
@@ -403,11 +425,14 @@ class SFVIAvgProgram(StructuredProgram):
         return state, Step(state.objective, rate, None, message.phase, finished)
 
     def posterior(self, state: SFVIAvgState) -> Posterior:
-        return Posterior(self.family, state.eta, state.theta)
+        return Posterior(self.family, state.eta, state.theta, state.refining.answer)
 
     def verdict(self, state: SFVIAvgState) -> Verdict:
         """Merges that have settled are at this algorithm's own fixed point, an average of posteriors; whether that is
-        the posterior of all records is measured by the slope of the bound there."""
+        the posterior of all records is measured by the slope of the bound there, and by weighed draws."""
+        return refining.verdict(self._of_q(state), state.refining)
+
+    def _of_q(self, state: SFVIAvgState) -> Verdict:
         config = self.config
         if self.terms:
             return Verdict(None, PRIVATE, {}, not self.settled(state))
@@ -521,6 +546,9 @@ class SFVIAvgProgram(StructuredProgram):
             first = (view.turn + 1) * self.config.keys_a_round  # past the last question, which this answers
             final = self.final_answer(shared, local.record, local.silo, view, first)
             return Answer({RECORDS: view.size, **final}, local)
+        if message.phase == REFINE:
+            found = self.refining_answer(message, shared, local.record, local.silo, view)
+            return Answer({RECORDS: view.size, **found}, local)
         return Answer({RECORDS: view.size, OBJECTIVE: self._bound(message, local, shared, view)}, local)
 
     def _answer_merge(self, message: Broadcast, local: SFVIAvgLocal, shared: Params, view: SiloView) -> Answer:

@@ -6,6 +6,7 @@ which tells how far q is from a stationary point of the bound, and from the post
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable
-from secure_fvi.algorithms import stationarity, weighing
-from secure_fvi.algorithms.base import Broadcast, LocalFit, Posterior, SiloView
-from secure_fvi.algorithms.kit import Blocks, Program, Rows, Totals, joined
+from secure_fvi.algorithms import refining, stationarity, weighing
+from secure_fvi.algorithms.base import ITERATION, Broadcast, LocalFit, Posterior, SiloView, Verdict
+from secure_fvi.algorithms.kit import Blocks, Program, Rows, Sum, Totals, joined
+from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner, Refining
 from secure_fvi.algorithms.stationarity import Rest, SiloSlope, as_natural, as_sent, at_rest, final_draws, silo_inputs
 from secure_fvi.algorithms.weighing import Weigher, points
 from secure_fvi.errors import InputError
@@ -83,6 +85,7 @@ class StructuredProgram(Program):
         self.public_draws = server_draws(problem.seed)
         self._slope = SiloSlope(problem, self.local_family, self.silo_family, self.samples)
         self._weigher = Weigher(problem, self.local_family, self.silo_family)
+        self._refiner = Refiner(problem, self._weigher)
 
     def family_of(self, n: int) -> GlobalFamily:
         return global_family(self.config.family, n)
@@ -177,11 +180,48 @@ class StructuredProgram(Program):
         """What the final sum over all silos says of `found`."""
         q = as_natural(self.family, found.eta)
         eps = final_draws(self.problem.seed, q.n, q.full)
+        return at_rest(self.problem, q, found.theta, self._log_prior(found.theta), eps, sums, self.config.bound)
 
-        def log_prior(z: Tensor) -> Tensor:
-            return self.problem.density.log_prior(self.move(z), found.theta).to("cpu", torch.float64)
+    def _log_prior(self, theta: Params) -> Callable[[Tensor], Tensor]:
+        return lambda z: self.problem.density.log_prior(self.move(z), theta).to("cpu", torch.float64)
 
-        return at_rest(self.problem, q, found.theta, log_prior, eps, sums, self.config.bound)
+    # ---- and those that refine it ----
+
+    def with_refining(self, sums: dict[str, Sum]) -> dict[str, Sum]:
+        """With the sums after the final one, where that one weighs q."""
+        final = sums[FINISH]
+        if not weighing.asked(BlockTable(final.blocks)):
+            return sums
+        records = [block for block in final.blocks if block.name == RECORDS]
+        more = self._refiner.sum(final.when.rounds, final.sent, *records)
+        more = more._replace(scalars=(*final.scalars, *more.scalars), known=final.known)
+        return {**sums, REFINE: more}
+
+    def refining_message(self, final: Broadcast, state: Refining) -> Broadcast:
+        """The broadcast of the final sum as one for the next sum."""
+        scalars = {**final.scalars, ITERATION: float(state.sums)}
+        tensors = {**final.tensors, refining.PROPOSAL: state.proposal}
+        return final._replace(scalars=scalars, tensors=tensors, phase=REFINE)
+
+    def first_refining(self, found: Posterior, rest: Rest, of_q: Verdict, settled: bool) -> Refining | None:
+        """What comes after the final sum; None: nothing. settled: whether theta is where it ends."""
+        known = REFINE in self.tables and (settled or not found.theta)
+        if known and refining.worthwhile(rest, of_q.converged is True):
+            return self._refiner.begun(as_natural(self.family, found.eta), rest)
+        return None
+
+    def refined(self, state: Refining, found: Posterior, message: Broadcast, sums: Totals, absent: bool) -> Refining:
+        """After such a sum; absent: whether a silo was."""
+        if absent:
+            return state._replace(sums=refining.SUMS, lost=refining.ABSENT)
+        q, log_prior = as_natural(self.family, found.eta), self._log_prior(found.theta)
+        return self._refiner.step(state, message, sums, q, found.theta, log_prior)
+
+    def refining_answer(self, message: Broadcast, sent: Params, record: Params, silo: Params, view: SiloView) -> Blocks:
+        """The silo's term of it."""
+        q, theta = as_natural(self.family, part(sent, "eta")), part(sent, "theta")
+        nats = self._refiner.nats(message, q, theta, record, silo, view)
+        return {REFINED: self._refiner.told(nats, view)}
 
 
 def mean_units(stddev: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ DISCLOSED = (
 #: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
 #: large, in logs, and where the standard error of these is no larger.
 MEAN_WITHIN, SD_WITHIN, PRECISE = 0.15, (-0.14, 0.12), 0.1
+#: What is farther off than this, a mean in posterior sds or the log of an sd, is worth refining.
+CLOSE = 0.05
 _REMEDY = (
     "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
     "to normal (non-centred effects, sums in place of products), or sample it with all records in one place"
@@ -66,6 +68,8 @@ _BETWEEN = (0.25, 0.5, 0.75, 1.0)
 #: and steps in t, with sinh(t) sds of q(Z_L | Z_G) (Takahasi and Mori 1974). Right to 1% where that sd is 6 times too
 #: small or too large, of two latents 3 times.
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
+#: Newton's steps to where such a latent has its mode, and their length at most, in sds there.
+_NEWTON, _STRIDE = 12, 5.0
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
@@ -75,6 +79,7 @@ _ALONG_LINES = 32
 _AT_ONCE = 300_000
 #: Nats of all silos together that are told, as a power of two.
 _TOLD = 36
+UP_TO_NATS = math.ldexp(1.0, _TOLD)
 #: Nats, relative to those at q's mean, that are told along every line, as a power of two.
 _ALWAYS = 20
 #: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
@@ -89,6 +94,7 @@ class Weighed(NamedTuple):
     sd: float  # largest error of a reported sd, in logs: below zero, it is too small
     error: float  # of these two, one standard error
     apart: float | None = None  # sds of q from its mean to another mode; None: none was found
+    log_weights: Tensor = torch.zeros(0)  # (2 HALF,) of the draws, up to a constant
 
     def against(self) -> str | None:
         """Why q is not the posterior; None: within tolerance."""
@@ -113,6 +119,11 @@ class Weighed(NamedTuple):
     @property
     def finite(self) -> bool:
         return all(map(math.isfinite, self[:3]))
+
+    @property
+    def close(self) -> bool:
+        """Whether nothing would be gained by weighing more draws."""
+        return self.finite and self.mean <= CLOSE and abs(self.sd) <= CLOSE
 
     def details(self) -> dict[str, float | None]:
         mean, sd, error = self[:3] if self.finite else (None, None, None)
@@ -142,7 +153,7 @@ def blocks(problem: Problem, family: str, local: LocalFamily) -> tuple[Block, ..
 
 
 def _block(problem: Problem) -> Block:
-    return hiding.block(WEIGHED, (_count(problem.layout),), math.ldexp(1.0, _TOLD) / len(problem.silos))
+    return hiding.block(WEIGHED, (_count(problem.layout),), UP_TO_NATS / len(problem.silos))
 
 
 def asked(table: BlockTable) -> bool:
@@ -248,6 +259,7 @@ class Weigher:
         self.problem, self.local, self.silo = problem, local, silo
         layout = problem.layout
         self.n_record, self.n_silo = layout.size("record"), layout.size("silo")
+        self._adapts = True
 
     def __call__(
         self, q: Natural, at: Points, theta: Params, record: Params, silo: Params, view: SiloView, key: int
@@ -260,15 +272,33 @@ class Weigher:
         """
 
         def over(z: Tensor, which: int) -> Tensor:
-            nodes = self._nodes(view, key + which, which)
-            return self._over(q, z, theta, record, silo, view, *nodes).to("cpu", torch.float64)
+            return self.at(q, z, which, key + which, theta, record, silo, view)
 
         near, rest, far = at.all.split([1 + HALF, HALF, len(at.all) - 1 - 2 * HALF])
         near, far = over(near, 0), over(torch.cat([at.mean[None], far]), 2)
         return torch.cat([near, over(rest, 1), far[1:] - far[0] + near[0]]).numpy()
 
+    def at(
+        self, q: Natural, z: Tensor, which: int, key: int, theta: Params, record: Params, silo: Params, view: SiloView
+    ) -> Tensor:
+        """Nats at each of z (S, n). which: nodes, 0 and 1 for two kinds that are as good, 2 for fewer; `key` names the
+        draws that they are made of."""
+        nodes = self._nodes(view, key, which)
+
+        def over() -> Tensor:
+            found = self._over(q, z, theta, record, silo, view, *nodes, adapts=self._adapts and which != 2)
+            return found.to("cpu", torch.float64)
+
+        try:
+            return over()
+        except (RuntimeError, NotImplementedError):  # a program without second derivatives
+            if not self._adapts:
+                raise
+            self._adapts = False
+            return over()
+
     def _nodes(self, view: SiloView, key: int, which: int) -> tuple[_Nodes, _Nodes]:
-        """For the latents of records and of the silo. which: 0, 1 for the halves, 2 for lines."""
+        """For the latents of records and of the silo. which: as in `at`."""
         move = lambda t: t.to(self.problem.device, self.problem.dtype)  # noqa: E731
         found, nested = [], self.n_record > 0 and self.n_silo > 0
         for n, draws in ((self.n_record, view.record_draws), (self.n_silo, view.silo_draws)):
@@ -284,14 +314,14 @@ class Weigher:
 
     def _over(
         self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, inner: _Nodes,
-        outer: _Nodes,
+        outer: _Nodes, adapts: bool,
     ) -> Tensor:  # fmt: skip
         problem = self.problem
         move = lambda t: t.to(problem.device, problem.dtype)  # noqa: E731
         loc = move(q.mean())
 
         def one(z: Tensor) -> Tensor:
-            return self._marginal(z, z - loc, theta, record, silo, view, inner, outer)
+            return self._marginal(z, z - loc, theta, record, silo, view, inner, outer, adapts)
 
         numbers = len(inner.eps) * len(outer.eps) * len(view.weights) * max(1, self.n_record)
         size = max(1, _AT_ONCE // numbers)
@@ -299,18 +329,28 @@ class Weigher:
 
     def _marginal(
         self, z: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, inner: _Nodes,
-        outer: _Nodes,
+        outer: _Nodes, adapts: bool,
     ) -> Tensor:  # fmt: skip
+        evaluate, rows = self.problem.density.evaluate, view.rows
         own = self.silo.moments(silo, {}, {}, z, shift)
+        if adapts and self.n_silo in _GRIDS and not self.n_record:
+
+            def all_records(z_silo: Tensor) -> Tensor:
+                terms = evaluate(z, z_silo[0], z.new_zeros(len(view.weights), 0), theta, rows)
+                return (torch.where(view.weights > 0, terms.records, 0.0) * view.weights).sum() + terms.silo[None]
+
+            own = _around_mode(all_records, own)
 
         def of_silo(eps: Tensor, log_weight: Tensor) -> Tensor:
             z_silo = gaussian_rows.transform(own, eps)
             off = z_silo[0] - silo["loc"][0] if silo else z_silo[0]
-            moments = self.local.moments(record, theta, view.rows, z, torch.cat([shift, off]))
+            moments = self.local.moments(record, theta, rows, z, torch.cat([shift, off]))
+            if adapts and self.n_record in _GRIDS:
+                moments = _around_mode(lambda z_record: evaluate(z, z_silo[0], z_record, theta, rows).records, moments)
 
             def of_record(eps: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
                 z_record = gaussian_rows.transform(moments, eps)
-                terms = self.problem.density.evaluate(z, z_silo[0], z_record, theta, view.rows)
+                terms = evaluate(z, z_silo[0], z_record, theta, rows)
                 return terms.records + log_weight + moments["log_scale"].sum(-1), terms.silo
 
             records, silo_term = _each(of_record, *inner)
@@ -327,6 +367,45 @@ def _each(fn: Any, *args: Tensor) -> Any:
         return over_draws(fn, *args)
     found = fn(*(arg[0] for arg in args))
     return tuple(value[None] for value in found) if isinstance(found, tuple) else found[None]
+
+
+def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Params:
+    """`moments` (rows; n of 1 or 2) moved to where `log_density`, of rows (N, n) to (N,), has its mode at this Z_G, and
+    scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps of at
+    most `_STRIDE` sds; rows that are not curved downwards keep their scale, and such as run off all that they had."""
+    loc, log_scale = moments["loc"], moments["log_scale"]
+    n, slope = loc.shape[-1], torch.func.grad(lambda z: log_density(z).sum())
+
+    def curved(z: Tensor) -> tuple[Tensor, Tensor]:
+        """Slopes (N, n) and a factor (N, n, n) of the inverse of minus the curvature."""
+        found = [torch.func.jvp(slope, (z,), (z.new_zeros(z.shape).index_fill(1, k, 1.0),)) for k in index]
+        curve = -torch.stack([of for _, of in found], -1)
+        a, c = curve[:, 0, 0], curve[:, -1, -1]
+        b = 0.5 * (curve[:, 0, -1] + curve[:, -1, 0]) if n > 1 else torch.zeros_like(a)
+        left = a - b.square() / c
+        fine = (left > 0) & (c > 0)
+        first, last = torch.where(fine, left, 1.0).rsqrt(), torch.where(fine, c, 1.0).rsqrt()
+        if n == 1:
+            return found[0][0], torch.where(fine[:, None, None], first[:, None, None], before)
+        made = torch.stack([first, torch.zeros_like(a), -b / torch.where(fine, c, 1.0) * first, last], -1)
+        return found[0][0], torch.where(fine[:, None, None], made.unflatten(-1, (2, 2)), before)
+
+    index = [torch.tensor([k], device=loc.device) for k in range(n)]
+    before = log_scale.exp().unsqueeze(-1) * moments.get("lower", torch.eye(n, dtype=loc.dtype, device=loc.device))
+    at, factor = loc, before.expand(len(loc), n, n)
+    for _ in range(_NEWTON):
+        g, factor = curved(at)
+        white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
+        length = white.norm(dim=-1, keepdim=True)
+        white = white * (_STRIDE / length.clamp(min=_STRIDE))
+        at = at + (factor @ white.unsqueeze(-1)).squeeze(-1)
+    _, factor = curved(at)
+    good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
+    scale = factor.diagonal(dim1=-2, dim2=-1)
+    found = {"loc": torch.where(good, at, loc), "log_scale": torch.where(good, scale.log(), log_scale)}
+    if "lower" in moments:
+        found["lower"] = torch.where(good.unsqueeze(-1), factor / scale.unsqueeze(-1), moments["lower"])
+    return found
 
 
 def _grid(n: int, other: bool) -> _Nodes:
@@ -364,14 +443,14 @@ def weighed(
     log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
     log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
     log_w, log_v = joint[1 : 1 + len(at.draws)] - log_drawn, log_q - log_drawn
-    values = _reported(problem, at.draws, theta)
+    values = reported(problem, at.draws, theta)
     halves = [_errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
     mean, sd = _errors(values, log_w, log_v)
     error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
-    return Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, _other_mode(q, at, joint))
+    return Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, _other_mode(q, at, joint), log_w)
 
 
-def _reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
+def reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
     """(S, numbers) of the global sites as a result gives them."""
     values = over_draws(lambda z: problem.density.constrain(z, theta)[0], z.to(problem.device, problem.dtype))
     return torch.cat([value.reshape(len(z), -1) for value in values.values()], 1).to("cpu", torch.float64)

@@ -28,9 +28,9 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_un
 from secure_fvi.density import param_constraint, param_start, running
 from secure_fvi.errors import InputError, UntestedOperation
 from secure_fvi.exported import untested_operations
-from secure_fvi.options import check
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.federated_model import Schema
+from secure_fvi.options import check
 from secure_fvi.trees import Params
 
 Program = Callable[..., Tensor]

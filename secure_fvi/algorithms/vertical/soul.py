@@ -31,7 +31,6 @@ from torch.func import vmap
 from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.kit import Answer, Sum
-from secure_fvi.options import Count, Momentum, Positive, Says, check
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, slopes
 from secure_fvi.algorithms.vertical.predictors import Predictor, log_normal
 from secure_fvi.algorithms.vertical.steps import Response
@@ -53,6 +52,7 @@ from secure_fvi.algorithms.vertical.vertical import (
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.options import Count, Momentum, Positive, Says, check
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.trees import Params, to_numpy
 

@@ -38,7 +38,6 @@ from secure_fvi.algorithms import stopping
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, Phase, Posterior, Step, Verdict, choose_cohort
 from secure_fvi.algorithms.by_record import ByRecord
 from secure_fvi.algorithms.kit import Answer, Program, RowAnswer, Sum, Totals
-from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, Whole, check
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood, RecordSlopes, marginal, slopes_by_record
 from secure_fvi.algorithms.vertical.predictors import Amortised, Auto, Integrated, MeanField, Predictor
 from secure_fvi.algorithms.vertical.steps import (
@@ -58,6 +57,7 @@ from secure_fvi.compiled import Mode, Traced, TracedOnMade
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.optimizers import Optimizer
+from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, Whole, check
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP, RecordDP
 from secure_fvi.privacy.terms import REPLACE, Extent, Terms, agree
