@@ -293,12 +293,6 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
 
 def check_carried(found: Disclosure, engine: Engine) -> None:
     """Raises InputError where the way in which a job is carried does not go with what it discloses."""
-    hidden = found.kind.startswith("homomorphic")
-    if engine.carrier == "messages" and hidden:
-        raise InputError(
-            "engine.carrier = 'messages': a key holder keeps its key in memory and needs a stream; use carrier = "
-            "'stream', or masked sums"
-        )
     if engine.on_loss == "drop" and found.privacy is None and not found.missing:
         raise InputError(
             f"engine.on_loss = 'drop': no sum of this job may lack a silo, since each asks {found.at_least} and needs "

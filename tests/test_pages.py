@@ -54,7 +54,7 @@ SLOW = (
 LOOKED_AT = ("docs/deployment.md", "docs/end-to-end.md")
 NOT_RUN = {
     "docs/distributed.md": "names machines that are not here; docs/deployment.md has the same commands and is run",
-    "docs/flower.md": "names machines that are not here; tests/deployment/test_flower.py starts Flower",
+    "docs/flare.md": "names machines that are not here; tests/deployment/test_flare.py starts FLARE",
 }
 
 #: What a page's commands print, and how often.

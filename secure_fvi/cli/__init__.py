@@ -14,7 +14,7 @@ from secure_fvi.cli.audit import audit
 from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
-from secure_fvi.cli.flower import flower
+from secure_fvi.cli.flare import flare
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.run import run
@@ -82,7 +82,7 @@ def cli() -> None:
 
 
 for _command in (
-    audit, audit_log, budget, compare, flower, holder, keys, policy, run, server, silo, status, watch,
+    audit, audit_log, budget, compare, flare, holder, keys, policy, run, server, silo, status, watch,
 ):  # fmt: skip
     cli.add_command(_command)
 

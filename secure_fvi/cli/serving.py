@@ -69,8 +69,8 @@ def start(
     start_log(quiet, log_format, site=site.id, role=site.role)
     folder = RunDirectory(out)
     job = read(config, overrides)
-    if job.engine is not None and job.engine.kind == "flower":
-        raise InputError(f"'{config}': [engine] kind = \"flower\": start it with `secure-fvi flower run`")
+    if job.engine is not None and job.engine.kind == "flare":
+        raise InputError(f"'{config}': [engine] kind = \"flare\": start it with `secure-fvi flare run`")
     federation = remote_federation(job, site, folder, listen, sandbox=sandbox)
     with RunProgress(quiet) as progress:
         result = execute_federation(federation, folder, True, progress.update)

@@ -71,7 +71,7 @@ _JUDGED = {
     "Aggregation": "kind",
     "Privacy": "unit ledger data_set",
     "Run": "device dtype compile threads batch_silos checkpoint_seconds",
-    "Engine": "kind carrier on_loss deadline",
+    "Engine": "kind on_loss deadline",
 }
 #: The options that a disclosure follows from, for a reason that names them.
 _FOLLOWS_FROM = {

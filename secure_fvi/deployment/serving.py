@@ -124,9 +124,8 @@ class RemoteFederation(FederationBase):
 
     def provenance(self) -> dict[str, str]:
         roster, engine = self.home.roster(now()), self.config.engine or Engine()
-        carried = "mutual-TLS streams" if engine.carrier == "stream" else "Flower's messages"
         return {
-            "engine": f"{carried}, launched by Flower" if engine.kind == "flower" else carried,
+            "engine": "NVIDIA FLARE" if engine.kind == "flare" else "mutual-TLS streams",
             "server": self.home.id,
             "roster": roster.hash.hex(),
             "roster_number": str(roster.serial),

@@ -147,20 +147,13 @@ class Run(Table):
 
 
 class Engine(Table):
-    """How a server carries a job to silos elsewhere. kind: silos dial the server (direct), or Flower starts both ends
-    (flower). carrier: a stream for the length of the job, or, under Flower, plain messages. on_loss: wait for a silo
-    that does not answer, or drop it for the time being after `deadline` seconds."""
+    """How a server carries a job to silos elsewhere. kind: silos dial the server (direct), or NVIDIA FLARE starts both
+    ends and carries their messages (flare). on_loss: wait for a silo that does not answer, or drop it for the time
+    being after `deadline` seconds."""
 
-    kind: Literal["direct", "flower"] = "direct"
-    carrier: Literal["stream", "messages"] = "stream"
+    kind: Literal["direct", "flare"] = "direct"
     on_loss: Literal["wait", "drop"] = "wait"
     deadline: Positive = 60.0
-
-    @model_validator(mode="after")
-    def _messages_by_flower(self) -> Self:
-        if self.carrier == "messages" and self.kind != "flower":
-            raise ValueError('carrier = "messages" needs kind = "flower"')
-        return self
 
 
 class Config(Table):

@@ -37,7 +37,7 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_sums import server_sum, session_of
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
-from secure_fvi.engines import flower_letters, stream_messages
+from secure_fvi.engines import flare, stream_messages
 from secure_fvi.engines.remote import SessionLost
 from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
@@ -157,7 +157,7 @@ _STATE = (torch.zeros(3), {"a": np.zeros(2)}, 3)
 
 def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     """By name, what reads bytes of others, or its own files, and valid examples of each kind."""
-    h, sm, st, cs, fl = homomorphic_schemes, session_messages, stream_messages, countersigning, flower_letters
+    h, sm, st, cs, fl = homomorphic_schemes, session_messages, stream_messages, countersigning, flare
     d32, d64 = bytes(32), bytes(64)
     request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, 4, [b"x" * 40])
     key, parts = h.HolderKey(b"k" * 50, d64), h.Ciphertexts([b"a", b"b"])
@@ -171,7 +171,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     key_of_job = alignment.AlignmentKey(d32)
     prepared, other = (alignment.prepare(["1", "2", None], key_of_job, "job", s).message for s in "ab")
     row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
-    letter = fl._CODEC.pack(fl.Letter(b"certificate", "job", "a", d32, 0, b"body"))
+    letter = fl._CODEC.pack(fl.Letter("hub", "a", "job", d32, 0, b"body"))
     seen = (
         cs.Seen([b"a"], [b"b"]),
         cs.Stated(b"a", b"b", [b"c"]),

@@ -1,7 +1,7 @@
 """No engine accepts a job that another refuses: every value of every option, at the door of each, without a round.
 
 Doors: `fit` (`build_parties`), a silo's process (`SiteJob`), a server's (`remote_federation`, then what it builds once
-all have joined), Flower's two carriers, and the key holder (`HolderJob`). They build all that they build, but for keys
+all have joined), FLARE's carrier, and the key holder (`HolderJob`). They build all that they build, but for keys
 of secure sums and ledgers, which no option decides on; a model is traced once. `EXCEPTIONS` are the honest ones.
 """
 
@@ -42,7 +42,6 @@ SILOS = ("east", "north", "south", "west")
 EXCEPTIONS = {
     "vertical, soul": "silos with different columns have no process of their own yet",
     "run.batch_silos": "silos of one process compute together; between sites there is nothing to put together",
-    "carrier = messages, homomorphic": "Flower ends a holder's process with each message, and its key with it",
 }
 #: What an algorithm needs to be a job at all, under privacy too.
 BASES: dict[str, dict[str, Any]] = {
@@ -161,19 +160,17 @@ class Doors:
         self.schema = check_schemas_agree({n: read_data(r, n, torch.float64)[0] for n, r in rows.items()})
 
     def said(self, job: Mapping[str, Any], folder: Path) -> dict[str, str]:
-        """What each door says against the job; nothing where it lets it in. Flower's build what the server's does, and
+        """What each door says against the job; nothing where it lets it in. FLARE's build what the server's does, and
         the holder, who has no model, hears of options alone: they are left out where the model decided."""
         found = {
             "fit": _refusal(self.local, job),
             "silo": _refusal(self.silo, job, folder),
             "server": _refusal(self.server, job),
         }
-        options = _refusal(self.carried, job, kind="flower")
-        letters = _refusal(self.carried, job, kind="flower", carrier="messages")
+        options = _refusal(self.carried, job, kind="flare")
         homomorphic = job["aggregation"]["kind"] == "homomorphic"
-        assert bool(letters) if homomorphic else letters == options, job
         if options or not found["fit"]:
-            found["flower"] = options
+            found["flare"] = options
         if homomorphic and (options or not found["fit"]):
             found["holder"] = _refusal(self.holder, job, folder)
         return found
@@ -308,9 +305,6 @@ def test_the_exceptions_are_refused_where_they_cannot_run(algorithm: str, doors:
     for door in (doors.silo, doors.holder):
         assert "run in one process" in _refusal(door, vertical, tmp_path)
     assert "run in one process" in _refusal(doors.server, vertical)
-    assert "needs a stream" in _refusal(
-        doors.carried, {"algorithm": {"name": "sfvi"}, "aggregation": SUMS[3]}, kind="flower", carrier="messages"
-    )
 
 
 @pytest.mark.parametrize("algorithm", ["sfvi"])

@@ -25,7 +25,7 @@ from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import Session, advert_statement
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.deployment import countersigning, holding, job, session_messages
-from secure_fvi.engines import flower_letters, stream_messages
+from secure_fvi.engines import flare, stream_messages
 from secure_fvi.federated_model import Schema
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 CODECS = {
     "countersigning": countersigning._CODEC,
     "homomorphic sum": homomorphic_schemes._CODEC,
-    "letter": flower_letters._CODEC,
+    "letter": flare._CODEC,
     "masked sum": sum_messages._CODEC,
     "offer": job._CODEC,
     "session": session_messages.CODEC,

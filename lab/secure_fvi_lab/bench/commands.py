@@ -159,18 +159,6 @@ def privacy(data: Path | None, as_json: bool, quick: bool, debug: bool) -> None:
     command(as_json, data, quick)
 
 
-@bench.command("flower")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--rounds", type=click.IntRange(100), default=500, show_default=True, help="Timed on each stream.")
-@click.option("--exchanges", type=click.IntRange(1), default=5, show_default=True, help="Timed as Flower's messages.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def flower_(as_json: bool, rounds: int, exchanges: int, debug: bool) -> None:
-    """Time a round by carrier: silos that dial the server, silos that Flower started, Flower's messages. Needs flwr."""
-    from secure_fvi_lab.bench.flower import command
-
-    command(as_json, rounds, exchanges)
-
-
 @bench.command()
 @click.option("--kills", type=click.IntRange(1), default=200, show_default=True, help="Over as many jobs as it takes.")
 @click.option(

@@ -1,0 +1,93 @@
+"""`secure-fvi flare`: jobs that NVIDIA FLARE carries. docs/flare.md says how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.serving import sandbox_option
+
+FILE = click.Path(path_type=Path)
+_debug = click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+_kit = click.argument("kit", type=click.Path(path_type=Path, exists=True, file_okay=False))
+
+
+@click.group()
+def flare() -> None:
+    """Jobs that NVIDIA FLARE carries (pip install '.[flare]' in a checkout). docs/flare.md says how they work."""
+
+
+@flare.command()
+@home_option
+@click.option("--host", required=True, help="The server's name or address, as sites reach it.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8002, show_default=True)
+@click.option("--admin", required=True, metavar="EMAIL", help="Who submits jobs.")
+@click.option("--out", required=True, type=FILE, help="File for `nvflare provision -p`.")
+@_debug
+def project(home: Path, host: str, port: int, admin: str, out: Path, debug: bool) -> None:
+    """Write what FLARE's own provisioning reads, from the roster in force: each member under its own name."""
+    from secure_fvi.deployment.names import now, write_bytes
+    from secure_fvi.engines.flare_kits import project as text
+
+    write_bytes(out, text(open_home(home).roster(now()), host, port, admin).encode())
+    click.echo(f"next: nvflare provision -p {out} -w kits --force; then give each member its folder below kits")
+
+
+@flare.command()
+@_kit
+@home_option
+@click.option("--data", type=FILE, help="The silo's data file, instead of the policy's.")
+@click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
+@click.option("--repeatable", is_flag=True, help="For tests, as in `secure-fvi silo start`.")
+@_debug
+def start(kit: Path, home: Path, data: Path | None, data_dir: Path | None, repeatable: bool, debug: bool) -> None:
+    """Run FLARE's process of this member, of the startup kit KIT, until it is stopped.
+
+    First the kit is guarded: no job brings code to it, or names a class other than ours, and no log leaves it.
+    """
+    import os
+
+    from secure_fvi.deployment.site_job import Local
+    from secure_fvi.engines import flare_kits
+
+    flare_kits.check_flare()
+    site = open_home(home)
+    command = flare_kits.start(kit, site)
+    os.execvpe(command[0], command, flare_kits.environment(site, Local(data, data_dir, repeatable)))
+
+
+@flare.command()
+@click.argument("config", type=FILE)
+@home_option
+@click.option("--admin", "kit", required=True, type=FILE, help="The administrator's startup kit.")
+@click.option("--out", required=True, type=FILE, help="Folder for the results; the same again to continue a job.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
+@sandbox_option
+@_debug
+@click.pass_context
+def run(
+    context: click.Context,
+    config: Path,
+    home: Path,
+    kit: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    sandbox: Literal["required", "off"],
+    debug: bool,
+) -> None:
+    """Have FLARE carry the job that CONFIG describes. To be run at the server's machine, where FLARE's server runs.
+
+    Where FLARE ends the job since one of its processes died, it is submitted again and goes on. Exits 4 where the job
+    ended without converging.
+    """
+    from secure_fvi.cli.tables import exit_code
+    from secure_fvi.engines import flare_kits
+    from secure_fvi.runs.directory import RunDirectory
+
+    flare_kits.check_flare()
+    flare_kits.launch(open_home(home), config, out, kit, overrides, sandbox, click.echo)
+    click.echo(f"report: {out / 'report.html'}")
+    context.exit(exit_code(RunDirectory(out).read_result()))

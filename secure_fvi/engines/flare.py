@@ -1,0 +1,314 @@
+"""NVIDIA FLARE carries the parties: a controller at the server, an executor at each site, of the installed package.
+
+FLARE starts and ends their processes, and brings auxiliary messages from one to the other. Nothing rests on its trust:
+what travels are letters, signed by the identities of the roster, and an answer names the letter that it answers. A job
+of FLARE is one incarnation of a job of ours; parties go on from their own folders in the next (`secure-fvi flare run`).
+
+server                                     site
+Letter(number, job, body)          ->
+                                   <-      Letter(digest of the question, job, status, answer), or BUSY, unsigned
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from secure_fvi import wire
+from secure_fvi.aggregation.messages import Codec
+from secure_fvi.deployment.home import HOME_VARIABLE, Home
+from secure_fvi.deployment.names import Role, now, parse_table, read_bytes
+from secure_fvi.deployment.serving import remote_federation
+from secure_fvi.deployment.site import Site, server_of
+from secure_fvi.deployment.site_job import Local
+from secure_fvi.driving import Progress
+from secure_fvi.engines.flare_kits import (
+    DATA_DIR_VARIABLE,
+    DATA_VARIABLE,
+    REPEATABLE_VARIABLE,
+    Job,
+    job_file,
+)
+from secure_fvi.engines.remote import Patience, Remote, shown
+from secure_fvi.engines.stream_client import answered
+from secure_fvi.engines.stream_messages import _STATUS, Whole
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.files import write_atomically
+from secure_fvi.privacy.chain import signed
+from secure_fvi.runs.config import read
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.running import execute_federation
+
+_log = logging.getLogger(__name__)
+
+LABEL = b"secure-fvi/flare-letter/1/"
+LETTER, BUSY = "letter", "busy"  # what a message of FLARE holds
+#: A site that still computes says so after `_HOLD` seconds; FLARE waits `REPLY` for one that may be gone.
+_HOLD, REPLY, _PAUSE = 5.0, 15.0, 0.2
+#: Seconds of silence after which a site's process is taken for dead, and at the start, for not there yet.
+SILENCE, START = 45.0, 120.0
+_HELD, _SAY = 60.0, 60.0  # seconds for a folder that a process before may still hold; between two lines of the log
+
+
+# ---- letters ----
+
+
+class Letter(NamedTuple):
+    """One message or one answer. number: 32 fresh bytes, or the digest of the letter that is answered."""
+
+    sender: str
+    receiver: str
+    job: str
+    number: bytes
+    status: int
+    body: bytes
+
+
+class _Signed(NamedTuple):
+    letter: bytes
+    signature: bytes
+
+
+_name = wire.text(200, printable=True)
+_CODEC = Codec(
+    {
+        Letter: (1, (_name, _name, _name, wire.binary(32), _STATUS, wire.binary())),
+        _Signed: (2, (wire.binary(), wire.binary(64))),
+    }
+)
+
+
+def write_letter(letter: Letter, home: Home) -> tuple[bytes, bytes]:
+    """The letter, signed by the home's identity, and the digest that an answer has to name."""
+    packed = _CODEC.pack(letter)
+    digest = hashlib.sha256(LABEL + packed).digest()
+    identity = home.identity_in(home.roster(now()))
+    return _CODEC.pack(_Signed(packed, identity.sign(LABEL + digest))), digest
+
+
+def read_letter(content: bytes, home: Home, *roles: Role, most: int) -> tuple[Letter, bytes]:
+    """A letter to this home of at most `most` bytes, and its digest. Raises ProtocolError that names the reason."""
+    if len(content) > most + 2048:
+        raise ProtocolError(f"a letter of more than the {most} bytes that are expected at most")
+    envelope = _CODEC.unpack(content, _Signed)
+    letter = _CODEC.unpack(envelope.letter, Letter)
+    roster = home.roster(now())
+    sender = roster.member(letter.sender)
+    if sender.role not in roles:
+        raise ProtocolError(f"a letter of '{sender.id}', a {sender.role} in the roster")
+    digest = hashlib.sha256(LABEL + envelope.letter).digest()
+    if not signed(sender.identity_key, LABEL, digest, envelope.signature):
+        raise ProtocolError(f"a letter that is not signed by the identity of '{sender.id}'")
+    if letter.receiver != home.id:
+        raise ProtocolError(f"a letter to '{letter.receiver}'")
+    return letter, digest
+
+
+# ---- the server's end ----
+
+
+class Ended(SecureFVIError):
+    """This job of FLARE cannot go on; the next one can."""
+
+
+class FlareCarrier(Remote):
+    """Letters to the executors, in auxiliary messages. A site's name is the same in FLARE and in the roster."""
+
+    port = 0  # nobody dials in
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        listen: str,
+        tls: Any,
+        admit: Callable[[bytes], str],
+        roster: bytes,
+        job: str,
+        patience: Patience | None = None,
+        others: Sequence[str] = (),
+        *,
+        send: Callable[[str, bytes], Mapping[str, Any]],
+        home: Home,
+        over: Callable[[], bool],
+    ) -> None:
+        """What a `StreamServer` takes, of which address and TLS are FLARE's here. send: a letter to a site, and what
+        came back; over: whether FLARE wants the job to end."""
+        super().__init__(names, others, patience)
+        self._send, self._home, self._job, self._over = send, home, job, over
+        self._threads = ThreadPoolExecutor(2 * (len(names) + len(others)), "ask")
+        self._heard: dict[str, float] = {}  # by site, when it last said anything
+
+    def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        self._asked, self._answers = dict(messages), {}
+        began = time.monotonic()
+        letters = {site: self._letter(site, body) for site, body in messages.items()}
+        flying: dict[str, Future[Mapping[str, Any]]] = {}
+        again = dict.fromkeys(messages, began)  # by site, when it is asked again
+        while not self._settled(began):
+            for site in messages.keys() - self._answers.keys() - flying.keys():
+                if time.monotonic() >= again[site]:
+                    flying[site] = self._threads.submit(self._send, site, letters[site][0])
+            wait(flying.values(), _PAUSE, FIRST_COMPLETED)
+            for site in [s for s, asked in flying.items() if asked.done()]:
+                reply = flying.pop(site).result()
+                self._take(site, reply, letters[site][1])
+                again[site] = time.monotonic() + (0 if reply.get(BUSY) else _PAUSE)
+            self._check(began)
+        answers, self._asked = self._answers, {}
+        self._absent |= messages.keys() - answers.keys()
+        return {site: answers[site].message for site in messages if self._usable(site, answers.get(site))}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _letter(self, site: str, body: bytes) -> tuple[bytes, bytes]:
+        return write_letter(Letter(self._home.id, site, self._job, secrets.token_bytes(32), 0, body), self._home)
+
+    def _take(self, site: str, reply: Mapping[str, Any], question: bytes) -> None:
+        """What a site said; what is wrong with it is told, and the same letter goes out again."""
+        if reply.get(BUSY):
+            self._heard[site] = time.monotonic()
+            return
+        content = reply.get(LETTER)
+        if not isinstance(content, bytes):
+            return  # FLARE's own word for a site that is not there
+        try:
+            letter, _ = read_letter(content, self._home, "silo", "holder", most=self.longest)
+            if letter.sender != site or letter.number != question or letter.job != self._job:
+                raise ProtocolError("an answer to another letter")
+        except SecureFVIError as error:
+            _log.warning("what came for '%s' is no answer: %s", site, shown(str(error).encode()))
+            return
+        self._heard[site] = time.monotonic()
+        self._absent.discard(site)
+        self._answers[site] = Whole(self.exchanges, letter.status, letter.body)
+
+    def _check(self, began: float) -> None:
+        """Raises Ended where FLARE ends the job, or a site that has to be waited for has long said nothing: FLARE does
+        not bring a site's process back in the same job."""
+        if self._over():
+            raise Ended("FLARE ends this job")
+        if self.patience.on_loss == "drop":
+            return
+        clock = time.monotonic()
+        for site in self._asked.keys() - self._answers.keys():
+            known = site in self._heard
+            if clock - max(self._heard.get(site, began), began) >= (SILENCE if known else START):
+                raise Ended(f"{self._named(site)} is silent: its process is gone, or was never started")
+
+
+def serve(home: Home, name: str, carrier: Callable[..., FlareCarrier]) -> None:
+    """Run the job `name` to its end. Raises what `execute_federation` raises; started again, it goes on."""
+    path = job_file(home.path, name)
+    job = parse_table(read_bytes(path, f"what job '{name}' is"), Job, f"'{path}'")
+    config = read(Path(job.config), job.overrides)
+    folder = RunDirectory(Path(job.out))
+    federation = remote_federation(config, home, folder, "", sandbox=job.sandbox)
+    execute_federation(dataclasses.replace(federation, carrier=carrier), folder, True, _said())
+
+
+def _said() -> Callable[[Progress], None]:
+    """A line in the log every minute."""
+    last = time.monotonic()
+
+    def note(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SAY or progress.round == 1:
+            last = time.monotonic()
+            _log.info("round %d of at most %d", progress.round, progress.max_rounds)
+
+    return note
+
+
+def left(name: str, again: bool, text: str) -> None:
+    """What the launcher reads: whether the job may be submitted again, and why it has ended."""
+    with contextlib.suppress(OSError, SecureFVIError):
+        path = job_file(home_of_environment().path, name).with_suffix(".ended")
+        write_atomically(path, f"{'again' if again else 'over'}\n{text}".encode())
+
+
+def home_of_environment() -> Home:
+    """The folder that this machine's own environment names. Raises InputError where it names none."""
+    folder = os.environ.get(HOME_VARIABLE)
+    if not folder:
+        raise InputError(f"the environment of FLARE's process names no {HOME_VARIABLE}; use `secure-fvi flare start`")
+    return Home(Path(folder))
+
+
+# ---- a site's end ----
+
+
+class _Question(NamedTuple):
+    digest: bytes
+    answer: Future[bytes]
+
+
+class SiteParty:
+    """The site of this process, in a thread of its own: one question at a time, the last answer kept."""
+
+    def __init__(self, home: Home, local: Local) -> None:
+        self._home = home
+        self._thread = ThreadPoolExecutor(1, "site")
+        self._lock = threading.Lock()
+        self._last: _Question | None = None
+        self._site = self._thread.submit(self._open, local)
+
+    def _open(self, local: Local) -> Site:
+        until = time.monotonic() + _HELD
+        while True:  # the process of a job before may still hold the folder
+            try:
+                return Site(self._home, local)
+            except InputError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(_PAUSE)
+
+    def answer(self, content: bytes) -> bytes | None:
+        """The signed answer to a signed letter, None while it is being made. Raises ProtocolError for a letter that
+        is not the server's."""
+        site = self._site.result() if self._site.done() else None
+        letter, digest = read_letter(content, self._home, "server", most=site.longest() if site else _FIRST)
+        if letter.sender != server_of(self._home).id:
+            raise ProtocolError(f"a letter of '{letter.sender}'")
+        with self._lock:
+            if self._last is None or self._last.digest != digest:
+                self._last = _Question(digest, self._thread.submit(self._make, letter, digest))
+            waited = self._last.answer
+        try:
+            return waited.result(_HOLD)
+        except TimeoutError:
+            return None
+
+    def _make(self, letter: Letter, digest: bytes) -> bytes:
+        status, body = answered(self._site.result().handle, letter.job, letter.body)
+        reply = Letter(self._home.id, letter.sender, letter.job, digest, status, body)
+        return write_letter(reply, self._home)[0]
+
+    def close(self) -> None:
+        """Let go of the site, to be continued by another process."""
+
+        def close() -> None:
+            with contextlib.suppress(SecureFVIError):
+                self._site.result().close()
+
+        self._thread.submit(close)
+        self._thread.shutdown(wait=True, cancel_futures=False)
+
+
+_FIRST = 64 << 20
+
+
+def local_of_environment() -> Local:
+    data, folder = os.environ.get(DATA_VARIABLE), os.environ.get(DATA_DIR_VARIABLE)
+    repeatable = os.environ.get(REPEATABLE_VARIABLE) == "1"
+    return Local(Path(data) if data else None, Path(folder) if folder else None, repeatable)

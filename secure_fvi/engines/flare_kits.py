@@ -1,0 +1,287 @@
+"""What stands outside FLARE's processes: a site's startup kit made safe and started, and jobs submitted until they end.
+
+A startup kit is FLARE's folder for one participant (`startup/`, `local/`), made by `nvflare provision`. What FLARE lets
+a job bring to a site is said in `local/`: here no code at all, and no class but ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from secure_fvi.checkpoints import latest_round
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.home import HOME_VARIABLE, Home
+from secure_fvi.deployment.job import silo_ids
+from secure_fvi.deployment.names import ROLES, Table, now, printable
+from secure_fvi.deployment.site_job import Local
+from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.files import write_atomically
+from secure_fvi.key_files import PASSPHRASE_VARIABLE
+from secure_fvi.runs import wording
+from secure_fvi.runs.config import read
+from secure_fvi.runs.directory import RunDirectory
+
+_log = logging.getLogger(__name__)
+
+#: What a site's own environment says of its data, to FLARE's processes.
+DATA_VARIABLE, DATA_DIR_VARIABLE, REPEATABLE_VARIABLE = (
+    "SECURE_FVI_SITE_DATA",
+    "SECURE_FVI_DATA",
+    "SECURE_FVI_REPEATABLE",
+)
+CLASSES = ("secure_fvi.engines.flare_app.SiteExecutor", "secure_fvi.engines.flare_app.ServerController")
+#: What FLARE lets the administrator do at a site: submit and end jobs, and look at states.
+_RIGHTS = {
+    **dict.fromkeys(("submit_job", "manage_job", "view"), "any"),
+    **dict.fromkeys(
+        ("clone_job", "download_job", "operate", "shell_commands", "byoc", "server-predeployed-flwr"), "none"
+    ),
+}
+#: Incarnations of one job in a row that may end without a round more.
+MOST_TRIES = 5
+_LOOK, _BETWEEN, _FLARE_AWAY = 1.0, 10.0, 60.0  # seconds
+
+
+def check_flare() -> None:
+    """Raises InputError where FLARE is missing."""
+    try:
+        metadata.version("nvflare")
+    except metadata.PackageNotFoundError:
+        raise InputError("this needs NVIDIA FLARE: pip install '.[flare]' in a checkout") from None
+
+
+def guard(kit: Path) -> None:
+    """Let no job bring code or name a class other than ours, and no log leave the site: FLARE would stream it to the
+    server, and a site's log counts its records' faults. Written to the kit's `local/`, from its defaults.
+
+    Raises InputError where `kit` is no startup kit of a server or site.
+    """
+    local = kit / "local"
+    resources = _read(local / "resources.json.default", kit)
+    resources |= {
+        "class_allow_list": list(CLASSES),
+        "class_list_enforcement_mode": "enforce",
+        "allow_log_streaming": False,
+    }
+    resources["components"] = [c for c in resources["components"] if not c["id"].endswith(("streamer", "log_receiver"))]
+    for component in resources["components"]:  # the server's defaults are folders that all users of a machine share
+        if component["id"] == "job_manager":
+            component["args"]["uri_root"] = str((kit / "jobs").resolve())
+    if "snapshot_persistor" in resources:
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str((kit / "snapshots").resolve())
+    rights = {"format_version": "1.0", "permissions": {"project_admin": dict(_RIGHTS)}}
+    for name, table in (("resources.json", resources), ("authorization.json", rights)):
+        write_atomically(local / name, json.dumps(table, indent=2).encode())
+
+
+def _read(path: Path, kit: Path) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        raise InputError(f"'{kit}' is no startup kit of FLARE: '{path.name}' is missing or damaged") from None
+    return table
+
+
+class Job(Table):
+    """What a job's name stands for at the server; FLARE hands the name alone to the sites. sandbox: as of
+    `secure-fvi server start`."""
+
+    config: str
+    out: str
+    overrides: tuple[str, ...] = Field(default=())
+    sandbox: Literal["required", "off"] = "required"
+
+
+def job_file(home: Path, name: str) -> Path:
+    """Where a job is written down. Raises InputError for a name that is no plain id: whoever reaches FLARE names it."""
+    if not name or not all(c.isalnum() or c in "-_" for c in name):
+        raise InputError("a job's name must be letters, digits, dashes and underscores")
+    return home / "flare" / "jobs" / f"{name}.toml"
+
+
+def write_job(home: Path, name: str, job: Job) -> None:
+    path = job_file(home, name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, wording.dumps(job.model_dump(mode="json")).encode())
+
+
+def environment(home: Home, local: Local | None = None) -> dict[str, str]:
+    """Of FLARE's processes at a site: which site it is, where its data are, and this Python first."""
+    local = local or Local()
+    found = {**os.environ, HOME_VARIABLE: str(home.path.resolve())}
+    for name, path in ((DATA_VARIABLE, local.data), (DATA_DIR_VARIABLE, local.data_dir)):
+        if path is not None:
+            found[name] = str(path.resolve())
+    found[REPEATABLE_VARIABLE] = "1" if local.repeatable else "0"
+    if home.passphrase is not None:
+        found[PASSPHRASE_VARIABLE] = home.passphrase
+    found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
+    return found
+
+
+def start(kit: Path, home: Home, local: Local | None = None) -> list[str]:
+    """The command that runs FLARE's process of this site until it is stopped, brought back when it dies; its kit is
+    guarded first. To be run in `environment`."""
+    guard(kit)
+    script = kit / "startup" / "sub_start.sh"
+    if not script.exists():
+        raise InputError(f"'{kit}' is no startup kit of FLARE: '{script}' is missing")
+    return ["bash", str(script)]
+
+
+def project(roster: ConsortiumRoster, host: str, port: int, admin: str) -> str:
+    """What `nvflare provision -p` reads: the roster's members under their own names, and one administrator."""
+    people: list[dict[str, Any]] = [{"name": admin, "type": "admin", "org": "consortium", "role": "project_admin"}]
+    for member in (m for role in ROLES for m in roster.of_role(role)):
+        if member.role == "server":
+            server = {
+                "name": member.id,
+                "type": "server",
+                "org": "consortium",
+                "fed_learn_port": port,
+                "default_host": host,
+            }
+            people.append(server)
+        else:
+            people.append({"name": member.id, "type": "client", "org": "consortium"})
+    impl = "nvflare.lighter.impl"
+    builders: list[dict[str, Any]] = [
+        {"path": f"{impl}.workspace.WorkspaceBuilder", "args": {"template_file": ["master_template.yml"]}},
+        {"path": f"{impl}.static_file.StaticFileBuilder", "args": {"config_folder": "config"}},
+        {"path": f"{impl}.cert.CertBuilder"},
+        {"path": f"{impl}.signature.SignatureBuilder"},
+    ]
+    table = {"api_version": 3, "name": roster.consortium, "participants": people, "builders": builders}
+    return yaml.safe_dump(table, sort_keys=False)
+
+
+def job_folder(folder: Path, name: str, sites: Sequence[str]) -> Path:
+    """The job as FLARE takes it: two classes of the installed package, and our job's name for the server."""
+    app = folder / name / "app" / "config"
+    app.mkdir(parents=True)
+    meta = {
+        "name": name, "resource_spec": {}, "deploy_map": {"app": ["server", *sites]}, "min_clients": len(sites),
+        "mandatory_clients": list(sites),
+    }  # fmt: skip
+    (folder / name / "meta.json").write_text(json.dumps(meta))
+    workflow = {"id": "job", "path": CLASSES[1], "args": {"job": name}}
+    executor = {"tasks": ["none"], "executor": {"path": CLASSES[0], "args": {}}}
+    at_server, at_site = {"format_version": 2, "workflows": [workflow]}, {"format_version": 2, "executors": [executor]}
+    for side, table in (("server", at_server), ("client", at_site)):
+        (app / f"config_fed_{side}.json").write_text(json.dumps(table))
+    return folder / name
+
+
+def launch(
+    home: Home, config: Path, out: Path, admin: Path, overrides: tuple[str, ...] = (),
+    sandbox: Literal["required", "off"] = "required", say: Callable[[str], None] = _log.info,
+) -> None:  # fmt: skip
+    """Submit the job that `config` describes with the startup kit `admin`, and again whenever FLARE ends it before its
+    time, until it is done. Raises SecureFVIError where it cannot be: a refusal, or `MOST_TRIES` without a round more.
+    """
+    job_table = read(config, overrides)
+    if job_table.engine is None or job_table.engine.kind != "flare":
+        raise InputError(f"'{config}': [engine] kind must be \"flare\" for a job that FLARE carries")
+    name = out.resolve().name
+    job = Job(config=str(config.resolve()), out=str(out.resolve()), overrides=overrides, sandbox=sandbox)
+    write_job(home.path, name, job)
+    told = job_file(home.path, name).with_suffix(".ended")
+    roster = home.roster(now())
+    silos = silo_ids(job_table) or tuple(m.id for m in roster.of_role("silo"))
+    sites = [*silos, *(m.id for m in roster.of_role("holder") if job_table.aggregation.kind == "homomorphic")]
+    tries, reached = 0, latest_round(RunDirectory(out).checkpoints) or 0
+    with tempfile.TemporaryDirectory() as work, _Session(admin) as session:
+        definition = job_folder(Path(work), name, sites)
+        while True:
+            told.unlink(missing_ok=True)
+            began = time.monotonic()
+            say(f"job '{name}' is submitted to FLARE as {session.submit(definition)}")
+            status = session.wait()
+            if RunDirectory(out).state == "finished":
+                return
+            again, why = _told(told, status)
+            if not again:
+                raise SecureFVIError(why)
+            before, reached = reached, latest_round(RunDirectory(out).checkpoints) or 0
+            tries = 1 if reached > before else tries + 1
+            if tries >= MOST_TRIES:
+                raise SecureFVIError(f"{why}; {MOST_TRIES} tries brought no round more: see FLARE's logs")
+            say(f"{why}; the job goes on after round {reached} in a new job of FLARE")
+            time.sleep(max(0.0, _BETWEEN - (time.monotonic() - began)))
+
+
+def _told(path: Path, status: str) -> tuple[bool, str]:
+    """Whether the job may be submitted again, and why it has ended: our controller's word, or else FLARE's."""
+    if not path.exists():
+        return True, f"FLARE has ended the job ({status})"
+    again, _, why = path.read_text().partition("\n")
+    return again == "again", why
+
+
+class _Session:
+    """An administrator's session with FLARE's server, opened anew where it is lost."""
+
+    def __init__(self, admin: Path) -> None:
+        self._admin, self._job = admin, ""
+        self._api: Any = None
+
+    def __enter__(self) -> _Session:
+        self._api = self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._api is not None:
+            self._api.close()
+
+    def _open(self) -> Any:
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+        until = time.monotonic() + _FLARE_AWAY
+        while True:
+            try:
+                return new_secure_session(self._admin.name, str(self._admin))
+            except Exception as error:  # FLARE's client raises what it likes
+                if time.monotonic() >= until:
+                    raise InputError(
+                        f"FLARE's server does not take the kit '{self._admin}' ({type(error).__name__}: "
+                        f"{printable(str(error), 200)}); is `secure-fvi flare start` running at the server?"
+                    ) from None
+                time.sleep(_LOOK)
+
+    def _ask(self, what: Callable[[Any], Any]) -> Any:
+        until = time.monotonic() + _FLARE_AWAY
+        while True:
+            try:
+                return what(self._api)
+            except Exception as error:  # the server is away, or the session has ended with it
+                if time.monotonic() >= until:
+                    raise SecureFVIError(f"FLARE's server: {printable(str(error), 300)}") from None
+                time.sleep(_LOOK)
+                with contextlib.suppress(Exception):
+                    self._api.close()
+                self._api = self._open()
+
+    def submit(self, definition: Path) -> str:
+        self._job = str(self._ask(lambda api: api.submit_job(str(definition))))
+        return self._job
+
+    def wait(self) -> str:
+        """FLARE's last word on the job."""
+        while True:
+            status = str(self._ask(lambda api: api.get_job_meta(self._job)).get("status", ""))
+            if status.startswith("FINISHED") or status in ("ABANDONED", "FAILED_TO_RUN"):
+                return status
+            time.sleep(_LOOK)

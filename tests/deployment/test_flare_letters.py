@@ -1,0 +1,267 @@
+"""Jobs under FLARE without FLARE: the same carrier and the same site, over a network that the test holds in its hand.
+
+What FLARE itself does is in test_flare.py, where it is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from consortium_run import SILOS, Job
+from deployment_world import World, new_world
+
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.site_job import Local
+from secure_fvi.engines import flare, flare_kits
+from secure_fvi.engines.flare import BUSY, LETTER, Ended, FlareCarrier, Letter, SiteParty, read_letter, write_letter
+from secure_fvi.engines.remote import Patience
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIWarning
+
+SFVI = {"name": "sfvi", "iterations": 6}
+MOST = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return new_world(tmp_path_factory.mktemp("flare") / "world")
+
+
+@pytest.fixture
+def world(made: World, tmp_path: Path) -> World:
+    return made.copy(tmp_path / "world")
+
+
+class Network:
+    """What FLARE is to both ends: a letter in, an answer or a word out. `spoil` may change or lose an answer."""
+
+    def __init__(self, world: World) -> None:
+        self.parties = {s: SiteParty(world.homes[s], Local(repeatable=True)) for s in SILOS}
+        self.world, self.over = world, threading.Event()
+        self.spoil: Callable[[str, bytes], Mapping[str, Any]] = lambda site, answer: {LETTER: answer}
+        self.letters: list[tuple[str, bytes]] = []
+
+    def send(self, site: str, letter: bytes) -> Mapping[str, Any]:
+        self.letters.append((site, letter))
+        if site not in self.parties:
+            return {}
+        answer = self.parties[site].answer(letter)
+        return {BUSY: True} if answer is None else self.spoil(site, answer)
+
+    def lose(self, site: str) -> None:
+        """The site's process dies."""
+        self.parties.pop(site).close()
+
+    def come_back(self, site: str) -> None:
+        self.parties[site] = SiteParty(self.world.homes[site], Local(repeatable=True))
+
+    def serve(self, job: Job, out: Path) -> bytes:
+        home = self.world.homes["hub"]
+        flare_kits.write_job(home.path, "job", flare_kits.Job(config=str(job.path), out=str(out)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SecureFVIWarning)
+            flare.serve(home, "job", functools.partial(FlareCarrier, send=self.send, home=home, over=self.over.is_set))
+        return (out / "posterior.safetensors").read_bytes()
+
+
+@pytest.fixture
+def network(world: World) -> Iterator[Network]:
+    found = Network(world)
+    yield found
+    for party in found.parties.values():
+        party.close()
+
+
+def _job(world: World, folder: Path) -> Job:
+    return Job(world, folder, algorithm=SFVI, engine={"kind": "flare"})
+
+
+def test_a_job_under_flare_gives_the_posterior_of_one_process(network: Network, tmp_path: Path) -> None:
+    """Byte for byte, though a site dies and comes back, and answers are lost, spoilt and sent twice."""
+    job, n = _job(network.world, tmp_path), [0]
+
+    def spoil(site: str, answer: bytes) -> Mapping[str, Any]:
+        n[0] += 1
+        if n[0] % 5 == 0:
+            return {}
+        if n[0] % 7 == 0:
+            return {LETTER: answer[:-1] + bytes([answer[-1] ^ 1])}
+        if n[0] == 20:
+            network.lose("east")
+            network.come_back("east")
+        return {LETTER: answer}
+
+    network.spoil = spoil
+    assert network.serve(job, tmp_path / "remote") == job.local()
+    assert n[0] > 40
+
+
+def test_a_job_that_flare_ends_goes_on_in_the_next(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site is silent for good, as FLARE never brings its process back: that job ends, and the next goes on."""
+    monkeypatch.setattr(flare, "SILENCE", 3.0)
+    monkeypatch.setattr(flare, "_HOLD", 0.2)
+    job, n = _job(network.world, tmp_path), [0]
+
+    def spoil(site: str, answer: bytes) -> Mapping[str, Any]:
+        n[0] += 1
+        if n[0] == 30:
+            network.lose("north")
+        return {LETTER: answer}
+
+    network.spoil = spoil
+    with pytest.raises(Ended, match="silo 'north' is silent: its process is gone"):
+        network.serve(job, tmp_path / "remote")
+    assert not (tmp_path / "remote" / "posterior.safetensors").exists()
+    network.come_back("north")
+    assert network.serve(job, tmp_path / "remote") == job.local()
+
+
+def test_an_end_by_flare_is_no_end_of_ours(network: Network, tmp_path: Path) -> None:
+    network.spoil = lambda site, answer: network.over.set() or {}  # type: ignore[func-returns-value]
+    with pytest.raises(Ended, match="FLARE ends this job"):
+        network.serve(_job(network.world, tmp_path), tmp_path / "remote")
+
+
+def test_what_a_policy_refuses_is_refused_under_flare(network: Network, tmp_path: Path) -> None:
+    """By the site, whatever FLARE's administrator may; the server tells it apart from a process that died."""
+    job = _job(network.world, tmp_path)
+    job.allow("south", algorithms=["pvi"])
+    with pytest.raises(ProtocolError, match=r"silo 'south' refused: .*sfvi"):
+        network.serve(job, tmp_path / "remote")
+
+
+def _question(world: World, **changes: Any) -> bytes:
+    letter = Letter("hub", "east", "job", bytes(32), 0, b"\x00body")._replace(**changes)
+    return write_letter(letter, world.homes["hub"])[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda w: _question(w)[:-70] + bytes(70), "message|signed"),
+        (lambda w: _question(w, receiver="north"), "a letter to 'north'"),
+        (lambda w: write_letter(Letter("hub", "east", "job", bytes(32), 0, b""), w.homes["south"])[0], "not signed by"),
+        (lambda w: write_letter(Letter("south", "east", "job", bytes(32), 0, b""), w.homes["south"])[0], "a silo in"),
+        (lambda w: write_letter(Letter("nobody", "east", "job", bytes(32), 0, b""), w.homes["hub"])[0], "nobody"),
+        (lambda w: _question(w, body=bytes(MOST + 4096)), "more than the 1048576 bytes"),
+        (lambda w: b"", "message"),
+    ],
+)
+def test_a_site_answers_its_server_alone(world: World, spoil: Callable[[World], bytes], why: str) -> None:
+    """What FLARE, or whoever reaches it, makes up or alters is refused before it is looked into. The control: a letter
+    as it was written."""
+    letter, _ = read_letter(_question(world), world.homes["east"], "server", most=MOST)
+    assert letter.body == b"\x00body"
+    with pytest.raises((ProtocolError, InputError), match=why):
+        read_letter(spoil(world), world.homes["east"], "server", most=MOST)
+
+
+def test_an_answer_names_its_question(network: Network) -> None:
+    """FLARE's server hands each question the answer of an older one: taken for none. The control: the right ones."""
+    home, older = network.world.homes["hub"], {}
+    carrier = FlareCarrier(
+        SILOS, "", None, lambda _: "", b"", "job", Patience("drop"), send=network.send, home=home,
+        over=network.over.is_set,
+    )  # fmt: skip
+    ask = functools.partial(carrier.exchange, dict.fromkeys(SILOS, b"\xffanything"))
+
+    def spoil(site: str, answer: bytes) -> Mapping[str, Any]:
+        if len(network.letters) > 20:
+            network.over.set()
+        return {LETTER: older.setdefault(site, answer)}
+
+    network.spoil = spoil
+    assert ask() == {}
+    assert set(carrier._answers) == set(SILOS)  # refusals, which are answers
+    with pytest.raises(Ended):
+        ask()
+    assert carrier._answers == {}
+    carrier.close()
+
+
+def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The site says that it is busy, the same letter asks again, and nothing is computed twice."""
+    monkeypatch.setattr(flare, "_HOLD", 0.03)
+    monkeypatch.setattr(flare, "SILENCE", 20.0)
+    busy = [0]
+    send = network.send
+
+    def counted(site: str, letter: bytes) -> Mapping[str, Any]:
+        reply = send(site, letter)
+        busy[0] += BUSY in reply
+        return reply
+
+    monkeypatch.setattr(network, "send", counted)
+    job = _job(network.world, tmp_path)
+    assert network.serve(job, tmp_path / "remote") == job.local()
+    assert busy[0] > 0
+
+
+# ---- kits ----
+
+
+def _kit(folder: Path) -> Path:
+    local = folder / "east" / "local"
+    local.mkdir(parents=True)
+    (folder / "east" / "startup").mkdir()
+    components = [
+        {"id": "resource_manager", "path": "x", "args": {}},
+        {"id": "site_log_streamer", "path": "y", "args": {}},
+        {"id": "log_receiver", "path": "z", "args": {}},
+    ]
+    (local / "resources.json.default").write_text(
+        json.dumps({"class_allow_list": ["*"], "allow_log_streaming": True, "components": components})
+    )
+    return folder / "east"
+
+
+def test_a_guarded_kit_takes_no_code_and_gives_no_log(tmp_path: Path) -> None:
+    kit = _kit(tmp_path)
+    flare_kits.guard(kit)
+    resources = json.loads((kit / "local" / "resources.json").read_text())
+    assert resources["class_allow_list"] == list(flare_kits.CLASSES)
+    assert resources["class_list_enforcement_mode"] == "enforce"
+    assert resources["allow_log_streaming"] is False
+    assert [c["id"] for c in resources["components"]] == ["resource_manager"]
+    rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
+    assert list(rights) == ["project_admin"]
+    assert {k for k, v in rights["project_admin"].items() if v != "none"} == {"submit_job", "manage_job", "view"}
+
+
+def test_what_is_no_kit_is_said(tmp_path: Path, world: World) -> None:
+    with pytest.raises(InputError, match="is no startup kit of FLARE"):
+        flare_kits.start(tmp_path, world.homes["east"])
+    with pytest.raises(InputError, match=r"sub_start\.sh' is missing"):
+        flare_kits.start(_kit(tmp_path / "kits"), world.homes["east"])
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "a/b"])
+def test_a_job_is_named_by_a_plain_id(name: str, world: World) -> None:
+    with pytest.raises(InputError, match="letters, digits"):
+        flare_kits.job_file(world.homes["hub"].path, name)
+
+
+def test_a_job_for_another_engine_is_not_launched(world: World, tmp_path: Path) -> None:
+    job = Job(world, tmp_path, algorithm=SFVI)
+    with pytest.raises(InputError, match='kind must be "flare"'):
+        flare_kits.launch(world.homes["hub"], job.path, tmp_path / "out", tmp_path)
+
+
+def test_homes_come_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.delenv("SECURE_FVI_HOME", raising=False)
+    with pytest.raises(InputError, match="names no SECURE_FVI_HOME"):
+        flare.home_of_environment()
+    home = world.homes["east"]
+    for name, value in flare_kits.environment(home, Local(repeatable=True)).items():
+        monkeypatch.setenv(name, value)
+    assert isinstance(flare.home_of_environment(), Home)
+    assert flare.home_of_environment().id == "east"
+    assert flare.local_of_environment().repeatable
