@@ -57,7 +57,7 @@ class Matcher:
             raise InputError("gradients are matched in models whose parameters are all global latents")
         if covariates not in records.rows or not records.rows[covariates].is_floating_point():
             raise InputError(f"'{covariates}' is no argument of real numbers that a search could move")
-        self._density, self._covariates = LogDensity(model, layout, schema), covariates
+        self._density, self.covariates = LogDensity(model, layout, schema), covariates
         self._others = {name: v for name, v in records.rows.items() if name != covariates}
         values = records.rows[covariates]
         self.mean, self.sd = values.mean(0), values.std(0)
@@ -65,7 +65,7 @@ class Matcher:
     def gradient(self, z_global: Tensor, rows: Data) -> Tensor:
         """(n_global,): the batch's gradient at Z_G."""
         none = z_global.new_zeros(0)
-        count = len(rows[self._covariates])
+        count = len(rows[self.covariates])
 
         def log_p(z: Tensor) -> Tensor:
             return self._density.evaluate(z, none, z.new_zeros(count, 0), {}, rows).records.sum()
@@ -87,10 +87,10 @@ class Matcher:
             return torch.randn(search.starts, size, *shape, generator=rng, dtype=torch.float64)
 
         free = {name: noise(*self._others[name].shape[1:]) for name in hidden}
-        free[self._covariates] = noise(*self.mean.shape)
+        free[self.covariates] = noise(*self.mean.shape)
 
         def batch(free: Data) -> Data:
-            rows = {self._covariates: self.mean + varies * self.sd * free[self._covariates], **known}
+            rows = {self.covariates: self.mean + varies * self.sd * free[self.covariates], **known}
             for name in hidden:
                 low, high = self._others[name].min(0).values, self._others[name].max(0).values
                 rows[name] = low + (high - low) * torch.sigmoid(free[name])
@@ -100,12 +100,12 @@ class Matcher:
             got = vmap(lambda z: self.gradient(z, batch(free)))(z_global)
             cosine = torch.nn.functional.cosine_similarity(got, seen, -1)
             error = (got - seen).square().sum(-1) / seen.square().sum(-1)
-            return (1 - cosine + error).mean() + _PRIOR * free[self._covariates].square().mean()
+            return (1 - cosine + error).mean() + _PRIOR * free[self.covariates].square().mean()
 
         free = _adam(free, loss, search)
         best = int(vmap(loss)(free).argmin())
         free = _polished({name: v[best] for name, v in free.items()}, loss, search)
-        return batch(free)[self._covariates].detach()
+        return batch(free)[self.covariates].detach()
 
     def centred(self, values: Tensor) -> FloatArray:
         """(B, D): deviations from the population's mean."""
@@ -174,7 +174,7 @@ def inversion_rows(
         raise InputError(f"{runs} runs: an interval needs at least 10")
     matcher, how, rows = Matcher(model, data, covariates), search or Search(), []
     for length in rounds:
-        found = {b: _one_size(matcher, model, data, b, length, runs, covariates, known, how, each) for b in batches}
+        found = {b: _one_size(matcher, model, data, b, length, runs, known, how, each) for b in batches}
         for size, result in found.items():
             share, r2, alone = result[0], result[1], found[1]
             about = f"records by gradient matching, {length} round{'s' if length > 1 else ''}"
@@ -222,7 +222,6 @@ def _one_size(
     size: int,
     rounds: int,
     runs: int,
-    covariates: str,
     known: tuple[str, ...],
     search: Search,
     each: Each,
@@ -233,14 +232,14 @@ def _one_size(
     inside: list[FloatArray] = []
     outside: list[FloatArray] = []
     for run in range(runs):
-        order = torch.randperm(len(data[covariates]), generator=torch.Generator().manual_seed(run))
+        order = torch.randperm(len(data[matcher.covariates]), generator=torch.Generator().manual_seed(run))
         silos = [{name: v[part] for name, v in data.items()} for part in order[: 3 * size].split(size)]
         transcript = laboratory.run(silos, run).transcript
         places = torch.stack([torch.as_tensor(b.tensors["z_global"]) for b in transcript.broadcasts()])
         seen = torch.from_numpy(gradients(transcript, "silo-1"))
         told = {name: silos[0][name].to(seen) for name in known}
         guesses = matcher.centred(matcher.invert(places, seen, size, told, search, run))
-        truth, others = (matcher.centred(data[covariates][order[k : k + size]].to(seen)) for k in (0, 3 * size))
+        truth, others = (matcher.centred(data[matcher.covariates][order[k : k + size]].to(seen)) for k in (0, 3 * size))
         best, cosines = matched(guesses, truth)
         false_best, false_cosines = matched(guesses, others)
         first += bool(cosines[0] > SAME)

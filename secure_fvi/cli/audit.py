@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -65,13 +65,18 @@ _LINE_SECONDS = 10.0
 )
 @click.option("--real-data", is_flag=True, help="The data are real, and the institutions agree to an audit of them.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def audit(
-    source: Path, attacks: tuple[str, ...], everything: bool, listed: bool, out: Path | None,
-    overrides: tuple[str, ...], data: Path | None, epsilons: tuple[float, ...], delta: float, rounds: int | None,
-    worlds: int, individuals: int, trials: int, canary_runs: int, argument: str | None, attribute: str | None,
-    workers: int, real_data: bool, quiet: bool, debug: bool,
-) -> None:  # fmt: skip
+    attacks: tuple[str, ...],
+    everything: bool,
+    listed: bool,
+    out: Path | None,
+    epsilons: tuple[float, ...],
+    delta: float,
+    workers: int,
+    quiet: bool,
+    **ordered: Any,
+) -> None:
     """Attack what the server sees of SOURCE, a configuration file or the folder of a run.
 
     The configuration's model is run many times on resampled records, under its own secure sum beside a plain one, or
@@ -83,10 +88,7 @@ def audit(
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
 
-    order = Order(
-        source, overrides, data, rounds, worlds, individuals, trials, canary_runs, argument, attribute,
-        real_data or listed,
-    )  # fmt: skip
+    order = Order(**{**ordered, "real_data": ordered["real_data"] or listed})
     progress = _Progress(quiet or listed)
     federation, subject = order.subject(progress.told)
     fitting = subject.fitting()

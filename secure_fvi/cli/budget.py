@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -110,25 +111,8 @@ budget.add_command(verify)
 @click.option("--dimension", type=int, default=1000, show_default=True, help="Numbers in a release (distributed).")
 @click.option("--records", type=int, help="Size of the population; warns when delta is too large for it.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def plan(
-    epsilon: float | None,
-    delta: float,
-    sampling_rate: float | None,
-    rounds: int | None,
-    noise_multiplier: float | None,
-    unit: str,
-    accountant: str,
-    noise: str | None,
-    silos: int | None,
-    dropouts: int,
-    colluders: int,
-    retries: int,
-    dimension: int,
-    records: int | None,
-    form: str,
-    debug: bool,
-) -> None:
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
+def plan(dimension: int, records: int | None, form: str, **asked: Any) -> None:
     """Solve for the one of epsilon, sampling rate, rounds and noise multiplier that is left out.
 
     The answer is on the safe side: its epsilon is at most the one asked for. It is what a run of these numbers uses and
@@ -136,11 +120,7 @@ def plan(
     """
     from secure_fvi.cli.budget_plan import Asked, command
 
-    asked = Asked(
-        epsilon, delta, sampling_rate, rounds, noise_multiplier, unit, accountant, noise, silos, dropouts, colluders,
-        retries,
-    )  # fmt: skip
-    command(asked, dimension, records, form)
+    command(Asked(**asked), dimension, records, form)
 
 
 @budget.command()
@@ -155,7 +135,7 @@ def plan(
 @click.option("--curator", multiple=True, help="yaml: who publishes the results; may be repeated.")
 @click.option("--use", "intended_use", help="yaml: what the results are for.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def report(
     ledger: Path,
     silo: str | None,
@@ -166,7 +146,6 @@ def report(
     curator: tuple[str, ...],
     intended_use: str | None,
     out: Path | None,
-    debug: bool,
 ) -> None:
     """Say what was spent of a data set's budget in LEDGER, what is left, and what that does not cover.
 

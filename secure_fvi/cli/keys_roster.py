@@ -32,7 +32,7 @@ def roster() -> None:
 @click.option("--max-missing", type=click.IntRange(0), help="Most silos that a sum may lack.")
 @click.option("--bits", type=click.Choice(["32", "64"]), help="Width of masked sums; 64 unless given.")
 @click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is in force.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def make(
     requests: tuple[Path, ...],
     consortium: str | None,
@@ -41,11 +41,8 @@ def make(
     remove: tuple[str, ...],
     succession: tuple[Path, ...],
     replace: tuple[str, ...],
-    min_cohort: int | None,
-    max_missing: int | None,
-    bits: str | None,
     days: int,
-    debug: bool,
+    **sums: Any,
 ) -> None:
     """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
     from secure_fvi.deployment.consortium import Sums, parse_roster, write_roster
@@ -70,14 +67,9 @@ def make(
         for line in check_changes(before, members.values(), known, replace):
             click.echo(line)
     options: dict[str, Any] = {} if before is None else before.sums.model_dump()
-    if min_cohort is not None:
-        options["min_cohort"] = min_cohort
-    if max_missing is not None:
-        options["max_missing"] = max_missing
-    if bits is not None:
-        options["bits"] = int(bits)
+    options |= {name: int(value) for name, value in sums.items() if value is not None}
     if options.get("min_cohort", 3) < 2:
-        raise InputError(f"--min-cohort must be at least 2, not {min_cohort}; a sum of one is no sum")
+        raise InputError(f"--min-cohort must be at least 2, not {options['min_cohort']}; a sum of one is no sum")
     made = write_roster(name, list(members.values()), now(), Sums(**options), before, days)
     write_bytes(out, made.content)
     _show(made)

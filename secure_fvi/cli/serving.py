@@ -38,7 +38,7 @@ def server() -> None:
 @sandbox_option
 @log_option
 @click.option("--quiet", is_flag=True, help="No progress, no table, no log.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 @click.pass_context
 def start(
     context: click.Context,
@@ -50,7 +50,6 @@ def start(
     sandbox: Literal["required", "off"],
     log_format: str,
     quiet: bool,
-    debug: bool,
 ) -> None:
     """Offer the job that CONFIG describes to its silos, run it with them and write the results to the folder --out.
 

@@ -41,7 +41,14 @@ from secure_fvi.deployment.session_messages import (
     schema_digest,
     unpack_schema,
 )  # fmt: skip
-from secure_fvi.deployment.session_sums import key_holder_of, least_silos, longest_message, server_sum, session_of
+from secure_fvi.deployment.session_sums import (
+    OpenSession,
+    key_holder_of,
+    least_silos,
+    longest_message,
+    server_sum,
+    session_of,
+)
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
@@ -404,4 +411,5 @@ class Hub:
             if path.name.split(".")[0] not in (Path(STORE_FILE).stem, session.hex()):
                 path.unlink()
         self._sums = open_store(self._kept / f"{session.hex()}.sqlite")
-        return server_sum(self._roster, session, self.offer.silos, aggregation, holder, self._sums, self._ask_sum)
+        opened = OpenSession(self._roster, session, self.offer.silos, aggregation, holder)
+        return server_sum(opened, self._sums, self._ask_sum)

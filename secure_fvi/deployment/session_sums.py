@@ -8,6 +8,7 @@ signed roster names, signs the session's roster: a silo encrypts under no key th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.base import BlockTable, SecureSum, SumServer, SumSilo
@@ -62,30 +63,33 @@ def session_roster(
     return roster.session(session, silos, aggregation.beneath(roster.sums.bits), entry)
 
 
+class OpenSession(NamedTuple):
+    """What both halves of a session's sums know. holder: hash of its encryption key, or nothing."""
+
+    roster: ConsortiumRoster
+    session: bytes
+    silos: Sequence[str]
+    aggregation: SecureSum
+    holder: bytes
+
+
 def server_sum(
-    roster: ConsortiumRoster,
-    session: bytes,
-    silos: Sequence[str],
-    aggregation: SecureSum,
-    holder: bytes,
+    opened: OpenSession,
     store: Store,
     ask: Callable[[bytes], bytes],
 ) -> SumServer:
     """The server's half. ask: the way to the key holder."""
+    aggregation = opened.aggregation
     if not isinstance(aggregation, Masked | Homomorphic):
-        return PlainServer(silos)
-    found = session_roster(roster, session, silos, aggregation, holder)
+        return PlainServer(opened.silos)
+    found = session_roster(*opened)
     if isinstance(aggregation, Masked):
         return MaskedServer(found, store)
     return WithHolder(HomomorphicServer(found, scheme_named(aggregation.scheme), aggregation.masked, store), ask)
 
 
 def silo_sum(
-    roster: ConsortiumRoster,
-    session: bytes,
-    silos: Sequence[str],
-    aggregation: SecureSum,
-    holder: bytes,
+    opened: OpenSession,
     store: Store,
     silo: str,
     identity: Identity,
@@ -95,9 +99,10 @@ def silo_sum(
 ) -> SumSilo:
     """The half of `silo`. min_cohort, max_missing: what its site insists on, whatever the roster says. questions: see
     `MaskedSilo`."""
+    aggregation = opened.aggregation
     if not isinstance(aggregation, Masked | Homomorphic):
         return PlainSilo(silo)
-    found = session_roster(roster, session, silos, aggregation, holder)
+    found = session_roster(*opened)
     if isinstance(aggregation, Masked):
         return MaskedSilo(found, silo, identity, store, min_cohort, max_missing=max_missing, questions=questions)
     scheme = scheme_named(aggregation.scheme)

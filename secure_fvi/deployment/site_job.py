@@ -37,7 +37,7 @@ from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
-from secure_fvi.deployment.session_sums import longest_message, session_of, silo_sum
+from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
 from secure_fvi.engines.remote import SessionLost
 from secure_fvi.errors import DataError, InputError, ProtocolError
@@ -302,10 +302,8 @@ class SiteJob:
         missing = self.decision.policy.max_missing(bool(self.program.terms))
         if self._questions is None:  # it outlives sessions: for one question one set of survivors is signed
             self._questions = open_held(self.folder / _QUESTIONS, self.home.state_secret(), power_safe=True)
-        return silo_sum(
-            roster, session, silos, self.aggregation, holder, store, self.home.id, identity, least, missing,
-            self._questions,
-        )  # fmt: skip
+        opened = OpenSession(roster, session, silos, self.aggregation, holder)
+        return silo_sum(opened, store, self.home.id, identity, least, missing, self._questions)
 
     def _guards(self, algorithm: str, noise: NoiseSource) -> Guards:
         terms, silo, offer = self.program.terms, self.home.id, self.decision.offer

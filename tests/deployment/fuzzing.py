@@ -34,7 +34,7 @@ from secure_fvi.building import build_problem
 from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.session_sums import server_sum, session_of
+from secure_fvi.deployment.session_sums import OpenSession, server_sum, session_of
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.engines import flare, stream_messages
@@ -383,7 +383,7 @@ def site_world(world: World, folder: Path, data: Path | None) -> tuple[list[Mach
         model_of(made.config)[0], schema, algorithm, SILOS, 3, None, building.Machine(compile=False)
     )
     session = session_of(roster, offer.hash, opened, aggregation)
-    sums = server_sum(roster, session, list(SILOS), aggregation, b"", MemoryStore(), lambda message: b"")
+    sums = server_sum(OpenSession(roster, session, list(SILOS), aggregation, b""), MemoryStore(), lambda message: b"")
     server = Server(problem, algorithm.server(problem), sums)
     said: list[bytes] = []
 

@@ -23,7 +23,7 @@ from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.session_messages import CODEC, JOIN, OPEN, Joined, Open, Opened
-from secure_fvi.deployment.session_sums import server_sum, session_of, silo_sum
+from secure_fvi.deployment.session_sums import OpenSession, server_sum, session_of, silo_sum
 from secure_fvi.deployment.site import Site
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import SUM
@@ -89,10 +89,10 @@ class Held:
     def parties(self, message: Open, roster: ConsortiumRoster) -> None:
         """Silos and server of the session in `message`, each with what it knows itself."""
         session = session_of(roster, self.offer.hash, message, self.sums)
-        shared = (roster, session, SILOS, self.sums, message.holder)
+        shared = OpenSession(roster, session, SILOS, self.sums, message.holder)
         homes = self.world.homes
-        self.silos = {s: silo_sum(*shared, MemoryStore(), s, homes[s].identity(), 3) for s in SILOS}
-        server = server_sum(*shared, MemoryStore(), self.ask)
+        self.silos = {s: silo_sum(shared, MemoryStore(), s, homes[s].identity(), 3) for s in SILOS}
+        server = server_sum(shared, MemoryStore(), self.ask)
         assert isinstance(server, WithHolder)
         self.server = server
 

@@ -21,7 +21,7 @@ from secure_fvi.deployment.countersigning import open_trail, open_witness, recor
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.session_sums import silo_sum
+from secure_fvi.deployment.session_sums import OpenSession, silo_sum
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.trail_verify import compare, verify
 from secure_fvi.errors import InputError, ProtocolError
@@ -119,7 +119,8 @@ def test_no_site_adds_to_a_sum_whose_question_is_not_named(world: World) -> None
     far as the set-up that is missing here."""
     names, table = ["east", "north", "south"], BlockTable((Block("gradient", (4,), 10.0),))
     roster = world.homes["hub"].roster(NOW)
-    silo = silo_sum(roster, bytes(32), names, Masked(), b"", MemoryStore(), "north", world.homes["north"].identity(), 3)
+    opened = OpenSession(roster, bytes(32), names, Masked(), b"")
+    silo = silo_sum(opened, MemoryStore(), "north", world.homes["north"].identity(), 3)
     with pytest.raises(ProtocolError, match="names no question"):
         silo.contribute(0, names, table, np.zeros(4), bytes(32))
     with pytest.raises(ProtocolError, match=r"^(?!.*names no question)"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from quick_run import quick_run
 
+from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.cli import main
 from secure_fvi.errors import InputError
 from secure_fvi.models.fedvi import Network, start
@@ -52,7 +53,7 @@ def test_methods_that_see_labels_learn_the_swap() -> None:
     """FedRep on 6 clients; a new client with its own labels does better than its parity allows without: 2/3 at most."""
     clients = _clients(6)
     tuning = Tuning(steps=40, learning_rate=0.5, neighbours=3)
-    predict = fedrep(NETWORK, clients[:4], tuning, 15, 1.0, 2, 0.3, 0.0, 0, lambda text: None)
+    predict = fedrep(NETWORK, clients[:4], tuning, FedAvg(15, 2, 0.3), 0, lambda text: None)
     assert scores(predict, clients[4:]).accuracy > 0.85
     methods = from_fedavg(NETWORK, start(NETWORK, personal=False), tuning)
     found = {name: scores(predict, clients).accuracy for name, predict in methods.items()}

@@ -130,11 +130,8 @@ def _fedavg(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None,
 
 
 def _fedrep(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Tell) -> list[Row]:
-    began, options = time.monotonic(), plan.fedavg
-    predict = fedrep(
-        plan.network, clients[: plan.taking_part], plan.tuning, options.rounds, options.participation,
-        options.local_steps, options.learning_rate, options.server_momentum, seed, tell,
-    )  # fmt: skip
+    began = time.monotonic()
+    predict = fedrep(plan.network, clients[: plan.taking_part], plan.tuning, plan.fedavg, seed, tell)
     return [_row(plan, "FedRep", seed, predict, clients) | {"seconds": round(time.monotonic() - began, 1)}]
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.models.fedvi import Network, common_logits, embed, personal_log_probs, start
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Tell
@@ -129,19 +130,18 @@ def _descended(
 
 
 def fedrep(
-    network: Network, clients: Sequence[Client], tuning: Tuning, rounds: int, participation: float, epochs: int,
-    learning_rate: float, momentum: float, seed: int, tell: Tell,
-) -> Predict:  # fmt: skip
+    network: Network, clients: Sequence[Client], tuning: Tuning, options: FedAvg, seed: int, tell: Tell
+) -> Predict:
     """Clients keep their heads from round to round; one without fits a head to the final embedding. A simulation
     without secure sums: it is here for its numbers."""
     body = {name: v for name, v in start(network, personal=False).items() if name not in HEAD}
     first = {name: v for name, v in start(network, personal=False).items() if name in HEAD}
     velocity = {name: torch.zeros_like(v) for name, v in body.items()}
     heads: dict[int, dict[str, Tensor]] = {}
-    local = tuning._replace(steps=epochs, learning_rate=learning_rate)
+    local = tuning._replace(steps=options.local_steps, learning_rate=options.learning_rate)
     rng = np.random.default_rng([abs(seed), 3])
-    for round_ in range(rounds):
-        drawn = rng.choice(len(clients), max(1, round(participation * len(clients))), replace=False)
+    for round_ in range(options.rounds):
+        drawn = rng.choice(len(clients), max(1, round(options.participation * len(clients))), replace=False)
         change, total = {name: torch.zeros_like(v) for name, v in body.items()}, 0
         for k in drawn.tolist():
             w = {**body, **heads.get(k, first)}
@@ -151,10 +151,10 @@ def fedrep(
             size = len(clients[k].y)
             change = {name: v + size * (moved[name] - body[name]) for name, v in change.items()}
             total += size
-        velocity = {name: momentum * v + change[name] / total for name, v in velocity.items()}
+        velocity = {name: options.server_momentum * v + change[name] / total for name, v in velocity.items()}
         body = {name: v + velocity[name] for name, v in body.items()}
         if (round_ + 1) % 50 == 0:
-            tell(f"    FedRep: round {round_ + 1} of {rounds}")
+            tell(f"    FedRep: round {round_ + 1} of {options.rounds}")
     mean = {name: torch.stack([h[name] for h in heads.values()]).mean(0) for name in HEAD}
     place = {id(c): k for k, c in enumerate(clients)}
 
