@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo test slow mutants leakage gallery lint types house benchmark gpu docs fuzz release clean
+.PHONY: demo test coverage slow pythons lowest experiments mutants leakage gallery lint types house benchmark gpu docs fuzz wheel release clean
 
 # Exact versions, each file by its hash; nothing is built from what is not in the lock.
 LOCKED := install -q --require-hashes --no-deps -r
@@ -33,8 +33,29 @@ SECONDS ?= 3600
 fuzz: .venv/.installed
 	FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -s -m slow tests/deployment/test_fuzz.py
 
+# The second tier: every test but those for CUDA, the documentation, and the wheel as strangers install it. Hours.
 slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(MAKE) docs pythons lowest
+
+# Branches that the first tier takes in the core; FLOOR is what it may not fall below, in percent.
+FLOOR ?= 75
+coverage: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" \
+		--cov --cov-branch --cov-report=term:skip-covered --cov-fail-under=$(FLOOR)
+
+# The wheel, alone, with every Python that is found here, and with the oldest versions that are allowed.
+pythons: wheel
+	for p in python3.11 python3.12 python3.13; do \
+		if $$p --version > /dev/null 2>&1; then .ci/install_wheel build/wheel/*.whl $$p || exit 1; else echo "$$p: not here, left out"; fi; done
+
+lowest: wheel
+	.ci/install_wheel build/wheel/*.whl $(PYTHON) lowest
+
+# The third tier: the papers' experiments anew, into runs/experiments. Days on two cores; ONLY=name for one.
+experiments: .venv/.installed
+	set -e; for name in $(or $(ONLY),$$($(BIN)/python -c "from secure_fvi_lab.experiments import REPRODUCTIONS; print(*REPRODUCTIONS)")); do \
+		$(BIN)/secure-fvi reproduce $$name --out runs/experiments/$$name; done
 
 # Every refusal removed, one at a time: ONLY=aggregation, privacy or deployment for one folder. Minutes.
 mutants: .venv/.installed
@@ -85,11 +106,20 @@ docs: .venv/.installed
 	$(BIN)/pip $(LOCKED) requirements-extras.lock
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
+# The same bytes wherever and whenever this commit is built: times are the commit's, modes are set.
+wheel: .venv/.installed
+	rm -rf build/wheel build/lib build/bdist.*
+	umask 022 && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+
 # The core's wheel, its hash, and what it stands on (with the extra for sites) as CycloneDX, from an environment that holds
 # nothing else, lab/ neither: in dist/.
-release: .venv/.installed
-	rm -rf dist build/release
-	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+# VERSION has to be the tag of this commit. SIGNING_KEY: an Ed25519 key of `ssh-keygen`; SECURITY.md says how to verify.
+SIGNING_KEY ?=
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' secure_fvi/__init__.py)
+release: wheel
+	test "$$(git describe --exact-match --tags 2> /dev/null)" = v$(VERSION) || { echo "this commit is not tagged v$(VERSION)"; exit 1; }
+	test -z "$$(git status --porcelain)" || { echo "the working tree is not what is tagged"; exit 1; }
+	rm -rf dist build/release && mkdir dist && cp build/wheel/*.whl dist/
 	$(PYTHON) -m venv build/release/site && $(PYTHON) -m venv build/release/tool
 	-build/release/site/bin/pip $(LOCKED) requirements-cpu.lock 2> /dev/null
 	build/release/site/bin/pip $(LOCKED) requirements.lock
@@ -100,6 +130,7 @@ release: .venv/.installed
 	build/release/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/secure-fvi.cdx.json build/release/site
 	cd dist && sha256sum * > SHA256SUMS
+	$(if $(SIGNING_KEY),cd dist && ssh-keygen -q -Y sign -n secure-fvi-release -f $(abspath $(SIGNING_KEY)) SHA256SUMS,@echo "dist/ is NOT signed: give SIGNING_KEY")
 
 clean:
 	rm -rf .venv runs site build dist *.egg-info lab/*.egg-info

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "Amortised": "secure_fvi.families",

@@ -1,0 +1,70 @@
+"""Every claim of the README rests on tests of the first tier, which CI runs: tests/claims.toml says on which."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CLAIMS = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())["claim"]
+_LATER = re.compile(r"\bmark\.(slow|gpu|skip|skipif|xfail)\b")
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def points(readme: str) -> list[str]:
+    """What is listed below "What is in it"."""
+    section = readme.partition("## What is in it\n")[2].partition("\n## ")[0]
+    return [words(point) for point in re.split(r"^- ", section, flags=re.MULTILINE)[1:]]
+
+
+def unclaimed(readme: str, claims: list[str]) -> list[str]:
+    """Points of the README in which no claim stands."""
+    return [point for point in points(readme) if not any(words(claim) in point for claim in claims)]
+
+
+def problem(test: str, source: str) -> str | None:
+    """Why `test` is none that the first tier runs; `source`: of its file. Cases of it may be left for later."""
+    tree, name = ast.parse(source), test.partition("::")[2]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and "pytestmark" in map(ast.unparse, node.targets):
+            if _LATER.search(ast.unparse(node.value)):
+                return "its module is marked"
+        elif isinstance(node, ast.FunctionDef) and node.name == name:
+            decorators = [ast.unparse(d) for d in node.decorator_list]
+            marked = any(_LATER.search(d) for d in decorators if "parametrize" not in d)
+            return "it is marked" if marked else None
+    return "there is none of that name"
+
+
+def test_each_claim_stands_in_the_readme_and_each_point_has_one() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [c["says"] for c in CLAIMS if words(c["says"]) not in words(readme)]
+    assert missing == []
+    said = [c["says"] for c in CLAIMS]
+    # The launcher's tests need Flower, which is an extra: no claim of the first tier.
+    assert unclaimed(readme, said) == []
+    assert len(unclaimed(readme, [s for s in said if "Vertical" not in s])) == 1
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: c["says"][:40])
+def test_the_tests_of_a_claim_are_of_the_first_tier(claim: dict[str, list[str]]) -> None:
+    assert claim["tests"]
+    for test in claim["tests"]:
+        assert problem(test, (ROOT / test.partition("::")[0]).read_text()) is None, test
+
+
+def test_what_leaves_the_first_tier_is_noticed() -> None:
+    test, plain = "tests/x.py::test_it", "def test_it() -> None:\n    pass\n"
+    assert problem(test, plain) is None
+    assert problem(test, f"@pytest.mark.parametrize('a', [1, param(2, marks=pytest.mark.slow)])\n{plain}") is None
+    assert problem(test, f"@pytest.mark.slow\n{plain}") == "it is marked"
+    assert problem(test, f"@pytest.mark.skipif(True, reason='')\n{plain}") == "it is marked"
+    assert problem(test, f"pytestmark = [pytest.mark.slow]\n{plain}") == "its module is marked"
+    assert problem(test, plain.replace("it", "other")) == "there is none of that name"
