@@ -377,10 +377,11 @@ class Silo:
         return past._replace(asked=question, answers=tuple(answers), rounds=rounds, differences=differences)
 
     def _lacked(self, past: Past) -> bool:
-        """Whether the total of the last question answered lacks silos, and its cohort did not: a difference as well."""
+        """Whether the total of the last question answered lacks silos, and its cohort did not: a difference as well. It
+        lacks this one where its answer was not used, whoever was shown that: else each would count another's alone."""
         if not self.limits.lacking or not past.answered or not past.whole:
             return False
-        return bool(self._sum.absent_from(bytes.fromhex(past.answered)))
+        return past.left_out > self.past.left_out or bool(self._sum.absent_from(bytes.fromhex(past.answered)))
 
     def _may_lack(self, past: Past, broadcast: Broadcast) -> int | None:
         """How many of the cohort the total may lack, by this site's limits; None for as many as its sums allow. Cohort

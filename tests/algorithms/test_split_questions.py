@@ -34,7 +34,7 @@ from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.silo import Limits, Past
+from secure_fvi.silo import Limits, Past, Silo
 
 SIZES, ALONE = (7, 30, 12, 25, 9), "silo-1"
 
@@ -162,6 +162,15 @@ def test_one_question_under_two_indices(held: bool, monkeypatch: pytest.MonkeyPa
         assert liar.isolated(accepted) < 1e-6
 
 
+def others_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silos that count totals which lack silos by what they were shown alone, and so none that lacks themselves."""
+
+    def lacked(self: Silo, past: Past) -> bool:
+        return bool(self._sum.absent_from(bytes.fromhex(past.answered)))
+
+    monkeypatch.setattr(Silo, "_lacked", lacked)
+
+
 def answered(order: Order, message: Broadcast) -> dict[int, Question]:
     """As `Order.answered`, though two sums be of one question."""
     places = list(order.phases)
@@ -191,7 +200,7 @@ def test_one_of_a_complete_sum_is_said_to_be_behind(held: str, refusal: str | No
     accepted = {s: 0 if s == ALONE else 1 for s in liar.names}
     if refusal is None:
         assert liar.isolated(accepted) < 1e-6
-        assert not any(silo.past.differences for silo in liar.silos.values())
+        assert not any(silo.past.differences for name, silo in liar.silos.items() if name != ALONE)
     else:
         with pytest.raises(ProtocolError, match=refusal):
             liar.isolated(accepted)
@@ -250,6 +259,7 @@ def test_totals_that_lack_silos_and_come_late(held: bool, told: str, monkeypatch
     if not held:
         believed(monkeypatch)
         monkeypatch.setattr(MaskedSilo, "_newest", lambda self, index: self._record(index))
+        others_lack(monkeypatch)
     limits = Limits(rounds=1000, missing=1, differences=1, lacking=True, left_out=9, unused=1)
     liar = Liar(sf.SFVI(iterations=9), limits, max_missing=1)
     asked, lacking = list[tuple[Broadcast, dict[str, bytes], str]](), 0
@@ -265,6 +275,28 @@ def test_totals_that_lack_silos_and_come_late(held: bool, told: str, monkeypatch
             liar.total(message, {s: r for s, r in replies.items() if s != lost})
             lacking += 1
     assert lacking == (0 if held else len(SIZES))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_each_silo_counts_the_totals_that_lack_itself(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four totals may lack a silo. Each lacks another, which is not asked to sign it, so that each silo would count
+    four of five."""
+    if not held:
+        others_lack(monkeypatch)
+    liar = Liar(sf.SFVI(iterations=9), Limits(rounds=1000, missing=1, differences=4, lacking=True, left_out=9), 1)
+    used, lacking, exchange = dict.fromkeys(liar.names, 0), 0, liar.exchange
+    with pytest.raises(ProtocolError, match="1 of the 5 silos asked are missing") if held else nullcontext():
+        for round_, lost in enumerate(liar.names):
+            sums = tuple((i, i - 1, "round", 0) for i in sorted(set(used.values()) - {0}))
+            message = liar.first._replace(round=round_, sum_index=round_ + 1, accepted=dict(used), sums=sums)
+            replies = liar.ask(message)
+            to = {s: r for s, r in replies.items() if s != lost}
+            monkeypatch.setattr(liar, "exchange", lambda m, to=to: exchange({s: b for s, b in m.items() if s in to}))
+            liar.total(message, to)
+            monkeypatch.setattr(liar, "exchange", exchange)
+            used |= dict.fromkeys(to, round_ + 1)
+            lacking += 1
+    assert lacking == (4 if held else 5)
 
 
 # ---- cohorts that change from sum to sum ----
@@ -370,7 +402,20 @@ def test_another_damping_for_the_silo_that_was_absent(
     assert (found - share * term).norm() < 1e-5 * term.norm()
 
 
-# ---- what the pages say of cohorts that change: no promise is broken here, and none is given ----
+# ---- what the pages say of cohorts that change, and of losses: no promise is broken here, and none is given ----
+
+
+def test_two_totals_that_lack_two_silos_each_tell_one_silos_term() -> None:
+    """Three of five are in each, as `min_cohort` asks, and in the second two of them have sent all before. What
+    `max_missing` and `max_differences` of 2 allow; no site that leaves them at 0 does."""
+    limits = Limits(rounds=1000, missing=2, differences=2, lacking=True, left_out=3, unused=2)
+    liar, first, rest = Liar(PVI, limits, max_missing=2), ("silo-3", "silo-4", "silo-5"), ("silo-1", "silo-3", "silo-4")
+    replies = liar.ask(liar.first)
+    liar.total(liar.first, {s: replies[s] for s in first})
+    second = liar.asked(1, {s: int(s in first) for s in liar.names}, {1: 1.0})
+    replies = liar.ask(second)
+    found = torch.as_tensor(liar.total(second, {s: replies[s] for s in rest})["change"])
+    assert (found - liar.term(ALONE)).norm() < 1e-6 * liar.term(ALONE).norm()
 
 
 def solved(liar: Liar, shares: list[list[float]], totals: list[Tensor]) -> float:
