@@ -371,8 +371,7 @@ class Silo:
             raise ProtocolError(
                 f"silo '{self.name}': {past.left_out} of its answers were not used, and its site allows no more"
             )
-        if self._lacked(past):
-            past = past._replace(differences=past.differences + 1)
+        past = past._replace(differences=past.differences + self._lacked(past) + self._skipped(past, question))
         differences = past.differences + self._differs(past, broadcast)
         return past._replace(asked=question, answers=tuple(answers), rounds=rounds, differences=differences)
 
@@ -382,6 +381,23 @@ class Silo:
         if not self.limits.lacking or not past.answered or not past.whole:
             return False
         return past.left_out > self.past.left_out or bool(self._sum.absent_from(bytes.fromhex(past.answered)))
+
+    def _skipped(self, past: Past, question: Question) -> int:
+        """In how many rounds since its last answer this silo was not asked, though the job asks it: they are
+        differences as well, which others count. Raises ProtocolError for more than its own site allows."""
+        limits, order = self.limits, self.program.order
+        if not limits.lacking:
+            return 0
+        phases, skipped = [(name, phase) for name, phase in order.phases.items() if phase.counts], 0
+        most = limits.differences - past.differences if limits.missing else 0
+        for at in range(past.asked.round + 1, question.round):
+            skipped += any(at in phase.rounds and self.name in order.cohort(at, name) for name, phase in phases)
+            if skipped > max(most, 0):
+                raise ProtocolError(
+                    f"silo '{self.name}': it was not asked in round {at}, and the job asks it: a total without it, "
+                    f"past the {limits.differences} that its site allows (max_missing, max_differences)"
+                )
+        return skipped
 
     def _may_lack(self, past: Past, broadcast: Broadcast) -> int | None:
         """How many of the cohort the total may lack, by this site's limits; None for as many as its sums allow. Cohort

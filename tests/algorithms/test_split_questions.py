@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from pvi_world import NOISE, REGRESSION, make_regression
@@ -297,6 +298,58 @@ def test_each_silo_counts_the_totals_that_lack_itself(held: bool, monkeypatch: p
             used |= dict.fromkeys(to, round_ + 1)
             lacking += 1
     assert lacking == (4 if held else 5)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_each_silo_counts_the_rounds_in_which_it_was_not_asked(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sums may lack a silo. Each lacks another, which is not asked at all."""
+    if not held:
+        monkeypatch.setattr(Silo, "_skipped", lambda self, past, question: 0)
+    liar = Liar(sf.SFVI(iterations=9), Limits(rounds=1000, missing=1, differences=4, lacking=True, left_out=9), 1)
+    used, lacking = dict.fromkeys(liar.names, 0), 0
+    with pytest.raises(ProtocolError, match="after 4 such rounds its site allows no more") if held else nullcontext():
+        for round_, lost in enumerate(liar.names):
+            summed(liar, round_, used, lost)
+            lacking += 1
+    assert lacking == (4 if held else 5)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_lenient_silos_allow_does_not_tell_a_strict_ones_term(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strict one allows no sum that lacks a silo, and is not told of the first round, in which the others are asked
+    without it. In the second all are asked at the same point: the difference is its gradient."""
+    if not held:
+        monkeypatch.setattr(Silo, "_skipped", lambda self, past, question: 0)
+    liar = Liar(sf.SFVI(iterations=9), Limits(rounds=1000, missing=1, differences=9, lacking=True, left_out=9), 1)
+    liar.silos[ALONE].limits, used, release = STRICT, dict.fromkeys(liar.names, 0), Gate.release
+    sent = list[tuple[str, FloatArray]]()
+
+    def told(gate: Gate, values: FloatArray) -> Any:
+        sent.append((gate.silo, values))
+        return release(gate, values)
+
+    monkeypatch.setattr(Gate, "release", told)
+    without = summed(liar, 0, used, ALONE)
+    if held:
+        with pytest.raises(ProtocolError, match="it was not asked in round 0, and the job asks it"):
+            summed(liar, 1, used)
+        assert ALONE not in dict(sent)
+        assert liar.silos[ALONE].past == Past()
+        return
+    apart = summed(liar, 1, used)["direct"] - without["direct"]
+    own = dict(sent)[ALONE][: apart.size].reshape(apart.shape)
+    assert np.linalg.norm(apart - own) < 1e-9 * np.linalg.norm(own)
+
+
+def summed(liar: Liar, round_: int, used: dict[str, int], lost: str = "") -> dict[str, FloatArray]:
+    """The total of a round at the first point, over all but one; `used` is of the rounds before, and has it then."""
+    cohort = tuple(s for s in liar.names if s != lost)
+    told = {s: used[s] for s in cohort}
+    sums = tuple((i, i - 1, "round", 0) for i in sorted(set(told.values()) - {0}))
+    message = liar.first._replace(round=round_, sum_index=round_ + 1, cohort=cohort, accepted=told, sums=sums)
+    total = liar.total(message, liar.ask(message, *cohort))
+    used |= dict.fromkeys(cohort, round_ + 1)
+    return total
 
 
 # ---- cohorts that change from sum to sum ----
