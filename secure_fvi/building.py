@@ -68,6 +68,9 @@ def build_problem(
 def named_silos(silo_ids: Sequence[str] | None, count: int) -> tuple[list[str], tuple[str, ...]]:
     """The ids of `count` silos, made up where none are given, and the same sorted. Raises InputError for bad ones."""
     names = list(silo_ids) if silo_ids is not None else [f"silo-{i + 1}" for i in range(count)]
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"silo ids are texts, not {type(name).__name__}: {name!r}")
     if len(names) != count:
         raise InputError(f"{len(names)} silo ids for {count} silos")
     return names, check_silo_ids(names)
@@ -91,9 +94,9 @@ def device_named(device: str | torch.device) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError:
-        raise InputError(
-            f"device {device!r} is none that PyTorch has; give 'cpu' or 'cuda', or 'cuda:1' of several"
-        ) from None
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise InputError(f"device '{device}' is none that runs use; give 'cpu' or 'cuda', or 'cuda:1' of several")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device '{where}': PyTorch finds {torch.cuda.device_count()} CUDA devices here")
     return where
@@ -101,6 +104,11 @@ def device_named(device: str | torch.device) -> torch.device:
 
 def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
     """Numbers that the largest silo's step goes through."""
+    return numbers_of(silos) * algorithm.importance_samples
+
+
+def numbers_of(silos: Sequence[Data]) -> int:
+    """In the data of the largest silo."""
     columns = [[silo[name] for name in getattr(silo, "columns", silo)] for silo in silos]
     sizes = [sum(math.prod(getattr(value, "shape", (0,))) for value in silo) for silo in columns]
-    return max(sizes, default=0) * algorithm.importance_samples
+    return max(sizes, default=0)

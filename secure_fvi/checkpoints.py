@@ -4,12 +4,19 @@ A party's state is a NamedTuple of tensors, arrays, dicts of tensors and plain v
 the rest to its JSON metadata; nothing is pickled. A checkpoint is a folder named by its round; the file LATEST,
 replaced atomically once the folder is on disk, says which one counts. Keys and masks of a secure sum are not
 part of it: a resumed run opens a new session, and sums do not depend on masks.
+
+With the states goes what the run was begun with (`Begun`), and a run that goes on says the same or is refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 import json
 import shutil
+import types
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +30,14 @@ from torch import Tensor
 
 from secure_fvi import wire
 from secure_fvi.aggregation.store import SqliteStore, Store
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.files import sync_folder, write_atomically
 
 _LATEST = "LATEST"
+#: Stands among the parties for what the run was begun with; comes before them all in their order.
+_BEGUN = "begun"
+#: Differences that an error names, and letters of a value that it shows.
+_MOST_NAMED, _LONGEST_SHOWN = 3, 60
 #: The store of `StoreCheckpoints` in a folder of checkpoints, and its slots.
 STORE_FILE = "state.sqlite"
 _STORE_STATE, _STORE_ROUND = "state", "round"
@@ -53,17 +64,22 @@ class Checkpoints(Protocol):
         ...
 
 
-class FolderCheckpoints:
-    """Checkpoints in a folder."""
+#: What decides on what a run infers, by name: options as text, and digests of what is too long or nobody's to read.
+Begun = Mapping[str, str]
 
-    def __init__(self, directory: Path, seconds: float) -> None:
-        self.directory, self.seconds = directory, seconds
+
+class FolderCheckpoints:
+    """Checkpoints in a folder, of a run that was begun with `begun`."""
+
+    def __init__(self, directory: Path, seconds: float, begun: Begun | None = None) -> None:
+        self.directory, self.seconds, self.begun = directory, seconds, begun
 
     def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        return load_checkpoint(self.directory, templates)
+        return load_checkpoint(self.directory, templates, self.begun)
 
     def save(self, round_: int, parties: Mapping[str, Any]) -> None:
-        save_checkpoint(self.directory, round_, parties)
+        begun = {} if self.begun is None else {_BEGUN: dict(self.begun)}
+        save_checkpoint(self.directory, round_, {**parties, **begun})
 
 
 class StoreCheckpoints:
@@ -119,26 +135,138 @@ def latest_round(directory: Path) -> int | None:
     return int(latest.read_text().removeprefix("round-").removesuffix(_PHASE)) if latest.exists() else None
 
 
-def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, Any] | None:
+def load_checkpoint(directory: Path, templates: Mapping[str, Any], begun: Begun | None = None) -> dict[str, Any] | None:
     """States by party, shaped like `templates`; None when there is no checkpoint.
 
-    Raises InputError when the checkpoint belongs to other parties or another configuration.
+    Raises InputError when the checkpoint belongs to other parties, another configuration, or a run that was begun with
+    something else than `begun`. Warns of one that does not say.
     """
     latest = directory / _LATEST
     if not latest.exists():
         return None
-    states = {}
+    states, said = {}, None
     for path in sorted((directory / latest.read_text()).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
         party = metadata["party"]
+        if party == _BEGUN:  # the first by name: of another run nothing else fits either
+            said = _put_together(json.loads(metadata["state"]), {})
+            if begun is not None:
+                _check_same(said, begun, directory)
+            continue
         if party not in templates:
             raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
         states[party] = _like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
     if states.keys() != templates.keys():
         raise InputError(f"the checkpoint in {directory} is of another set of silos")
+    if said is None and begun is not None:
+        warnings.warn(
+            f"the checkpoint in {directory} does not say what its run was begun with, as those of older versions: that "
+            "it had these data, this model and these options is not checked",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
     return states
+
+
+def _check_same(then: Begun, now: Begun, directory: Path) -> None:
+    """Raises InputError, which names what differs."""
+
+    def told(name: str) -> str:
+        old, new = then.get(name), now.get(name)
+        if (old or new or "").startswith(DIGEST):
+            return f"another {name}"
+        return f"{name} = {'none' if old is None else old}, not {'none' if new is None else new}"
+
+    differ = [told(name) for name in dict.fromkeys([*now, *then]) if then.get(name) != now.get(name)]
+    if differ:
+        more = f" and {len(differ) - _MOST_NAMED} more" if len(differ) > _MOST_NAMED else ""
+        raise InputError(
+            f"the checkpoint in {directory} is of a run with {', '.join(differ[:_MOST_NAMED])}{more}; resume with what "
+            "it was begun with, or give another folder"
+        )
+
+
+# ---- What a run was begun with ----
+
+#: Begins a value of `Begun` that is no text to show.
+DIGEST = "sha256:"
+#: Whose functions are taken by name: another version of them is not another model.
+_LIBRARIES = ("torch", "pyro", "numpy", "scipy", "pandas", "polars", "secure_fvi", "builtins", "math", "functools")
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def options_of(name: str, settings: Any) -> dict[str, str]:
+    """`Begun` of a dataclass of options: its kind, and each of them by name."""
+    if settings is None:
+        return {name: "None"}
+    told = {name: type(settings).__name__}
+    for f in dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ():
+        told[f"{name}.{f.name}"] = text_of(getattr(settings, f.name))
+    return told
+
+
+def text_of(value: Any) -> str:
+    """A value of `Begun`: plain ones as they are, a digest of all others."""
+    if isinstance(value, _PLAIN) and len(repr(value)) <= _LONGEST_SHOWN:
+        return repr(value)
+    digest = hashlib.sha256()
+    _feed(digest, value, ())
+    return DIGEST + digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any, above: tuple[int, ...]) -> None:
+    """Numbers, tensors and frames by what they hold; a program by its code, and what that names; weights that are
+    fitted by their shapes. `above`: what `value` is part of, where that may lead back to it."""
+
+    def note(kind: str, *parts: Any) -> None:
+        digest.update(f"{kind};".encode())
+        for part in parts:
+            _feed(digest, part, (*above, id(value)))
+
+    if id(value) in above:
+        note("again")
+    elif isinstance(value, _PLAIN):
+        digest.update(f"{value!r};".encode())
+    elif isinstance(value, Tensor | np.ndarray) or (hasattr(value, "to_numpy") and not hasattr(value, "columns")):
+        array = value.detach().cpu() if isinstance(value, Tensor) else value
+        array = np.ascontiguousarray(array.to_numpy() if hasattr(array, "to_numpy") else array)
+        content = repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
+        digest.update(f"array {array.dtype.kind}{array.shape};".encode() + content)
+    elif isinstance(value, Mapping):
+        note("dict", *[part for key in sorted(value, key=str) for part in (str(key), value[key])])
+    elif hasattr(value, "columns") and hasattr(value, "to_numpy"):  # a frame; its columns stand for a dict of them
+        note("dict", *[part for key in sorted(value.columns, key=str) for part in (str(key), value[key])])
+    elif isinstance(value, list | tuple):
+        note("list", *value)
+    elif isinstance(value, torch.nn.Module):
+        fitted = {name: tuple(p.shape) for name, p in value.named_parameters() if p.requires_grad}
+        held = {name: t for name, t in value.state_dict().items() if name not in fitted}
+        note(type(value).__qualname__, fitted, held, type(value).forward)
+    elif isinstance(value, functools.partial):
+        note("partial", value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        note("method", value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        cells = [c.cell_contents for c in value.__closure__ or ()]
+        note("function", value.__code__, value.__defaults__, value.__kwdefaults__, cells, *_named_by(value))
+    elif isinstance(value, types.CodeType):
+        inner = [c if isinstance(c, (*_PLAIN, tuple, types.CodeType)) else repr(type(c)) for c in value.co_consts]
+        note("code", value.co_code, value.co_names, value.co_varnames, inner)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        note(type(value).__qualname__, *[getattr(value, f.name) for f in dataclasses.fields(value)])
+    else:
+        note(f"{getattr(value, '__qualname__', '')} {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _named_by(fn: types.FunctionType) -> list[Any]:
+    """What a program names outside of itself: its own functions, and constants; nothing that changes, as lists do."""
+    if fn.__module__.partition(".")[0] in _LIBRARIES:
+        return []
+    found = [fn.__globals__.get(name) for name in fn.__code__.co_names]
+    own = [v for v in found if isinstance(v, types.FunctionType) and v.__module__ == fn.__module__]
+    return [*own, *(v for v in found if isinstance(v, (*_PLAIN, tuple, Tensor, np.ndarray)))]
 
 
 def pack_state(state: Any) -> bytes:

@@ -33,14 +33,14 @@ from secure_fvi.algorithms.vertical.vertical import (
     VerticalProblem,
     VerticalView,
 )
-from secure_fvi.building import check_common, derived_secret, device_named
+from secure_fvi.building import check_common, derived_secret, device_named, numbers_of
 from secure_fvi.compiled import choose_mode
 from secure_fvi.contracts import check_predictor, check_predictor_at_silo
 from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Options, Parties, Run, books_of
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import Shared
+from secure_fvi.federated_model import Shared, as_tensor, data_columns, is_array
 from secure_fvi.files import write_atomically
 from secure_fvi.guarding import build_guards, silo_secret, strong_enough
 from secure_fvi.options import check
@@ -56,6 +56,7 @@ from secure_fvi.results import (
     SitePosteriors,
     assessed,
     deep_copied,
+    made_folder,
     number_or_none,
     revived,
     write_result,
@@ -128,6 +129,14 @@ def column_parties(
     found = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
     columns = {name: rows for name, (rows, _) in found.items()}
     programs = list(model.predictors) if model.predictors is not None else [linear(likelihood.columns)] * len(silos)
+    if model.predictors is None:
+        for name, rows in columns.items():
+            if rows.keys() != {"x"} or rows["x"].dim() != 2:
+                found_here = ", ".join(f"{key} {tuple(v.shape)}" for key, v in rows.items())
+                raise InputError(
+                    f"silo '{name}': the linear predictor takes one argument, x (N, D), not {found_here}; one column is "
+                    "x (N, 1), several of a frame are x[0], x[1], ...; or give predictors of your own"
+                )
     if len(programs) != len(silos):
         raise InputError(f"{len(programs)} predictors for {len(silos)} silos")
     programs = [
@@ -209,11 +218,15 @@ def _columns(
     def moved(value: Tensor) -> Tensor:
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
+    data = data_columns(data, silo)
     shared = {name: moved(torch.as_tensor(v.tensor)) for name, v in data.items() if isinstance(v, Shared)}
-    data = {name: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in data.items()}
-    given = {name: v for name, v in data.items() if isinstance(v, Tensor) and v.dim() > 0}
+    arrays = {name: v for name, v in data.items() if isinstance(v, Tensor) or is_array(v)}
+    given = {name: as_tensor(v, f"silo '{silo}': '{name}'") for name, v in arrays.items()}
+    given = {name: v.to(dtype) if v.dtype == torch.bool else v for name, v in given.items() if v.dim() > 0}
     if not given or len(given) + len(shared) < len(data):
-        raise InputError(f"silo '{silo}': give its columns as a dict of tensors with one row a record")
+        raise InputError(
+            f"silo '{silo}': give its columns as a dict of tensors or arrays with one row a record, or as a frame"
+        )
     sizes = {name: len(v) for name, v in given.items()}
     if len(set(sizes.values())) > 1:
         raise InputError(f"silo '{silo}': all tensors must have one row a record, but sizes are {sizes}")
@@ -236,11 +249,6 @@ def _response(
     if off.shape != y.shape or not bool(torch.isfinite(off).all()):
         raise InputError(f"the offset must be finite, one number a record, shape ({len(y)},)")
     return Response(y, off)
-
-
-def numbers_of(silos: Sequence[Mapping[str, Any]]) -> int:
-    """That the largest silo's step goes through."""
-    return max((sum(v.numel() for v in data.values() if isinstance(v, Tensor)) for data in silos), default=0)
 
 
 # ----
@@ -345,7 +353,7 @@ class VerticalResult(RunSummary):
 
     def save(self, directory: str | Path) -> None:
         """result.json and posterior.safetensors (q(gamma)); under silos/, a file of each silo's own posterior."""
-        directory = Path(directory)
+        directory = made_folder(directory)
         own = directory / "silos"
         own.mkdir(parents=True, exist_ok=True)
         for number, (name, local) in enumerate(sorted(self.local.items())):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypedDict, Type
 import torch
 
 from secure_fvi.algorithms.base import Step
-from secure_fvi.checkpoints import Checkpoints, FolderCheckpoints
+from secure_fvi.checkpoints import Begun, Checkpoints, FolderCheckpoints
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
@@ -199,16 +199,22 @@ class Run(Generic[R]):
         )
 
 
-def kept_in(options: Options) -> Checkpoints | None:
-    """The checkpoints that `options` ask for."""
+def kept_in(options: Options, begun: Callable[[], Begun] | None = None) -> Checkpoints | None:
+    """The checkpoints that `options` ask for, of a run that is begun with `begun()`. Raises InputError for what cannot
+    be a folder."""
     folder = options["checkpoint_dir"]
     if options["resume"] and folder is None:
         raise InputError("resume needs checkpoint_dir, the folder that the run was kept in")
     if folder is None:
         return None
-    if Path(folder).is_file():
+    where = Path(folder)
+    if where.is_file():
         raise InputError(f"checkpoint_dir must be the path of a folder, not {folder!r}")
-    return FolderCheckpoints(Path(folder), options["checkpoint_seconds"])
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"checkpoint_dir {folder!r}: {error.strerror}") from None
+    return FolderCheckpoints(where, options["checkpoint_seconds"], begun and begun())
 
 
 class _Done(NamedTuple):

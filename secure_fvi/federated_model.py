@@ -34,7 +34,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor):
-            object.__setattr__(self, "tensor", _as_tensor(self.tensor, "sf.Shared"))
+            object.__setattr__(self, "tensor", as_tensor(self.tensor, "sf.Shared"))
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Record
     """
     rows: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
-    for name, value in _columns(data, silo).items():
+    for name, value in data_columns(data, silo).items():
         if isinstance(value, Shared):
             constants[name] = _cast(value.tensor, dtype)
-        elif isinstance(value, Tensor) or _is_array(value):
-            rows[name] = _cast(_as_tensor(value, f"silo '{silo}': '{name}'"), dtype)
+        elif isinstance(value, Tensor) or is_array(value):
+            rows[name] = _cast(as_tensor(value, f"silo '{silo}': '{name}'"), dtype)
         else:
             constants[name] = value
     if not rows:
@@ -153,7 +153,7 @@ def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Record
     return Schema(fields, constants), Records({n: rows[n] for n, _, _ in fields}, count)
 
 
-def _columns(data: Any, silo: str) -> dict[str, Any]:
+def data_columns(data: Any, silo: str) -> dict[str, Any]:
     """Columns by argument name. Those of a frame called `x[0]`, `x[1]`, ... are one array (N, k), as in a CSV."""
     if isinstance(data, Mapping):
         named = dict(data)
@@ -180,7 +180,7 @@ def _columns(data: Any, silo: str) -> dict[str, Any]:
     for name in list(named):
         match = _INDEXED.fullmatch(name)
         if match is not None:
-            column = _as_tensor(named.pop(name), f"silo '{silo}': '{name}'")
+            column = as_tensor(named.pop(name), f"silo '{silo}': '{name}'")
             groups.setdefault(match["name"], {})[int(match["index"])] = column
     for name, parts in groups.items():
         if name in named or sorted(parts) != list(range(len(parts))):
@@ -189,17 +189,20 @@ def _columns(data: Any, silo: str) -> dict[str, Any]:
     return named
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """NumPy's arrays, and the columns of pandas and polars, none of which is imported for it."""
     return isinstance(value, np.ndarray) or hasattr(value, "to_numpy")
 
 
-def _as_tensor(value: Any, where: str) -> Tensor:
+def as_tensor(value: Any, where: str) -> Tensor:
     """A tensor of numbers. Raises DataError, which counts rows, for text, dates and empty entries."""
     if isinstance(value, Tensor):
-        if value.is_complex() or value.is_quantized or value.layout != torch.strided:
+        if value.is_complex() or value.is_meta or value.is_quantized or value.layout != torch.strided:
             raise InputError(f"{where} is a tensor of {value.dtype}, {value.layout}; give plain dense numbers")
         return value.detach()
+    if np.ma.is_masked(value):
+        bad = int(np.ma.getmaskarray(value).reshape(len(value), -1).any(1).sum())
+        raise DataError(f"{where} is masked in {bad} of {len(value)} rows; remove or impute them first")
     array = np.asarray(value.to_numpy() if hasattr(value, "to_numpy") else value)
     if array.dtype.kind == "O":  # numbers with gaps, as frames keep them, or text
         array = _numbers(array, where)

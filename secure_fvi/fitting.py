@@ -19,8 +19,9 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos, work_of
-from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result, numbers_of
+from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos, numbers_of, work_of
+from secure_fvi.checkpoints import Begun, options_of, text_of
+from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
@@ -116,8 +117,15 @@ def run(
             return column_result(done, algorithm, sums)
         return result_of(done.server, done.engine, algorithm, sums, done)
 
+    def begun() -> Begun:
+        names, _ = named_silos(options.get("silo_ids"), len(silos))
+        told = {"seed": repr(seed), "dtype": str(given["dtype"]), "silos": ", ".join(sorted(names))}
+        told |= {"model": text_of(model), "record_ids": text_of(options.get("record_ids"))}
+        told |= options_of("algorithm", algorithm) | options_of("aggregation", sums) | options_of("privacy", privacy)
+        return told | {f"data of silo '{name}'": text_of(data) for name, data in zip(names, silos, strict=True)}
+
     return Run(
-        parties, algorithm.most_rounds, conclude, kept_in(given),
+        parties, algorithm.most_rounds, conclude, kept_in(given, begun),
         resume=given["resume"], block=books_of(given).block, threads=threads, began=began,
     )  # fmt: skip
 
@@ -340,7 +348,7 @@ def fit_alone(
     for option in ("aggregation", "privacy", "books", "noise_key", "checkpoint_dir", "resume"):
         if option in options:
             raise InputError(f"fit_alone exchanges nothing and takes no {option}")
-    names, _ = named_silos(silo_ids, len(silos))
+    names, _ = named_silos(silo_ids, _count(silos))
     ids = options.pop("record_ids", None) or [None] * len(silos)
     return {
         name: fit(

@@ -2,7 +2,7 @@
 
 The options of an algorithm, a sum, privacy or a family are a frozen dataclass, those of a run a TypedDict; the types of
 their fields say what they take. `check` and `checked` refuse the rest in one line that names the option and what it was
-given. NumPy's numbers are taken for Python's own; nothing else is converted, so that True is no number and 2.5 no count.
+given. NumPy's numbers are taken for Python's own; nothing else is converted: True is no number, and 2.5 no count.
 """
 
 from __future__ import annotations

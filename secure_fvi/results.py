@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import numbers
 import pickle  # noqa: TID251 - written for the user's own processes, never read here
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -304,7 +305,7 @@ ELSEWHERE: Mapping[str, Any] = _Elsewhere()
 
 def write_result(directory: Path, result: Any) -> None:
     """posterior.safetensors, then result.json, of a result that has q(Z_G); each atomically."""
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = made_folder(directory)
     tensors = {f"eta/{k}": v for k, v in result.variational.eta.items()}
     tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
     for site, moments in result.posterior.items():
@@ -345,12 +346,27 @@ def deep_copied(result: _R, memo: dict[int, Any]) -> _R:
     return found
 
 
+def made_folder(directory: str | Path) -> Path:
+    """The folder, made where there is none. Raises InputError where it cannot be one."""
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be a folder: {error.strerror}") from None
+    return path
+
+
+def check_draws(n: int) -> None:
+    """Raise InputError for what is no number of draws."""
+    if not isinstance(n, numbers.Integral) or isinstance(n, bool) or n < 1:
+        raise InputError(f"the number of draws must be a whole number of at least 1, not {n!r}")
+
+
 def draw_global(
     problem: Problem, posterior: Posterior, n: int, seed: int, sites: Collection[str] | None = None
 ) -> Params:
     """Draws of q(Z_G), constrained, (n, *shape) a site; of `sites` alone, where the others would only take memory."""
-    if n < 1:
-        raise InputError(f"the number of draws must be at least 1, not {n}")
+    check_draws(n)
     rng = torch.Generator().manual_seed(seed)
     most = max(1, NUMBERS_AT_ONCE // max(1, posterior.family.noise_size))
     parts = []

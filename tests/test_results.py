@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 import secure_fvi as sf
 from secure_fvi import fitting, results
 from secure_fvi.checkpoints import latest_round, load_checkpoint, save_checkpoint
+from secure_fvi.driving import NOTHING_DONE
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.results import draw_global
 
@@ -194,6 +196,98 @@ def test_a_run_that_has_ended_and_assessed_itself_is_resumed_to_the_same_words(a
     assert "weighed" in str(first.convergence) or first.convergence["step_sd"] is not None
     assert again.convergence == first.convergence
     assert again.to_json() | {"seconds": 0} == first.to_json() | {"seconds": 0}
+
+
+def _begin(folder: Path, **more: Any) -> sf.Run[sf.Result]:
+    """Silos of three records; a round is made and kept."""
+    data = torch.arange(9.0).reshape(3, 3)
+    given: dict[str, Any] = {"model": _normal(1.0), "silos": [{"y": y} for y in data]}
+    given |= {"algorithm": sf.SFVI(iterations=3), "aggregation": sf.Masked(), "seed": 4}
+    run = sf.run(**{**given, "compile": False, "checkpoint_dir": folder, "checkpoint_seconds": 0.0, **more})
+    next(run)
+    return run
+
+
+def _normal(scale: float) -> Any:
+    def fn(y: torch.Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, scale))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(mu, _SD), obs=y)
+
+    return fn
+
+
+_SD = 1.0
+
+
+def _other(y: torch.Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, 2 * _SD), obs=y)
+
+
+_ROWS = torch.arange(9.0).reshape(3, 3)
+#: What a run is resumed with, and what of it the refusal names.
+_DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"seed": 5}, "seed = 4, not 5"),
+    "type": ({"dtype": torch.float32}, "dtype = torch.float64, not torch.float32"),
+    "option": ({"algorithm": sf.SFVI(iterations=3, learning_rate=0.1)}, "algorithm.learning_rate = 0.05, not 0.1"),
+    "length": ({"algorithm": sf.SFVI(iterations=4)}, "algorithm.iterations = 3, not 4"),
+    "algorithm": ({"algorithm": sf.PVI()}, "algorithm = SFVI, not PVI"),
+    "family": (
+        {"algorithm": sf.SFVI(iterations=3, silo_family=sf.Conditional(coupling=False))},
+        "another algorithm.silo_family",
+    ),
+    "sum": ({"aggregation": sf.Masked(bits=32)}, "aggregation.bits = 64, not 32"),
+    "kind of sum": ({"aggregation": sf.Plain()}, "aggregation = Masked, not Plain"),
+    "privacy": ({"privacy": sf.SiloDP(epsilon=9.0)}, "privacy = None, not SiloDP"),
+    "names": ({"silo_ids": ["a", "b", "c"]}, "silos = silo-1, silo-2, silo-3, not a, b, c"),
+    "program": ({"model": _other}, "another model"),
+    "constant of a program": ({"model": _normal(2.0)}, "another model"),
+    "role": ({"model": sf.FederatedModel(_normal(1.0), "r", start={"mu": 1.0})}, "another model"),
+    "value": ({"silos": [{"y": y} for y in _ROWS + torch.eye(3)[:, :1] * 1e-9]}, "another data of silo 'silo-1'"),
+    "order": ({"silos": [{"y": y} for y in _ROWS.flip(0)]}, "another data of silo 'silo-1', another data of silo"),
+    "record": ({"silos": [{"y": y[:3 - j]} for j, y in enumerate(_ROWS)]}, "another data of silo 'silo-2'"),
+    "ids": ({"record_ids": list(torch.arange(9).reshape(3, 3))}, "record_ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _DIFFERENT)
+def test_a_run_is_resumed_with_what_it_was_begun_with_or_not_at_all(what: str, tmp_path: Path) -> None:
+    _begin(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    changed, words = _DIFFERENT[what]
+    with pytest.raises(InputError, match=re.escape(words)) as raised:
+        _begin(tmp_path, resume=True, **changed)
+    assert "\n" not in str(raised.value)
+    assert before == {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_a_constant_that_a_program_names_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _begin(tmp_path)
+    monkeypatch.setitem(globals(), "_SD", 2.0)
+    with pytest.raises(InputError, match="another model"):
+        _begin(tmp_path, resume=True)
+
+
+def test_what_changes_no_result_may_differ_in_a_resumed_run(tmp_path: Path) -> None:
+    """The control: the same run, its function and data made anew, in arrays, on other threads."""
+    _begin(tmp_path)
+    silos = [{"y": y.numpy()} for y in _ROWS]
+    run = _begin(tmp_path, resume=True, silos=silos, model=_normal(1.0), threads=2, batch_silos=True)
+    assert run.server.rounds == 2
+
+
+def test_a_checkpoint_that_does_not_say_what_it_was_begun_with_is_read_with_a_warning(tmp_path: Path) -> None:
+    run = _begin(tmp_path)
+    save_checkpoint(tmp_path, 1, load_checkpoint(tmp_path, _templates(run)) or {})
+    with pytest.warns(SecureFVIWarning, match="does not say what its run was begun with"):
+        assert _begin(tmp_path, resume=True).server.rounds == 2
+
+
+def _templates(run: sf.Run[sf.Result]) -> dict[str, Any]:
+    silos = {f"silo/{name}": silo.kept for name, silo in run.engine.silos.items()}
+    return {"server": run.server.state, "run": NOTHING_DONE, **silos}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch import Tensor
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.alignment import Alignment, AlignmentKey, Normalisation, adopt, match, prepare
-from secure_fvi.building import Machine, build_problem, work_of
-from secure_fvi.columns import Columns, VerticalResult, numbers_of
+from secure_fvi.building import Machine, build_problem, numbers_of, work_of
+from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
