@@ -18,7 +18,7 @@ from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 from torch import Tensor, nn
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
-from secure_fvi.errors import AggregationError, ProtocolError
+from secure_fvi.errors import AggregationError, BoundError, ProtocolError
 from secure_fvi.privacy.noise import NoiseSource, gaussian, skellam
 from secure_fvi.privacy.terms import Terms
 
@@ -296,7 +296,7 @@ class Gate:
         for name, inside in self.table.split(within.astype(np.float64)).items():
             if not inside.all():
                 bound = next(b.bound for b in self.table.blocks if b.name == name)
-                raise AggregationError(
+                raise BoundError(
                     f"silo '{self.silo}': its part of '{name}' is not finite or exceeds the declared bound {bound:g}; "
                     "scale the data, lower learning_rate, or declare a larger bound"
                 )

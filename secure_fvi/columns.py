@@ -134,8 +134,8 @@ def column_parties(
             if rows.keys() != {"x"} or rows["x"].dim() != 2:
                 found_here = ", ".join(f"{key} {tuple(v.shape)}" for key, v in rows.items())
                 raise InputError(
-                    f"silo '{name}': the linear predictor takes one argument, x (N, D), not {found_here}; one column is "
-                    "x (N, 1), several of a frame are x[0], x[1], ...; or give predictors of your own"
+                    f"silo '{name}': the linear predictor takes one argument, x (N, D), not {found_here}; one column "
+                    "is x (N, 1), several of a frame are x[0], x[1], ...; or give predictors of your own"
                 )
     if len(programs) != len(silos):
         raise InputError(f"{len(programs)} predictors for {len(silos)} silos")

@@ -282,7 +282,7 @@ def reason(error: Exception) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if not _NOT_OF_A_PROGRAM.search(frame.filename):
             where = f" in line {frame.lineno} of {Path(frame.filename).name}"
-            where += f", `{frame.line}`," if frame.line else ""
+            where += f", `{frame.line}`" if frame.line else ""
     return f"{type(error).__name__}{where or ' outside of the program'}; {instead}"
 
 

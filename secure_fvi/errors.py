@@ -32,6 +32,10 @@ class AggregationError(SecureFVIError):
     """A secure sum that cannot be completed: too few survivors, a value outside its bound."""
 
 
+class BoundError(AggregationError):
+    """A silo's contribution that is past what was declared, or no number. It stays at that silo, and so does this."""
+
+
 class BudgetError(SecureFVIError):
     """A privacy budget that would be exceeded. Nothing was released or charged. The command line exits 3."""
 

@@ -31,7 +31,7 @@ import torch
 from secure_fvi.aggregation.base import FloatArray, SumSilo
 from secure_fvi.algorithms.base import BEFORE_ALL, CLIP, Broadcast, Pending, Problem, Question, SiloProgram, SiloView
 from secure_fvi.contracts import read_at_silo
-from secure_fvi.errors import AggregationError, BudgetError, DataError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
@@ -45,6 +45,8 @@ _NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
 #: What neither follows from data nor is mended by sending noise.
 _OF_MESSAGE = (ProtocolError, BudgetError)
 _log = logging.getLogger(__name__)
+#: Root mean square from which on a column is taken to be on a raw scale.
+_RAW = 5.0
 #: What `on_event` hears of a question that this silo's data could not answer: a site counts them over jobs.
 UNANSWERABLE = "unanswerable"
 #: So many answers that were used make up for one that was not (`Limits.left_out`).
@@ -212,6 +214,8 @@ class Silo:
                 self.past = claimed._replace(failed=True)
                 self.on_claim(self.past)
                 self.on_event(UNANSWERABLE, f"round {broadcast.round}")
+            if isinstance(error, BoundError):
+                raise BoundError(f"{error}{self._on_raw_scales()}") from None
             if isinstance(error, ArithmeticError | LinAlgError):
                 raise AggregationError(
                     f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
@@ -227,6 +231,18 @@ class Silo:
         self.local, self.pending = local, Pending(index, after)
         self.answer = Answer(context, release.values, reply)
         return reply
+
+    def _on_raw_scales(self) -> str:
+        """What of this silo's data may be why a contribution is too large, by name."""
+        rows: Mapping[str, torch.Tensor] = getattr(self.view, "rows", {})
+        size = {n: float(v.square().mean().sqrt()) for n, v in rows.items() if v.is_floating_point() and v.numel()}
+        raw = [f"'{name}'" for name in sorted(size, key=lambda name: -size[name]) if size[name] > _RAW]
+        if not raw:
+            return ""
+        return (
+            f". Of its columns {', '.join(raw)} are far from 0 or wide: subtract from each a centre and divide it by a "
+            "spread that all silos share (in age, say, 50 and 10 years)"
+        )
 
     def _contribution(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any]:
         """Under privacy it does not fail on data, whatever a program raises: that would tell of them, without noise or

@@ -129,6 +129,61 @@ def test_one_trace_serves_all_sizes() -> None:
     assert len(calls) == 2  # once as it is, once on the stand-in
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_compiled_function_reads_slices_as_what_they_are() -> None:
+    """Its code reads memory as that of its first example lies, and does not look: silos' latents in PVI were slices."""
+    calls = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.cumsum(0) * 2
+
+    traced, x = Traced(fn, (None,), "compiled"), torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    traced(x[:, :2].contiguous())
+    torch.testing.assert_close(traced(x[:, :2]), x[:, :2].cumsum(0) * 2)
+    assert (traced.mode, len(calls)) == ("compiled", 2)
+
+
+def test_what_the_compiler_computes_wrongly_runs_as_it_was_traced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("secure_fvi.compiled._compile", lambda graph, *_: lambda *x: [t + 1 for t in graph(*x)])
+    traced = Traced(torch.exp, (None,), "compiled")
+    for _ in range(2):
+        assert torch.equal(traced(torch.zeros(2)), torch.ones(2))
+    assert traced.mode == "traced"
+    assert "not compiled (_OtherNumbers)" in caplog.text
+
+
+def _by_secret(x: Tensor) -> Tensor:
+    if float(x.sum()) > 12345.0:
+        x = x + 1
+    return x
+
+
+@pytest.mark.usefixtures("at_once")
+def test_why_a_program_is_not_traced_is_said_with_its_line_and_without_a_value(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    traced = Traced(_by_secret, (None,), "traced")
+    assert traced(torch.full((2,), 777.25)).tolist() == [777.25, 777.25]
+    assert traced.mode == "eager"
+    assert "of test_compiled.py, `if float(x.sum()) > 12345.0:`; write tensor operations" in caplog.text
+    assert "777" not in caplog.text
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_program_that_remembers_is_not_traced(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x + len(calls)
+
+    Traced(fn, (None,), "traced")(torch.zeros(1))
+    assert "its graph gives other numbers than the program does" in caplog.text
+
+
 def test_auto_compiles_long_runs_only() -> None:
     assert choose_mode("auto", 100, 1000) == "traced"
     assert choose_mode(True, 1, 1) == "compiled"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Gaussian, MeanField
-from secure_fvi.errors import InputError
+from secure_fvi.errors import AggregationError, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")  # runs of a round or two
 _rng = torch.Generator().manual_seed(0)
@@ -177,6 +177,23 @@ def test_data_of_the_wrong_kind_are_refused(mistake: str) -> None:
 def test_columns_of_the_wrong_kind_are_refused(mistake: str) -> None:
     data, words = COLUMNS[mistake]
     _refused(lambda: sf.fit(sf.Columns(Gaussian(), np.ones(9)), data), words)
+
+
+def counts(age: Tensor, income: Tensor, y: Tensor) -> None:
+    a, b = (pyro.sample(name, dist.Normal(0.0, 1.0)) for name in ("a", "b"))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Poisson(torch.exp(a * age + b * income)), obs=y)
+
+
+def test_what_columns_on_raw_scales_did_is_said_with_their_names_and_what_to_do() -> None:
+    """Years and hundreds in a Poisson rate: at 0.1 a coefficient the rate is beyond all numbers."""
+    raw = [{"income": 600 + 100 * _draw(9), "age": 50 + 10 * _draw(9), "y": _draw(9).abs()} for _ in range(3)]
+    raw = [{**s, "y": s["y"].round()} for s in raw]
+    with pytest.raises(AggregationError) as raised:
+        sf.fit(counts, raw, sf.SFVI(max_iterations=200), compile=False)
+    assert "Of its columns 'income', 'age' are far from 0 or wide: subtract from each a centre" in str(raised.value)
+    fine = [{"income": s["income"] / 100 - 6, "age": s["age"] / 10 - 5, "y": s["y"]} for s in raw]
+    assert sf.fit(counts, fine, sf.SFVI(iterations=2), compile=False).rounds == 2  # the remedy
 
 
 def test_there_are_mistakes() -> None:

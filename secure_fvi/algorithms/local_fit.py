@@ -144,8 +144,13 @@ class LocalFitOptions:
         return {NATURAL: 0.3, FIXED_POINT: 0.5, GRADIENT: 0.1}.get(self.local_optimizer, 0.05)
 
     def traced_calls(self, fits: int) -> int:
-        """Traced calls of a silo that makes so many local fits."""
-        return 1 if self.local_optimizer in EXACT else fits * self.local_steps
+        """Traced calls of a silo without latents of its own that makes so many local fits."""
+        return 1 if self.local_optimizer in EXACT else fits * self.local_steps // self.steps_in_a_call
+
+    @property
+    def steps_in_a_call(self) -> int:
+        """Without latents; with them, one."""
+        return _divisor(self.local_steps)
 
 
 class Families:
@@ -563,7 +568,7 @@ class StepBlock:
         config, problem = families.config, families.problem
         self.n_silo, self.minibatch, self.optimizer = families.n_silo, families.by_row, families.optimizer
         self.steps = NaturalSteps(families) if config.local_optimizer == NATURAL else TorchSteps(families)
-        self.length = 1 if families.has_latents else _divisor(config.local_steps)
+        self.length = 1 if families.has_latents else config.steps_in_a_call
         self._gradient = silo_gradient(problem.density, families.local, families.silo, families.samples)
         by_shape = families.local.couples_records
         record, rows, noise = (None, None, None) if by_shape else (0, int(self.minibatch), 2)
