@@ -256,13 +256,20 @@ def _feed(digest: Any, value: Any, above: tuple[int, ...]) -> None:
         note("code", value.co_code, value.co_names, value.co_varnames, inner)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         note(type(value).__qualname__, *[getattr(value, f.name) for f in dataclasses.fields(value)])
+    elif isinstance(getattr(type(value), "__call__", None), types.FunctionType) and _own(type(value)):  # noqa: B004
+        note(type(value).__qualname__, type(value).__call__, vars(value))
     else:
         note(f"{getattr(value, '__qualname__', '')} {type(value).__module__}.{type(value).__qualname__}")
 
 
+def _own(thing: Any) -> bool:
+    """Whether it is of the user, not of a library."""
+    return str(thing.__module__).partition(".")[0] not in _LIBRARIES
+
+
 def _named_by(fn: types.FunctionType) -> list[Any]:
     """What a program names outside of itself: its own functions, and constants; nothing that changes, as lists do."""
-    if fn.__module__.partition(".")[0] in _LIBRARIES:
+    if not _own(fn):
         return []
     found = [fn.__globals__.get(name) for name in fn.__code__.co_names]
     own = [v for v in found if isinstance(v, types.FunctionType) and v.__module__ == fn.__module__]

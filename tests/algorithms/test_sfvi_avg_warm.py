@@ -200,7 +200,7 @@ def test_what_sfvi_avg_refuses_is_no_warm_start(options: dict[str, Any], message
 
 
 def test_bad_rounds_and_record_privacy_are_refused() -> None:
-    with pytest.raises(InputError, match=r"warm_start.rounds must be"):
+    with pytest.raises(InputError, match="rounds must be a whole number of at least 0"):
         sf.WarmStart(-1)
     problem = make_intercepts()
     with pytest.raises(InputError, match="takes no record privacy"):
