@@ -100,31 +100,18 @@ Local = Callable[[Tensor, int], Params]
 
 
 def predict(
-    problem: Problem,
-    posterior: Posterior,
-    data: Mapping[str, Any],
-    n: int,
-    seed: int,
-    local: Local | None = None,
-    sites: Params | None = None,
+    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None
 ) -> Params:
-    """See `Result.predict`. local: where a silo's own sites come from; None: their prior. sites: `n` draws of the
-    global ones (n, *shape), in place of q's."""
-    draws = [run.observed for run in _runs(problem, posterior, data, n, seed, None, local, sites)]
+    """See `Result.predict`. local: where a silo's own sites come from; None: their prior."""
+    draws = [run.observed for run in _runs(problem, posterior, data, n, seed, None, local)]
     return {name: torch.stack([d[name] for d in draws]) for name in draws[0]}
 
 
 def log_predictive(
-    problem: Problem,
-    posterior: Posterior,
-    data: Mapping[str, Any],
-    n: int,
-    seed: int,
-    local: Local | None = None,
-    sites: Params | None = None,
+    problem: Problem, posterior: Posterior, data: Mapping[str, Any], n: int, seed: int, local: Local | None = None
 ) -> Tensor:
-    """See `Result.log_predictive`. local, sites: as for `predict`."""
-    runs = _runs(problem, posterior, data, n, seed, problem.model.record_plate, local, sites)
+    """See `Result.log_predictive`. local: as for `predict`."""
+    runs = _runs(problem, posterior, data, n, seed, problem.model.record_plate, local)
     values = len(problem.density.chosen())
     scores = torch.stack([torch.stack(run.log_prob).sum(0) for run in runs])
     return torch.logsumexp(scores, 0) - math.log(len(scores) // values)
@@ -138,7 +125,6 @@ def _runs(
     seed: int,
     record_plate: str | None,
     local: Local | None,
-    sites: Params | None,
 ) -> Iterator[_Forward]:
     """The program run forward for each of `n` draws; where it is scored, once for each value of discrete sites."""
     if n < 1:
@@ -149,7 +135,7 @@ def _runs(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for k, z in enumerate(posterior.draws(n, seed)):
-            values = _of(sites, k) if sites is not None else problem.density.constrain(z, posterior.theta)[0]
+            values, _ = problem.density.constrain(z, posterior.theta)
             if local is not None:
                 values = {**values, **local(z, seed + k)}
             for chosen in problem.density.chosen() if scored else [{}]:
@@ -157,10 +143,6 @@ def _runs(
                 with running(problem.dtype, problem.device), torch.no_grad(), forward as run:
                     _call(problem.model.fn, {**rows, **problem.schema.constants}, missing)
                 yield run
-
-
-def _of(draws: Params, k: int) -> Params:
-    return {name: value[k] for name, value in draws.items()}
 
 
 def _rows(problem: Problem, data: Mapping[str, Any], scored: bool) -> tuple[Params, list[str]]:

@@ -32,7 +32,6 @@ from secure_fvi.summary import (
     correlated,
     heading,
     quantiles,
-    resampled,
     summarised,
     to_arviz,
 )
@@ -195,11 +194,8 @@ class Result(RunSummary):
     local: Mapping[str, LocalPosterior]  # by silo, where the silos are in this process; never saved
 
     def sample(self, n: int, seed: int = 0) -> Params:
-        """`n` draws of every global site, (n, *shape) each, in the model's own space, independent given q; where the
-        result was refined, by weight from its draws. Raises InputError for n < 1. Everyone may see them."""
-        refined = getattr(self, "refined", None)
-        if refined is not None and n >= 1:
-            return resampled(refined, n, seed)
+        """`n` draws of every global site, (n, *shape) each, in the model's own space. Raises InputError for n < 1.
+        Everyone may see them."""
         return draw_global(self.problem, self.variational, n, seed)
 
     def _quantiles(self) -> Params | None:
@@ -236,7 +232,7 @@ class Result(RunSummary):
         """
         from secure_fvi.prediction import predict
 
-        return predict(self.problem, self.variational, data, n, seed, sites=self._refined(n, seed))
+        return predict(self.problem, self.variational, data, n, seed)
 
     def log_predictive(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Tensor:
         """Log predictive density of each record of `data`, in nats (N,): log of the mean over `n` draws.
@@ -246,11 +242,7 @@ class Result(RunSummary):
         """
         from secure_fvi.prediction import log_predictive
 
-        return log_predictive(self.problem, self.variational, data, n, seed, sites=self._refined(n, seed))
-
-    def _refined(self, n: int, seed: int) -> Params | None:
-        """Draws of the refined posterior; None where there is none, and q is drawn from."""
-        return None if getattr(self, "refined", None) is None or n < 1 else self.sample(n, seed)
+        return log_predictive(self.problem, self.variational, data, n, seed)
 
     def personalise(self, unlabelled: Mapping[str, Tensor]) -> Personal:
         """The model as one client sees it, from its records without labels; for fits by FedVI.

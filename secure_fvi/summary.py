@@ -212,12 +212,6 @@ def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:
     return Correlations(names, covariance / sd / sd.unsqueeze(-1))
 
 
-def resampled(refined: Any, n: int, seed: int) -> dict[str, Tensor]:
-    """`n` draws by weight, with replacement, (n, *shape) a site."""
-    at = torch.multinomial(refined.weights.double().cpu(), n, True, generator=torch.Generator().manual_seed(seed))
-    return {name: value[at.to(value.device)] for name, value in refined.draws.items()}
-
-
 def to_arviz(draws: Mapping[str, Tensor], about: Mapping[str, str], log_likelihood: Tensor | None = None) -> Any:
     """An `arviz.InferenceData` of one chain of draws (n, *shape) a site, and of the log likelihood (n, N) of records
     where it is given; `about` are its attributes. Raises InputError without arviz."""

@@ -107,7 +107,7 @@ def test_another_model_is_refused(folder: Path) -> None:
         sf.load(folder, intercepts, shared={"groups": 2})
 
 
-class _Replaced(pyro.poutine.messenger.Messenger):  # type: ignore[misc, name-defined]
+class _Replaced(pyro.poutine.messenger.Messenger):  # type: ignore[misc]
     def __init__(self, name: str, fn: Any) -> None:
         super().__init__()
         self.name, self.fn = name, fn

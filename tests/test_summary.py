@@ -14,6 +14,7 @@ import pytest
 import torch
 from programs import make_clinics, make_intercepts, make_rate, make_slopes
 from rich.console import Console
+from rich.errors import LiveError
 from torch import Tensor
 
 import secure_fvi as sf
@@ -155,18 +156,11 @@ def test_a_large_k_hat_is_said_to_be_one(slopes: sf.Result) -> None:
     assert "k-hat 0.90, 0.7 or more: the weights are not to be trusted" in str(table)
 
 
-def test_draws_predictions_and_correlations_follow_the_weights(refined: sf.Result) -> None:
-    """40,000 draws: shares within 5 standard errors of .0025."""
-    draws = refined.sample(40_000, seed=1)["beta"][:, 0]
-    shares = torch.stack([(draws == k).double().mean() for k in (0.0, 1.0, 2.0)])
-    assert (shares - REFINED.weights).abs().max() < 5 * 0.0025
+def test_correlations_follow_the_weights(refined: sf.Result) -> None:
     w, x = REFINED.weights, REFINED.draws["beta"]
     centred = x - w @ x
     exact = (w * centred[:, 0] * centred[:, 1]).sum() / ((w @ centred**2).prod() ** 0.5)
     assert float(refined.correlations().matrix[0, 1]) == pytest.approx(float(exact))
-    seen = refined.predict(make_slopes().silos[0], n=50, seed=2)["y"]
-    assert seen.abs().max() > 5  # of slopes 10 to 40, where q's are about .4
-    assert refined.to_arviz(10).posterior["beta"].shape == (1, 10, 2)
 
 
 def test_weighted_quantiles_are_those_of_repeated_draws() -> None:
@@ -280,7 +274,7 @@ def test_a_fit_is_quiet_where_nobody_looks_and_shows_a_bar_where_somebody_does(m
 
 def test_a_bar_of_the_callers_own_ends_no_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(self: Any) -> None:
-        raise progress.LiveError("Only one live display may be active at once")
+        raise LiveError("Only one live display may be active at once")
 
     monkeypatch.setattr("rich.progress.Progress.start", busy)
     _shown(monkeypatch, _Terminal(), progress=True)
