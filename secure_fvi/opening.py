@@ -8,6 +8,7 @@ the moments are worked out again, which neither a bound that other sites set nor
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
+from secure_fvi import results
+from secure_fvi.algorithms import base
 from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.algorithms.vertical import likelihoods
 from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site
@@ -29,6 +32,7 @@ from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_family
 from secure_fvi.federated_model import FederatedModel, Schema, Shared
 from secure_fvi.results import ELSEWHERE, FORMAT, Result, SitePosterior, SitePosteriors, summarise
+from secure_fvi.summary import weighted_moments
 from secure_fvi.trees import part
 
 _DTYPES = {str(d): d for d in (
@@ -75,7 +79,9 @@ def load(
             if [both["mean"], both["sd"]] != [m.tolist() for m in moments[name]]:
                 raise InputError(f"'{directory}' is damaged: posterior.safetensors and result.json are of two runs")
         problem = _problem(directory, found, layout, posterior, model, shared)
+        extra = {} if getattr(posterior, "refined", None) is None else _refined(problem, posterior)
         result = (Opened if model is None else Result)(
+            **extra,
             **{name: found[name] for name in _PLAIN},
             posterior=moments,
             theta={name: torch.tensor(value, dtype=problem.dtype) for name, value in found["theta"].items()},
@@ -134,7 +140,20 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
     shapes = {k: v.shape for k, v in family.init(loc).items()}
     if name == "auto" or {k: v.shape for k, v in eta.items()} != shapes or loc.dim() != 1:
         raise ValueError
-    return Posterior(family, eta, theta)
+    posterior = Posterior(family, eta, theta)
+    numbers = found["saved"].get("refined")
+    if numbers is None:
+        return posterior
+    z, weights = tensors["refined/z"], tensors["refined/weights"]
+    if z.shape != (len(weights), n) or not bool((weights >= 0).all()) or not math.isclose(float(weights.sum()), 1.0):
+        raise ValueError
+    kind: Any = vars(base)["Refined"]
+    return posterior._replace(refined=kind(z=z, weights=weights, **numbers))  # type: ignore[call-arg]
+
+
+def _refined(problem: Problem, posterior: Posterior) -> dict[str, Any]:
+    """The weighted draws in the model's own space."""
+    return {"refined": vars(results)["refined_draws"](problem, posterior)}
 
 
 def _layout(saved: Mapping[str, Any]) -> Layout:
@@ -185,7 +204,12 @@ def _check_moments(directory: Path, result: Result, given: bool) -> None:
     """The moments that were saved, against those of q through the transforms that were found."""
     if isinstance(result.problem.density, _Saved) and result.problem.density.misses:
         return  # said where it is drawn from
+    refined = getattr(result, "refined", None)
     again = summarise(result.problem, result.variational) if result.problem.layout.sites else result.posterior
+    if refined is not None:
+        again = SitePosteriors(
+            {name: SitePosterior(*weighted_moments(draws, refined.weights)) for name, draws in refined.draws.items()}
+        )
     tolerance = 1e-6 if result.problem.dtype == torch.float64 else 1e-3
     for site, moments in result.posterior.items():
         for one, other in zip(moments, again[site], strict=True):
@@ -199,6 +223,8 @@ def _check_moments(directory: Path, result: Result, given: bool) -> None:
                 )
             assert isinstance(result.problem.density, _Saved)
             result.problem.density.misses.add(site)
+            if refined is not None:  # its draws, and what is said by them, would be others
+                result.sample(1)
 
 
 class Opened(Result):

@@ -265,6 +265,7 @@ class Result(RunSummary):
                 "theta": [list(point) for point in layout.theta],
                 "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
                 "shared": sorted(problem.schema.constants),
+                "refined": refined_numbers(self.variational),
             }
         }
 
@@ -302,13 +303,21 @@ def write_result(directory: Path, result: Any) -> None:
     tensors |= {f"theta/{k}": v for k, v in result.variational.theta.items()}
     for site, moments in result.posterior.items():
         tensors |= {f"mean/{site}": moments.mean, f"sd/{site}": moments.sd}
-    if getattr(result, "refined", None) is not None:
-        tensors |= {f"refined/draws/{k}": v for k, v in result.refined.draws.items()}
-        tensors["refined/weights"] = result.refined.weights
+    refined = getattr(result.variational, "refined", None)
+    if refined is not None:
+        tensors |= {"refined/z": refined.z, "refined/weights": refined.weights}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     family = {"family": result.variational.family.name}
     write_atomically(directory / "posterior.safetensors", save(tensors, family))
     write_atomically(directory / "result.json", json.dumps(result.to_json(), indent=2).encode())
+
+
+def refined_numbers(posterior: Posterior) -> dict[str, float] | None:
+    """What is said of a posterior's weighted draws, k-hat and the like; None where there are none."""
+    refined = getattr(posterior, "refined", None)
+    if refined is None:
+        return None
+    return {name: value for name, value in refined._asdict().items() if not isinstance(value, Tensor)}
 
 
 def check_picklable(model: FederatedModel) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle  # noqa: TID251
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import results
+from secure_fvi.algorithms import base
+from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Gaussian
+from secure_fvi.results import SitePosterior, SitePosteriors
+from secure_fvi.summary import weighted_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
@@ -324,3 +330,26 @@ def test_a_model_with_theta_and_record_latents_opens(tmp_path: Path) -> None:
     fitted.save(tmp_path)
     again = sf.load(tmp_path, problem.model)
     assert _same(again.predict(problem.silos[0], n=3), fitted.predict(problem.silos[0], n=3))
+
+
+@pytest.mark.skipif("refined" not in Posterior._fields, reason="posteriors have no weighted draws in this version")
+def test_weighted_draws_are_kept_and_opened(tmp_path: Path) -> None:
+    fitted = _fit(several, [{**silo, "groups": 2} for silo in SILOS])
+    z = fitted.variational.draws(200, 3).double()
+    weights = torch.rand(200, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    kind: Any = vars(base)["Refined"]
+    numbers = {"khat": 0.3, "ess": 150.0, "log_evidence": -80.0, "integration_error": 0.0}
+    posterior = fitted.variational._replace(refined=kind(z=z, weights=weights / weights.sum(), **numbers))
+    draws = vars(results)["refined_draws"](fitted.problem, posterior)
+    moments = {name: SitePosterior(*weighted_moments(d, draws.weights)) for name, d in draws.draws.items()}
+    refined = replace(fitted, variational=posterior, refined=draws, posterior=SitePosteriors(moments))
+    refined.save(tmp_path)
+    for again in (sf.load(tmp_path), sf.load(tmp_path, several, {"groups": 2})):
+        assert "k-hat 0.30, effective sample size 150" in str(again.summary())
+        assert again.summary().to_dict() == refined.summary().to_dict()
+        assert again.summary().to_dict() != fitted.summary().to_dict()
+        assert _same(again.sample(30), refined.sample(30))
+    tensors = load_file(tmp_path / "posterior.safetensors")
+    save_file({**tensors, "refined/weights": 2 * tensors["refined/weights"]}, tmp_path / "posterior.safetensors")
+    with pytest.raises(sf.InputError, match="is damaged"):
+        sf.load(tmp_path)
