@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -131,6 +131,20 @@ class Dictionary:
             raise InputError(f"the dictionary has no column '{name}'{nearest(name, self.columns)}")
         return self.columns[name]
 
+    def differences(self, other: Dictionary) -> list[str]:
+        """Columns of this dictionary that `other` lacks or means otherwise, with what differs, for a message: a job's
+        dictionary against a site's. What is each site's own does not count."""
+        found = []
+        for name, column in self.columns.items():
+            if name not in other.columns:
+                found.append(f"'{name}' is not there{nearest(name, other.columns)}")
+                continue
+            names = [f.name for f in dataclasses.fields(Column) if f.name not in _SITES_OWN]
+            unlike = [n for n in names if getattr(column, n) != getattr(other.columns[name], n)]
+            if unlike:
+                found.append(f"'{name}' differs in {', '.join(unlike)}")
+        return found
+
     @property
     def digest(self) -> bytes:
         """32 bytes, the same wherever columns have the same names and mean the same: their order, descriptions and
@@ -142,9 +156,9 @@ class Dictionary:
         content = json.dumps(said, sort_keys=True, ensure_ascii=True, allow_nan=False)
         return hashlib.sha256(b"secure-fvi/dictionary/1/" + content.encode()).digest()
 
-    def to_toml(self) -> str:
-        """The file that reads back to this dictionary."""
-        columns = {name: _written(column) for name, column in self.columns.items()}
+    def to_toml(self, blank: Sequence[str] = ()) -> str:
+        """The file that reads back to this dictionary; fields named `blank` stand in it to be filled in."""
+        columns = {name: _written(column, blank) for name, column in self.columns.items()}
         return wording.dumps({"format": _FORMAT, "columns": columns})
 
 
@@ -201,10 +215,14 @@ def _days(value: Any) -> Any:
     return float((value - DAY_ZERO).days) if is_date else value
 
 
-def _written(column: Column) -> dict[str, Any]:
+def _written(column: Column, blank: Sequence[str]) -> dict[str, Any]:
     """The fields that say more than their defaults, whole numbers and dates as people write them."""
     said = {f.name: getattr(column, f.name) for f in dataclasses.fields(column)}
-    said = {f.name: said[f.name] for f in dataclasses.fields(column) if said[f.name] != f.default}
+    said = {
+        f.name: said[f.name]
+        for f in dataclasses.fields(column)
+        if said[f.name] != f.default or (f.name in blank and column.kind in ("number", "integer"))
+    }
     for name in ("low", "high", "centre"):
         value = said.get(name)
         if value is not None and value.is_integer() and abs(value) < 2**53:

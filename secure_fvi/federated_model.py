@@ -176,17 +176,23 @@ def data_columns(data: Any, silo: str) -> dict[str, Any]:
             raise InputError(f"silo '{silo}': columns are named by the model function's arguments, not by {name!r}")
     if isinstance(data, Mapping):
         return named
-    groups: dict[str, dict[int, Any]] = {}
-    for name in list(named):
+    return side_by_side(named, f"silo '{silo}'")
+
+
+def side_by_side(named: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Columns called `x[0]`, `x[1]`, ... as one tensor `x` (N, k), the others as they are. `where` is who has them."""
+    single = dict(named)
+    groups: dict[str, dict[int, Tensor]] = {}
+    for name in named:
         match = _INDEXED.fullmatch(name)
         if match is not None:
-            column = as_tensor(named.pop(name), f"silo '{silo}': '{name}'")
+            column = as_tensor(single.pop(name), f"{where}: '{name}'")
             groups.setdefault(match["name"], {})[int(match["index"])] = column
     for name, parts in groups.items():
-        if name in named or sorted(parts) != list(range(len(parts))):
-            raise InputError(f"silo '{silo}': columns of '{name}' must be {name}[0], {name}[1], ... without a gap")
-        named[name] = torch.stack([parts[i] for i in range(len(parts))], 1)
-    return named
+        if name in single or sorted(parts) != list(range(len(parts))):
+            raise InputError(f"{where}: columns of '{name}' must be {name}[0], {name}[1], ... without a gap")
+        single[name] = torch.stack([parts[i] for i in range(len(parts))], 1)
+    return single
 
 
 def is_array(value: Any) -> bool:

@@ -18,7 +18,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Missing = Literal["refuse", "drop"]
+#: A dictionary, or what makes one of the columns' names.
+Coding = Dictionary | Callable[[Iterable[str]], Dictionary]
 
 #: The name of a job's own file in a query.
 TABLE = "data"
@@ -58,7 +60,7 @@ _NESTED = re.compile(r".*\[\d*\]|STRUCT.*|MAP.*|UNION.*|BLOB|BIT|VARIANT|GEOMETR
 _TYPES = {"number": np.float64, "boolean": np.float64, "date": np.float64, "integer": np.int64, "category": np.int64}
 _UNREADABLE = {
     "number": "no number",
-    "integer": "no whole number",
+    "integer": "no whole number of at most 15 digits",
     "boolean": "neither of its two values",
     "category": "a level that the dictionary lacks",
     "date": "no date such as 2024-12-31",
@@ -101,7 +103,7 @@ class Coded(NamedTuple):
 
 def read_coded(
     files: Path | Mapping[str, Path],
-    dictionary: Dictionary,
+    dictionary: Coding,
     query: str | None = None,
     missing: Missing = "refuse",
     only: Iterable[str] | None = None,
@@ -118,12 +120,14 @@ def read_coded(
     if wrong:
         gaps = all(f.what == GAP for f in wrong)
         hint = '; leave those rows out with missing = "drop", or fill them' if gaps else ""
-        raise DataError(f"the table does not fit its dictionary: {'; '.join(f.line() for f in wrong)}{hint}")
+        raise DataError(f"it does not fit its dictionary: {'; '.join(f.line() for f in wrong)}{hint}")
     whole = np.ones(found.read, dtype=bool)
     for finding in found.findings:
         whole[finding.rows - 1] = False
     if not whole.any():
-        raise DataError(f"none of its {found.read} rows is without a gap" if found.read else "it has no rows")
+        raise DataError(
+            f"none of its {found.read} rows is without a gap" if found.read else "it has no records; leave the silo out"
+        )
     if whole.all():
         return found
     columns = {name: values[whole] for name, values in found.columns.items()}
@@ -133,7 +137,7 @@ def read_coded(
 
 def check_table(
     files: Path | Mapping[str, Path],
-    dictionary: Dictionary,
+    dictionary: Coding,
     query: str | None = None,
     only: Iterable[str] | None = None,
     memory: str = MEMORY,
@@ -141,10 +145,12 @@ def check_table(
 ) -> Coded:
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
     cannot be read at all or lacks a column."""
-    wanted = list(dictionary.columns if only is None else only)
-    for name in wanted:
-        dictionary[name]
     with opened(files, query, memory, seconds) as table:
+        if not isinstance(dictionary, Dictionary):
+            dictionary = dictionary(table.types)
+        wanted = list(dictionary.columns if only is None else only)
+        for name in wanted:
+            dictionary[name]
         for name in wanted:
             if name not in table.types:
                 raise DataError(f"the table has no column '{name}'{nearest(name, table.types)}")
@@ -508,14 +514,12 @@ def _header(path: Path) -> tuple[list[str], str]:
             file.seek(0)
             names = [name.strip() for name in next(csv.reader(file, delimiter=mark), [])]
     except (UnicodeDecodeError, csv.Error):
-        raise DataError(f"{path}: not a CSV file in UTF-8") from None
+        raise DataError("not a CSV file in UTF-8") from None
     if not any(names):
-        raise DataError(f"{path}: the first line must name the columns")
+        raise DataError("the first line must name the columns")
     for name in names:
         if not name or [n.lower() for n in names].count(name.lower()) > 1:
-            raise DataError(
-                f"{path}: column names must differ, not in case alone, and not be empty; '{name}' is not so"
-            )
+            raise DataError(f"column names must differ, not in case alone, and not be empty; '{name}' is not so")
     return names, mark
 
 

@@ -100,6 +100,19 @@ def test_the_digest_is_of_what_is_meant_not_of_how_it_is_written() -> None:
     assert Dictionary({n: c for n, c in columns.items() if n != "child"}).digest != found.digest
 
 
+def test_what_a_site_means_otherwise_than_a_job_is_named() -> None:
+    job = parse_dictionary(FILE, "f")
+    columns = dict(job.columns)
+    own = columns | {"age": replace(columns["age"], missing=("-9",)), "more": Column("id")}
+    assert job.differences(Dictionary(own)) == []
+    columns["smoke"] = replace(columns["smoke"], levels=("never", "current", "former"))
+    columns["Age"] = columns.pop("age")
+    assert job.differences(Dictionary(columns)) == [
+        "'age' is not there; did you mean 'Age'?",
+        "'smoke' differs in levels",
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

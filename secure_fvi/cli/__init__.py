@@ -14,6 +14,7 @@ from secure_fvi.cli.audit import audit
 from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
+from secure_fvi.cli.data import data
 from secure_fvi.cli.flare import flare
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
@@ -82,7 +83,7 @@ def cli() -> None:
 
 
 for _command in (
-    audit, audit_log, budget, compare, flare, holder, keys, policy, run, server, silo, status, watch,
+    audit, audit_log, budget, compare, data, flare, holder, keys, policy, run, server, silo, status, watch,
 ):  # fmt: skip
     cli.add_command(_command)
 

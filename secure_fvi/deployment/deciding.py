@@ -41,11 +41,9 @@ class Decision(NamedTuple):
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""
         config, rule = self.offer.config, self.policy.models[self.offer.model]
         assert self.data is not None, "a key holder runs no model"
+        own = {k: getattr(self.data, k) for k in ("predictor", "dictionary", "query", "tables", "missing")}
         silos = tuple(
-            s.model_copy(update={"data": self.data.path or s.data, "predictor": self.data.predictor})
-            if s.id == site
-            else s
-            for s in config.silo
+            s.model_copy(update={"data": self.data.path or s.data, **own}) if s.id == site else s for s in config.silo
         )
         model = config.model.model_copy(update={"function": rule.function}) if config.model.function else config.model
         return config.model_copy(update={"silo": silos, "model": model})

@@ -23,7 +23,7 @@ from secure_fvi.deployment.names import format_time, printable
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import signed
 from secure_fvi.runs import wording
-from secure_fvi.runs.config import Config, parse
+from secure_fvi.runs.config import Config, SiloFile, parse
 
 LABEL_OFFER = b"secure-fvi/job-offer/3/"
 #: Stands where a run's configuration has a path: what it names lies at the site.
@@ -151,9 +151,10 @@ def silo_ids(config: Config) -> tuple[str, ...] | None:
 
 
 def portable(config: Config, data_set: str) -> Config:
-    """`config` without anything of one machine: no path of data, model, predictor or ledger."""
+    """`config` without anything of one machine: no path of data, dictionary, model, predictor or
+    ledger, and no query."""
     silos = tuple(
-        s.model_copy(update={"data": AT_SITE, "predictor": None if s.predictor is None else f"{AT_SITE}.py:predictor"})
+        SiloFile(id=s.id, data=AT_SITE, predictor=None if s.predictor is None else f"{AT_SITE}.py:predictor")
         for s in config.silo
     )
     model = config.model

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -71,7 +71,11 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # A population that jobs may use, its file, and what all jobs on it may spend together.
 # [[data]]
 # id = "asthma-2026"
-# path = "/srv/data/asthma.csv"
+# path = "/srv/data/asthma.csv"      # or .parquet, .json, .sqlite, .duckdb
+# dictionary = "asthma.toml"         # secure-fvi data describe drafts it, secure-fvi data check tries it
+# query = "SELECT * FROM data WHERE age IS NOT NULL"  # one SELECT over `data`, and over files that `tables` names
+# missing = "drop"                   # leaves out rows with a gap, which are refused otherwise
+# cohort = "pinned"                  # refuses a job on other rows than the first one's; "said" notes it in the log
 # epsilon = 3.0
 # delta = 1e-6
 # unit = "record"
@@ -102,12 +106,19 @@ class ModelRule(Table):
 
 class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
+    dictionary, query, tables, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort: whether other
+    rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     epsilon, delta, unit: its budget over all jobs. from_job: the tables of a job, and so of its server, that may say
     which of a program's records are the site's."""
 
     id: Text
     path: Text | None = None
     predictor: Text | None = None
+    dictionary: Text | None = None
+    query: Text | None = None
+    tables: dict[Text, Text] = Field(default_factory=dict)
+    missing: Literal["refuse", "drop"] = "refuse"
+    cohort: Literal["said", "pinned"] | Hex32 = "said"
     epsilon: Positive | None = None
     delta: Delta | None = None
     unit: Literal["record", "silo"] = "record"
@@ -119,6 +130,10 @@ class DataRule(Table):
             raise ValueError("a data set is the file of its path, or what a job takes from a program (from_job)")
         if (self.epsilon is None) != (self.delta is None):
             raise ValueError("a budget needs both epsilon and delta")
+        if self.dictionary is None and (self.query or self.tables or self.missing != "refuse"):
+            raise ValueError("query, tables and missing need a dictionary, which `secure-fvi data describe` drafts")
+        if self.dictionary is not None and self.path is None:
+            raise ValueError("a dictionary needs the path of a table")
         return self
 
     @property
@@ -206,6 +221,8 @@ def write_template(path: Path) -> None:
 
 
 def _located(rule: R, folder: Path) -> R:
-    names = ("function", "path", "predictor")
-    paths = {name: str(folder / getattr(rule, name)) for name in names if getattr(rule, name, None) is not None}
+    names = ("function", "path", "predictor", "dictionary")
+    paths: dict[str, Any] = {n: str(folder / getattr(rule, n)) for n in names if getattr(rule, n, None) is not None}
+    if isinstance(rule, DataRule):
+        paths["tables"] = {name: str(folder / path) for name, path in rule.tables.items()}
     return rule.model_copy(update=paths)

@@ -64,7 +64,7 @@ _JUDGED = {
     "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
     "Model": "program function record_plate silo_sites start likelihood options",
     "Partition": "sizes count ids seed by_client",
-    "SiloFile": "id data predictor",
+    "SiloFile": "id data predictor dictionary query tables missing",
     "Response": "data column offset",
     "Alignment": "column",
     "Algorithm": "name",

@@ -154,6 +154,10 @@ class Site:
         if self.home.role == "holder":
             return HolderJob(self.home, decision, lambda: self._trail.chain.jobs[decision.offer.job].exchanges)
         made = SiteJob(self.home, decision, self.local, partial(self._trail.omission, decision.offer.job))
+        said = made.cohort.note()
+        if said is not None:
+            self._trail.note(decision.offer.job, said, always=True)
+            made.cohort.keep()
         torch.set_num_threads(made.threads)
         return made
 

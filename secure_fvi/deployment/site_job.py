@@ -1,16 +1,20 @@
 """One job at one silo: what of it is kept in the site's folder, and how its party is built from that.
 
 state/jobs/JOB/offer       the offer that was accepted
+               cohort      the digest of the rows that the job began with
                secret      from which the silo draws its samples (32 bytes, sealed)
                session     the session that is open: every silo's fresh bytes
                SESSION.sqlite    the party's state and its secrets of that session, sealed
 results/JOB.safetensors    the silo's own posterior, for its eyes alone
+state/cohorts.json         by data set: the digest of the rows that its last job used, and that job
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +39,8 @@ from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.job import JobOffer
+from secure_fvi.deployment.policy import DataRule
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
@@ -52,6 +58,7 @@ from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
+from secure_fvi.tables import RECORD_ID, cohort_digest
 
 _DRAWS = 1000
 _log = logging.getLogger(__name__)
@@ -112,6 +119,8 @@ class SiteJob:
             self.schema, records = read_data(rows, home.id, dtype)
             if not ids_are_own:
                 check_repeats(records.rows, home.id)
+            used = {**rows, RECORD_ID: ids} if ids_are_own else rows
+            self.cohort = Cohort(home, decision.offer, self.folder, used, decision.data)
         work, run = work_of([rows], algorithm), config.run
         self.threads = choose_threads(work) if run.threads == "auto" else run.threads
         self.problem = build_problem(
@@ -223,7 +232,8 @@ class SiteJob:
         folder = self.home.path / "results"
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{self.decision.offer.job}.safetensors"
-        write_atomically(path, save({name: v.detach().cpu().contiguous().clone() for name, v in kept.items()}))
+        about = {"cohort": self.cohort.digest.hex(), "policy": self.decision.policy.hash.hex()}
+        write_atomically(path, save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about))
         path.chmod(0o600)
         return path
 
@@ -349,6 +359,55 @@ class SiteJob:
         store = open_held(path, self.home.state_secret())
         store.same_boot()
         return store
+
+
+class Cohort:
+    """The rows that a job uses, by a digest that only this site can make (`secure_fvi.tables.cohort_digest`): others
+    who read it in the log learn whether rows changed, and nothing of them.
+
+    Raises DataError where they are not those that the job began with here, or that the policy asks for.
+    """
+
+    def __init__(
+        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Tensor], rule: DataRule | None
+    ) -> None:
+        key = hashlib.blake2b(b"secure-fvi/cohort/1", key=home.state_secret(), digest_size=32).digest()
+        self.digest = cohort_digest(rows, key)
+        self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
+        self._before = home.state_folder / "cohorts.json"
+        self._kept = json.loads(self._before.read_bytes()) if self._before.exists() else {}
+        self._begun = self._path.read_bytes() if self._path.exists() else None
+        if self._begun is not None and self._begun != self.digest:
+            raise DataError(f"silo '{home.id}': its rows are not those that the job began with; put them back")
+        self._check(home.id, rule.cohort if rule is not None else "said")
+
+    def _check(self, silo: str, wanted: str) -> None:
+        known = self._kept.get(self._data_set, {}).get("digest", self.digest.hex())
+        asked = known if wanted == "pinned" else wanted
+        if wanted != "said" and self.digest.hex() != asked:
+            raise DataError(
+                f"silo '{silo}': the rows of data set '{self._data_set}' are not those that its policy wants (cohort "
+                f'{asked[:16]}...); to use these, set its cohort = "{self.digest.hex()}"'
+            )
+
+    def note(self) -> str | None:
+        """What the log is to say, once a job."""
+        if self._begun is not None:
+            return None
+        said = f"rows of data set '{self._data_set}': cohort {self.digest.hex()}"
+        before = self._kept.get(self._data_set)
+        if before is None:
+            return said
+        same = before["digest"] == self.digest.hex()
+        return f"{said}, {'as in' if same else 'other rows than in'} job '{before['job']}'"
+
+    def keep(self) -> None:
+        """Hold the job, and with cohort = "pinned" later ones, to these rows."""
+        if self._begun is None:
+            self._kept[self._data_set] = {"digest": self.digest.hex(), "job": self._job}
+            write_atomically(self._before, json.dumps(self._kept).encode())
+            write_atomically(self._path, self.digest)
+            self._begun = self.digest
 
 
 @contextlib.contextmanager

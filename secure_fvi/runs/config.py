@@ -88,11 +88,23 @@ class Partition(Table):
 
 
 class SiloFile(Table):
-    """One silo with a data file (.csv, .npz or .safetensors); in a vertical run also its own predictor."""
+    """One silo with its data: a table (`secure_fvi.tables.ENDINGS`), or arrays (.npz, .safetensors); in a vertical run
+    also its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
+    `tables` names. missing: whether rows with a gap are refused or left out."""
 
     id: Name
     data: Name
     predictor: Name | None = None
+    dictionary: Name | None = None
+    query: Name | None = None
+    tables: dict[Name, Name] = Field(default_factory=dict)
+    missing: Literal["refuse", "drop"] = "refuse"
+
+    @model_validator(mode="after")
+    def _coded(self) -> Self:
+        if self.dictionary is None and (self.query or self.tables or self.missing != "refuse"):
+            raise ValueError("query, tables and missing need a dictionary, which `secure-fvi data describe` drafts")
+        return self
 
 
 class Response(Table):
@@ -296,7 +308,14 @@ def _value(text: str) -> Any:
 def _absolute(config: Config, folder: Path) -> Config:
     """Files named in a configuration are relative to its own folder, so that it can be run from anywhere."""
     silos = tuple(
-        s.model_copy(update={"data": str(folder / s.data), "predictor": s.predictor and str(folder / s.predictor)})
+        s.model_copy(
+            update={
+                "data": str(folder / s.data),
+                "predictor": s.predictor and str(folder / s.predictor),
+                "dictionary": s.dictionary and str(folder / s.dictionary),
+                "tables": {name: str(folder / path) for name, path in s.tables.items()},
+            }
+        )
         for s in config.silo
     )
     response = config.response and config.response.model_copy(update={"data": str(folder / config.response.data)})

@@ -1,18 +1,17 @@
 """The records and the model that a configuration names, read at the machine that holds them: a silo reads its own.
 
-A silo's records are its own table (CSV, or npz of tensors), or the part of a program's records that `[partition]` gives
-it.
+A silo's records are its own table (`secure_fvi.tables`), an npz of tensors, or the part of a program's records that
+`[partition]` gives it.
 """
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import inspect
-import math
-import re
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,55 +23,44 @@ from safetensors.torch import load
 from torch import Tensor
 
 from secure_fvi.contracts import check_repeats
+from secure_fvi.dictionary import Column, Dictionary, read_dictionary
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
-from secure_fvi.runs.config import Config, Partition
+from secure_fvi.runs.config import Config, Partition, SiloFile
 from secure_fvi.runs.wording import nearest, unknown_key
+from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, read_coded
 
-#: The optional column or array with the records' own ids: whole numbers, all different, over all silos.
-RECORD_ID = "record_id"
-#: What other programs put between columns.
-_OTHER_MARKS = ";\t|"
-#: Whole numbers from here on are not told apart as floating point ones.
-_TOLD_APART = 2**53
-_INDEXED = re.compile(r"(?P<name>[^\[\]]+)\[(?P<index>\d+)\]")
+_log = logging.getLogger(__name__)
 
 
 def read_ids(path: Path, key: str, column: str) -> list[str | None]:
-    """The texts of one column of a CSV, empty ones as None: ids of people, which are no numbers."""
-    if path.suffix != ".csv":
-        raise InputError(f"{key} = '{path}': ids are read from .csv files, as text")
-    rows = _csv_rows(path, key)
-    header = [name.strip() for name in rows[0]]
-    if column not in header:
-        raise InputError(f"{key}: {path}: no column '{column}' to align by")
-    at = header.index(column)
-    return [row[at] or None if at < len(row) else None for row in rows[1:] if row]
+    """The texts of one column of a table without blanks about them, None for a gap: ids of people, which are no
+    numbers."""
+    if path.suffix not in ENDINGS:
+        raise InputError(f"{key} = '{path}': ids are read from a table ({', '.join(ENDINGS)}), as text")
+    with _named(path, key):
+        found = check_table(path, Dictionary({column: Column("id")}))
+    gaps = {int(row) - 1 for f in found.findings if f.what == GAP for row in f.rows}
+    names = found.names[column]
+    return [None if i in gaps else names[place] for i, place in enumerate(found.columns[column])]
 
 
 def read_table(path: Path, key: str, leave_out: str | None = None) -> dict[str, Tensor]:
     """The tensors in `path`, each (N, ...) with N at least 1; `key` is the configuration key that named it.
 
-    In a CSV, columns `x[0]`, `x[1]`, ... form one tensor (N, k) and every other column one of shape (N,),
-    all float64; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for a
-    missing or malformed file. The column `leave_out` of a CSV is not read: it may hold text.
+    Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
+    float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
+    a missing or malformed file. The column `leave_out` of a table is not read: it may hold text.
     """
-    readers: dict[str, Callable[[Path], dict[str, Tensor]]] = {
-        ".csv": partial(_read_csv, leave_out=leave_out),
-        ".npz": _read_npz,
-        ".safetensors": _read_safetensors,
-    }
-    if path.suffix not in readers:
-        raise InputError(f"{key} = '{path}': must end in {', '.join(readers)}")
-    try:
-        tensors = readers[path.suffix](path)
-    except FileNotFoundError:
-        raise InputError(f"{key}: no file '{path}'") from None
-    except OSError as error:
-        raise InputError(f"{key}: cannot read '{path}': {error.strerror or error}") from error
-    except InputError as error:
-        raise InputError(f"{key}: {error}") from error
+    arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
+    if path.suffix in ENDINGS:
+        tensors = _coded(path, key, partial(_numbers, leave_out=leave_out))
+    elif path.suffix in arrays:
+        with _named(path, key):
+            tensors = arrays[path.suffix](path)
+    else:
+        raise InputError(f"{key} = '{path}': must end in {', '.join((*ENDINGS, *arrays))}")
     if not tensors:
         raise InputError(f"{key}: {path}: holds no columns")
     sizes = {name: len(t) if t.ndim else None for name, t in tensors.items()}
@@ -84,85 +72,45 @@ def read_table(path: Path, key: str, leave_out: str | None = None) -> dict[str, 
     return tensors
 
 
-def _csv_rows(path: Path, key: str | None = None) -> list[list[str]]:
-    where = f"{key}: {path}" if key is not None else str(path)
+def read_silo(silo: SiloFile, key: str) -> dict[str, Tensor]:
+    """A silo's own table, coded by its dictionary if it has one."""
+    path = Path(silo.data)
+    if silo.dictionary is None:
+        return read_table(path, key)
+    tables = {name: Path(other) for name, other in silo.tables.items()}
+    return _coded(path, key, read_dictionary(Path(silo.dictionary)), tables, silo.query, silo.missing)
+
+
+def _coded(
+    path: Path,
+    key: str,
+    coding: Coding,
+    tables: Mapping[str, Path] | None = None,
+    query: str | None = None,
+    missing: Missing = "refuse",
+) -> dict[str, Tensor]:
+    with _named(path, key):
+        found = read_coded({TABLE: path, **(tables or {})}, coding, query, missing)
+        for name, rows in found.left_out.items():
+            _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
+        return side_by_side({name: torch.from_numpy(values) for name, values in found.columns.items()}, str(path))
+
+
+def _numbers(names: Iterable[str], leave_out: str | None) -> Dictionary:
+    return Dictionary({n: Column("integer" if n == RECORD_ID else "number") for n in names if n != leave_out})
+
+
+@contextmanager
+def _named(path: Path, key: str) -> Iterator[None]:
+    """Errors with the configuration key and the file in front."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
+        yield
     except FileNotFoundError:
-        if key is None:
-            raise
         raise InputError(f"{key}: no file '{path}'") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{where}: not a CSV file: {error}") from error
-    if not rows or not any(rows[0]):
-        raise InputError(f"{where}: the first line must name the columns")
-    return rows
-
-
-def _read_csv(path: Path, leave_out: str | None) -> dict[str, Tensor]:
-    rows = _csv_rows(path)
-    header = [name.strip() for name in rows[0]]
-    if len(header) == 1 and any(mark in header[0] for mark in _OTHER_MARKS):
-        raise InputError(f"{path}: columns are separated by commas, and its first line has none")
-    for name in header:
-        if header.count(name) > 1 or not name:
-            raise InputError(f"{path}: column names must differ and not be empty, but '{name}' is not so")
-    numbers = [
-        [_number(path, line, name, cell) for name, cell in _cells(path, line, header, row) if name != leave_out]
-        for line, row in enumerate(rows[1:], start=2)
-        if row
-    ]
-    kept = [name for name in header if name != leave_out]
-    values = np.array(numbers, dtype=np.float64).reshape(len(numbers), len(kept))
-    return _grouped(path, kept, torch.from_numpy(values))
-
-
-def _cells(path: Path, line: int, header: list[str], row: list[str]) -> list[tuple[str, str]]:
-    if len(row) != len(header):
-        raise InputError(f"{path}, line {line}: {len(row)} values for {len(header)} columns")
-    return list(zip(header, row, strict=True))
-
-
-def _number(path: Path, line: int, column: str, cell: str) -> float:
-    # The value itself stays out of the message: messages may end in logs that others read.
-    if not cell.strip():
-        raise InputError(f"{path}, line {line}: column '{column}' is empty; remove or impute it first")
-    try:
-        number = float(cell.replace("_", "no digit"))  # 3_12 is a label: Python alone reads 312
-    except ValueError:
-        raise InputError(f"{path}, line {line}: column '{column}' is not a number") from None
-    if not math.isfinite(number):
-        raise InputError(f"{path}, line {line}: column '{column}' is NaN or infinite; remove or impute it first")
-    return number
-
-
-def _grouped(path: Path, header: list[str], values: Tensor) -> dict[str, Tensor]:
-    """Columns by name, those of `x[0]`, `x[1]`, ... side by side."""
-    columns: dict[str, dict[int, int]] = {}
-    tensors: dict[str, Tensor] = {}
-    for position, name in enumerate(header):
-        match = _INDEXED.fullmatch(name)
-        if match is None:
-            tensors[name] = values[:, position].contiguous()
-        else:
-            columns.setdefault(match["name"], {})[int(match["index"])] = position
-    for name, positions in columns.items():
-        if name in tensors or sorted(positions) != list(range(len(positions))):
-            raise InputError(f"{path}: columns of '{name}' must be {name}[0], {name}[1], ... without a gap")
-        tensors[name] = values[:, [positions[i] for i in range(len(positions))]].contiguous()
-    if RECORD_ID in tensors:
-        ids = tensors[RECORD_ID]
-        broken, long = int((ids % 1 != 0).sum()), int((ids.abs() >= _TOLD_APART).sum())
-        if broken:
-            raise InputError(f"{path}: column '{RECORD_ID}' holds no whole number in {broken} of {len(values)} rows")
-        if long:
-            raise InputError(
-                f"{path}: column '{RECORD_ID}' holds numbers of more than 15 digits in {long} of {len(values)} rows, "
-                "which are not told apart; number the records anew"
-            )
-        tensors[RECORD_ID] = tensors[RECORD_ID].to(torch.int64)
-    return tensors
+    except OSError as error:
+        raise InputError(f"{key}: cannot read '{path}': {error.strerror or error}") from error
+    except InputError as error:
+        raise type(error)(f"{key}: {error}" if str(path) in str(error) else f"{key}: {path}: {error}") from None
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:
@@ -202,7 +150,7 @@ def silo_part(config: Config, silo: str, data_dir: Path | None = None) -> tuple[
         at = ids.index(silo)
         return silos[at], record_ids[at], True
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    table = read_table(Path(config.silo[at].data), f"silo[{at}].data")
+    table = read_silo(config.silo[at], f"silo[{at}].data")
     given = table.pop(RECORD_ID, None)
     own = torch.arange(_rows(table)) if given is None else given
     _check_ids(at, own)
@@ -289,7 +237,7 @@ def _even(total: int, count: int) -> tuple[int, ...]:
 
 
 def _from_files(config: Config) -> Parts:
-    tables = [read_table(Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)]
+    tables = [read_silo(s, f"silo[{j}].data") for j, s in enumerate(config.silo)]
     given = [table.pop(RECORD_ID, None) for table in tables]
     if any(ids is None for ids in given):
         if not all(ids is None for ids in given):

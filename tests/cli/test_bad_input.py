@@ -116,7 +116,7 @@ def test_missing_data_file(cli: CommandLine) -> None:
 
 def test_data_file_of_an_unknown_kind(cli: CommandLine) -> None:
     cli.change("b.csv", "b.xlsx")
-    cli.refused("silo[1].data", "b.xlsx", ".csv, .npz, .safetensors")
+    cli.refused("silo[1].data", "b.xlsx", ".csv, .tsv, .parquet")
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,16 @@ def test_data_file_of_an_unknown_kind(cli: CommandLine) -> None:
     [
         ("", ("b.csv", "first line")),
         ("y[0],y[1]\n", ("silo[1].data", "b.csv", "no records")),
-        ("y[0],y[1]\n1,2\n3\n", ("b.csv, line 3", "1 values for 2 columns")),
-        ("y[0],y[1]\n1,2\n3,secret\n", ("b.csv, line 3", "'y[1]'", "not a number")),
-        ("y[0],y[1]\n1,2\n3,nan\n", ("b.csv, line 3", "'y[1]'", "NaN or infinite")),
-        ("y[0],y[1]\n1,2\n3,\n", ("b.csv, line 3", "'y[1]'", "is empty; remove or impute it")),
-        ("y[0],y[1]\n1,2\n3,3_12\n", ("b.csv, line 3", "'y[1]'", "not a number")),
-        ('y[0],y[1]\n1,2\n3,"1,5"\n', ("b.csv, line 3", "'y[1]'", "not a number")),
-        ("y[0];y[1]\n1;2\n", ("b.csv", "columns are separated by commas")),
-        ("y[0],y[1],record_id\n1,2,9007199254740993\n", ("b.csv", "'record_id'", "more than 15 digits in 1 of 1")),
+        ("y[0],y[1]\n1,2\n3\n", ("b.csv", "line 3 has not as many cells")),
+        ("y[0],y[1]\n1,2\n3,secret\n", ("b.csv", "'y[1]'", "no number in 1 row (2)")),
+        ("y[0],y[1]\n1,2\n3,nan\n", ("b.csv", "'y[1]'", "no number in 1 row (2)")),
+        ("y[0],y[1]\n1,2\n3,\n", ("b.csv", "'y[1]'", "a gap in 1 row (2)", "fill them")),
+        ("y[0],y[1]\n1,2\n3,3_12\n", ("b.csv", "'y[1]'", "no number in 1 row (2)")),
+        ('y[0],y[1]\n1,2\n3,"1,5"\n', ("b.csv", "'y[1]'", "no number in 1 row (2)")),
+        (
+            "y[0],y[1],record_id\n1,2,9007199254740993\n",
+            ("b.csv", "'record_id'", "no whole number of at most 15 digits"),
+        ),
         ("y[0],y[2]\n1,2\n", ("b.csv", "'y'", "without a gap")),
         ("y[0],y[0]\n1,2\n", ("b.csv", "'y[0]'", "differ")),
         ("y[0],y[1],x\n1,2,3\n", ("'a'", "'b'", "x")),
