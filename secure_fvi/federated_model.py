@@ -77,6 +77,11 @@ class FederatedModel:
             raise InputError(f"silo_sites is a tuple of site names; write ('{self.silo_sites}',)")
         object.__setattr__(self, "silo_sites", tuple(self.silo_sites))
 
+    @property
+    def default_algorithm(self) -> Any:
+        """What fits it where nobody says otherwise; None: as `fit` has it."""
+        return None
+
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
         """Each silo's data as `fn` takes them. Raises DataError."""
         return dict(silos)

@@ -155,7 +155,7 @@ def _left(text: str, tilde: int) -> tuple[str, dict[str, str]]:
         term = text[begin:end].strip()
         name, bracket, rest = term.partition("(")
         if name.strip() not in ADDITIONS or not bracket or not rest.endswith(")"):
-            raise _error(text, begin, f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, not '{term}',")
+            raise _error(text, text.index(term, begin), f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, not '{term}',")
         additions[name.strip()] = rest[:-1].strip()
     return _plain(response), additions
 
@@ -168,7 +168,7 @@ def _summands(text: str, begin: int) -> list[tuple[str, int, int]]:
     if len(found) > 1 and not text[found[0][1] : found[0][2]].strip():
         found.pop(0)  # a sign before the first
     for _, first, after in found:
-        if not text[first:after].strip():
+        if not text[first:after].strip():  # at the sign after it, or the end
             raise _error(text, first, "a term is missing")
     return found
 

@@ -12,9 +12,10 @@ A record is a group of rows, of any number: rows are laid out (N, M, ...) with `
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,8 @@ _HALF_T, _NORMAL = 2.5, 2.5
 _LKJ = 1.0
 #: Of a record's latents, by which the bound is tightened.
 _SAMPLES = 20
+#: Of a local fit without latents, whose steps have the noise of one draw of Z_G alone.
+_STEPS = 200
 _DRAWS = 20_000
 
 
@@ -457,7 +460,15 @@ class MixedModel(FederatedModel):
         """Partitioned VI; with latents of records, by the bound that 20 samples of each tighten."""
         from secure_fvi.algorithms.pvi import PVI
 
-        return PVI(importance_samples=_SAMPLES if self._has_latents else 1)
+        if self._has_latents:
+            return PVI(importance_samples=_SAMPLES)
+        return PVI(local_steps=_STEPS) if not self.silo_sites else PVI()
+
+    def with_latents(self) -> MixedModel:
+        """The same model, in which records' effects are latents rather than integrated out: for samplers."""
+        program = copy.copy(self.fn)
+        program.integrated = False  # type: ignore[attr-defined]
+        return replace(self, fn=program)
 
     @property
     def _has_latents(self) -> bool:

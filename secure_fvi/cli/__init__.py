@@ -15,6 +15,7 @@ from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.compare import compare
 from secure_fvi.cli.data import data
+from secure_fvi.cli.fit import fit
 from secure_fvi.cli.flare import flare
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.policy import policy
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _BAD_USAGE = 2
 _INTERRUPTED = 130
 #: By library: the extra that brings it.
-_EXTRAS = {"grpc": "distributed", "matplotlib": "report", "prometheus_client": "distributed"}
+_EXTRAS = {"formulaic": "formula", "pandas": "formula", "grpc": "distributed", "matplotlib": "report", "prometheus_client": "distributed"}
 
 #: Commands of the other package of this repository, and how one gets it.
 _LAB = ("bench", "reproduce", "results")
@@ -83,7 +84,7 @@ def cli() -> None:
 
 
 for _command in (
-    audit, audit_log, budget, compare, data, flare, holder, keys, policy, run, server, silo, status, watch,
+    audit, audit_log, budget, compare, data, fit, flare, holder, keys, policy, run, server, silo, status, watch,
 ):  # fmt: skip
     cli.add_command(_command)
 

@@ -37,7 +37,7 @@ def run(
     if not resume:
         folder.check_new()
 
-    from secure_fvi.cli.tables import exit_code, print_posterior
+    from secure_fvi.cli.tables import exit_code, print_result
     from secure_fvi.progress import RunProgress
     from secure_fvi.runs.config import read
     from secure_fvi.runs.running import execute
@@ -49,7 +49,7 @@ def run(
         click.echo(f"the run in '{out}' is finished; its results are in {out / 'result.json'}")
         context.exit(exit_code(folder.read_result()))
     if not quiet:
-        print_posterior(result.to_json())
+        print_result(result)
         for party, rows in result.metrics.get("alignment", {}).items():
             left_out = rows["unmatched"] + rows["missing"] + rows["duplicated"]
             click.echo(f"{party}: {rows['matched']} rows matched, {left_out} left out")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 
 from secure_fvi.errors import NOT_CONVERGED
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
+
+if TYPE_CHECKING:
+    from secure_fvi.results import RunSummary
 
 #: Rows of a table; those of a network's weights would fill screens.
 _MOST_ROWS = 60
@@ -36,6 +40,15 @@ def print_posterior(result: dict[str, Any]) -> None:
         table.add_row(row.label, f"{row.mean:.4g}", f"{row.sd:.4g}")
     console.print(table)
     _say_left_out(console, len(rows), "result.json")
+
+
+def print_result(result: RunSummary) -> None:
+    """A run's posterior: of a formula in the user's units, of any other model by site."""
+    model = getattr(getattr(result, "problem", None), "model", None)
+    if hasattr(model, "summary"):
+        click.echo(str(model.summary(result)))
+    else:
+        print_posterior(result.to_json())
 
 
 def print_comparison(comparison: dict[str, Any]) -> None:

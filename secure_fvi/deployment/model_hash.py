@@ -95,6 +95,8 @@ def read_model(config: Config, installed: str | None = None, package: bytes | No
             raise InputError(f"model.function: no file '{path}'")
         found = closure("<model>", Path(path))
         settings["function"] = name
+    elif model.formula is not None:
+        raise InputError("model.formula: a formula is fitted in one process; between institutions it is not run yet")
     else:
         found = closure(_LIKELIHOODS)
         settings["likelihood"], settings["options"] = model.likelihood, dict(model.options)

@@ -62,7 +62,7 @@ _JUDGED = {
     "RecordDP": _OF_DP + "objective_share objective_bound public_counts",
     "SiloDP": _OF_DP + "target_quantile quantile_rate quantile_share",
     "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
-    "Model": "program function record_plate silo_sites start likelihood options",
+    "Model": "program function record_plate silo_sites start formula family dictionary likelihood options",
     "Partition": "sizes count ids seed by_client",
     "SiloFile": "id data predictor dictionary query tables missing",
     "Response": "data column offset",

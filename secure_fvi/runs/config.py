@@ -28,26 +28,34 @@ class Table(BaseModel):
 
 
 class Model(Table):
-    """A shipped program, a function `path/to/file.py:name` with the roles of its sites, or, where silos hold different
-    columns of the same people, the likelihood of their summed predictors, with its options."""
+    """A shipped program, a function `path/to/file.py:name` with the roles of its sites, a formula with its family and the
+    dictionary of its columns, or, where silos hold different columns of the same people, the likelihood of their summed
+    predictors. options: of a formula (as of `sf.glmm`) or a likelihood."""
 
     program: Name | None = None
     function: Name | None = None
     record_plate: Name | None = None
     silo_sites: tuple[Name, ...] | None = None
     start: dict[Name, float] = Field(default_factory=dict)
+    formula: Name | None = None
+    family: Name | None = None
+    dictionary: Name | None = None
     likelihood: Name | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(source is not None for source in (self.program, self.function, self.likelihood)) != 1:
+        if sum(s is not None for s in (self.program, self.function, self.formula, self.likelihood)) != 1:
             raise ValueError(
-                'give one of program = "six-cities", function = "path/to/file.py:name" and, for silos that hold '
-                'different columns of the same people, likelihood = "bernoulli"'
+                'give one of program = "six-cities", function = "path/to/file.py:name", formula = "y ~ x + (1 | g)" and, '
+                'for silos that hold different columns of the same people, likelihood = "bernoulli"'
             )
-        if self.options and self.likelihood is None:
-            raise ValueError("options belong to a likelihood")
+        if self.options and self.likelihood is None and self.formula is None:
+            raise ValueError("options belong to a formula or a likelihood")
+        if (self.formula is None) != (self.dictionary is None) or (self.formula is None and self.family is not None):
+            raise ValueError('a formula needs dictionary = "dictionary.toml", and family and dictionary need a formula')
+        if self.formula is not None and (self.record_plate or self.silo_sites is not None or self.start):
+            raise ValueError("a formula says its record_plate, silo_sites and start; leave them out")
         if self.program is not None and (self.record_plate is not None or self.silo_sites is not None or self.start):
             raise ValueError("a program knows its record_plate, silo_sites and start; leave them out")
         if self.likelihood is not None and self.start:
@@ -198,8 +206,8 @@ class Config(Table):
                 )
         if self.partition is None and not self.silo:
             raise ValueError("no silos: give a [partition] of the program's records, or [[silo]] tables")
-        if self.partition is not None and self.model.function is not None:
-            raise ValueError("[partition] splits a program's records; a function needs [[silo]] tables")
+        if self.partition is not None and self.model.program is None:
+            raise ValueError("[partition] splits a program's records; a function or a formula needs [[silo]] tables")
         if self.silo and self.data:
             raise ValueError("[data] is for a program's loader; [[silo]] tables name their own files")
         _differ([silo.id for silo in self.silo])
@@ -213,7 +221,7 @@ class Config(Table):
     def _check_vertical(self) -> None:
         if self.partition is not None:
             raise ValueError("[partition] splits records; in a vertical run the program says which silo holds what")
-        if self.model.function is not None:
+        if self.model.function is not None or self.model.formula is not None:
             raise ValueError(
                 "in a vertical run each [[silo]] has its own predictor, and [model] the likelihood of their sum"
             )
@@ -322,4 +330,6 @@ def _absolute(config: Config, folder: Path) -> Config:
     model = config.model
     if model.function is not None:
         model = model.model_copy(update={"function": str(folder / model.function)})
+    if model.dictionary is not None:
+        model = model.model_copy(update={"dictionary": str(folder / model.dictionary)})
     return config.model_copy(update={"silo": silos, "model": model, "response": response})

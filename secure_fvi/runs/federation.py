@@ -35,6 +35,7 @@ from secure_fvi.runs.records import (
     _dataset,
     _from_files,
     _partitioned,
+    _tables,
     model_of,
     python_function,
     read_ids,
@@ -82,6 +83,9 @@ def digest_of(silos: Mapping[str, Mapping[str, Tensor]]) -> str:
     state = hashlib.sha256()
     for silo, data in silos.items():
         for name, tensor in sorted(data.items()):
+            if not isinstance(tensor, Tensor):  # a plain argument
+                state.update(repr((silo, name, tensor)).encode())
+                continue
             state.update(repr((silo, name, tuple(tensor.shape), str(tensor.dtype))).encode())
             state.update(tensor.contiguous().numpy().tobytes())
     return state.hexdigest()
@@ -147,6 +151,11 @@ def _horizontal(
     model, description = model_of(config)
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
+    elif config.model.formula is not None:
+        ids, silos, record_ids = _tables(config, model)
+        if "algorithm" not in config.model_fields_set:
+            algorithm = model.default_algorithm
+            config = config.model_copy(update={"algorithm": type(config.algorithm)(name=algorithm.name)})
     else:
         ids, silos, record_ids = _from_files(config)
     threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads

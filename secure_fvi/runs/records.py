@@ -24,12 +24,12 @@ from torch import Tensor
 
 from secure_fvi.contracts import check_repeats
 from secure_fvi.dictionary import Column, Dictionary, read_dictionary
-from secure_fvi.errors import InputError
+from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
-from secure_fvi.runs.config import Config, Partition, SiloFile
+from secure_fvi.runs.config import Config, Model, Partition, SiloFile
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, read_coded
+from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, opened, read_coded
 
 _log = logging.getLogger(__name__)
 
@@ -165,6 +165,8 @@ def model_of(config: Config) -> tuple[FederatedModel, str]:
         except InputError as error:
             raise InputError(f"model.program: {error}") from error
         return found.model, f"{found.name}: {found.description}"
+    if config.model.formula is not None:
+        return _formula(config.model), config.model.formula
     path, _, name = str(config.model.function).rpartition(":")
     roles: dict[str, Any] = {}
     if config.model.record_plate is not None:
@@ -173,6 +175,29 @@ def model_of(config: Config) -> tuple[FederatedModel, str]:
         roles["silo_sites"] = config.model.silo_sites
     roles["start"] = config.model.start
     return FederatedModel(python_function(Path(path), name, "model.function"), **roles), f"{name} in {Path(path).name}"
+
+
+def _formula(model: Model) -> FederatedModel:
+    from secure_fvi.mixed_model import glmm
+
+    known = [p for p in inspect.signature(glmm).parameters if p not in ("formula", "family", "dictionary")]
+    for key in model.options:
+        if key not in known:
+            raise InputError(unknown_key("model.options", key, known))
+    family = {} if model.family is None else {"family": model.family}
+    return glmm(str(model.formula), dictionary=model.dictionary, **family, **model.options)
+
+
+def read_texts(silo: SiloFile, key: str) -> dict[str, list[str]]:
+    """The columns of a silo's table as text, for a formula's dictionary to code; `key` is the configuration key."""
+    path = Path(silo.data)
+    with _named(path, key), opened({TABLE: path, **{n: Path(p) for n, p in silo.tables.items()}}, silo.query) as table:
+        names = list(table.types)
+        cells = ", ".join(f"coalesce(CAST(c{i} AS VARCHAR), '') AS c{i}" for i in range(len(names)))
+        found = table.fetch(f"SELECT {cells} FROM {table.rows}")
+        if not len(found["c0"]):
+            raise DataError("it has no records; leave the silo out")
+        return {name: found[f"c{i}"].tolist() for i, name in enumerate(names)}
 
 
 def python_function(path: Path, name: str, key: str) -> Any:
@@ -234,6 +259,14 @@ def _by_client(dataset: Dataset, ids: tuple[str, ...]) -> Parts:
 
 def _even(total: int, count: int) -> tuple[int, ...]:
     return tuple(total // count + (j < total % count) for j in range(count))
+
+
+def _tables(config: Config, model: FederatedModel) -> Parts:
+    """Silos' tables as a formula's program takes them, with records numbered on from silo to silo."""
+    texts = {s.id: read_texts(s, f"silo[{j}].data") for j, s in enumerate(config.silo)}
+    laid = model.prepared(texts)
+    ids = tuple(torch.arange(a, b) for a, b in _starts([len(rows["y"]) for rows in laid.values()]))
+    return tuple(laid), tuple(laid.values()), ids
 
 
 def _from_files(config: Config) -> Parts:

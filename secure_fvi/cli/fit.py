@@ -1,0 +1,70 @@
+"""`secure-fvi fit`: a formula, the sites' tables and their dictionary, to a table of estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("formula")
+@click.option("--family", default="gaussian", show_default=True, help="gaussian, bernoulli, poisson, ordinal, ...")
+@click.option("--data", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="A site's CSV.")
+@click.option("--dictionary", required=True, type=click.Path(path_type=Path), help="What the columns are (TOML).")
+@click.option("--shared", multiple=True, metavar="COLUMN", help="Its groups span sites.")
+@click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of a run's file, such as seed=7.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the results, if they are to be kept.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@click.pass_context
+def fit(
+    context: click.Context,
+    formula: str,
+    family: str,
+    files: tuple[Path, ...],
+    dictionary: Path,
+    shared: tuple[str, ...],
+    missing: str,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    quiet: bool,
+    debug: bool,
+) -> None:
+    """Fit FORMULA, as in lme4 and brms, to one table a site; all parties run in this process.
+
+    Columns are coded from the dictionary, never from data. Prints estimates in the units of the tables. Exits 4 where
+    the run ended without converging.
+    """
+    from secure_fvi.cli.run import RunProgress
+    from secure_fvi.cli.tables import exit_code, print_result
+    from secure_fvi.runs.config import override, parse
+    from secure_fvi.runs.directory import RunDirectory
+    from secure_fvi.runs.federation import federate
+    from secure_fvi.runs.running import execute_federation
+
+    names = [f.stem for f in files]
+    ids = names if len(set(names)) == len(names) else [f"site-{k + 1}" for k in range(len(names))]
+    options = {**({"shared": list(shared)} if shared else {}), **({"missing": missing} if missing != "refuse" else {})}
+    model = {"formula": formula, "family": family, "dictionary": str(dictionary), "options": options}
+    silos = [{"id": name, "data": str(path)} for name, path in zip(ids, files, strict=True)]
+    table: dict[str, Any] = {"model": model, "silo": silos}
+    for text in overrides:
+        override(table, text)
+    federation = federate(parse(table, "secure-fvi fit"))
+    with RunProgress(quiet) as progress:
+        if out is not None:
+            result = execute_federation(federation, RunDirectory(out), on_round=progress.update)
+        else:
+            settings = federation.config.run
+            result = federation.fit(
+                seed=federation.config.seed, device=settings.device, dtype=federation.dtype,
+                compile=settings.compile, threads=federation.threads, on_round=progress.update,
+            )  # fmt: skip
+    assert result is not None
+    print_result(result)
+    if out is not None:
+        click.echo(f"report: {out / 'report.html'}")
+    context.exit(exit_code(result.to_json()))

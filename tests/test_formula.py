@@ -1,0 +1,418 @@
+"""Formulas: the design follows from the dictionary alone, bad input is answered where it stands, and what is fitted is
+the marginal likelihood that brute force finds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import secure_fvi as sf
+from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.formula import Design, parse
+from secure_fvi.mixed_model import FAMILIES, MixedModel, glmm, user_draws
+
+COLUMNS = {
+    "y": Column("boolean"),
+    "count": Column("integer", low=0),
+    "n": Column("integer", low=1, high=20),
+    "grade": Column("category", levels=("low", "mid", "high", "top")),
+    "pressure": Column("number", low=80, high=220, centre=130, scale=15),
+    "age": Column("number", low=20, high=80, centre=50, scale=15),
+    "sex": Column("category", levels=("f", "m", "x")),
+    "visits": Column("integer", low=1, high=4),
+    "smoke": Column("boolean"),
+    "child": Column("id", missing=("unknown",)),
+    "ward": Column("category", levels=("a", "b", "c", "d")),
+    "region": Column("category", levels=("north", "south"), shared=True),
+}
+DICTIONARY = Dictionary(COLUMNS)
+
+
+def table(rows: int = 40, seed: int = 0, **columns: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    made = {
+        "y": rng.integers(0, 2, rows), "count": rng.integers(0, 5, rows), "n": rng.integers(5, 20, rows),
+        "grade": rng.choice(["low", "mid", "high", "top"], rows), "pressure": rng.uniform(90, 200, rows),
+        "age": rng.uniform(20, 80, rows), "sex": rng.choice(["f", "m", "x"], rows), "visits": rng.integers(1, 5, rows),
+        "smoke": rng.integers(0, 2, rows).astype(bool), "child": rng.integers(0, rows // 3, rows),
+        "ward": rng.choice(["a", "b"], rows), "region": rng.choice(["north", "south"], rows),
+    }  # fmt: skip
+    return {**made, **columns}
+
+
+def model(formula: str, family: str = "bernoulli", **more: Any) -> MixedModel:
+    return glmm(formula, family, dictionary=DICTIONARY, **more)
+
+
+# ---- the design ----
+
+RICH = "C(sex, contr.sum) * age + bs(age, df=5) + poly(pressure, 2) + C(visits) + scale(pressure):smoke + log(age)"
+
+
+@pytest.mark.parametrize("formula", ["sex * age", "0 + sex", "smoke:age", RICH])
+def test_sites_with_other_levels_and_ranges_get_equal_designs(formula: str) -> None:
+    """Each row's columns are the same at a silo that has nothing but that row: no level, knot, centre or scale is of the
+    data."""
+    design, whole = Design(formula, f"y ~ {formula}", DICTIONARY), table()
+    frame = coded(whole)
+    together = design.matrix(frame, 40)
+    alone = np.concatenate([design.matrix({n: v[k : k + 1] for n, v in frame.items()}, 1) for k in range(40)])
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-12)
+    again = Design(formula, f"y ~ {formula}", Dictionary(dict(reversed(COLUMNS.items()))))
+    assert again.names == design.names
+    np.testing.assert_array_equal(again.matrix(frame, 40), together)
+
+
+def test_the_control_formulaic_alone_takes_levels_and_knots_from_data() -> None:
+    import pandas as pd
+    from formulaic import Formula
+
+    frame = pd.DataFrame(table())
+    formula = Formula("sex + bs(age, df=5)")
+    one, other = (np.asarray(formula.get_model_matrix(part)) for part in (frame, frame[frame["sex"] == "f"]))
+    assert one.shape[1] > other.shape[1]
+    spline = Formula("bs(age, df=5)")
+    assert not np.allclose(np.asarray(spline.get_model_matrix(frame))[:20], np.asarray(spline.get_model_matrix(frame[:20])))
+
+
+def coded(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    from secure_fvi.mixed_model import code
+
+    return {name: code(np.asarray(v), DICTIONARY[name], name)[0] for name, v in given.items()}
+
+
+@pytest.mark.parametrize("formula", ["smoke * age", "sex * pressure + age", "bs(age, df=4) + log(pressure)", "0 + age"])
+def test_coefficients_come_back_in_the_users_units(formula: str) -> None:
+    """X_standardised b = X_user (to_user b), with formulaic's own design beside it."""
+    import pandas as pd
+    from formulaic import Formula
+
+    given = table()
+    design = Design(formula, f"y ~ {formula}", DICTIONARY)
+    b = np.random.default_rng(1).standard_normal(design.size)
+    frame = pd.DataFrame({"age": given["age"], "pressure": given["pressure"], "smoke": given["smoke"].astype(float),
+                          "sex": pd.Categorical(given["sex"], categories=["f", "m", "x"])})  # fmt: skip
+    if "bs(" not in formula and "log" not in formula:  # whose state is not the dictionary's there
+        theirs = np.asarray(Formula(formula).get_model_matrix(frame), dtype=float)
+        np.testing.assert_allclose(design.matrix(coded(given), 40) @ b, theirs @ (design.to_user @ b), atol=1e-9)
+    spread = design.matrix(coded(table(4000)), 4000).std(0)
+    assert ((spread > 0.1) & (spread < 3) | (np.array(design.names) == "(Intercept)")).all()
+
+
+def test_numbers_are_not_centred_where_that_is_another_model() -> None:
+    alone = Design("smoke:age", "y ~ smoke:age", DICTIONARY)
+    assert alone.to_user[0, 1] == 0.0  # smoke:(age - 50) has another span than 1 and smoke:age
+    assert Design("smoke * age", "y ~ ...", DICTIONARY).to_user[1, 3] == pytest.approx(-50 / 15)
+
+
+# ---- text ----
+
+
+def test_a_formula_in_its_parts() -> None:
+    found = parse("r | trials(n) + weights(w) ~ a * b - 1 + offset(log(t)) + (1 + x || g) + (1 | h / `the ward`)")
+    assert (found.response, found.additions) == ("r", {"trials": "n", "weights": "w"})
+    assert (found.fixed, found.offsets) == ("a * b - 1", ("log(t)",))
+    assert [(r.design, r.group, r.correlated) for r in found.random] == [
+        ("1 + x", ("g",), False), ("1", ("h",), True), ("1", ("h", "the ward"), True)
+    ]  # fmt: skip
+    assert parse("y ~ (1 | g)").fixed == "1"
+
+
+WRONG = {
+    "y ~ smke": (5, "did you mean 'smoke'"),
+    "y ~ smoke + (1 | chld)": (None, "did you mean 'child'"),
+    "yy ~ smoke": (None, "no column 'yy'"),
+    "y ~ (1 | child": (5, "not closed"),
+    "y ~ age)": (8, "closes nothing"),
+    "y smoke": (8, "one '~'"),
+    "y ~ smoke +": (12, "missing"),
+    "y ~ smoke *": (11, "Operator `*`"),
+    "y ~ smoke $ age": (11, "Unknown operator"),
+    "y ~ age sex": (5, "Missing operator"),
+    "y ~ age + .": (11, "'.' stands for no column"),
+    "y ~ cs(age, df=3)": (5, "quantiles of the data"),
+    "y ~ lag(age)": (5, "other rows"),
+    "y ~ bs(sex)": (5, "no number"),
+    "y ~ C(age)": (5, "has no levels"),
+    "y ~ mean(age)": (5, "no function 'mean'"),
+    "y ~ I(age.mean())": (5, "no attribute"),
+    "y ~ age + {[a for a in [1]]}": (None, "more than functions and arithmetic"),
+    "y ~ {__import__('os')}": (None, "no function '__import__'"),
+    "y ~ age * (1 | child)": (14, "stands by itself"),
+    "y ~ age - (1 | child)": (11, "taken out"),
+    "y ~ (1 | age)": (None, "names no groups"),
+    "y ~ child": (None, "is an id"),
+    "y ~ y": (None, "both sides"),
+    "y | tries(n) ~ 1": (5, "trials(...) and weights(...)"),
+    "y ~ offset(sex)": (None, "numeric columns"),
+}
+
+
+@pytest.mark.parametrize("formula", WRONG)
+def test_what_does_not_parse_is_marked(formula: str) -> None:
+    at, why = WRONG[formula]
+    with pytest.raises(InputError) as caught:
+        model(formula)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if at is not None:
+        assert f"at character {at}: {formula[: at - 1]}»{formula[at - 1 :]}" in str(caught.value)
+
+
+FAMILY_WRONG = [
+    ("age ~ sex", "bernoulli", "needs a boolean"), ("grade ~ age", "bernoulli", "a category of 4 levels"),
+    ("visits ~ age", "bernoulli", "an integer from 1 to 4"), ("y ~ age", "gaussian", "needs a number"),
+    ("age ~ sex", "poisson", "needs an integer"), ("count ~ sex", "binomial", "| trials(n)"),
+    ("y | trials(n) ~ sex", "bernoulli", "family binomial"), ("y ~ age", "ordinal", "needs a category"),
+    ("y ~ age", "beta", "family 'beta' is not there (there are: gaussian"), ("y ~ age", "bernouli", "'bernoulli'?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("formula", "family", "why"), FAMILY_WRONG)
+def test_a_family_that_does_not_fit_says_what_it_needs(formula: str, family: str, why: str) -> None:
+    with pytest.raises(InputError) as caught:
+        model(formula, family)
+    assert why in str(caught.value)
+
+
+# ---- tables ----
+
+
+def prepared(of: MixedModel, *tables_: Any) -> list[Any]:
+    return list(of.prepared({f"site-{k}": t for k, t in enumerate(tables_)}).values())
+
+
+ROWS_WRONG = [
+    ({"sex": ["f"] * 38 + ["q77", "z77"]}, "silo 'site-0': 'sex' holds a level that the dictionary has not in 2 of 40 rows"),
+    ({"age": [300.0] + [40.0] * 39}, "'age' is above the dictionary's high in 1 of 40 rows"),
+    ({"age": ["elderly"] + [40.0] * 39}, "'age' holds what is no number in 1 of 40 rows"),
+    ({"age": [math.nan] * 3 + [40.0] * 37, "sex": [None] + ["f"] * 39}, "no value of 'age' in 3, 'sex' in 1 of 40 rows"),
+    ({"y": [2] + [1] * 39}, "'y' holds what is neither true nor false in 1 of 40 rows"),
+    ({"child": ["unknown"] * 2 + ["k"] * 38}, "no value of 'child' in 2 of 40 rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "why"), ROWS_WRONG)
+def test_rows_that_do_not_fit_are_refused_by_silo_column_and_number(columns: Any, why: str) -> None:
+    of = model("y ~ sex + age + (1 | child)")
+    with pytest.raises(DataError) as caught:
+        prepared(of, table(**columns))
+    assert why in str(caught.value)
+    assert not any(value in str(caught.value) for value in ("q77", "z77", "300", "elderly"))
+    assert prepared(of, table())  # the control
+
+
+def test_counts_below_0_and_successes_above_trials_are_refused() -> None:
+    wide = Dictionary({**COLUMNS, "count": Column("integer")})
+    with pytest.raises(DataError, match="'count' is a count and below 0 in 1 of 40 rows"):
+        prepared(glmm("count ~ age", "poisson", dictionary=wide), table(count=[-1] + [2] * 39))
+    with pytest.raises(DataError, match="'count' is more than 'n' in 2 of 40 rows"):
+        prepared(model("count | trials(n) ~ age", "binomial"), table(count=[30] * 2 + [2] * 38))
+
+
+def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None:
+    of = model("y ~ age + (1 | child)", missing="drop")
+    (laid,) = prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))
+    assert float(laid["present"].sum()) == 37
+    assert of.of.counts["site-0"] == {"rows": 37, "left out": 3, "groups": of.of.counts["site-0"]["groups"]}
+
+
+def test_tables_of_every_kind_are_laid_out_alike() -> None:
+    pd = pytest.importorskip("pandas")
+    of, given = model("y ~ sex * age + (1 | child)"), table()
+    as_text = {name: [str(v) for v in values] for name, values in given.items()}
+    frame = pd.DataFrame(given)
+    first, *others = [prepared(of, t)[0] for t in (given, as_text, frame, frame.astype({"sex": "category"}))]
+    for other in others:
+        assert all(torch.allclose(first[n], other[n]) for n in first)
+    with pytest.raises(InputError, match="a table is a dict of columns"):
+        prepared(of, 3)
+    with pytest.raises(DataError, match=r"no column 'sex'.*"):
+        prepared(of, {n: v for n, v in given.items() if n != "sex"})
+
+
+def test_groups_that_stand_in_two_silos_must_be_said() -> None:
+    with pytest.raises(InputError, match=r"same groups at silos 'site-0' and 'site-1': say shared=\('ward',\)"):
+        prepared(model("y ~ age + (1 | ward)"), table(), table(seed=1))
+    assert prepared(model("y ~ age + (1 | ward)"), table(), table(seed=1, ward=["c"] * 40))
+    assert prepared(model("y ~ age + (1 | ward)", local=("ward",)), table(), table(seed=1))
+    spans = model("y ~ age + (1 | ward)", shared=("ward",))
+    assert [t.place for t in spans.of.terms] == ["global"]
+    assert prepared(spans, table(), table(seed=1))
+
+
+def test_where_groups_live_is_said() -> None:
+    of = model("y ~ age + (1 | region) + (1 + age | ward/child)")
+    assert [(t.of.label, t.place) for t in of.of.terms] == [
+        ("region", "global"), ("ward", "silo"), ("ward:child", "record")
+    ]  # fmt: skip
+    assert of.silo_sites == ("ward",)
+    assert "(1 | region): global, it spans silos" in of.describe()
+    with pytest.raises(InputError, match="lives in one silo"):
+        model("y ~ age + (1 | region)", record="region")
+
+
+# ---- what is fitted ----
+
+
+def terms(of: MixedModel, laid: dict[str, Any], values: dict[str, Any]) -> torch.Tensor:
+    """log p of each record at these values of the sites, by Pyro's own trace."""
+    from pyro import poutine
+
+    run = poutine.trace(poutine.condition(of.fn, values)).get_trace(**laid)
+    run.compute_log_prob()
+    return run.nodes["y"]["log_prob"].reshape(len(laid["y"]), -1).sum(1)
+
+
+CASES = [
+    ("bernoulli", "y ~ age + (1 | child)"), ("binomial", "count | trials(n) ~ age + (1 | child)"),
+    ("poisson", "count ~ age + (1 | child)"), ("negbinomial", "count ~ age + (1 | child)"),
+    ("ordinal", "grade ~ age + (1 | child)"), ("gaussian", "pressure ~ age + (1 | child)"),
+    ("student", "pressure ~ age + (1 | child)"), ("bernoulli", "y ~ age + (1 + age | child)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "formula"), CASES)
+def test_a_records_effects_are_integrated_out_as_brute_force_does(family: str, formula: str) -> None:
+    """Against a fine grid over the effects, with the program whose effects are latents as integrand; and padding counts
+    nothing: a record alone, without any, has the same term."""
+    of, rows = model(formula, family), table(24)
+    (laid,) = prepared(of, rows)
+    size = of.of.terms[0].design.size
+    values = {
+        "b": torch.tensor([0.3, -0.4][-len(of.of.kept) :]), "sd_child": torch.tensor([1.2, 0.7][:size]),
+        "cor_child": torch.tensor([[1.0, 0.0], [0.6, 0.8]]), "sigma": torch.tensor(0.9), "nu": torch.tensor(5.0),
+        "shape": torch.tensor(1.5), "cut": torch.tensor(-0.5), "log_gaps": torch.tensor([-0.3, 0.2]),
+    }  # fmt: skip
+    values = {name: value.double() for name, value in values.items()}
+    found = terms(of, laid, values)
+    latent, count = of.with_latents(), len(laid["y"])
+    axis = torch.linspace(-6, 6, 241 if size == 1 else 31, dtype=torch.float64)
+    step, total = float(axis[1] - axis[0]), []
+    for eps in torch.cartesian_prod(*[axis] * size).reshape(-1, size):
+        given = {**values, "child": eps.expand(count, 1, size)}
+        normal = -0.5 * (eps.square().sum() + size * math.log(2 * math.pi)) + size * math.log(step)
+        total.append(terms(latent, laid, given) + normal)
+    torch.testing.assert_close(found, torch.logsumexp(torch.stack(total), 0), rtol=2e-4, atol=2e-3)
+    alone = prepared(of, {n: np.asarray(v)[np.asarray(rows["child"]) == rows["child"][0]] for n, v in rows.items()})[0]
+    where = sorted(set(rows["child"].tolist())).index(rows["child"][0])
+    torch.testing.assert_close(terms(of, alone, values)[0], found[where])
+
+
+def test_every_family_is_tried() -> None:
+    assert {family for family, _ in CASES} == set(FAMILIES)
+
+
+def test_a_fit_from_tables_to_a_table_of_odds_ratios() -> None:
+    """The whole way, masked, with ragged groups; and in the user's units: a site that counts age in months, with its
+    dictionary, finds a twelfth of the coefficient."""
+    rng = np.random.default_rng(3)
+    tables = []
+    for patients in (13, 20, 30):
+        child = np.repeat(np.arange(patients), rng.integers(1, 5, patients))
+        age = rng.uniform(20, 80, len(child))
+        eta = 0.8 * (age - 50) / 15 + rng.standard_normal(patients)[child]
+        tables.append({"y": rng.uniform(size=len(child)) < 1 / (1 + np.exp(-eta)), "age": age, "child": child})
+    of = model("y ~ age + (1 | child)")
+    result = sf.fit(of, tables, sf.PVI(rounds=2, local_steps=60), compile=False)
+    found = of.summary(result)
+    age = next(line for line in found.effects if line.name == "age")
+    assert 0.02 < age.estimate < 0.12
+    assert age.ratio is not None
+    assert age.ratio[0] == pytest.approx(math.exp(age.estimate))
+    assert all(word in str(found) for word in ("odds ratio", "(Intercept)", "sd(child) (Intercept)", "63 records"))
+    months = Column("number", low=240, high=960, centre=600, scale=180)
+    other = glmm("y ~ age + (1 | child)", "bernoulli", dictionary=Dictionary({**COLUMNS, "age": months}))
+    again = other.summary(sf.fit(other, [{**t, "age": t["age"] * 12} for t in tables],
+                                 sf.PVI(rounds=2, local_steps=60), compile=False))  # fmt: skip
+    assert 12 * again.effects[1].estimate == pytest.approx(age.estimate, rel=1e-3)
+
+
+def test_priors_are_in_the_users_units() -> None:
+    of = model("y ~ age", priors={"age": (0.0, 0.1), "(Intercept)": (1.0, 2.0)})
+    assert of.fn.priors.sd.tolist() == pytest.approx([2.0, 1.5])  # type: ignore[attr-defined]
+    assert "prior of age: normal(0, 0.1)" in of.describe()
+    draws = {"b": torch.randn(40_000, 2, generator=torch.Generator().manual_seed(0)).double() * torch.tensor([2.0, 1.5])}
+    assert float(user_draws(of, draws)["age"].std()) == pytest.approx(0.1, rel=0.02)
+    for wrong in ({"agee": (0, 1)}, {"age": 1}, {"sigma": -1}):
+        with pytest.raises(InputError, match="priors"):
+            model("y ~ age", priors=wrong)
+
+
+# ---- the three doors ----
+
+
+def files(folder: Path) -> tuple[Path, list[Path]]:
+    written = folder / "dictionary.toml"
+    written.write_text(DICTIONARY.to_toml())
+    paths = []
+    for k in range(3):
+        rows = table(30, seed=k)
+        paths.append(folder / f"site{k}.csv")
+        lines = zip(*rows.values(), strict=True)
+        paths[-1].write_text("\n".join([",".join(rows), *(",".join(map(str, line)) for line in lines)]) + "\n")
+    return written, paths
+
+
+FORMULA = "y ~ smoke * age + sex + (1 | child)"
+QUICK = ["run.compile=false", "algorithm.name=pvi", "algorithm.rounds=1", "algorithm.local_steps=10"]
+
+
+def test_python_command_and_file_make_the_same_model(tmp_path: Path) -> None:
+    from secure_fvi.runs.config import parse as parse_config
+    from secure_fvi.runs.federation import Federation, federate
+
+    written, paths = files(tmp_path)
+    here = model(FORMULA)
+    silos = [{"id": p.stem, "data": str(p)} for p in paths]
+    said = {"formula": FORMULA, "family": "bernoulli", "dictionary": str(written)}
+    found = federate(parse_config({"model": said, "silo": silos}, "a test"))
+    assert isinstance(found, Federation)
+    there = found.model
+    assert isinstance(there, MixedModel)
+    assert (there.text, there.family, there.of.dictionary, there.describe(), there.silo_sites) == (
+        here.text, here.family, here.of.dictionary, here.describe(), here.silo_sites
+    )  # fmt: skip
+    assert found.algorithm == here.default_algorithm
+    mine = here.prepared({p.stem: table(30, seed=k) for k, p in enumerate(paths)})
+    for silo, laid in zip(found.silo_ids, found.silos, strict=True):
+        assert all(torch.allclose(laid[n], mine[silo][n], atol=1e-9) for n in mine[silo])
+    other = parse_config({"model": {**said, "options": {"mising": "drop"}}, "silo": silos}, "a test")
+    with pytest.raises(InputError, match="did you mean 'missing'"):
+        federate(other)
+
+
+def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from secure_fvi.cli import cli
+
+    written, paths = files(tmp_path)
+    words = ["fit", FORMULA, "--family", "bernoulli", "--dictionary", str(written), "--quiet"]
+    data = [word for p in paths for word in ("--data", str(p))]
+    quick = [word for setting in QUICK for word in ("--set", setting)]
+    with pytest.warns(sf.SecureFVIWarning, match="unassessed"):
+        done = CliRunner().invoke(cli, [*words, *data, *quick], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "odds ratio" in done.output
+    assert "sd(child) (Intercept)" in done.output
+    paths[1].write_text(paths[1].read_text().replace(",f,", ",q77,"))
+    done = CliRunner().invoke(cli, [*words, *data, *quick])
+    assert "silo 'site1': 'sex' holds a level that the dictionary has not in" in str(done.exception)
+    assert "q77" not in str(done.exception)
+
+
+def test_a_formula_is_refused_between_institutions() -> None:
+    from secure_fvi.deployment.model_hash import read_model
+    from secure_fvi.runs.config import parse as parse_config
+
+    said = {"formula": FORMULA, "family": "bernoulli", "dictionary": "d.toml"}
+    config = parse_config({"model": said, "silo": [{"id": "a", "data": "a.csv"}]}, "a test")
+    with pytest.raises(InputError, match="between institutions it is not run yet"):
+        read_model(config)
