@@ -238,12 +238,20 @@ def _half_t(scale: float, like: Tensor, size: int | None = None) -> Any:
 # ---- a response given its linear predictor, and a record's effects integrated out ----
 
 
+#: Nodes an effect by the number of effects of a record; with more, they are latents.
+_NODES = {1: 19, 2: 9, 3: 7}
+_NEWTON = 4
+#: Of those whose curvature changes fast, as a count's does, or is not the expected one.
+_NEWTON_MORE = 7
+
+
 class Given(NamedTuple):
     """`density(eta, data)` of y. `slopes(eta, y, data)`: the first derivative of its logarithm in eta, and its expected
     curvature, which is positive."""
 
     density: Callable[[Tensor, Mapping[str, Any]], Any]
     slopes: Callable[[Tensor, Tensor, Mapping[str, Any]], tuple[Tensor, Tensor]]
+    steps: int = _NEWTON
 
 
 def _binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -268,9 +276,6 @@ def _student_slopes(eta: Tensor, y: Tensor, sigma: Tensor, nu: Tensor) -> tuple[
 
 
 _FAR = 1e6
-#: Nodes an effect by the number of effects of a record; with more, they are latents.
-_NODES = {1: 19, 2: 9, 3: 7}
-_NEWTON = 5
 #: Longest Newton step, in prior sds of the effects.
 _LONGEST = 3.0
 
@@ -308,7 +313,7 @@ def _around(
     """Mode (N, d) of each record's integrand by Newton steps, and the factor (N, d, d) of the inverse curvature."""
     eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
     eps = design.new_zeros((*design.shape[:-2], design.shape[-1]))
-    for _ in range(_NEWTON):
+    for _ in range(given.steps):
         slope, lower = _curved(eps, eta, design, y, weights, data, given)
         move = _solved(lower, slope)
         eps = eps + move * (_LONGEST / move.norm(dim=-1, keepdim=True).clamp(min=_LONGEST))
@@ -407,12 +412,13 @@ class Program:
         if family == "binomial":
             return Given(lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta), _binomial_slopes)
         if family == "poisson":
-            return Given(lambda eta, data: dist.Poisson(eta.exp()), lambda eta, y, data: (y - eta.exp(), eta.exp()))
+            return Given(lambda eta, data: dist.Poisson(eta.exp()), lambda eta, y, data: (y - eta.exp(), eta.exp()),
+                         _NEWTON_MORE)
         if family == "negbinomial":
             shape = pyro.sample("shape", dist.InverseGamma(like + 0.4, like + 0.3))
             return Given(
                 lambda eta, data: dist.NegativeBinomial(total_count=shape, logits=eta - shape.log()),
-                lambda eta, y, data: _count_slopes(eta, y, shape),
+                lambda eta, y, data: _count_slopes(eta, y, shape), _NEWTON_MORE,
             )
         if family == "ordinal":
             cuts = self._cuts(like)
@@ -427,7 +433,8 @@ class Program:
             )
         nu = pyro.sample("nu", dist.Gamma(like + 2.0, like + 0.1))
         return Given(
-            lambda eta, data: dist.StudentT(nu, eta, sigma), lambda eta, y, data: _student_slopes(eta, y, sigma, nu)
+            lambda eta, data: dist.StudentT(nu, eta, sigma), lambda eta, y, data: _student_slopes(eta, y, sigma, nu),
+            _NEWTON_MORE,
         )
 
     def _cuts(self, like: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ SLOW = (
     "docs/audits.md",
     "docs/baselines.md",
     "docs/fedvi.md",
+    "docs/formula.md",
     "docs/models.md",
     "docs/privacy.md",
     "docs/prodlda.md",

@@ -219,3 +219,20 @@ def silos(silos: int, length: int, leave: float, deadline: float, as_json: bool,
     from secure_fvi_lab.bench.silos import command
 
     command(as_json, silos, length, leave, deadline)
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--family", "families", multiple=True, help="Of sf.glmm; all by default.")
+@click.option("--sites", multiple=True, type=click.IntRange(3), help="Numbers of sites; 3 and 10 by default.")
+@click.option("--draws", type=click.IntRange(50), default=1000, show_default=True, help="Of NUTS, a chain.")
+@click.option("--quick", is_flag=True, help="The design alone, of a tenth of the rows.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def glmm(
+    as_json: bool, families: tuple[str, ...], sites: tuple[int, ...], draws: int, quick: bool, debug: bool
+) -> None:
+    """Fit formulas over sites of 13 to 200 records beside NUTS and meta-analysis, and time a design. Hours for all."""
+    from secure_fvi.mixed_model import FAMILIES
+    from secure_fvi_lab.bench.glmm import command
+
+    command(as_json, families or tuple(FAMILIES), sites or (3, 10), draws, quick)
