@@ -12,7 +12,8 @@ a proposal that matches the last weighted moments, up to `SUMS` times:
 
 The weighted draws are the answer where k-hat, the effective sample size, standard errors and the error of integration
 say that they are (`Found.against`). All of that is necessary, none sufficient: where no draw lies, no weight tells of
-it. So nothing is refined where another mode was found, nor far from where modes were looked for.
+it. So nothing is refined where another mode was found, nor far from where modes were looked for. A q that was close to
+begin with is asked for one such sum too, and stays the answer where the wider draws agree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from arviz_stats.base.array import array_stats
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, FloatArray
@@ -33,7 +33,7 @@ from secure_fvi.algorithms.base import ITERATION, Broadcast, Phase, Problem, Ref
 from secure_fvi.algorithms.kit import Sum, Totals
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.stationarity import Rest
-from secure_fvi.algorithms.weighing import UP_TO_NATS, Weigher, points, reported
+from secure_fvi.algorithms.weighing import CLOSE, UP_TO_NATS, Weigher, errors, points, reported
 from secure_fvi.compiled import over_draws
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import LOG_2PI
@@ -87,11 +87,18 @@ class Found(NamedTuple):
     log_evidence: float = math.nan  # log p(y), nats
     moved: float = 0.0  # of the mean from q's, in sds of q
     widened: float = 1.0  # the largest ratio of sds to q's, or of q's to them
+    of_q: tuple[float, float] = (math.inf, math.inf)  # largest errors of q's means, in sds, and of the logs of its sds
 
     @property
     def easy(self) -> bool:
         """Whether another sum would better little."""
         return max(self.khat, self.khat_sd) < EASY and max(self.mean_error, self.sd_error) < PRECISE / math.sqrt(2)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether q is as close as can be told."""
+        mean, sd = self.of_q
+        return mean <= CLOSE + 2 * self.mean_error and sd <= CLOSE + 2 * self.sd_error
 
     def against(self) -> str | None:
         """Why these draws are no answer; None: they are."""
@@ -123,26 +130,33 @@ class Refining(NamedTuple):
     at_mean: float  # log p(y | q's mean), nats
     found: Found
     lost: str  # why a sum was of no use
+    checks: bool  # whether q was close already, so that it stays the answer unless the draws say otherwise
+
+    @property
+    def sound(self) -> bool:
+        """Whether the weighted draws are the posterior."""
+        return bool(len(self.z)) and self.found.against() is None
 
     @property
     def answer(self) -> Refined | None:
-        """The weighted draws, where they are the posterior."""
+        """The weighted draws, where they are in place of q."""
         found = self.found
-        if not len(self.z) or found.against() is not None:
+        if not self.sound or (self.checks and found.agrees):
             return None
         return Refined(self.z, found.weights, found.khat, found.ess, found.log_evidence, found.integration_error)
 
     @property
     def done(self) -> bool:
         """Whether no more sums are worth it."""
-        return self.sums >= SUMS or (self.answer is not None and self.found.easy)
+        enough = self.found.easy or (self.checks and self.found.agrees)
+        return self.sums >= SUMS or (self.sound and enough)
 
     def against(self) -> str | None:
-        """Why there is no answer although it was tried; None: there is one, or it was not tried."""
-        if not self.sums or self.answer is not None:
+        """Why the draws are no answer although they were tried; None: they are, or were not."""
+        if not self.sums or self.sound:
             return None
         times = f"{self.sums} sum{'s' * (self.sums != 1)}"
-        return f"nor could q be refined by {times} at its draws: {self.lost or self.found.against()}"
+        return f"q could not be refined by {times} at draws near it: {self.lost or self.found.against()}"
 
     def reason(self) -> str:
         """Of an answer, in words."""
@@ -168,16 +182,13 @@ class Refining(NamedTuple):
 def start() -> Refining:
     """Before there is anything to refine."""
     none = torch.zeros(0, dtype=torch.float64)
-    return Refining(0, none, none, none, none, none, math.nan, Found(none), "")
+    return Refining(0, none, none, none, none, none, math.nan, Found(none), "", False)
 
 
-def worthwhile(rest: Rest, converged: bool) -> bool:
-    """Whether q is to be refined after the final sum: where it has not converged, or is less than close, and its draws
-    say where the posterior is; not where another mode was found."""
+def worthwhile(rest: Rest) -> bool:
+    """Whether draws of q say where the posterior is, and no other mode was found."""
     seen = rest.seen
-    if seen is None or seen.apart is not None or not bool(torch.isfinite(seen.log_weights).any()):
-        return False
-    return not (converged and seen.close)
+    return seen is not None and seen.apart is None and bool(torch.isfinite(seen.log_weights).any())
 
 
 def verdict(of_q: Verdict, state: Refining) -> Verdict:
@@ -189,8 +200,8 @@ def verdict(of_q: Verdict, state: Refining) -> Verdict:
     against = state.against()
     if against is None:
         return of_q._replace(details=details)
-    heavy = bool(len(state.z)) and not state.found.khat < LARGEST_KHAT
-    return Verdict(of_q.converged and not heavy, f"{of_q.reason}; {against}", details)
+    doubts = bool(len(state.z)) and not (state.found.khat < LARGEST_KHAT and state.found.agrees)
+    return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details)
 
 
 class Refiner:
@@ -244,9 +255,12 @@ class Refiner:
 
     # ---- server ----
 
-    def begun(self, q: Natural, rest: Rest) -> Refining:
-        """Before the first sum, from the weights of q's draws."""
+    def begun(self, q: Natural, rest: Rest, converged: bool) -> Refining:
+        """Before the first sum: near q itself, where that has converged and is close, else by the weights of its
+        draws."""
         assert rest.seen is not None
+        if converged and rest.seen.close:
+            return start()._replace(proposal=packed(q.mean(), q.factor()), checks=True)
         at = points(self.problem.seed, q, self.problem.layout)
         return start()._replace(proposal=matched(at.draws, rest.seen.log_weights, q.mean(), q.factor()))
 
@@ -285,15 +299,17 @@ class Refiner:
 
     def _log_density(self, proposals: Tensor, z: Tensor) -> Tensor:
         """(S,) of the mixture of all proposals."""
-        parts = []
-        for packed_ in proposals:
-            mean, factor = unpacked(packed_, self.n)
-            eps = torch.linalg.solve_triangular(factor, (z - mean).mT, upper=False).mT
-            square, log_det = eps.square().sum(-1), factor.diagonal().log().sum()
-            for (share, _), width in zip(_WIDTHS, _wider(self.n), strict=True):
-                scale = self.n * (math.log(width) + 0.5 * LOG_2PI) + log_det
-                parts.append(math.log(share / len(proposals)) - 0.5 * square / width**2 - scale)
+        parts = [
+            math.log(share / len(proposals)) + self._log_of(*unpacked(each, self.n), z, width)
+            for each in proposals
+            for (share, _), width in zip(_WIDTHS, _wider(self.n), strict=True)
+        ]
         return torch.logsumexp(torch.stack(parts), 0)
+
+    def _log_of(self, mean: Tensor, factor: Tensor, z: Tensor, width: float = 1.0) -> Tensor:
+        """(S,) of a normal, so many times as wide."""
+        eps = torch.linalg.solve_triangular(width * factor, (z - mean).mT, upper=False).mT
+        return -0.5 * (eps.square() + LOG_2PI).sum(-1) - (width * factor.diagonal()).log().sum()
 
     def _found(self, state: Refining, log_w: Tensor, q: Natural, theta: Params) -> Found:
         weights, khat = smoothed(log_w)
@@ -305,6 +321,8 @@ class Refiner:
         of_mean, of_sd = (float(p.square().sum(0).sqrt().max().nan_to_num(nan=math.inf)) for p in parts)
         tails = [smoothed(log_w + 2 * c.abs().log())[1] for c in centred.mT]
         at = weights @ state.z
+        log_q = self._log_of(q.mean(), q.factor(), state.z)
+        of_q = [float(e.abs().max()) for e in errors(values, log_w, log_q - (state.joint - log_w))]
         wide = (weights @ (state.z - at).square()).sqrt() / q.stddev()
         return Found(
             weights, khat, max(tails), float(1 / weights.square().sum()), of_mean, of_sd,
@@ -312,6 +330,7 @@ class Refiner:
             log_evidence=state.at_mean + float(torch.logsumexp(log_w, 0)) - math.log(len(log_w)),
             moved=float(((at - q.mean()) / q.stddev()).abs().max()),
             widened=float(torch.maximum(wide, 1 / wide).max()),
+            of_q=(of_q[0], of_q[1]),
         )  # fmt: skip
 
     def _integration_error(self, state: Refining, weights: Tensor) -> float:
@@ -359,6 +378,8 @@ def matched(z: Tensor, log_w: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
 
 def smoothed(log_w: Tensor) -> tuple[Tensor, float]:
     """Pareto-smoothed weights (S,), adding up to 1, and k-hat."""
+    from arviz_stats.base.array import array_stats  # a second to import
+
     log_w = log_w.nan_to_num(nan=-math.inf)
     log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
     found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out

@@ -206,8 +206,8 @@ class StructuredProgram(Program):
     def first_refining(self, found: Posterior, rest: Rest, of_q: Verdict, settled: bool) -> Refining | None:
         """What comes after the final sum; None: nothing. settled: whether theta is where it ends."""
         known = REFINE in self.tables and (settled or not found.theta)
-        if known and refining.worthwhile(rest, of_q.converged is True):
-            return self._refiner.begun(as_natural(self.family, found.eta), rest)
+        if known and refining.worthwhile(rest):
+            return self._refiner.begun(as_natural(self.family, found.eta), rest, of_q.converged is True)
         return None
 
     def refined(self, state: Refining, found: Posterior, message: Broadcast, sums: Totals, absent: bool) -> Refining:

@@ -444,8 +444,8 @@ def weighed(
     log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
     log_w, log_v = joint[1 : 1 + len(at.draws)] - log_drawn, log_q - log_drawn
     values = reported(problem, at.draws, theta)
-    halves = [_errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
-    mean, sd = _errors(values, log_w, log_v)
+    halves = [errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
+    mean, sd = errors(values, log_w, log_v)
     error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
     return Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, _other_mode(q, at, joint), log_w)
 
@@ -456,7 +456,7 @@ def reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
     return torch.cat([value.reshape(len(z), -1) for value in values.values()], 1).to("cpu", torch.float64)
 
 
-def _errors(values: Tensor, log_w: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:
+def errors(values: Tensor, log_w: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:
     """By how much q's means are off, in posterior sds, and its sds, in logs; infinite where it cannot be told. log_w,
     log_v: weights of the draws that make them the posterior's, and q's."""
     (mean, sd), (own_mean, own_sd) = _moments(values, log_w), _moments(values, log_v)

@@ -1,0 +1,399 @@
+"""Refining q: right within tolerance wherever it is called the result, whatever q it starts from, and refused where no
+weights tell.
+
+Runs start at the final sum, at a q that is made up, so that nothing here is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pvi_world import NOISE, REGRESSION, World, build, make_regression
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms import refining, weighing
+from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
+from secure_fvi.algorithms.natural import Natural, from_moments
+from secure_fvi.algorithms.pvi import FINISH, PVIState
+from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found
+from secure_fvi.errors import ProtocolError
+from secure_fvi.fitting import build_parties, run
+from secure_fvi.results import Result, refined_draws, summarise
+
+SIZES = (7, 30, 12)
+
+
+def _final(model: Any, silos: list[dict[str, Tensor]], q: Natural, algorithm: Any = None) -> World:
+    """After all sums from the final one on, at q."""
+    world = build(model, silos, algorithm or sf.PVI(family="full"))
+    world.server.state = world.server.state._replace(algorithm=world.state._replace(q=q, round=1, phase=FINISH))
+    world.round()
+    while world.state.phase != ROUND_PHASE:
+        world.round()
+    return world
+
+
+def _verdict(world: World) -> Verdict:
+    program: Any = world.server.program
+    found: Verdict = program.verdict(world.state)
+    return found
+
+
+def _moments(world: World) -> dict[str, Any]:
+    program: Any = world.server.program
+    posterior = program.posterior(world.state)
+    return dict(summarise(world.server.problem, posterior, refined_draws(world.server.problem, posterior)))
+
+
+def _model(program: Callable[..., None]) -> sf.FederatedModel:
+    return sf.FederatedModel(program, "r")
+
+
+def _normal(*sds: float, mean: float = 0.0) -> Natural:
+    return from_moments(torch.full((len(sds),), mean).double(), torch.tensor(sds).double().square().diag())
+
+
+def _rows(*values: float) -> list[dict[str, Tensor]]:
+    return [{"y": part} for part in torch.tensor(values).double().tensor_split(3)]
+
+
+# ---- right wherever it is the result ----
+
+
+def _moved(exact: Natural, off: float, wide: float, seed: int = 0) -> Natural:
+    signs = torch.randn(exact.n, generator=torch.Generator().manual_seed(seed)).sign().double()
+    return from_moments(exact.mean() + off * exact.stddev() * signs, wide**2 * exact.covariance())
+
+
+@pytest.mark.parametrize(("off", "wide"), [(0.0, 1.0), (0.5, 0.7), (1.3, 0.7), (0.5, 2.0), (2.0, 1.0)])
+def test_a_q_that_is_off_is_put_right(off: float, wide: float) -> None:
+    """Of a Gaussian posterior of correlated columns all is known: moments, and the evidence."""
+    silos, exact = make_regression(SIZES)
+    world = _final(REGRESSION, silos, _moved(exact, off, wide))
+    state, found = world.state.refining, _moments(world)["beta"]
+    assert float(((found.mean - exact.mean()) / exact.stddev()).abs().max()) < 0.1
+    assert float((found.sd / exact.stddev()).log().abs().max()) < 0.06
+    x, y = (torch.cat([s[name] for s in silos]).double() for name in ("x", "y"))
+    evidence = dist.MultivariateNormal(torch.zeros(len(y)).double(), 4 * x @ x.T + NOISE**2 * torch.eye(len(y)))
+    assert state.found.log_evidence == pytest.approx(float(evidence.log_prob(y)), abs=0.1)
+    assert state.found.khat < 0.5
+    assert _verdict(world).converged is True
+
+
+@pytest.mark.parametrize("n", [12, 25, pytest.param(30, marks=pytest.mark.slow)])
+def test_many_dimensions_are_right_or_refused(n: int) -> None:
+    silos, exact = make_regression((40, 40, 40), n)
+    world = _final(REGRESSION, silos, _moved(exact, 0.2, 0.9))
+    if not _verdict(world).converged:
+        assert n > 20
+        assert "could not be refined" in _verdict(world).reason
+        return
+    found = _moments(world)["beta"]
+    assert float(((found.mean - exact.mean()) / exact.stddev()).abs().max()) < 0.2
+    assert float((found.sd / exact.stddev()).log().abs().max()) < 0.14
+
+
+def _share(y: Tensor) -> None:
+    """Of all that succeed the posterior is skewed to the end of its support."""
+    p = pyro.sample("p", dist.Uniform(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Bernoulli(p), obs=y)
+
+
+def test_a_posterior_at_the_end_of_its_support() -> None:
+    """Beta(16, 1), whose 5% quantile a Gaussian in the logit does not have."""
+    world = _final(_model(_share), _rows(*[1.0] * 15), _normal(0.8, mean=2.5))
+    assert _verdict(world).converged is True
+    found, exact = _moments(world)["p"], dist.Beta(16.0, 1.0)
+    sd = float(exact.variance) ** 0.5
+    assert abs(float(found.mean - exact.mean)) < 0.1 * sd
+    assert float(found.sd) == pytest.approx(sd, rel=0.06)
+    program: Any = world.server.program
+    draws = refined_draws(world.server.problem, program.posterior(world.state))
+    assert draws is not None
+    order = draws.draws["p"].argsort()
+    at = int((draws.weights[order].cumsum(0) < 0.05).sum())
+    assert abs(float(draws.draws["p"][order][at]) - 0.05 ** (1 / 16)) < 0.15 * sd
+    assert draws.log_evidence == pytest.approx(math.log(1 / 16), abs=0.05)
+
+
+def _counts(y: Tensor) -> None:
+    """A record's own effect, whose sd has a posterior down to nothing."""
+    mu, sigma = pyro.sample("mu", dist.Normal(0.0, 3.0)), pyro.sample("sigma", dist.LogNormal(-3.0, 1.5))
+    with pyro.plate("r", len(y)):
+        own = pyro.sample("own", dist.Normal(0.0, sigma))
+        pyro.sample("y", dist.Poisson((mu + own).exp()), obs=y)
+
+
+def _exact_counts(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sd of mu and log sigma, on a grid, latents by 201 points of the prior's own scale."""
+    mu, log_sigma = torch.linspace(2.0, 3.4, 141).double(), torch.linspace(-11.0, 1.0, 121).double()
+    u = torch.linspace(-8, 8, 201).double()
+    eta = mu[:, None, None] + log_sigma.exp()[:, None] * u
+    each = (dist.Poisson(eta[..., None].exp()).log_prob(y) - 0.5 * u[:, None] ** 2).logsumexp(2)
+    log = each.sum(-1) - 0.5 * (mu[:, None] / 3) ** 2 - 0.5 * ((log_sigma + 3) / 1.5) ** 2
+    share = log.flatten().softmax(0).reshape(log.shape)
+    means = torch.stack([(share.sum(1) * mu).sum(), (share.sum(0) * log_sigma).sum()])
+    squares = torch.stack([(share.sum(1) * mu**2).sum(), (share.sum(0) * log_sigma**2).sum()])
+    return means, (squares - means**2).sqrt()
+
+
+def test_latents_are_integrated_out_where_q_never_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sd of records' effects goes down to a hundredth of what q(Z_L | Z_G) is wide. The control: by grids that stay
+    where these are, small sds look impossible on all nodes alike, which no comparison of nodes shows."""
+    y = torch.tensor([14.0, 15, 13, 17, 14, 16, 12, 15, 18, 13, 14, 16]).double()
+    mean, sd = _exact_counts(y)
+    start = from_moments(torch.tensor([2.69, -3.2]).double(), torch.tensor([0.01, 1.5]).double().diag())
+
+    def off() -> float:
+        world = _final(_model(_counts), _rows(*y.tolist()), start)
+        z, weights = world.state.refining.z, world.state.refining.found.weights
+        assert world.state.refining.found.integration_error < 0.3
+        return float(((weights @ z - mean) / sd).abs().max())
+
+    assert off() < 0.12
+    monkeypatch.setattr(weighing, "_around_mode", lambda _, moments: moments)
+    assert off() > 0.2
+
+
+# ---- refused where no weights tell ----
+
+
+def _two_signs(y: Tensor) -> None:
+    a = pyro.sample("a", dist.Normal(0.0, 2.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a**2, 1.0), obs=y)
+
+
+def _corners(y: Tensor) -> None:
+    """Two modes, the second along no dimension and no mirror of the first: y is a share of the likelihood."""
+    a = pyro.sample("a", dist.Normal(torch.zeros(2), 100.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        both = -0.5 * torch.stack([a.square().sum(), (a - 4.5).square().sum()])
+        pyro.factor("f", y * both.logsumexp(0))
+
+
+def _cauchy(y: Tensor) -> None:
+    """No record says anything of mu: its sd is infinite."""
+    mu = pyro.sample("mu", dist.Cauchy(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(0.0 * mu, 1.0), obs=y)
+
+
+def _funnel(y: Tensor) -> None:
+    v = pyro.sample("v", dist.Normal(0.0, 3.0))
+    x = pyro.sample("x", dist.Normal(torch.zeros(9), (v / 2).exp().unsqueeze(-1)).to_event(1))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(0.0 * x.sum(), 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("program", "y", "q"),
+    [
+        pytest.param(_two_signs, [3.0, 4.0, 5.0, 3.5, 4.5], _normal(0.12, mean=2.0), id="two signs"),
+        pytest.param(_corners, [0.25] * 4, _normal(1.0, 1.0), id="a mode where nobody looked"),
+        pytest.param(_cauchy, [0.1, 0.2, 0.3], _normal(2.0), id="a mean that does not exist"),
+        pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(*[1.0] * 10), id="a funnel"),
+        pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(3.0, *[2.0] * 9), id="a funnel, wide"),
+    ],
+)
+def test_wrong_is_never_called_converged(
+    program: Callable[..., None], y: list[float], q: Natural, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is said of the rounds before. The second mode is as likely as the first, which q is exactly: weights of
+    q's own draws alone do not see it."""
+    world = _final(_model(program), _rows(*y), q)
+    of_q = Verdict(True, "q is at rest", {})
+    found = refining.verdict(of_q, world.state.refining)
+    if program is _two_signs:
+        assert world.state.refining.sums == 0  # another mode was found before
+        assert _verdict(world).converged is False
+        return
+    if program is _corners and found.converged:
+        assert float((_moments(world)["a"].mean - 2.25).abs().max()) < 0.5
+        return
+    assert found.converged is False, found
+    assert "refined" in found.reason
+
+
+def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
+    silos, exact = make_regression(SIZES)
+    program: Any = build(REGRESSION, silos, sf.PVI(family="full")).server.program
+    state = refining.start()._replace(checks=True, sums=1, z=torch.zeros(DRAWS, 3))
+    good: dict[str, Any] = {"khat": 0.1, "khat_sd": 0.1, "ess": 500.0, "mean_error": 0.03, "sd_error": 0.03}
+    close = state._replace(found=Found(torch.full((DRAWS,), 1 / DRAWS), **good, of_q=(0.02, 0.01)))
+    apart = state._replace(found=close.found._replace(of_q=(0.4, 0.01)))
+    of_q = Verdict(True, "q is at rest", {})
+    assert close.done
+    assert close.answer is None
+    assert refining.verdict(of_q, close).converged is True
+    assert apart.answer is not None
+    worse = apart._replace(found=apart.found._replace(khat=0.9), sums=SUMS)
+    assert refining.verdict(of_q, worse).converged is False
+    assert program.order.phases[REFINE].most == SUMS
+
+
+# ---- who chooses draws, and what is told ----
+
+
+def test_draws_follow_from_all_that_the_broadcast_says() -> None:
+    """The same at all parties; of another q, proposal or sum others, so that whoever chooses one chooses no draw."""
+    silos, exact = make_regression(SIZES)
+    world = _final(REGRESSION, silos, _moved(exact, 0.5, 0.7))
+    program: Any = world.server.program
+    state = world.state._replace(phase=REFINE)
+    message = program.broadcast(state, 9, {})
+    draws = program.refiner.draws(message)
+    again: Any = build(REGRESSION, silos[::-1], sf.PVI(family="full")).server.program
+    assert torch.equal(draws, again.refiner.draws(message))
+    assert len(draws) == DRAWS
+    nudged = {**message.tensors, PROPOSAL: message.tensors[PROPOSAL] + 1e-12}
+    other = message._replace(tensors=nudged), message._replace(scalars={ITERATION: 2.0})
+    q = message._replace(tensors={**message.tensors, "q": message.tensors["q"] * (1 + 1e-12)})
+    for changed in (*other, q):
+        assert float((program.refiner.draws(changed) - draws).abs().median()) > 0.1 * float(exact.stddev().min())
+
+
+def test_of_one_draw_out_of_range_all_are_hidden() -> None:
+    """Which ones were would say where a silo's likelihood falls off."""
+    silos, exact = make_regression(SIZES)
+    world = build(REGRESSION, silos, sf.PVI(family="full"))
+    program: Any = world.server.program
+    view = world.engine.silos["silo-1"].view
+    nats = np.random.default_rng(0).normal(size=1 + DRAWS)
+    told = program.refiner.told(nats, view)
+    block = program.refiner.block
+    assert np.abs(weighing.hiding.read(told, block)[1:] - (nats[1:] - nats[0])).max() < 1e-3
+    assert weighing.hiding.read(told, block)[0] == pytest.approx(nats[0], abs=1e-3)
+    for bad in (math.nan, -1e30, math.inf):
+        nats[5] = bad
+        assert weighing.hiding.unreadable(program.refiner.told(nats, view), block).all()
+
+
+def test_nothing_but_refining_follows_the_final_sum() -> None:
+    """A silo that has answered it answers no round more. The control: the sum that follows."""
+    silos, exact = make_regression(SIZES)
+    world = build(REGRESSION, silos, sf.PVI(family="full"))
+    q = _moved(exact, 0.5, 0.7)
+    world.server.state = world.server.state._replace(algorithm=world.state._replace(q=q, round=1, phase=FINISH))
+    world.round()
+    before = world.server.state
+    assert world.state.phase == REFINE
+    world.server.state = before._replace(algorithm=world.state._replace(phase=ROUND_PHASE))
+    with pytest.raises(ProtocolError, match="is over"):
+        world.round()
+    world.server.state = before._replace(last_index=before.last_index + 1)
+    world.round()
+    assert world.state.refining.sums == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "refines"),
+    [(sf.PVI(), True), (sf.PVI(rounds=3), False), (sf.PVI(family="diagonal"), False), (sf.SFVI(), True)],
+)
+def test_only_runs_that_are_weighed_are_refined(algorithm: Any, refines: bool) -> None:
+    server, _, _ = build_parties(REGRESSION, make_regression(SIZES)[0], algorithm, sf.Plain(), compile=False)
+    assert (REFINE in server.program.tables) == refines
+
+
+def test_under_privacy_nothing_is_refined() -> None:
+    privacy = sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0)
+    algorithm = sf.PVI(rounds=3, family="full")
+    silos = make_regression(SIZES)[0]
+    server, _, _ = build_parties(REGRESSION, silos, algorithm, sf.Masked(), compile=False, privacy=privacy)
+    assert all(block.name != REFINED for table in server.program.tables.values() for block in table.blocks)
+
+
+# ---- through to the result ----
+
+
+def _beta(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(0.5, 0.5))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Bernoulli(p), obs=y)
+
+
+FEW = [{"y": torch.tensor(v)} for v in ([0.0, 1.0], [1.0, 1.0], [1.0, 1.0, 1.0])]
+#: Beta(6.5, 1.5): its logit is skewed.
+EXACT = dist.Beta(6.5, 1.5)
+
+
+def _quiet(*args: Any, **options: Any) -> Result:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sf.SecureFVIWarning)
+        return sf.fit(*args, compile=False, threads=1, **options)
+
+
+def _is_exact(result: Result) -> None:
+    assert result.converged is True
+    assert result.refined is not None
+    sd = float(EXACT.variance) ** 0.5
+    assert abs(float(result.posterior["p"].mean - EXACT.mean)) < 0.1 * sd
+    assert float(result.posterior["p"].sd) == pytest.approx(sd, rel=0.06)
+    drawn = result.sample(4000, seed=1)["p"]
+    assert abs(float(drawn.mean() - EXACT.mean)) < 0.1 * sd
+    assert {float(v) for v in drawn} <= {float(v) for v in result.refined.draws["p"]}
+    assert float(result.refined.weights.sum()) == pytest.approx(1.0)
+    assert result.refined.khat < 0.7
+    assert result.convergence["ess"] == result.refined.ess > 200
+    beta = lambda a, b: math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)  # noqa: E731
+    assert result.refined.log_evidence == pytest.approx(beta(6.5, 1.5) - beta(0.5, 0.5), abs=0.05)
+    assert result.refined.integration_error == 0
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [sf.PVI(local_steps=80, max_rounds=6), sf.SFVI(max_iterations=300), sf.SFVIAvg(rounds=4, local_steps=100)],
+    ids=lambda a: a.name,
+)
+def test_every_algorithm_that_weighs_refines(algorithm: Any) -> None:
+    """Under masked sums. None of these runs long enough for q itself to have converged."""
+    _is_exact(_quiet(sf.FederatedModel(_beta, "r"), FEW, algorithm, sf.Masked()))
+
+
+def test_a_run_that_is_broken_off_while_it_refines_goes_on(tmp_path: Path) -> None:
+    """To the same result, which its files have. The control: the state at the break has no answer yet."""
+
+    def begin(**options: Any) -> Any:
+        algorithm = sf.PVI(local_steps=80, max_rounds=6)
+        more = {"checkpoint_dir": tmp_path / "run", "checkpoint_seconds": 0.0, "compile": False, "threads": 1}
+        return run(sf.FederatedModel(_beta, "r"), FEW, algorithm, sf.Masked(), **more, **options)
+
+    going = begin()
+    while next(going).phase != FINISH:
+        pass
+    state: PVIState = going.server.state.algorithm
+    assert state.phase == REFINE
+    assert state.refining.answer is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sf.SecureFVIWarning)
+        whole, ended, again = (
+            going.result(),
+            begin(resume=True).result(),
+            _quiet(sf.FederatedModel(_beta, "r"), FEW, sf.PVI(local_steps=80, max_rounds=6), sf.Masked()),
+        )
+    for other in (ended, again):
+        assert other.refined is not None
+        assert whole.refined is not None
+        assert torch.equal(whole.refined.draws["p"], other.refined.draws["p"])
+        assert torch.equal(whole.refined.weights, other.refined.weights)
+        assert whole.convergence == other.convergence
+    _is_exact(ended)
+    from safetensors.torch import load_file
+
+    whole.save(tmp_path / "out")
+    kept = load_file(tmp_path / "out" / "posterior.safetensors")
+    assert whole.refined is not None
+    assert torch.equal(kept["refined/draws/p"], whole.refined.draws["p"])
+    assert torch.equal(kept["refined/weights"], whole.refined.weights)
+    assert torch.equal(kept["mean/p"], whole.posterior["p"].mean)
