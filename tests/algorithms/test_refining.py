@@ -227,7 +227,7 @@ def test_wrong_is_never_called_converged(
 
 
 def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
-    silos, exact = make_regression(SIZES)
+    silos, _ = make_regression(SIZES)
     program: Any = build(REGRESSION, silos, sf.PVI(family="full")).server.program
     state = refining.start()._replace(checks=True, sums=1, z=torch.zeros(DRAWS, 3))
     good: dict[str, Any] = {"khat": 0.1, "khat_sd": 0.1, "ess": 500.0, "mean_error": 0.03, "sd_error": 0.03}
@@ -266,7 +266,7 @@ def test_draws_follow_from_all_that_the_broadcast_says() -> None:
 
 def test_of_one_draw_out_of_range_all_are_hidden() -> None:
     """Which ones were would say where a silo's likelihood falls off."""
-    silos, exact = make_regression(SIZES)
+    silos, _ = make_regression(SIZES)
     world = build(REGRESSION, silos, sf.PVI(family="full"))
     program: Any = world.server.program
     view = world.engine.silos["silo-1"].view
