@@ -68,8 +68,9 @@ _BETWEEN = (0.25, 0.5, 0.75, 1.0)
 #: and steps in t, with sinh(t) sds of q(Z_L | Z_G) (Takahasi and Mori 1974). Right to 1% where that sd is 6 times too
 #: small or too large, of two latents 3 times.
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
-#: Newton's steps to where such a latent has its mode, and their length at most, in sds there.
-_NEWTON, _STRIDE = 8, 5.0
+#: Newton's steps to where such a latent has its mode, their length at most, in sds there, and the shares of one that
+#: are tried: of a logistic likelihood whole ones may go to and fro.
+_NEWTON, _STRIDE, _SHARES = 8, 5.0, (1.0, 0.4, 0.1, 0.0)
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
@@ -371,8 +372,8 @@ def _each(fn: Any, *args: Tensor) -> Any:
 
 def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Params:
     """`moments` (rows; n of 1 or 2) moved to where `log_density`, of rows (N, n) to (N,), has its mode at this Z_G, and
-    scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps of at
-    most `_STRIDE` sds; rows that are not curved downwards keep their scale, and such as run off all that they had."""
+    scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the
+    best of `_SHARES` of each; rows that are not curved downwards keep their scale, and such as run off all that they had."""
     loc, log_scale = moments["loc"], moments["log_scale"]
     n, slope = loc.shape[-1], torch.func.grad(lambda z: log_density(z).sum())
 
@@ -397,8 +398,10 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
         g, factor = curved(at)
         white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
         length = white.norm(dim=-1, keepdim=True)
-        white = white * (_STRIDE / length.clamp(min=_STRIDE))
-        at = at + (factor @ white.unsqueeze(-1)).squeeze(-1)
+        step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
+        tried = torch.stack([at + share * step for share in _SHARES])
+        heights = torch.stack([log_density(z).nan_to_num(nan=-math.inf) for z in tried.unbind()])
+        at = torch.take_along_dim(tried, heights.argmax(0)[None, :, None], 0)[0]
     _, factor = curved(at)
     good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
     scale = factor.diagonal(dim1=-2, dim2=-1)
