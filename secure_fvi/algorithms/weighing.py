@@ -373,7 +373,7 @@ def _each(fn: Any, *args: Tensor) -> Any:
 def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Params:
     """`moments` (rows; n of 1 or 2) moved to where `log_density`, of rows (N, n) to (N,), has its mode at this Z_G, and
     scaled by the curvature there: q(Z_L | Z_G) may be far off where Z_G is far from q's mean. By Newton's steps, the
-    best of `_SHARES` of each; rows that are not curved downwards keep their scale, and such as run off all that they had."""
+    best of `_SHARES` of each; rows that are not curved downwards keep their scale, and such as run off keep all."""
     loc, log_scale = moments["loc"], moments["log_scale"]
     n, slope = loc.shape[-1], torch.func.grad(lambda z: log_density(z).sum())
 
