@@ -8,7 +8,6 @@ it sees the released posterior alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,22 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.stats import norm, rankdata
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.audits.base import (
-    CONFIDENCE,
-    CONTROL_CONFIDENCE,
-    AuditRow,
-    Control,
-    Estimate,
-    check_confidence,
-    judge,
-)
+from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear, from_messages, from_totals
 from secure_fvi.audits.membership import Membership
 from secure_fvi.audits.regressors import Ridge, cross_fitted
-from secure_fvi.audits.scores import auc
+from secure_fvi.audits.scores import auc, auc_gain
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protection, Workbench, silent
 from secure_fvi.audits.worlds import Data, resampled
@@ -166,28 +156,6 @@ def attribute_rows(
 
 def _gain(targets: Targets, look: str, inside: int, outside: int, confidence: float = CONFIDENCE) -> Estimate:
     return auc_gain(targets.truth, targets.guesses(look, inside), targets.guesses(look, outside), confidence)
-
-
-def auc_gain(truth: FloatArray, better: FloatArray, base: FloatArray, confidence: float = CONFIDENCE) -> Estimate:
-    """By how much the AUC of `better` exceeds that of `base`, both for the same rows: DeLong et al. (1988), paired.
-
-    Rows (B,) must be independent, with at least two of each kind.
-    """
-    check_confidence(confidence)
-    inside = truth > 0.5
-    m, n = int(inside.sum()), int((~inside).sum())
-    if min(m, n) < 2:
-        raise InputError(f"a difference of AUCs needs two rows of each kind, got {m} and {n}")
-
-    def parts(guesses: FloatArray) -> tuple[FloatArray, FloatArray]:
-        ranks = rankdata(guesses)
-        return (ranks[inside] - rankdata(guesses[inside])) / n, 1 - (ranks[~inside] - rankdata(guesses[~inside])) / m
-
-    (above, below), (base_above, base_below) = parts(better), parts(base)
-    difference = float(above.mean() - base_above.mean())
-    sd = math.sqrt((above - base_above).var(ddof=1) / m + (below - base_below).var(ddof=1) / n)
-    reach = float(norm.ppf((1 + confidence) / 2)) * sd
-    return Estimate(difference, difference - reach, difference + reach)
 
 
 # ----

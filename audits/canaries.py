@@ -32,9 +32,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.guarding import Books, build_guards
-from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.claim import claim
-from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.gate import Gate, RecordRelease, Release
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -564,40 +562,3 @@ def guess(scores: npt.NDArray[np.float64], inside: npt.NDArray[np.bool_], each_s
     order = np.argsort(scores, kind="stable")
     correct = int(inside[order[-each_side:]].sum() + (~inside[order[:each_side]]).sum())
     return lower_bound(len(scores), 2 * each_side, correct, delta)
-
-
-class GaussianStudy(NamedTuple):
-    """What the bound says of a Gaussian mechanism whose epsilon is known."""
-
-    truth: float
-    bounds: npt.NDArray[np.float64]  # (repeats,)
-
-    @property
-    def median(self) -> float:
-        return float(np.median(self.bounds))
-
-    @property
-    def above_truth(self) -> float:
-        """Share of repeats whose bound exceeds the truth: at most 1 - confidence, if the bound is one."""
-        return float((self.bounds > self.truth).mean())
-
-
-def gaussian_study(
-    sigma: float = 1.0,
-    canaries: int = 10_000,
-    each_side: int = 100,
-    repeats: int = 200,
-    delta: float = 1e-5,
-    seed: int = 1,
-) -> GaussianStudy:
-    """Audit a mechanism that releases each canary's bit plus N(0, sigma^2): Dirac canaries, seen one by one.
-
-    2 `each_side` guesses are made, a number fixed beforehand. The truth is the mechanism's epsilon at `delta`.
-    """
-    rng = np.random.default_rng(seed)
-    bounds = np.empty(repeats)
-    for k in range(repeats):
-        inside = rng.random(canaries) < 0.5
-        scores = inside + sigma * rng.standard_normal(canaries)
-        bounds[k] = guess(scores, inside, each_side, delta).epsilon
-    return GaussianStudy(epsilon(Gaussian(sigma), delta, "pld"), bounds)

@@ -32,7 +32,7 @@ from secure_fvi.audits.base import (
 from secure_fvi.audits.distinguishing import Game, Plays, play
 from secure_fvi.audits.features import from_both, from_totals
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
-from secure_fvi.audits.regressors import ATTACKS, Ridge, cross_fitted
+from secure_fvi.audits.regressors import ATTACKS, Ridge, cross_fitted, standardised
 from secure_fvi.audits.scores import r_squared
 from secure_fvi.audits.workbench import OWN, PLAIN, Each, Protection, Workbench, silent
 from secure_fvi.audits.worlds import resampled
@@ -312,9 +312,7 @@ def _components(
 
 
 def _scaled(known: FloatArray, unknown: FloatArray) -> tuple[Tensor, Tensor]:
-    mean, sd = known.mean(0), known.std(0)
-    sd = np.where(sd > 1e-12 * (1 + np.abs(mean)), sd, 1.0)
-    first, second = (torch.from_numpy(np.clip((v - mean) / sd, -4, 4)) for v in (known, unknown))
+    first, second = (torch.from_numpy(v) for v in standardised(known, unknown))
     return first, second
 
 

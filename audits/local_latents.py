@@ -24,12 +24,12 @@ from secure_fvi.errors import InputError
 
 @dataclass(frozen=True)
 class Sample:
-    """Silos of many worlds: what the server saw of each, and its latents."""
+    """Silos of many worlds: what the server saw of each, and its latents, or another property of it."""
 
     messages: FloatArray  # (S, D)
     totals: FloatArray  # (S, D')
-    target: FloatArray  # (S, n_record) mean of Z_L over the silo's records
-    records: tuple[FloatArray, ...]  # the same, record by record: (N_j, n_record)
+    target: FloatArray  # (S, n_record) mean of Z_L over the silo's records, or (S, 1)
+    records: tuple[FloatArray, ...]  # latents record by record: (N_j, n_record); none for other properties
     world: Groups  # (S,)
     raw: tuple[int, int]  # the first so many columns of messages, and of totals, add up over silos
 
@@ -53,7 +53,7 @@ class Sample:
     def shuffled(self) -> Sample:
         """The same messages with the latents of other worlds: nothing can be learnt. For negative controls."""
         order = _cyclic(self.world)
-        return replace(self, target=self.target[order], records=tuple(self.records[i] for i in order))
+        return replace(self, target=self.target[order], records=tuple(self.records[i] for i in order if self.records))
 
 
 def collect(

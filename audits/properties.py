@@ -8,16 +8,16 @@ the total; in both, sums of gradients grow with the number of records and turn w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, Groups, judge
+from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import from_messages, from_totals
-from secure_fvi.audits.regressors import Ridge, cross_fitted
-from secure_fvi.audits.scores import auc, gain, r_squared
+from secure_fvi.audits.local_latents import Guesses as SiloGuesses
+from secure_fvi.audits.local_latents import Sample
+from secure_fvi.audits.regressors import Ridge
+from secure_fvi.audits.scores import auc
 from secure_fvi.audits.workbench import MASKED, OWN, PLAIN, Each, Protection, Workbench, per_record, silent
 from secure_fvi.audits.worlds import Data
 from secure_fvi.errors import InputError
@@ -28,59 +28,18 @@ _SMALLEST, _LARGEST = 0.5, 1.5
 _SHARES = (0.1, 0.9)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Silos of many worlds, equally many in each: what the server saw, and one property of each."""
+class Guesses(SiloGuesses):
+    """A ridge regression's, learnt from other worlds, for one property of every silo; equally many in each world."""
 
-    messages: FloatArray  # (S, D)
-    totals: FloatArray  # (S, D')
-    target: FloatArray  # (S,)
-    world: Groups  # (S,)
-
-    @property
-    def silos(self) -> int:
-        """Of each world."""
-        return len(self.world) // len(np.unique(self.world))
-
-    def hinted(self, own: Seen) -> Seen:
-        """With what a regression on plain contributions of the adversary's `own` worlds makes of the average one."""
-        if own.messages.shape[1] - 1 != self.totals.shape[1]:
-            return self
-        hint = Ridge()(own.messages[:, :-1], own.target, self.totals / self.silos)
-        return replace(self, totals=np.column_stack([self.totals, hint]))
-
-    def shuffled(self) -> Seen:
-        """The same messages with the next world's silos to guess: nothing can be learnt. For negative controls."""
-        return replace(self, target=np.roll(self.target, -self.silos))
-
-
-class Guesses:
-    """A ridge regression's guesses for every silo, learnt from other worlds: from all that is seen, and from totals."""
-
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
-        together = np.concatenate([seen.messages, seen.totals], 1)
-        self.both = cross_fitted(Ridge(), together, seen.target, seen.world)
-        self.totals = cross_fitted(Ridge(), seen.totals, seen.target, seen.world)
-
-    def from_both(self, confidence: float = CONFIDENCE) -> Estimate:
-        """R^2."""
-        return r_squared(self.seen.target, self.both, self.seen.world, confidence)
-
-    def from_totals(self, confidence: float = CONFIDENCE) -> Estimate:
-        """R^2 from totals alone."""
-        return r_squared(self.seen.target, self.totals, self.seen.world, confidence)
-
-    def beyond_totals(self, confidence: float = CONFIDENCE) -> Estimate:
-        """By how much messages raise the R^2 of totals alone."""
-        return gain(self.seen.target, self.both, self.totals, self.seen.world, confidence)
+    def __init__(self, sample: Sample) -> None:
+        super().__init__(Ridge(), sample)
 
     def above_median(self, confidence: float = CONFIDENCE) -> Estimate:
         """AUC for "above the median", from one silo of each world: those are independent."""
-        first = np.unique(self.seen.world, return_index=True)[1]
-        chosen = first + np.arange(len(first)) % self.seen.silos
-        above = (self.seen.target > np.median(self.seen.target)).astype(np.float64)
-        return auc(above[chosen], self.both[chosen], chosen, confidence)
+        target, first = self.sample.target[:, 0], np.unique(self.sample.world, return_index=True)[1]
+        chosen = first + np.arange(len(first)) % (len(target) // len(first))
+        above = (target > np.median(target)).astype(np.float64)
+        return auc(above[chosen], self.both[chosen, 0], chosen, confidence)
 
 
 def draw(pool: Data, silos: int, mean_size: float, argument: str, seed: int) -> list[Data]:
@@ -104,7 +63,7 @@ def draw(pool: Data, silos: int, mean_size: float, argument: str, seed: int) -> 
 
 def collect(
     bench: Workbench, protection: Protection, argument: str, first: int = 0, each: Each = silent
-) -> dict[str, Seen]:
+) -> dict[str, Sample]:
     """What is seen, for each property, on the same worlds: "size" in records, "mix" the mean of `argument`."""
     laboratory = bench.laboratory(protection)
     properties: dict[str, Callable[[Data], float]] = {
@@ -124,7 +83,8 @@ def collect(
         world += [seed] * len(silos)
         each()
     seen, sums = np.concatenate(messages), np.concatenate(totals)
-    return {name: Seen(seen, sums, np.array(target), np.array(world)) for name, target in targets.items()}
+    raw = (seen.shape[1] - 1, sums.shape[1])  # without the mean length of messages
+    return {n: Sample(seen, sums, np.array(t)[:, None], (), np.array(world), raw) for n, t in targets.items()}
 
 
 def property_rows(
@@ -152,7 +112,7 @@ def property_rows(
     return rows
 
 
-def _rows(about: str, protection: str, seen: Seen, plain: Seen, rounds: int) -> list[AuditRow]:
+def _rows(about: str, protection: str, seen: Sample, plain: Sample, rounds: int) -> list[AuditRow]:
     found, control, nothing = (Guesses(s) for s in (seen, plain, plain.shuffled()))
     lines: tuple[tuple[str, str, Callable[..., Estimate], Callable[..., Estimate], float], ...] = (
         ("messages and totals", "R^2", Guesses.from_both, Guesses.from_both, 0.0),

@@ -35,14 +35,19 @@ from secure_fvi.audits.protocol_probes import (
     NEIGHBOURS,
     ROUNDS,
     SILOS,
+    CipherKeys,
+    Mersenne,
     Rounds,
+    Seeds,
     asked_twice,
     both_secrets,
+    collisions_row,
     keys_of_its_own,
+    repeats_row,
+    search_row,
     two_broadcasts,
     uniformity_row,
 )
-from secure_fvi.audits.protocol_randomness import CipherKeys, Mersenne, Seeds, collisions_row, repeats_row, search_row
 from secure_fvi.errors import InputError
 
 Told = Callable[[str], None]

@@ -29,8 +29,8 @@ from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder
 from secure_fvi.aggregation.messages import Contribution, unpack
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.audits.protocol_contract import REFUSALS, Attempt, Subject, Words, random_values
+from secure_fvi.audits.protocol_masked import TABLE, AuditStore
 from secure_fvi.audits.protocol_probes import Played, attempt, context_of
-from secure_fvi.audits.protocol_session import TABLE, AuditStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 Asked = Literal["no signatures", "too few signatures", "all signatures", "after its sum"]

@@ -21,9 +21,8 @@ from secure_fvi.aggregation.messages import RevealRequest, SetSignature, Shares,
 from secure_fvi.aggregation.prg import Mask, apply_masks, keystream
 from secure_fvi.aggregation.ring import RingArray
 from secure_fvi.aggregation.roster import Roster
-from secure_fvi.audits.protocol_masked import MaskedSubject
-from secure_fvi.audits.protocol_randomness import Seeds
-from secure_fvi.audits.protocol_session import Apply, AuditStore
+from secure_fvi.audits.protocol_masked import Apply, AuditStore, MaskedSubject
+from secure_fvi.audits.protocol_probes import Seeds
 from secure_fvi.errors import ProtocolError
 
 # Masks
@@ -165,10 +164,6 @@ def _credulous(roster: Roster) -> Roster:
 
 def credulous(subject: MaskedSubject) -> MaskedSubject:
     return replace(subject, name="silos that check no signature", believes=_credulous)
-
-
-def forgetful_and_credulous(subject: MaskedSubject) -> MaskedSubject:
-    return replace(credulous(forgetful(subject)), name="silos that forget what they answered and check no signature")
 
 
 def small_cohorts(subject: MaskedSubject) -> MaskedSubject:

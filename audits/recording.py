@@ -1,4 +1,4 @@
-"""Runs the parties of a job and notes every message between them, without touching the protocol's own code."""
+"""Notes every message and total of a run (`sf.run`), without touching the protocol's own code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
-from secure_fvi.algorithms.base import Step
 from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
@@ -18,7 +17,7 @@ from secure_fvi.server import Server
 
 
 class Recorder:
-    """A server and its engine (from `fitting.build_parties`), watched. Use `step` in place of `engine.run`.
+    """A server and its engine, of `sf.run` or `fitting.build_parties`, watched from now on.
 
     `simulated` is the caller's statement that the data are made, resampled from published data, or published. On
     anything else a transcript is refused unless `real_data` is set, since it holds all that the audits warn of.
@@ -37,15 +36,11 @@ class Recorder:
         self._entries: list[Entry] = []
         self._sums: list[Sum] = []
         self._began = time.monotonic()
-        self._round, self._phase = 0, SET_UP
+        self._phase = SET_UP
         server.observe(self)
+        engine.watch = self._exchanged
         if isinstance(server.secure_sum, WithHolder):
             server.secure_sum.observe(lambda direction, body: self._note(direction, KEY_HOLDER, body))
-
-    def step(self) -> Step:
-        """One secure sum, as `engine.run(server.round())`."""
-        self._round, self._phase = self._server.rounds, SET_UP
-        return carry(self._server.round(), self._exchange)
 
     def transcript(self) -> Transcript:
         """All so far, as the server saw it."""
@@ -60,29 +55,27 @@ class Recorder:
             self._simulated,
         )
 
-    def _exchange(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _exchanged(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
         first = next(iter(messages.values()), b"")
         if first[:1] == ROUND:  # the same bytes for all
             self._phase = decode_broadcast(first[1:]).phase
-        for silo, message in messages.items():
-            self._note("down", silo, message)
-        replies = self._engine.exchange(messages)
-        for silo, reply in replies.items():
-            self._note("up", silo, reply)
-        return replies
+        for direction, bodies in (("down", messages), ("up", replies)):
+            for silo, body in bodies.items():
+                self._note(direction, silo, body)
 
     def _note(self, direction: Any, party: str, body: bytes) -> None:
         seconds = time.monotonic() - self._began
-        self._entries.append(Entry(self._round, self._phase, direction, party, body, len(body), seconds))
+        self._entries.append(Entry(self._server.rounds, self._phase, direction, party, body, len(body), seconds))
 
     def total(self, index: int, total: Total) -> None:
         """Called by the server."""
         values = total.values.copy()
-        self._sums.append(Sum(self._round, index, self._phase, total.survivors, values, values))
+        self._sums.append(Sum(self._server.rounds, index, self._phase, total.survivors, values, values))
 
     def released(self, index: int, values: FloatArray) -> None:
         """Called by the server."""
         self._sums[-1] = self._sums[-1]._replace(released=values.copy())
+        self._phase = SET_UP
 
 
 class _Released:

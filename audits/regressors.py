@@ -31,7 +31,7 @@ class Ridge:
     name = "ridge"
 
     def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
-        x, new = _standardised(known, unknown)
+        x, new = standardised(known, unknown)
         sizes = [x.shape[1], *(k for k in _COLUMNS if k < x.shape[1])]
         fold = np.random.default_rng(2).permutation(len(x)) % _FOLDS
         errors = np.zeros(1 + len(sizes))
@@ -83,7 +83,7 @@ class Network:
     name = "network"
 
     def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
-        x, new = (torch.from_numpy(v) for v in _standardised(known, unknown))
+        x, new = (torch.from_numpy(v) for v in standardised(known, unknown))
         mean, sd = answers.mean(), answers.std() or 1.0
         y = torch.from_numpy((answers - mean) / sd)
         guesses = [self._member(x, y, new, self.seed + k) for k in range(self.members)]
@@ -134,7 +134,8 @@ def cross_fitted(attack: Attack, x: FloatArray, y: FloatArray, groups: Groups, f
     return out
 
 
-def _standardised(known: FloatArray, unknown: FloatArray) -> tuple[FloatArray, FloatArray]:
+def standardised(known: FloatArray, unknown: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Both in standard deviations of `known` from its mean, cut off at `_FARTHEST`; 0 in columns that do not vary."""
     mean, sd = known.mean(0), known.std(0)
     varies = sd > 1e-12 * (1 + np.abs(mean))
     sd = np.where(varies, sd, 1.0)

@@ -58,10 +58,7 @@ def auc(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: floa
     m, n = len(inside), len(outside)
     if not m or not n:
         raise InputError(f"an AUC needs both kinds of rows, got {m} and {n}")
-    ranks = rankdata(np.concatenate([inside, outside]))
-    among_in, among_out = rankdata(inside), rankdata(outside)
-    above = (ranks[:m] - among_in) / n  # of each row inside: share of rows outside that it beats
-    below = 1 - (ranks[m:] - among_out) / m
+    above, below = _placements(inside, outside)
     area = float(above.mean())
     if min(m, n) < 2 or area in (0.0, 1.0):
         pairs = min(m, n)
@@ -71,6 +68,30 @@ def auc(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: floa
     reach = norm.ppf((1 + confidence) / 2) * sd / (area * (1 - area))
     centre = math.log(area / (1 - area))
     return Estimate(area, _logistic(centre - reach), _logistic(centre + reach))
+
+
+def auc_gain(truth: FloatArray, better: FloatArray, base: FloatArray, confidence: float = CONFIDENCE) -> Estimate:
+    """By how much the AUC of `better` exceeds that of `base`, both for the same rows: DeLong et al. (1988), paired.
+
+    Rows (B,) must be independent, with at least two of each kind.
+    """
+    check_confidence(confidence)
+    inside = truth > 0.5
+    m, n = int(inside.sum()), int((~inside).sum())
+    if min(m, n) < 2:
+        raise InputError(f"a difference of AUCs needs two rows of each kind, got {m} and {n}")
+    (above, below), (base_above, base_below) = (_placements(g[inside], g[~inside]) for g in (better, base))
+    difference = float(above.mean() - base_above.mean())
+    sd = math.sqrt((above - base_above).var(ddof=1) / m + (below - base_below).var(ddof=1) / n)
+    reach = float(norm.ppf((1 + confidence) / 2)) * sd
+    return Estimate(difference, difference - reach, difference + reach)
+
+
+def _placements(inside: FloatArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Of each row inside the share of rows outside that it beats, and of each row outside that of rows that beat it."""
+    m, n = len(inside), len(outside)
+    ranks = rankdata(np.concatenate([inside, outside]))
+    return (ranks[:m] - rankdata(inside)) / n, 1 - (ranks[m:] - rankdata(outside)) / m
 
 
 def _logistic(x: float) -> float:

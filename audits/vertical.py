@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from secure_fvi.aggregation import Plain
+import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.algorithms.vertical import Bernoulli, Vertical
+from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear
@@ -26,8 +26,7 @@ from secure_fvi.audits.scores import auc, r_squared
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.columns import Columns, VerticalLocalPosterior
 from secure_fvi.errors import InputError
-from secure_fvi.fitting import build_parties
-from secure_fvi.models.vertical_programs import VerticalDataset, linear, make_data
+from secure_fvi.models.vertical_programs import VerticalDataset
 from secure_fvi.privacy.settings import DP
 
 #: Ways to read labels off the pulls.
@@ -61,14 +60,12 @@ def record(
     ids = list(data.silos)
     model = Columns(likelihood, data.response, [data.predictors[n] for n in ids], data.offset)
     silos = [data.silos[n] for n in ids]
-    parties = build_parties(model, silos, config, aggregation, seed, privacy, silo_ids=ids, compile=False)
-    recorder = Recorder(parties.server, parties.engine, aggregation.kind, simulated=simulated, real_data=real_data)
-    while not recorder.step().finished:
+    run = sf.run(model, silos, config, aggregation, privacy, seed, silo_ids=ids, compile=False)
+    recorder = Recorder(run.server, run.engine, aggregation.kind, simulated=simulated, real_data=real_data)
+    for _ in run:
         each()
-    parties.guards.close("finished")
     eta = {}
-    for name, silo in parties.engine.silos.items():
-        silo.settle(parties.server.state.accepted)
+    for name, silo in run.engine.silos.items():
         eta[name] = VerticalLocalPosterior(silo).eta(data.silos[name], _DRAWS).mean(0).reshape(len(data.response), -1)
     predictors = {n: v[:, 0].numpy().astype(np.float64) for n, v in eta.items()}
     return World(recorder.transcript(), data.response.numpy().astype(np.float64), predictors)
@@ -173,15 +170,3 @@ def _traces(transcript: Transcript, silo: str | None) -> FloatArray:
     table = transcript.tables["auxiliary"]
     each = np.stack([table.split(r)["auxiliary"][:, 0] for r in rounds], 1)
     return np.stack([part.mean(1) for part in np.array_split(each, min(_STRETCHES, each.shape[1]), 1)], 1)
-
-
-def example(
-    seed: int, aggregation: SecureSum | None = None, privacy: DP | None = None, rho: float = 1.0, rounds: int = 60
-) -> World:
-    """A simulated run over three silos with a private response, to try the attacks on."""
-    made = make_data(seed, 400, 6)
-    ids = ("bank", "clinic", "insurer")
-    parts = dict(zip(ids, made.by_silo(3), strict=True))
-    data = VerticalDataset({n: {"x": x} for n, x in parts.items()}, dict.fromkeys(ids, linear), made.y)
-    config = Vertical(response="private", rho=rho, rounds=rounds, learning_rate=0.05)
-    return record(data, Bernoulli(), config, aggregation or Plain(), privacy, seed, simulated=True)

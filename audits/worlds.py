@@ -24,6 +24,7 @@ from secure_fvi.audits.transcript import Transcript
 from secure_fvi.building import work_of
 from secure_fvi.compiled import choose_mode
 from secure_fvi.density import Layout
+from secure_fvi.driving import Parties, Run
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
@@ -92,11 +93,8 @@ class Laboratory:
         if self._late is not None:
             self._late.apply(server, list(engine.silos.values()))
         recorder = Recorder(server, engine, self.aggregation.kind, simulated=self._simulated, real_data=self._real_data)
-        while not recorder.step().finished:
+        for _ in Run(Parties(server, engine, guards), self.algorithm.most_rounds, lambda _: None):
             pass
-        guards.close("finished")
-        for silo in engine.silos.values():
-            silo.settle(server.state.accepted)
         wanted = self._targets.latents if self._targets is not None else lambda silo: _latents(silo, server)
         latents = {name: wanted(silo) for name, silo in engine.silos.items()}
         return Outcome(recorder.transcript(), latents, server.problem.layout)
@@ -192,8 +190,8 @@ class LateStart:
         long = dataclasses.replace(config, iterations=rounds)
         calls = len(silos) * (rounds + worlds * settling)
         compiled = choose_mode("auto", calls, work_of(silos, config)) == "compiled"
-        server, engine, _ = build_parties(model, silos, long, Plain(), compile=compiled)
-        while not engine.run(server.round()).finished:
+        server, engine, guards = build_parties(model, silos, long, Plain(), compile=compiled)
+        for _ in Run(Parties(server, engine, guards), long.most_rounds, lambda _: None):
             pass
         self.posterior: Posterior = server.program.posterior(server.state.algorithm)
         self._program: SiloProgram = long.silo(server.problem)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import click
 
 
 def processor() -> str:
@@ -39,11 +37,8 @@ def commit() -> str | None:
     return (asked.stdout.strip() + ("+" if changed.stdout else "")) or None
 
 
-def print_milliseconds(found: dict[str, Any], as_json: bool) -> None:
-    """What a benchmark found: its `machine`, and `ms` by name."""
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(found["machine"])
+def milliseconds(found: dict[str, Any]) -> Iterator[str]:
+    """Lines of what a benchmark found: its `machine`, and `ms` by name."""
+    yield found["machine"]
     for name, ms in found["ms"].items():
-        click.echo(f"{name:44} {ms:9.4f} ms")
+        yield f"{name:44} {ms:9.4f} ms"

@@ -9,7 +9,8 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.properties import Guesses, Seen, draw, property_rows
+from secure_fvi.audits.local_latents import Sample
+from secure_fvi.audits.properties import Guesses, draw, property_rows
 from secure_fvi.audits.workbench import MASKED, PLAIN, Workbench, per_record
 from secure_fvi.audits.worlds import LateStart, resampled
 from secure_fvi.errors import InputError
@@ -42,7 +43,7 @@ def test_guesses_of_a_known_dependence() -> None:
     target = rng.standard_normal((80, 3))
     messages = (target + rng.standard_normal(target.shape) / 3).reshape(-1, 1)
     totals = np.repeat(target.mean(1), 3)[:, None]
-    seen = Seen(messages, totals, target.ravel(), np.repeat(np.arange(80), 3))
+    seen = Sample(messages, totals, target.reshape(-1, 1), (), np.repeat(np.arange(80), 3), (0, 1))
     found, nothing = Guesses(seen), Guesses(seen.shuffled())
     assert found.from_both().value == pytest.approx(0.9, abs=0.05)
     assert found.from_totals().value == pytest.approx(1 / 3, abs=0.12)

@@ -28,17 +28,22 @@ from secure_fvi.audits.protocol_probes import (
     NEIGHBOURS,
     ROUNDS,
     SILOS,
+    CipherKeys,
+    Mersenne,
     asked_twice,
     both_secrets,
+    collisions_row,
     context_of,
     difference,
     keys_of_its_own,
     p_value,
     p_values,
+    repeats_row,
+    search,
+    search_row,
     two_broadcasts,
     uniformity_row,
 )
-from secure_fvi.audits.protocol_randomness import CipherKeys, Mersenne, collisions_row, repeats_row, search, search_row
 from secure_fvi.errors import InputError, ProtocolError
 
 OURS = MaskedSubject()

@@ -33,7 +33,7 @@ def recorded(aggregation: Any) -> tuple[Transcript, Server]:
     server, engine, _ = parties(aggregation)
     recorder = Recorder(server, engine, aggregation.kind, simulated=True)
     for _ in range(ROUNDS):
-        recorder.step()
+        engine.run(server.round())
     return recorder.transcript(), server
 
 

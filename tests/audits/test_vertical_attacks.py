@@ -9,19 +9,24 @@ import pytest
 from scipy.integrate import trapezoid
 
 import secure_fvi as sf
-from secure_fvi.audits.vertical import LABEL_ATTACKS, World, auc_bound, column_rows, example, guess_labels, label_rows
+from secure_fvi.algorithms.vertical import Bernoulli, Vertical
+from secure_fvi.audits.vertical import LABEL_ATTACKS, World, auc_bound, column_rows, guess_labels, label_rows, record
 from secure_fvi.errors import InputError
+from secure_fvi.models.vertical_programs import VerticalDataset, linear, make_data
 
 EPSILON, DELTA = 1.0, 1e-5
 
 
 @functools.lru_cache(maxsize=4)
 def _world(kind: str) -> World:
-    if kind == "plain":
-        return example(0, sf.Plain())
-    return example(
-        0, sf.Masked(), sf.RecordDP(epsilon=EPSILON, delta=DELTA, clipping_norm=2.0) if kind == "dp" else None
-    )
+    """A simulated run over three silos with a private response."""
+    made, ids = make_data(0, 400, 6), ("bank", "clinic", "insurer")
+    silos = {n: {"x": x} for n, x in zip(ids, made.by_silo(3), strict=True)}
+    data = VerticalDataset(silos, dict.fromkeys(ids, linear), made.y)
+    config = Vertical(response="private", rho=1.0, rounds=60, learning_rate=0.05)
+    privacy = sf.RecordDP(epsilon=EPSILON, delta=DELTA, clipping_norm=2.0) if kind == "dp" else None
+    sums = sf.Plain() if kind == "plain" else sf.Masked()
+    return record(data, Bernoulli(), config, sums, privacy, simulated=True)
 
 
 def test_a_private_response_is_given_away_without_privacy() -> None:

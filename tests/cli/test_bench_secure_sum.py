@@ -18,10 +18,8 @@ from secure_fvi.aggregation.prg import keystream
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError
 from secure_fvi_lab.bench import secure_sum as bench
-from secure_fvi_lab.bench.secure_sum import Case, Work, measure, plan
+from secure_fvi_lab.bench.secure_sum import Case, Work, measure, plan, png, targets
 from secure_fvi_lab.bench.sum_parties import Floor, Parties, Setting, Stopwatch, TenSEAL
-from secure_fvi_lab.bench.sum_plot import png
-from secure_fvi_lab.bench.sum_table import targets
 
 CONTRACT = {
     *("kind", "silos", "length", "neighbours", "dropout", "silo_ms", "server_ms", "exchanges", "bytes_up_per_silo"),

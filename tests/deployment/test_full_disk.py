@@ -15,8 +15,7 @@ from secure_fvi.deployment import site
 from secure_fvi.deployment.trail import NOTE, Trail
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi_lab.bench.replay import posterior
-from secure_fvi_lab.bench.world import HUB, Parties
+from secure_fvi_lab.bench.world import HUB, Parties, posterior
 
 _SILOS = ["east", "north", "south"]
 _JOB = {

@@ -16,8 +16,7 @@ from test_stream import Dialer, echo, serving
 
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi_lab.bench.network import Network, Relay, corrupted, duplicated, reordered
-from secure_fvi_lab.bench.replay import posterior
-from secure_fvi_lab.bench.world import HUB, Parties
+from secure_fvi_lab.bench.world import HUB, Parties, posterior
 
 
 @contextmanager

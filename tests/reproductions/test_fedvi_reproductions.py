@@ -19,9 +19,19 @@ from secure_fvi.errors import InputError
 from secure_fvi.models.fedvi import Network, start
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Request, fedvi_tau, fedvi_writers
-from secure_fvi_lab.experiments.fedvi_experiment import largest_loss, pac_bayes_bound, run, smoothed_loss
-from secure_fvi_lab.experiments.fedvi_methods import Tuning, fedrep, from_fedavg, scores
-from secure_fvi_lab.experiments.fedvi_report import margin, plot, table
+from secure_fvi_lab.experiments.fedvi_experiment import (
+    Tuning,
+    fedrep,
+    from_fedavg,
+    largest_loss,
+    margin,
+    pac_bayes_bound,
+    plot,
+    run,
+    scores,
+    smoothed_loss,
+    table,
+)
 
 NETWORK = Network(3, (1, 6, 6), (4,), 10, 8, dropout=(0.0, 0.0))
 

@@ -61,7 +61,7 @@ def test_a_fit_that_was_stopped_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     request = Request(False, None, said.append, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("secure_fvi_lab.experiments.mnist_runs._CHECKPOINT", 0.0)
+        patch.setattr("secure_fvi_lab.experiments.watched._CHECKPOINT", 0.0)
         with pytest.raises(KeyboardInterrupt):
             run(_job(), stops, request)
         resumed = run(_job(), _look, request)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
-
-import click
 
 from secure_fvi.privacy.accounting import ACCOUNTANTS, epsilon
 from secure_fvi.privacy.events import Composed, Event
@@ -46,15 +44,10 @@ def measure() -> dict[str, Any]:
     }
 
 
-def command(as_json: bool) -> None:
-    """Print the table."""
-    found = measure()
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo("| job | delta | PLD | PRV | RDP | Opacus RDP |")
-    click.echo("|---|---|---|---|---|---|")
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The table."""
+    yield "| job | delta | PLD | PRV | RDP | Opacus RDP |"
+    yield "|---|---|---|---|---|---|"
     for row in found["rows"]:
-        e = row["epsilon"]
-        values = " | ".join(f"{e[name]:.4f}" for name in ("pld", "prv", "rdp", "opacus-rdp"))
-        click.echo(f"| {row['job']} | {row['delta']:.0e} | {values} |")
+        values = " | ".join(f"{row['epsilon'][name]:.4f}" for name in ("pld", "prv", "rdp", "opacus-rdp"))
+        yield f"| {row['job']} | {row['delta']:.0e} | {values} |"

@@ -14,14 +14,12 @@ from secure_fvi.deployment import trail
 from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 from secure_fvi.deployment.trail_verify import compare, verify
 from secure_fvi.errors import InputError
-from secure_fvi_lab.machine import print_milliseconds, processor
+from secure_fvi_lab.machine import milliseconds as lines
+from secure_fvi_lab.machine import processor
+
+__all__ = ["lines", "measure"]
 
 _BYTES = 100_000
-
-
-def command(as_json: bool, exchanges: int, folder: Path | None) -> None:
-    """Measure and print."""
-    print_milliseconds(measure(exchanges, folder), as_json)
 
 
 def measure(exchanges: int, folder: Path | None) -> dict[str, Any]:

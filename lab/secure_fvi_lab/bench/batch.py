@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,16 @@ _COPIED = 2**26  # numbers
 _AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
-def command(as_json: bool, silos: int, records: int, device: str, dtype: str, rounds: int, compiled: bool) -> None:
-    """Measure and print."""
-    found = measure(silos, records, torch.device(device), getattr(torch, dtype), rounds, compiled)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(f"{silos} silos of {records} images, {device}, {dtype}; {found['gflop']:.2f} GFLOP an iteration")
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one a way."""
+    yield (
+        f"{found['silos']} silos of {found['records']} images, {found['device']}, {found['dtype']}; "
+        f"{found['gflop']:.2f} GFLOP an iteration"
+    )
     for name, ms in found["ms"].items():
-        click.echo(f"{name:24} {ms:10.2f} ms   {100 * found['roofline_ms'] / ms:5.1f}% of the roofline")
-    click.echo(f"{'roofline':24} {found['roofline_ms']:10.2f} ms")
-    click.echo(f"batched over silos is {found['speed_up']:.1f} times as fast as the loop")
+        yield f"{name:24} {ms:10.2f} ms   {100 * found['roofline_ms'] / ms:5.1f}% of the roofline"
+    yield f"{'roofline':24} {found['roofline_ms']:10.2f} ms"
+    yield f"batched over silos is {found['speed_up']:.1f} times as fast as the loop"
 
 
 def measure(

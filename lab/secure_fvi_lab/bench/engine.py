@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import json
 import os
 import queue
 import statistics
@@ -24,7 +23,6 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import grpc
 import torch
 
@@ -44,20 +42,15 @@ SILOS = ("east", "north", "south")
 _WARM_UP = 50
 
 
-def command(as_json: bool, rounds: int, compile: bool, unattended: int = 0) -> None:
-    """Measure and print: the carriers side by side, or one masked job of `unattended` rounds from start to end."""
-    found = whole_job(unattended, compile) if unattended else measure(rounds, compile)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one a carrier and secure sum."""
     for row in found["rows"]:
-        click.echo(
+        yield (
             f"{row['carrier']:10} {row['aggregation']:18} {row['exchanges']:.0f} exchanges a round   "
             f"median {row['ms_median']:7.2f} ms   p99 {row['ms_p99']:7.2f} ms"
-            + (f"   processors {row['ms_processors']:7.2f} ms" if "ms_processors" in row else "")
-        )
-    if unattended:
-        click.echo(f"{unattended} rounds in {found['seconds']:.0f} s, start and end of the processes included")
+        ) + (f"   processors {row['ms_processors']:7.2f} ms" if "ms_processors" in row else "")
+    if "seconds" in found:
+        yield f"{found['rounds']} rounds in {found['seconds']:.0f} s, start and end of the processes included"
 
 
 def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:

@@ -8,14 +8,11 @@ sites whose maximum is not there (a curvature that is no covariance, or an estim
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
-from dataclasses import replace
 from typing import Any
 
-import click
 import numpy as np
 import torch
 from torch import Tensor
@@ -224,20 +221,24 @@ def time_design(rows: int, columns: int) -> dict[str, float]:
     return {"seconds": round(seconds, 2), "gb_more": round((after - before) / 1e6, 2), "gb_in_all": round(after / 1e6, 2)}
 
 
-def command(as_json: bool, families: tuple[str, ...], sites: tuple[int, ...], draws: int, quick: bool) -> None:
-    """Measure and print."""
+def measure(families: tuple[str, ...], sites: tuple[int, ...], draws: int, quick: bool) -> dict[str, Any]:
+    """Rows of families and numbers of sites, none where `quick`, and a design."""
     rows = [] if quick else [compare(f, j, draws, max(100, draws // 3)) for f in families for j in sites]
-    design = time_design(100_000 if quick else 1_000_000, 50)
-    if as_json:
-        click.echo(json.dumps({"rows": rows, "design": design, "machine": machine(), "commit": commit()}, indent=2))
-        return
-    for row in rows:
+    design = {"rows": 100_000 if quick else 1_000_000, **time_design(100_000 if quick else 1_000_000, 50)}
+    return {"rows": rows, "design": design, "machine": machine(), "commit": commit()}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    out = []
+    for row in found["rows"]:
         low, high = row["ratio"]
-        click.echo(
+        out.append(
             f"{row['family']:12} {row['sites']:3} sites {row['rows']:6} rows: error {row['error']:.3f} sds, sd ratio "
             f"{low:.2f} to {high:.2f}, {row['fit']['rounds']} rounds, converged {row['fit']['converged']}, "
             f"{row['fit']['seconds']:.0f} s; meta-analysis {row['meta_analysis']:.2f} sds, "
             f"{row['meta_analysis_failures']} sites without a fit; NUTS {row['nuts']['seconds']:.0f} s, R-hat "
             f"{row['nuts']['r_hat']:.3f}, ESS {row['nuts']['ess']:.0f}"
         )
-    click.echo(f"design of {100_000 if quick else 1_000_000} rows x 50: {design['seconds']} s, {design['gb_in_all']} GB")
+    design = found["design"]
+    return [*out, f"design of {design['rows']} rows x 50: {design['seconds']} s, {design['gb_in_all']} GB"]
+

@@ -7,17 +7,24 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import torch
+from safetensors.torch import load
 
-from secure_fvi.errors import InputError
+from secure_fvi.deployment.trail import EXCHANGE, read_exchange
+from secure_fvi.deployment.trail_verify import compare, rows, verify
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.privacy.ledger import verify as verify_ledger
 from secure_fvi.runs.config import parse
-from secure_fvi_lab.bench.kills_job import KINDS, Outcome, quota, run_job, table
-from secure_fvi_lab.bench.replay import posterior
+from secure_fvi.runs.directory import read_json
+from secure_fvi_lab.bench.world import HUB, Parties, answered, posterior
 from secure_fvi_lab.machine import machine
 
 _PER_JOB = 20
@@ -122,3 +129,210 @@ def _of_kind(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
+
+
+# ----
+# One job of a campaign of kills: what it runs, when its parties are killed, and what has to hold afterwards
+
+_SEED = 3
+#: Longest time for a silo that is kept away, as a multiple of the deadline under "drop".
+_AWAY = 3.0
+
+
+class Kind(NamedTuple):
+    """A sort of job. rounds: of the server."""
+
+    algorithm: Mapping[str, Any]
+    aggregation: Mapping[str, Any]
+    rounds: int
+    privacy: Mapping[str, Any] | None = None
+
+    @property
+    def holder(self) -> bool:
+        return self.aggregation["kind"] == "homomorphic"
+
+
+_SFVI = {"name": "sfvi", "iterations": 150, "family": "diagonal"}
+_AVG = {"name": "sfvi-avg", "rounds": 60, "local_steps": 5}
+_DP = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "noise": "distributed", "data_set": "data", "retries": 100}
+KINDS = {
+    "private SFVI": Kind({**_SFVI, "sampling_rate": 0.5}, {"kind": "masked"}, 150, _DP),
+    "masked SFVI": Kind(_SFVI, {"kind": "masked"}, 150),
+    "homomorphic SFVI-Avg": Kind({**_AVG, "rounds": 30}, {"kind": "homomorphic"}, 30),
+    "masked SFVI-Avg": Kind(_AVG, {"kind": "masked"}, 60),
+    "masked PVI": Kind({"name": "pvi", "rounds": 60, "local_steps": 5}, {"kind": "masked"}, 60),
+    "plain SFVI": Kind(_SFVI, {"kind": "plain"}, 150),
+}
+
+
+class Kill(NamedTuple):
+    """seconds: until the server had done another round; None where another kill or the end of the job came first."""
+
+    role: str
+    round: int
+    seconds: float | None = None
+
+
+class Outcome(NamedTuple):
+    """A job that is over. fault: what was wrong, "" for nothing."""
+
+    kind: str
+    kills: tuple[Kill, ...]
+    seconds: float
+    fault: str = ""
+    left_out: int = 0  # answers that were not waited for, under "drop"
+
+
+def table(kind: Kind, on_loss: str, deadline: float) -> dict[str, Any]:
+    """The configuration of a job on six cities: three silos, or four where one may be lost."""
+    silos = ["east", "north", "south"] if on_loss == "wait" else ["east", "north", "south", "west"]
+    sizes = [200, 180, 157] if on_loss == "wait" else [150, 140, 130, 117]
+    found: dict[str, Any] = {
+        "seed": _SEED,
+        "model": {"program": "six-cities"},
+        "partition": {"ids": silos, "sizes": sizes},
+        "algorithm": dict(kind.algorithm),
+        "aggregation": dict(kind.aggregation),
+        "run": {"compile": False, "threads": 1},
+        "engine": {"on_loss": on_loss, "deadline": deadline},
+    }
+    if on_loss == "drop" and kind.aggregation.get("kind") != "plain":
+        found["aggregation"]["max_missing"] = 1
+    return found if kind.privacy is None else {**found, "privacy": dict(kind.privacy)}
+
+
+def run_job(
+    folder: Path,
+    name: str,
+    kills: int,
+    rng: random.Random,
+    choose: Callable[[list[str]], str],
+    on_loss: str,
+    deadline: float,
+    patience: float,
+    reference: Callable[[str], bytes],
+) -> Outcome:
+    """A job with up to `kills` kills, checked. choose: a role, of those given. patience: seconds in which it has to
+    end. reference: the posterior without kills, by the name of the kind."""
+    kind, began = KINDS[name], time.monotonic()
+    job = table(kind, on_loss, deadline)
+    parties = Parties(folder, job, job["partition"]["ids"], kind.holder)
+    done: list[Kill] = []
+    try:
+        for party in parties.homes:
+            parties.start(party)
+        done.extend(_kill(parties, kind.rounds, kills, rng, choose, deadline if on_loss == "drop" else 0.0, patience))
+        left = parties.wait(HUB, patience)
+        time.sleep(1.0)  # the silos close the job once the server has its last answers
+    finally:
+        parties.stop()
+    try:
+        if left != 0:
+            what = "hung" if left is None else "failed"
+            raise ProtocolError(f"{what}: {' '.join(parties.log(HUB).split())[-300:]}")
+        lost = _check(parties, name, on_loss, reference)
+    except ProtocolError as error:
+        return Outcome(name, tuple(done), time.monotonic() - began, str(error))
+    return Outcome(name, tuple(done), time.monotonic() - began, "", lost)
+
+
+def _kill(
+    parties: Parties,
+    rounds: int,
+    wanted: int,
+    rng: random.Random,
+    choose: Callable[[list[str]], str],
+    deadline: float,
+    patience: float,
+) -> Iterator[Kill]:
+    """Kill and start again until `wanted` kills are done or the job is over."""
+    roles = sorted({parties.role(p) for p in parties.homes})
+    killed: Kill | None = None
+    at = 0.0
+    for number in range(wanted):
+        last = number == wanted - 1
+        # Mostly once the job goes on, now and then before the party is back, at last around the end of the job.
+        settled = rng.random() < 0.75
+        goal = rounds if last and settled else (killed.round if killed else 0) + 1
+        if settled:
+            if not parties.wait_for_rounds(goal, patience):
+                break
+            if killed is not None and not last:
+                killed = killed._replace(seconds=time.monotonic() - at)
+        time.sleep(rng.uniform(0.0, 0.4 if settled else 1.5))
+        if killed is not None:
+            yield killed
+            killed = None
+        role = choose(roles)
+        victim = rng.choice([p for p in parties.homes if parties.role(p) == role])
+        before = parties.rounds()
+        if not parties.kill(victim):
+            break  # the job is over, or has failed: its exit code tells
+        killed, at = Kill(role, before), time.monotonic()
+        if role == "silo" and deadline:
+            time.sleep(rng.choice([0.0, rng.uniform(0.0, _AWAY * deadline)]))
+        parties.start(victim)
+    if killed is not None:
+        yield killed
+
+
+def _check(parties: Parties, name: str, on_loss: str, reference: Callable[[str], bytes]) -> int:
+    """What has to hold once a job has ended; the number of answers that were left out. Raises ProtocolError."""
+    kind, hub = KINDS[name], parties.homes[HUB]
+    found = (parties.out / "posterior.safetensors").read_bytes()
+    keys = {m: parties.homes[m].identity().public_key for m in parties.homes}
+    for member, home in parties.homes.items():
+        verify(home.log_file, keys[member])
+        if member != HUB:
+            compare(home.log_file, hub.log_file)
+    answers = answered(hub.log_file)
+    if kind.privacy is not None:
+        _check_private(parties, found)
+    elif on_loss == "wait":
+        if found != reference(name):
+            raise ProtocolError("the posterior is not that of a job without kills")
+    elif found != posterior(parse(table(kind, on_loss, 1.0), "replay"), answers):
+        raise ProtocolError("the posterior is not that of the silos that answered")
+    for silo in parties.silos if on_loss == "wait" else ():
+        if not list((parties.homes[silo].path / "results").glob("*.safetensors")):
+            raise ProtocolError(f"silo '{silo}' has not kept its own posterior")
+    return sum(len(parties.silos) - len(who) for who in answers.values())
+
+
+def _check_private(parties: Parties, found: bytes) -> None:
+    """Noise is secret, so the posterior differs from job to job: it is finite, and all that left was charged."""
+    if not all(bool(torch.isfinite(v).all()) for v in load(found).values()):
+        raise ProtocolError("the posterior is not finite")
+    job = str(read_json(parties.out / "run.json")["job"])
+    for silo in parties.silos:
+        home = parties.homes[silo]
+        (chain,) = verify_ledger(home.ledger_file, silo)
+        charged = sum(chain.jobs[job].released.values())
+        left, sessions = released(home.log_file), different(home.log_file, "open")
+        # In a new session what was released is masked anew: other bytes, and no other release.
+        if not left <= charged + sessions - 1:
+            raise ProtocolError(f"silo '{silo}' released {left} sums, and its ledger has {charged}")
+
+
+def released(log: Path) -> int:
+    """Different answers to broadcasts that left a site, by its own log."""
+    return different(log, "broadcast")
+
+
+def different(log: Path, step: str) -> int:
+    """Different answers of one step that left a site, by its own log."""
+    seen = (read_exchange(row.fields()) for row in rows(log)[1] if row.kind == EXCHANGE)
+    return len({e.sent.digest for e in seen if e.step == step and e.sent is not None})
+
+
+def quota(rng: random.Random, least: Mapping[str, int]) -> Callable[[list[str]], str]:
+    """Whom to kill: a role by chance, those with most kills still due the likeliest."""
+    done: Counter[str] = Counter()
+
+    def choose(roles: list[str]) -> str:
+        weights = [(1 + max(0, least.get(role, 0) - done[role])) ** 3 for role in roles]
+        (role,) = rng.choices(roles, weights)
+        done[role] += 1
+        return role
+
+    return choose

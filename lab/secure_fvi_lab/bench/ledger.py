@@ -12,14 +12,12 @@ from typing import Any
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, verify
-from secure_fvi_lab.machine import print_milliseconds, processor
+from secure_fvi_lab.machine import milliseconds as lines
+from secure_fvi_lab.machine import processor
+
+__all__ = ["lines", "measure"]
 
 _BLOCKS = (1, 16, 256)
-
-
-def command(as_json: bool, releases: int, folder: Path | None) -> None:
-    """Measure and print."""
-    print_milliseconds(measure(releases, folder), as_json)
 
 
 def measure(releases: int, folder: Path | None) -> dict[str, Any]:

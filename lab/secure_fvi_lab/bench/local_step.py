@@ -7,13 +7,10 @@ Blocks are interleaved, and the median counts.
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pyro
 import torch
 from pyro.distributions import Bernoulli, Normal
@@ -25,21 +22,18 @@ from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset, program
-from secure_fvi_lab.bench.step import Block
+from secure_fvi_lab.bench.step import Block, in_turn
 from secure_fvi_lab.machine import machine
 
 _BATCH, _STEPS = 128, 500
 _OPTIMIZERS = ("natural", "adam")
 
 
-def command(as_json: bool, data: Path | None, repeats: int) -> None:
-    found = measure(data, repeats)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one a contestant."""
     for name, ms in found["ms_per_step"].items():
-        click.echo(f"{name:14}{ms:8.3f} ms{found['speed_relative_to_pyro_svi'][name]:8.1f} x Pyro's SVI")
-    click.echo(found["machine"])
+        yield f"{name:14}{ms:8.3f} ms{found['speed_relative_to_pyro_svi'][name]:8.1f} x Pyro's SVI"
+    yield found["machine"]
 
 
 def measure(data_dir: Path | None, repeats: int) -> dict[str, Any]:
@@ -47,15 +41,7 @@ def measure(data_dir: Path | None, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     data = program("adult").load(data_dir)
     blocks = {"pyro_svi": _pyro(data), **{f"pvi_{name}": _ours(data, name) for name in _OPTIMIZERS}}
-    for block in blocks.values():
-        block(_STEPS)
-    times: dict[str, list[float]] = {name: [] for name in blocks}
-    for _ in range(repeats):
-        for name, block in blocks.items():
-            began = time.perf_counter()
-            block(_STEPS)
-            times[name].append((time.perf_counter() - began) / _STEPS * 1e3)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = in_turn(blocks, _STEPS, _STEPS, repeats)
     return {
         "machine": machine(),
         "ms_per_step": medians,

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from secure_fvi.errors import ProtocolError
 from secure_fvi.runs.directory import read_json
-from secure_fvi_lab.bench.replay import posterior
-from secure_fvi_lab.bench.world import HUB, Parties
+from secure_fvi_lab.bench.world import HUB, Parties, posterior
 from secure_fvi_lab.machine import machine
 
 _SILOS = ("east", "north", "south")
@@ -32,18 +28,14 @@ _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def command(as_json: bool, latency_ms: float, loss: float) -> None:
-    """Measure and print."""
-    found = measure(Network(latency_ms / 1e3, loss))
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one an algorithm."""
     for row in found["rows"]:
-        click.echo(
+        yield (
             f"{row['algorithm']:5} {row['rounds']:5} rounds  {row['exchanges']:5} exchanges  {row['seconds']:8.1f} s  "
             f"{row['kB_up']:9.1f} kB up and {row['kB_down']:9.1f} kB down a silo" + ("" if row["run"] else "  (scaled)")
         )
-    click.echo(f"{found['packets']} packets, {found['lost']} of them lost")
+    yield f"{found['packets']} packets, {found['lost']} of them lost"
 
 
 def measure(network: Network) -> dict[str, Any]:

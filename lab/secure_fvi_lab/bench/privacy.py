@@ -13,21 +13,25 @@ import math
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import torch
 from torch import Tensor, nn
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.sfvi import SFVI
+from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.fitting import build_parties, fit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.uci_adult import PROGRAM, load
 from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.server import Server
+from secure_fvi_lab.bench.step import in_turn
 from secure_fvi_lab.machine import machine
 
 SILOS, RATE, ROUNDS, DELTA = 10, 0.05, 400, 1e-5
@@ -42,26 +46,17 @@ class Score(NamedTuple):
     log_likelihood: float  # nats, mean over the test set
 
 
-def command(as_json: bool, data: Path | None, quick: bool) -> None:
-    """Run and print."""
-    import json
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecureFVIWarning)  # runs of fixed length say whether they drifted; not here
-        found = measure(data, ROUNDS // 4 if quick else ROUNDS)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(f"{'fit':36} {'accuracy':>15} {'log likelihood':>17} {'epsilon':>8} {'noise':>7} {'seconds':>8}")
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one a fit."""
+    yield f"{'fit':36} {'accuracy':>15} {'log likelihood':>17} {'epsilon':>8} {'noise':>7} {'seconds':>8}"
     for row in found["rows"]:
         epsilon, noise = (row[k] and f"{row[k]:.4g}" for k in ("epsilon", "noise_multiplier"))
-        click.echo(
+        yield (
             f"{row['fit']:36} {row['accuracy']:6.2f}% +- {row['accuracy_sd']:4.2f} {row['log_likelihood']:8.4f} +- "
-            f"{row['log_likelihood_sd']:6.4f} {epsilon or '-':>8} "
-            f"{noise or '-':>7} {row['seconds']:8.1f}"
+            f"{row['log_likelihood_sd']:6.4f} {epsilon or '-':>8} {noise or '-':>7} {row['seconds']:8.1f}"
         )
     step = found["step"]
-    click.echo(
+    yield (
         f"one step, batch {step['batch']}: {step['private_ms']:.2f} ms with clipping and noise, {step['plain_ms']:.2f} "
         f"ms without, {step['ratio']:.2f} times"
     )
@@ -97,7 +92,9 @@ def _ours(
     name: str, silos: list[dict[str, Tensor]], test: Dataset, algorithm: SFVI, privacy: RecordDP | None
 ) -> dict[str, Any]:
     began = time.perf_counter()
-    results = [fit(PROGRAM.model, silos, algorithm, Masked(), privacy, seed) for seed in range(REPEATS)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecureFVIWarning)  # runs of fixed length say whether they drifted; not here
+        results = [fit(PROGRAM.model, silos, algorithm, Masked(), privacy, seed) for seed in range(REPEATS)]
     claim = results[0].privacy or {"epsilon": None, "noise_multiplier": None}
     scores = [_score(result.sample(_DRAWS)["weights"], test) for result in results]
     return _row(name, scores, claim["epsilon"], claim["noise_multiplier"], time.perf_counter() - began)
@@ -189,13 +186,13 @@ def step_cost(train: Dataset, batch: int = 256, steps: int = 300) -> dict[str, A
         name: build_parties(PROGRAM.model, [train.records], algorithm, plain, compile=True, privacy=privacy)
         for name, privacy in (("plain", None), ("private", private))
     }
-    times: dict[str, list[float]] = {name: [] for name in parties}
-    for done in range(steps + 20):
-        for name, (server, engine, _) in parties.items():
-            began = time.perf_counter()
-            engine.run(server.round())
-            if done >= 20:
-                times[name].append(1e3 * (time.perf_counter() - began))
+    # A block is one round, after twenty that do not count.
+    rounds = {name: partial(_rounds, server, engine) for name, (server, engine, _) in parties.items()}
+    ms = in_turn(rounds, 20, 1, steps)
     torch.set_num_threads(before)
-    plain_ms, private_ms = (statistics.median(times[name]) for name in ("plain", "private"))
-    return {"batch": batch, "plain_ms": plain_ms, "private_ms": private_ms, "ratio": private_ms / plain_ms}
+    return {"batch": batch, "plain_ms": ms["plain"], "private_ms": ms["private"], "ratio": ms["private"] / ms["plain"]}
+
+
+def _rounds(server: Server, engine: Transport, count: int) -> None:
+    for _ in range(count):
+        engine.run(server.round())

@@ -7,18 +7,27 @@ is in each number.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import track
+from rich.table import Column, Table
 
 from secure_fvi.errors import InputError
 from secure_fvi_lab.bench.sum_parties import (
@@ -33,11 +42,9 @@ from secure_fvi_lab.bench.sum_parties import (
     TenSEAL,
     TenSEALTimes,
 )
-from secure_fvi_lab.bench.sum_table import print_tables, targets
+from secure_fvi_lab.experiments import as_png
 from secure_fvi_lab.machine import processor
 
-#: Called with the share of the work done, in [0, 1], and what is being measured.
-Report = Callable[[float, str], None]
 Row = dict[str, Any]
 
 _LONG = 10**7
@@ -61,19 +68,6 @@ class Work:
 
     setting: Setting
     cases: tuple[Case, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Roughly how long it takes; for the estimate of the time left only."""
-        s = self.setting
-        if s.kind == "homomorphic":
-            a_value, a_silo = 2.5e-6, 0.01
-        else:
-            a_value, a_silo = 2e-9 * (s.neighbours + 5) * s.bits / 32, 0.001 + 2e-5 * s.neighbours
-        setup = 0.1 + s.silos * s.neighbours * (6e-4 if s.kind == "masked" else 1e-2)
-        sums = sum((c.repeats + 1) * c.sums * (s.silos * (a_silo + a_value * c.length)) for c in self.cases)
-        flower = sum((c.repeats + 1) * c.sums * 9e-9 * s.neighbours * c.length for c in self.cases)
-        return setup + sums + flower
 
 
 def plan(quick: bool) -> list[Work]:
@@ -106,23 +100,22 @@ def plan(quick: bool) -> list[Work]:
     return work
 
 
-def measure(quick: bool = False, report: Report | None = None, work: list[Work] | None = None) -> dict[str, Any]:
-    """Machine, rows, targets and notes, as `bench secure-sum --json` prints them; times in milliseconds.
+def measure(quick: bool = False, work: list[Work] | None = None) -> dict[str, Any]:
+    """Machine, rows, targets and notes, as `bench secure-sum --json` prints them; times in milliseconds. A bar on
+    stderr, where that is a terminal, counts sessions.
 
     Raises AggregationError when any of the sums is wrong.
     """
-    report = report or (lambda share, what: None)
     notes: list[str] = []
     work = _that_fits(plan(quick), notes) if work is None else work
     began, load = time.perf_counter(), os.getloadavg()[0]
     rows: list[Row] = []
-    whole, done = sum(item.seconds for item in work), 0.0
+    console = Console(stderr=True)
+    sessions = track(work, "sessions", console=console, transient=True, disable=not console.is_terminal)
     with Stopwatch() as watch, tempfile.TemporaryDirectory() as folder:
         _warm_up(watch)
-        for at, item in enumerate(work):
+        for at, item in enumerate(sessions):
             setting = item.setting
-            what = f"{setting.kind}, {setting.silos} silos"
-            report(done / whole, what)
             within = Path(folder) / str(at)
             within.mkdir()
             try:
@@ -130,14 +123,8 @@ def measure(quick: bool = False, report: Report | None = None, work: list[Work] 
             except ImportError as error:
                 _note(notes, f"no {setting.kind} rows: {error}")
                 continue
-            left = len(item.cases)
-            for case in item.cases:
-                what = f"{setting.kind}, {setting.silos} silos, {case.length:,} values"
-                report(done / whole, what)
-                rows.append(_row(parties, case, notes))
-                done += item.seconds / left
+            rows += [_row(parties, case, notes) for case in item.cases]
             del parties
-        report(1.0, "")
     return {
         "machine": machine(),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -279,11 +266,8 @@ def command(as_json: bool, quick: bool, plot: str | None) -> None:
     target = None if plot is None else Path(plot)
     if target is not None and (target.suffix != ".png" or target.is_dir() or not target.parent.is_dir()):
         raise InputError(f"--plot '{plot}': must be a .png file in a folder that exists")
-    with progress_bar() as report:
-        found = measure(quick, report)
+    found = measure(quick)
     if target is not None:
-        from secure_fvi_lab.bench.sum_plot import png
-
         target.write_bytes(png(found["rows"]))
     if as_json:
         print(json.dumps(found, indent=2))
@@ -291,15 +275,253 @@ def command(as_json: bool, quick: bool, plot: str | None) -> None:
         print_tables(found)
 
 
-@contextmanager
-def progress_bar() -> Iterator[Report]:
-    """A bar with the time left on stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+# ---- The table of `bench secure-sum`, and what of it was aimed at ----
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left about"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda share, what: bar.update(task, completed=min(share, 1.0), description=what)
+
+def print_tables(found: dict[str, Any]) -> None:
+    """Rows, targets and notes of `measure` on stdout."""
+    console = Console(highlight=False, soft_wrap=True)
+    load, measured = found["load_average"], found["rows"]
+    rows = _table("\nkind", "\nsilos", "neigh-\nbours", "\nvalues", "\nlost", "\nsilo", "of which\nchecks", "\nserver",
+                  "\nall", "ex-\nchanges", "bytes up\na silo", "\nfloor", "silo /\nfloor", "\nFlower", "Flower\n/ silo",
+                  "\nTenSEAL")  # fmt: skip
+    for _, alike in itertools.groupby(measured, lambda row: (row["kind"], row["bits"])):
+        for row in alike:
+            rows.add_row(*_cells(row))
+        rows.add_section()
+    # A narrow terminal breaks lines rather than numbers.
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=400), rows).maximum)
+    console.print(found["machine"])
+    console.print(
+        f"{found['seconds']:.0f} s; load average {load['before']:.2f} before, {load['after']:.2f} after; every total "
+        "was equal to NumPy's to the last bit"
+    )
+    console.print(rows)
+    console.print(
+        "Medians, ms. Silo: one silo, one sum; checks: of which signature checks; server: key holder included; all:\n"
+        "all parties, one after another. Floor: keystreams and additions; Flower: one client's masking stage;\n"
+        "TenSEAL: one silo and the server, no protocol. ~: each signature was checked once, and charged to all that\n"
+        "check it.",
+        style="dim",
+    )
+    console.print(_sessions(measured))
+    console.print(
+        "Ms, apart from the sums: set-up once a session; refills of one-time secrets, a sum's share of its batch's.",
+        style="dim",
+    )
+    console.print(_targets(found["targets"]))
+    for note in found["notes"]:
+        console.print(f"note: {note}")
+
+
+def _table(*headings: str) -> Table:
+    """The first column is text, the others are numbers."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    for at, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if at else "left", no_wrap=True)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    shared = "~" if row["checks_shared"] else ""
+    return [
+        _kind(row),
+        f"{row['silos']:,}",
+        str(row["neighbours"] or ""),
+        _power(row["length"]),
+        f"{row['dropout']:.0%}" if row["dropout"] else "",
+        _number(row["silo_ms"]),
+        shared + _number(row["silo_checks_ms"]) if row["silo_checks_ms"] else "",
+        _number(row["server_ms"]),
+        _number(row["sum_ms"]),
+        str(row["exchanges"]),
+        f"{row['bytes_up_per_silo']:,}",
+        _number(row["floor_ms"]),
+        _ratio(row["silo_ms"], row["floor_ms"]),
+        _number(row["flower_ms"]),
+        _ratio(row["flower_ms"], row["silo_ms"]),
+        _number(row["tenseal_ms"]),
+    ]
+
+
+def _sessions(rows: list[Row]) -> Table:
+    """Set-up and refills, one line a session with keys to agree on."""
+    times = ("setup_silo", "setup_server", "refill_silo", "refill_server")
+    headings = (time.replace("setup", "set-up").replace("_", ",\n") for time in times)
+    table, shown = _table("\nkind", "\nsilos", "neigh-\nbours", *headings), dict[tuple[str, int], Row]()
+    for row in rows:
+        shown.setdefault((_kind(row), row["silos"]), row)
+    for (kind, silos), row in shown.items():
+        if row["neighbours"]:
+            table.add_row(kind, f"{silos:,}", str(row["neighbours"]), *(_number(row[f"{time}_ms"]) for time in times))
+    return table
+
+
+def _kind(row: Row) -> str:
+    """`masked w=32 no check, sqlite`, and so on."""
+    if row["kind"] != "masked":
+        return {"homomorphic": "BFV", "plain": "plain"}[row["kind"]]
+    check = "" if row["consistency_check"] else " no check"
+    return f"masked w={row['bits']}{check}{'' if row['store'] == 'memory' else ' ' + row['store']}"
+
+
+def _targets(targets: list[dict[str, Any]]) -> Table:
+    table = Table("target", *(Column(heading, justify="right", no_wrap=True) for heading in ("limit", "found", "")))
+    for target in targets:
+        unit = f" {target['unit']}" if target["unit"] else ""
+        limits = (("<=", target["at_most"]), (">=", target["at_least"]))
+        limit = "".join(f"{sign} {value:g}{unit}" for sign, value in limits if value is not None)
+        value = "not measured" if target["value"] is None else f"{target['value']:.4g}{unit}"
+        met = {True: "[green]met[/]", False: "[red]not met[/]", None: ""}[target["met"]]
+        table.add_row(target["name"], limit, value, met)
+    return table
+
+
+def _power(count: int) -> str:
+    """1e6 for a million; other numbers in full."""
+    digits = len(str(count)) - 1
+    return f"1e{digits}" if digits > 2 and count == 10**digits else str(count)
+
+
+def _number(ms: float | None) -> str:
+    """Two or three significant digits, without an exponent; at least a microsecond."""
+    if ms is None:
+        return ""
+    return f"{ms:,.0f}" if ms >= 100 else f"{max(ms, 0.001):.{2 if ms < 0.1 else 3}g}"
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    if above is None or not below:
+        return ""
+    return f"{above / below:,.0f}" if above >= 10 * below else f"{above / below:.2f}"
+
+
+def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What secure sums are meant to reach: name, limit, value, unit and whether it was met, for each target; null where
+    its row was not measured."""
+    headline = _find(rows, kind="masked", bits=32, neighbours=10, length=10**6, dropout=0.0)
+    bfv = _find(rows, kind="homomorphic", length=10**5, dropout=0.0)
+    thousand = [row for row in rows if row["kind"] == "masked" and row["silos"] == 1000 and row["length"] == 10**4]
+    payload = {**headline, "payload": headline["length"] * headline["bits"] / 8} if headline else None
+    both = {**bfv, "both_ms": bfv["silo_ms"] + bfv["server_ms"]} if bfv else None
+    apart = max((_without_checks(row) for row in thousand), default=None)
+    checks = max((row["sum_ms"] / 1e3 - _without_checks(row) for row in thousand), default=None)
+    floor = _over(headline, "silo_ms", "floor_ms")
+    found = [
+        _target("1e6 values, 10 neighbours, w = 32: silo's time over the floor", floor, 2),
+        _target("the same: Flower's client over ours", _over(headline, "flower_ms", "silo_ms"), at_least=4),
+        _target("the same: bytes up over the ring's payload", _over(payload, "bytes_up_per_silo", "payload"), 1.02),
+    ]
+    for check, limit in ((False, 1.5), (True, 4.0)):
+        for store in ("memory", "sqlite"):
+            row = _find(rows, kind="masked", silos=3, length=64, consistency_check=check, store=store)
+            name = f"3 silos, 64 values, {'with' if check else 'without'} consistency check, {store}: a sum"
+            # The durable times are shown beside, without a limit: they are the disk's.
+            at_most = limit if store == "memory" else None
+            found.append(_target(name, None if row is None else row["sum_with_refill_ms"], at_most, unit="ms"))
+    return [
+        *found,
+        _target("BFV, 1e5 values: all parties' time over TenSEAL alone", _over(bfv, "sum_ms", "tenseal_sum_ms"), 1.3),
+        _target("the same: one silo and the server over TenSEAL alone", _over(both, "both_ms", "tenseal_ms"), 1.3),
+        _target("1,000 silos, 1e4 values: a sum of all parties, signature checks apart", apart, 60, unit="s"),
+        _target("1,000 silos, 1e4 values: signature checks of all parties", checks, unit="s"),
+    ]
+
+
+def _without_checks(row: Row) -> float:
+    """Seconds of one sum, all parties together, less their signature checks."""
+    contributing = row["silos"] - round(row["dropout"] * row["silos"])
+    return float(row["sum_ms"] - contributing * row["silo_checks_ms"] - row["server_checks_ms"]) / 1e3
+
+
+def _find(rows: Sequence[Row], **wanted: object) -> Row | None:
+    return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+
+
+def _over(row: Row | None, above: str, below: str) -> float | None:
+    return row[above] / row[below] if row and row[above] else None
+
+
+def _target(
+    name: str, value: float | None, at_most: float | None = None, at_least: float | None = None, unit: str = ""
+) -> dict[str, Any]:
+    met = None
+    if value is not None and (at_most is not None or at_least is not None):
+        met = value <= at_most if at_most is not None else value >= (at_least or 0.0)
+    rounded = None if value is None else round(value, 5)
+    return {"name": name, "value": rounded, "unit": unit, "at_most": at_most, "at_least": at_least, "met": met}
+
+
+# ---- The plot of `bench secure-sum`: time a silo against length, and against the number of silos ----
+
+_INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
+_OURS, _OURS_64, _FLOWER, _BFV, _PLAIN = "#2563eb", "#7aa5f7", "#d97706", "#0f766e", "#9ca3af"
+_SERVER = "#9333ea"
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 10,
+    "axes.titlecolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 4,
+}
+_OF_LENGTH, _OF_SILOS = 11, 10**4
+
+
+def png(rows: Sequence[Row]) -> bytes:
+    """Both panels, as PNG."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _against_length(left, rows)
+        _against_silos(right, rows)
+        for axes in (left, right):
+            axes.set(xscale="log", yscale="log")
+            axes.grid(color=_GRID, lw=0.6)
+            axes.set_axisbelow(True)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+        return as_png(figure)
+
+
+def _against_length(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.set(title="One silo, one sum: 10 neighbours (BFV: 3 silos)", xlabel="values", ylabel="ms")
+    long = [row for row in rows if not row["dropout"] and row["length"] >= 1000]
+    masked = [row for row in long if row["kind"] == "masked" and row["silos"] == _OF_LENGTH]
+    narrow = [row for row in masked if row["bits"] == 32]
+    wide = [row for row in masked if row["bits"] == 64]
+    bfv = [row for row in long if row["kind"] == "homomorphic" and row["silos"] == 3]
+    plain = [row for row in long if row["kind"] == "plain" and row["silos"] == _OF_LENGTH]
+    _line(axes, bfv, "length", "silo_ms", "BFV and masks", color=_BFV, marker="o")
+    _line(axes, bfv, "length", "tenseal_silo_ms", "TenSEAL alone", color=_BFV, ls=":")
+    _line(axes, narrow, "length", "flower_ms", "Flower SecAgg+, one client", color=_FLOWER, marker="s")
+    _line(axes, wide, "length", "silo_ms", "masked, w = 64", color=_OURS_64, marker="o")
+    _line(axes, narrow, "length", "silo_ms", "masked, w = 32", color=_OURS, marker="o")
+    _line(axes, narrow, "length", "floor_ms", "floor: AES-CTR, additions (w = 32)", color=_INK, ls=":")
+    _line(axes, plain, "length", "silo_ms", "plain", color=_PLAIN, marker="o")
+
+
+def _against_silos(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.set(title="Masked sums of 1e4 values, w = 32", xlabel="silos", ylabel="ms")
+    swept = [row for row in rows if row["kind"] == "masked" and row["bits"] == 32 and row["length"] == _OF_SILOS]
+    swept = [{**row, "own_ms": row["silo_ms"] - row["silo_checks_ms"]} for row in swept if row["silos"] != _OF_LENGTH]
+    whole = [row for row in swept if not row["dropout"]]
+    lost = [row for row in swept if row["dropout"]]
+    _line(axes, lost, "silos", "server_ms", "server, 10% of the silos lost", color=_SERVER, marker="s")
+    _line(axes, whole, "silos", "server_ms", "server, none lost", color=_SERVER, marker="s", ls="--", mfc="white")
+    _line(axes, whole, "silos", "silo_ms", "one silo", color=_OURS, marker="o")
+    _line(axes, whole, "silos", "own_ms", "one silo, signature checks apart", color=_OURS_64, marker="o")
+    _line(axes, whole, "silos", "floor_ms", "floor", color=_INK, ls=":")
+
+
+def _line(axes: Axes, rows: Sequence[Row], x: str, y: str, label: str, **style: Any) -> None:
+    points = sorted({row[x]: row[y] for row in rows if row[y]}.items())
+    if points:
+        axes.plot([p[0] for p in points], [p[1] for p in points], label=label, **style)

@@ -8,17 +8,15 @@ which masks are taken off.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from secure_fvi.deployment.model_hash import manifest
@@ -28,8 +26,7 @@ from secure_fvi.errors import ProtocolError, SecureFVIWarning
 from secure_fvi.messages import ROUND
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute_federation
-from secure_fvi_lab.bench.replay import answered, posterior
-from secure_fvi_lab.bench.world import HUB, Parties, allow
+from secure_fvi_lab.bench.world import HUB, Parties, allow, answered, posterior
 from secure_fvi_lab.machine import machine
 
 _MODEL = """import pyro
@@ -46,19 +43,15 @@ _RECORDS = 20  # of each silo
 _ROUNDS, _LOSING = 4, 3
 
 
-def command(as_json: bool, silos: int, length: int, leave: float, deadline: float) -> None:
-    """Measure and print."""
-    found = measure(silos, length, leave, deadline)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal."""
+    yield (
         f"{found['silos']} silos, sums of {found['length']} values, {found['left_before']} left before they "
         f"contributed and {found['left_after']} after: the posterior is that of those who answered, byte for byte"
     )
-    click.echo("seconds a round: " + ", ".join(f"{s:.1f}" for s in found["round_seconds"]))
+    yield "seconds a round: " + ", ".join(f"{s:.1f}" for s in found["round_seconds"])
     for what in ("rss", "pss", "peak"):
-        click.echo(f"{what:4} a silo: {found[what + '_mb'][0]:7.1f} MB median, {found[what + '_mb'][1]:7.1f} MB most")
+        yield f"{what:4} a silo: {found[what + '_mb'][0]:7.1f} MB median, {found[what + '_mb'][1]:7.1f} MB most"
 
 
 def measure(silos: int, length: int, leave: float, deadline: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pyro
@@ -34,6 +34,27 @@ _WARM_UP = 20
 Block = Callable[[int], None]
 
 
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one a contestant."""
+    for name, milliseconds in found["ms_per_iteration"].items():
+        text = "not installed" if milliseconds is None else f"{milliseconds:8.3f} ms"
+        ratio = found["speed_relative_to_pyro_svi"].get(name)
+        yield f"{name:12} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else "")
+
+
+def in_turn(blocks: Mapping[str, Block], warm_up: int, iterations: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds an iteration of each: blocks of iterations, all contestants' in turn, after `warm_up`."""
+    times: dict[str, list[float]] = {name: [] for name in blocks}
+    for block in blocks.values():
+        block(warm_up)
+    for _ in range(repeats):
+        for name, block in blocks.items():
+            began = time.perf_counter()
+            block(iterations)
+            times[name].append((time.perf_counter() - began) / iterations * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def measure(repeats: int = 9, iterations: int = 100) -> dict[str, Any]:
     """Median milliseconds an iteration of each contestant, and its speed in multiples of Pyro's SVI."""
     # Tensors are too small here for a second thread to help anyone, and a busy machine would add its noise.
@@ -55,22 +76,12 @@ def measure(repeats: int = 9, iterations: int = 100) -> dict[str, Any]:
         "plain_1_default": _ours(data, default, Plain(), 1),
         "masked_3_default": _ours(data, default, masked, 3),
     }
-    times: dict[str, list[float]] = {name: [] for name, block in contestants.items() if block is not None}
-    for block in contestants.values():
-        if block is not None:
-            block(_WARM_UP)
-    for _ in range(repeats):
-        for name, block in contestants.items():
-            if block is not None:
-                began = time.perf_counter()
-                block(iterations)
-                times[name].append((time.perf_counter() - began) / iterations * 1e3)
-    medians = {name: statistics.median(times[name]) if name in times else None for name in contestants}
-    pyro_ms = statistics.median(times["pyro_svi"])
+    present = {name: block for name, block in contestants.items() if block is not None}
+    medians = in_turn(present, _WARM_UP, iterations, repeats)
     return {
         "machine": machine(),
-        "ms_per_iteration": medians,
-        "speed_relative_to_pyro_svi": {name: pyro_ms / ms for name, ms in medians.items() if ms is not None},
+        "ms_per_iteration": {name: medians.get(name) for name in contestants},
+        "speed_relative_to_pyro_svi": {name: medians["pyro_svi"] / ms for name, ms in medians.items()},
         "iterations_per_block": iterations,
         "blocks": repeats,
     }

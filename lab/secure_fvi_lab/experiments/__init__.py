@@ -7,12 +7,17 @@ lines for a terminal.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from secure_fvi.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
@@ -68,3 +73,16 @@ class Request(NamedTuple):
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """What an experiment says of a figure over its seeds: mean, sd (0 of a single value) and how many there are."""
+    sd = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.mean(values), "sd": sd, "seeds": len(values)}
+
+
+def as_png(figure: Figure, dpi: int = 150) -> bytes:
+    """The figure as PNG."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=dpi)
+    return out.getvalue()

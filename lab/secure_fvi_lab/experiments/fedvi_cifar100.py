@@ -16,10 +16,8 @@ from secure_fvi.algorithms.fedvi import FedVI
 from secure_fvi.models.cifar100 import ARCHIVE, deal, full_network, network, read_images
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.fedvi_experiment import Plan, Row, run
-from secure_fvi_lab.experiments.fedvi_methods import Tuning
-from secure_fvi_lab.experiments.fedvi_report import plot
-from secure_fvi_lab.experiments.fedvi_report import table as table
+from secure_fvi_lab.experiments.fedvi_experiment import Plan, Row, Tuning, plot, run
+from secure_fvi_lab.experiments.fedvi_experiment import table as table
 
 #: Accuracy in per cent of clients that took part and that did not.
 PAPER = {

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.algorithms.fedvi import FedVI, gaussian_kl
-from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
-from secure_fvi.driving import Parties, Run
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.files import write_atomically
-from secure_fvi.fitting import build_parties
-from secure_fvi.models.fedvi import Network, common_classifier, embed, infer, personal_classifier, personal_log_probs
+from secure_fvi.models.fedvi import (
+    Network,
+    common_classifier,
+    common_logits,
+    embed,
+    infer,
+    personal_classifier,
+    personal_log_probs,
+    start,
+)
 from secure_fvi.models.fedvi_data import Client
-from secure_fvi_lab.experiments import Request, Tell
-from secure_fvi_lab.experiments.fedvi_methods import Predict, Tuning, fedrep, fedvi, from_fedavg, scores
-from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.experiments import Request, Tell, as_png, spread
+from secure_fvi_lab.experiments.watched import Watched
 from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]
@@ -64,9 +69,7 @@ class Fitted(NamedTuple):
     weights: dict[str, Tensor]
     curve: list[Row]
     metrics: dict[str, float | None]
-    seconds: float
-    bytes_up: int  # of the client that sent most
-    bytes_down: int
+    costs: Row  # seconds; bytes_up and bytes_down of the client that sent and received most
 
 
 def run(plan: Plan, make: Make, request: Request) -> Row:
@@ -115,7 +118,7 @@ def _fedvi(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, 
     fitted = fit(personal_classifier(network), plan.fedvi, plan, clients, seed, keep, tell, lambda w: fedvi(network, w))
     row = _row(plan, "FedVI", seed, fedvi(network, fitted.weights), clients)
     bound = new_clients_bound(network, fitted.weights, clients[plan.taking_part :])
-    return [row | _costs(fitted) | {"curve": fitted.curve, "metrics": fitted.metrics, "bound": bound}]
+    return [row | fitted.costs | {"curve": fitted.curve, "metrics": fitted.metrics, "bound": bound}]
 
 
 def _fedavg(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None, tell: Tell) -> list[Row]:
@@ -125,7 +128,7 @@ def _fedavg(plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None,
     fitted = fit(common_classifier(plan.network), plan.fedavg, plan, clients, seed, keep, tell, common)
     methods = from_fedavg(plan.network, fitted.weights, plan.tuning)
     rows = [_row(plan, name, seed, predict, clients) for name, predict in methods.items()]
-    rows[0] |= _costs(fitted) | {"curve": fitted.curve}
+    rows[0] |= fitted.costs | {"curve": fitted.curve}
     return rows
 
 
@@ -146,60 +149,34 @@ def _row(plan: Plan, method: str, seed: int, predict: Predict, clients: Sequence
     }  # fmt: skip
 
 
-def _costs(fitted: Fitted) -> Row:
-    return {"seconds": round(fitted.seconds, 1), "bytes_up": fitted.bytes_up, "bytes_down": fitted.bytes_down}
-
-
 def fit(
-    model: FederatedModel,
-    algorithm: Algorithm,
-    plan: Plan,
-    clients: Sequence[Client],
-    seed: int,
-    keep: Path | None,
-    tell: Tell,
-    predictor: Callable[[dict[str, Tensor]], Predict],
-) -> Fitted:
+    model: FederatedModel, algorithm: Algorithm, plan: Plan, clients: Sequence[Client], seed: int, keep: Path | None,
+    tell: Tell, predictor: Callable[[dict[str, Tensor]], Predict],
+) -> Fitted:  # fmt: skip
     """A fit over the clients that take part, looked at on the way, with checkpoints where `keep` is a folder."""
-    began = time.monotonic()
-    server, engine, guards = build_parties(
-        model, [c.train for c in clients[: plan.taking_part]], algorithm, Plain(), seed,
-        silo_ids=[f"client-{k:04d}" for k in range(plan.taking_part)], device=plan.device, dtype=torch.float32,
-        compile=plan.device != "cpu",
-    )  # fmt: skip
     folder = None if keep is None else keep / f"{algorithm.name}-{seed}"
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    written = None if folder is None else folder / "curve.json"
-    seen: list[Row] = json.loads(written.read_text()) if written is not None and written.is_file() else []
+    part, new = clients[: plan.taking_part], clients[plan.taking_part :]
+    watched = Watched(
+        model, [c.train for c in part], algorithm, seed, folder, device=plan.device, dtype=torch.float32,
+        silo_ids=[f"client-{k:04d}" for k in range(plan.taking_part)], compile=plan.device != "cpu",
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    server = watched.run.server
 
     def weights() -> dict[str, Tensor]:
         posterior = server.program.posterior(server.state.algorithm)
         found = server.problem.density.constrain(posterior.eta["loc"], posterior.theta)[0]
         return {name: value.cpu() for name, value in found.items()}
 
-    def look(progress: Any) -> None:
-        if progress.round % max(1, algorithm.most_rounds // _LOOKS):
-            return
-        w = weights()
-        both = (clients[: plan.taking_part], clients[plan.taking_part :])
-        part, new = (scores(predictor(w), some).accuracy for some in both)
-        seen[:] = [r for r in seen if r["round"] < progress.round]
-        seen.append({"round": progress.round, "taking_part": part, "new": new, "objective": progress.objective})
-        tell(f"    round {progress.round} of {algorithm.most_rounds}: {part:.3f} taking part, {new:.3f} new")
-        if written is not None:
-            write_atomically(written, json.dumps(seen).encode())
+    def look() -> Row:
+        predict = predictor(weights())
+        return {"taking_part": scores(predict, part).accuracy, "new": scores(predict, new).accuracy}
 
-    checkpoints = None if folder is None else FolderCheckpoints(folder, 30.0)
-    going: Run[None] = Run(
-        Parties(server, engine, guards), algorithm.most_rounds, lambda _: None, checkpoints, resume=True, began=began
-    )
-    for progress in going:
-        look(progress)
-    seconds = going.seconds
+    watched.drain(look, _LOOKS, tell)
     metrics = server.program.metrics(server.state.algorithm)
-    up, down = max(engine.bytes_up.values()), max(engine.bytes_down.values())
-    return Fitted(weights(), seen, metrics, seconds, up, down)
+    return Fitted(weights(), watched.curve, metrics, watched.costs())
 
 
 def new_clients_bound(network: Network, w: dict[str, Tensor], clients: Sequence[Client], delta: float = 0.05) -> Row:
@@ -275,3 +252,227 @@ def pac_bayes_bound(
         return Bound(empirical + complexity + slack, empirical, complexity, slack)
 
     return min(map(at, grid))
+
+
+# ----
+# What FedVI is compared with (Vedadi et al. 2023, Tables 1 and 2), each in a few lines on the same network
+#
+# All baselines but FedAvg take labels of the client that they predict for; FedVI takes its unlabelled images. A method
+# is
+# fitted once over the clients that take part, and then predicts each client's test images:
+#
+#     FedAvg      one network for all
+#     FedAvg+     FedAvg's, then gradient steps on the client's own records
+#     DITTO       the same steps with a pull to FedAvg's weights (Li et al. 2021)
+#     KNN-Per     FedAvg's probabilities mixed with those of the nearest of the client's records in the embedding
+#                 (Marfoq et al. 2022)
+#     FedRep      the embedding by averages, the head by each client alone (Collins et al. 2021)
+
+Weights = Mapping[str, Tensor]
+#: Log predictive probabilities (N, classes) of a client's test images.
+Predict = Callable[[Client], Tensor]
+HEAD = ("head_weight", "head_bias")
+
+
+class Tuning(NamedTuple):
+    """Of the steps on a client's own records, alike for all baselines that take some."""
+
+    steps: int = 30
+    learning_rate: float = 0.1
+    pull: float = 0.1  # DITTO's, towards the common weights
+    neighbours: int = 10
+    share: float = 0.5  # of the neighbours' vote in KNN-Per
+
+
+class Scores(NamedTuple):
+    """Over all test images of some clients."""
+
+    accuracy: float
+    log_loss: float  # nats an image
+    calibration: float  # expected calibration error, 15 equal bins of confidence
+
+
+def scores(predict: Predict, clients: Sequence[Client]) -> Scores:
+    """Clients count by their test images, as in the paper."""
+    with torch.no_grad():
+        log_probs = torch.cat([predict(c) for c in clients]).double()
+    y = torch.cat([c.test_y for c in clients])
+    confidence, guess = log_probs.exp().max(-1)
+    right = (guess == y).double()
+    bins = (confidence * 15).long().clamp(max=14)
+    gap = torch.zeros(15, dtype=torch.float64).index_add_(0, bins, confidence - right).abs().sum() / len(y)
+    loss = -log_probs.gather(-1, y.unsqueeze(-1)).mean()
+    return Scores(float(right.mean()), float(loss), float(gap))
+
+
+def fedvi(network: Network, w: Weights) -> Predict:
+    """With the client's training images, their labels unseen, to infer beta from; the mean over draws of beta."""
+
+    def predict(c: Client) -> Tensor:
+        each = personal_log_probs(network, w, c.x, c.test_x)
+        return torch.logsumexp(each, 0) - math.log(len(each))
+
+    return predict
+
+
+def from_fedavg(network: Network, w: Weights, tuning: Tuning) -> dict[str, Predict]:
+    """What starts from FedAvg's weights."""
+
+    def probs(v: Weights, c: Client) -> Tensor:
+        return torch.log_softmax(common_logits(network, v, c.test_x), -1)
+
+    def neighbours(c: Client) -> Tensor:
+        near = torch.cdist(embed(network, w, c.test_x), embed(network, w, c.x))
+        nearest = near.topk(min(tuning.neighbours, len(c.y)), largest=False)
+        votes = torch.softmax(-nearest.values, -1)
+        local = votes.new_zeros(len(near), network.classes).scatter_add_(1, c.y[nearest.indices], votes)
+        return torch.log(tuning.share * local + (1 - tuning.share) * probs(w, c).exp())
+
+    return {
+        "FedAvg": lambda c: probs(w, c),
+        "FedAvg+": lambda c: probs(_tuned(network, w, c, tuning), c),
+        "DITTO": lambda c: probs(_tuned(network, w, c, tuning, tuning.pull), c),
+        "KNN-Per": neighbours,
+    }
+
+
+def _tuned(
+    network: Network, w: Weights, c: Client, tuning: Tuning, pull: float = 0.0, names: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Gradient steps on the client's mean loss plus pull / 2 |v - w|^2; of the weights `names`, or of all."""
+    moving = {name: w[name] for name in names or w}
+
+    def loss(v: dict[str, Tensor]) -> Tensor:
+        away = sum(((v[name] - w[name]) ** 2).sum() for name in v) if pull else 0.0
+        return functional.cross_entropy(common_logits(network, {**w, **v}, c.x), c.y) + pull / 2 * away
+
+    return {**w, **_descended(loss, moving, tuning)}
+
+
+def _own_head(network: Network, w: Weights, c: Client, tuning: Tuning) -> dict[str, Tensor]:
+    """`_tuned` for the head alone, with the embedding, which stays as it is, computed once."""
+    h = embed(network, w, c.x)
+
+    def loss(v: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(functional.linear(h, v["head_weight"], v["head_bias"]), c.y)
+
+    return {**w, **_descended(loss, {name: w[name] for name in HEAD}, tuning)}
+
+
+def _descended(
+    loss: Callable[[dict[str, Tensor]], Tensor], moving: dict[str, Tensor], tuning: Tuning
+) -> dict[str, Tensor]:
+    with torch.enable_grad():
+        for _ in range(tuning.steps):
+            gradient = torch.func.grad(loss)(moving)
+            moving = {name: v - tuning.learning_rate * gradient[name] for name, v in moving.items()}
+    return moving
+
+
+def fedrep(
+    network: Network, clients: Sequence[Client], tuning: Tuning, options: FedAvg, seed: int, tell: Tell
+) -> Predict:
+    """Clients keep their heads from round to round; one without fits a head to the final embedding. A simulation
+    without secure sums: it is here for its numbers."""
+    body = {name: v for name, v in start(network, personal=False).items() if name not in HEAD}
+    first = {name: v for name, v in start(network, personal=False).items() if name in HEAD}
+    velocity = {name: torch.zeros_like(v) for name, v in body.items()}
+    heads: dict[int, dict[str, Tensor]] = {}
+    local = tuning._replace(steps=options.local_steps, learning_rate=options.learning_rate)
+    rng = np.random.default_rng([abs(seed), 3])
+    for round_ in range(options.rounds):
+        drawn = rng.choice(len(clients), max(1, round(options.participation * len(clients))), replace=False)
+        change, total = {name: torch.zeros_like(v) for name, v in body.items()}, 0
+        for k in drawn.tolist():
+            w = {**body, **heads.get(k, first)}
+            w = _own_head(network, w, clients[k], local)
+            heads[k] = {name: w[name] for name in HEAD}
+            moved = _tuned(network, w, clients[k], local, names=tuple(body))
+            size = len(clients[k].y)
+            change = {name: v + size * (moved[name] - body[name]) for name, v in change.items()}
+            total += size
+        velocity = {name: options.server_momentum * v + change[name] / total for name, v in velocity.items()}
+        body = {name: v + velocity[name] for name, v in body.items()}
+        if (round_ + 1) % 50 == 0:
+            tell(f"    FedRep: round {round_ + 1} of {options.rounds}")
+    mean = {name: torch.stack([h[name] for h in heads.values()]).mean(0) for name in HEAD}
+    place = {id(c): k for k, c in enumerate(clients)}
+
+    def predict(c: Client) -> Tensor:
+        own = heads.get(place.get(id(c), -1), mean)
+        w = _own_head(network, {**body, **own}, c, tuning)
+        return torch.log_softmax(common_logits(network, w, c.test_x), -1)
+
+    return predict
+
+
+# ---- The table of FedVI beside its baselines for a terminal, and the plot that mirrors the paper's Figure 4 ----
+
+_COLOURS = {"FedVI": "#2563eb", "FedAvg": "#d97706"}
+
+
+def table(content: Row) -> str:
+    """A line a method: accuracy of clients that took part and that did not, the paper's beside ours."""
+    ours, paper = content["ours"], content["paper"]
+    lines = [
+        f"{'method':<10}{'paper':>15}{'taking part, %':>18}{'new, %':>16}{'log loss, new':>16}{'calibration error':>19}"
+    ]
+    for method, found in ours["accuracy"].items():
+        theirs = paper.get(method)
+        named = f"{theirs[0]:.1f} / {theirs[1]:.1f}" if theirs else ""
+        part, new = (f"{100 * found[who]['mean']:.1f} ({100 * found[who]['sd']:.1f})" for who in ("taking_part", "new"))
+        loss, gap = (ours[key][method]["new"]["mean"] for key in ("log_loss", "calibration"))
+        lines.append(f"{method:<10}{named:>15}{part:>18}{new:>16}{loss:>16.3f}{gap:>19.3f}")
+    for who, k in (("taking_part", 0), ("new", 1)):
+        mine = margin(content["rows"], who)
+        lines.append(
+            f"FedVI above FedAvg, {who.replace('_', ' ')}: {100 * mine['mean']:.1f} points ({100 * mine['sd']:.1f}); "
+            f"paper: {paper['FedVI'][k] - paper['FedAvg'][k]:.1f}"
+        )
+    fits = [row for row in content["rows"] if row["method"] == "FedVI"]
+    rate = fmean(row["metrics"]["rate_per_client"] for row in fits)
+    bound = {key: fmean(row["bound"][key] for row in fits) for key in fits[0]["bound"]}
+    lines += [
+        f"rate {rate:.1f} nats a client; over new clients the PAC-Bayes bound of the smoothed log loss is "
+        f"{bound['value']:.2f} nats ({bound['test']:.2f} on test images; worst {bound['largest_loss']:.2f}), of which "
+        f"{bound['complexity']:.2f} KL and {bound['slack']:.2f} slack",
+        "for the clients that took part KL is infinite under a point estimate of theta: no finite bound",
+        f"mean (sd) over {len(fits)} seeds; {content['seconds']} s on {content['machine']}",
+        content["setting"],
+    ]
+    return "\n".join(lines)
+
+
+def margin(rows: Sequence[Row], who: str) -> Row:
+    """FedVI's accuracy less FedAvg's on the same clients, seed by seed: mean and sd."""
+    fedvi, fedavg = (
+        {row["seed"]: row[who]["accuracy"] for row in rows if row["method"] == method} for method in ("FedVI", "FedAvg")
+    )
+    return spread([fedvi[seed] - fedavg[seed] for seed in fedvi])
+
+
+def plot(content: Row) -> bytes:
+    """Accuracy by round, a line a seed, solid for clients that took no part; beside it each method at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows: Sequence[Row] = [row for row in content["rows"] if row.get("curve")]
+    for row in rows:
+        rounds = [point["round"] for point in row["curve"]]
+        for who, style in (("new", "-"), ("taking_part", ":")):
+            name = f"{row['method']}, {who.replace('_', ' ')}" if row["seed"] == rows[0]["seed"] else None
+            accuracy = [100 * point[who] for point in row["curve"]]
+            left.plot(rounds, accuracy, style, color=_COLOURS[row["method"]], lw=1.2, label=name)
+    left.set(xlabel="round", ylabel="test accuracy, %")
+    left.legend(frameon=False, fontsize=8)
+    accuracy = content["ours"]["accuracy"]
+    for k, (who, colour) in enumerate((("taking_part", "#94a3b8"), ("new", "#2563eb"))):
+        heights = [100 * found[who]["mean"] for found in accuracy.values()]
+        errors = [100 * found[who]["sd"] for found in accuracy.values()]
+        at = [i + 0.4 * k for i in range(len(accuracy))]
+        right.bar(at, heights, 0.4, yerr=errors, color=colour, label=who.replace("_", " "))
+    right.set_xticks([i + 0.2 for i in range(len(accuracy))], list(accuracy), fontsize=8)
+    right.set(ylabel="test accuracy, %", ylim=(0, None))
+    right.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return as_png(figure)

@@ -16,12 +16,9 @@ from pathlib import Path
 from secure_fvi.compiled import threads
 from secure_fvi.models.fedvi import personal_classifier
 from secure_fvi.models.writers import write
-from secure_fvi_lab.experiments import Request, Tell
-from secure_fvi_lab.experiments.fedvi_experiment import Dealt, Plan, Row, fit, new_clients_bound
-from secure_fvi_lab.experiments.fedvi_methods import fedvi, scores
+from secure_fvi_lab.experiments import Request, Tell, as_png, spread
+from secure_fvi_lab.experiments.fedvi_experiment import Dealt, Plan, Row, fedvi, fit, new_clients_bound, scores
 from secure_fvi_lab.experiments.fedvi_writers import plan
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 TAUS = (0.0, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 10.0)
@@ -76,7 +73,7 @@ def _row(chosen: Plan, dealt: Dealt, seed: int, keep: Path | None, tell: Tell) -
         "tau": config.tau, "seed": seed,
         **{who: statistics.mean(point[who] for point in last) for who in ("taking_part", "new")},
         "log_loss": loss, "rate": fitted.metrics["rate_per_client"], "bound": bound, "curve": fitted.curve,
-        "seconds": round(fitted.seconds, 1), "bytes": fitted.bytes_up + fitted.bytes_down,
+        "seconds": fitted.costs["seconds"], "bytes": fitted.costs["bytes_up"] + fitted.costs["bytes_down"],
     }  # fmt: skip
 
 

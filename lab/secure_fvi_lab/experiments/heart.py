@@ -46,10 +46,9 @@ from secure_fvi.models.heart import Heart, bayesian_network, load, split_network
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.runs.marginals import default_dtype
 from secure_fvi.trees import Params, part
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, as_png
 from secure_fvi_lab.experiments.vertical_batched import stack
 from secure_fvi_lab.experiments.vertical_targets import logistic_mode
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 RHOS, SMALL_RHO, LOCAL_STEPS = (1.0, 5.0, 10.0), 0.2, 5

@@ -3,8 +3,6 @@ multinomial-mnist and hbnn-mnist share."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,23 +11,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
-from secure_fvi.algorithms.structured import FINISH
-from secure_fvi.checkpoints import FolderCheckpoints
 from secure_fvi.compiled import threads
-from secure_fvi.driving import Parties, Progress, Run
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.files import write_atomically
-from secure_fvi.fitting import build_parties
 from secure_fvi.results import LocalPosterior
-from secure_fvi_lab.experiments import Request, Tell
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
+from secure_fvi_lab.experiments import Request, Tell, as_png, spread
+from secure_fvi_lab.experiments.watched import Watched
 
 Row = dict[str, Any]
-#: Seconds between two checkpoints of a fit.
-_CHECKPOINT = 60.0
 
 
 class Job(NamedTuple):
@@ -65,55 +54,24 @@ def run(job: Job, look: Look, request: Request) -> Row:
 
 
 def _fitted(job: Job, look: Look, folder: Path | None, tell: Tell) -> Row:
-    began = time.monotonic()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    server, engine, guards = build_parties(
-        job.model, job.silos, job.algorithm, Plain(), job.seed, dtype=torch.float32, compile=job.compile
+    watched = Watched(
+        job.model, job.silos, job.algorithm, job.seed, folder, dtype=torch.float32, compile=job.compile, threads=1
     )
-    written = None if folder is None else folder / "curve.json"
-    curve: list[Row] = json.loads(written.read_text()) if written is not None and written.is_file() else []
-    most, looking = job.algorithm.most_rounds, 0.0
+    server, engine = watched.run.server, watched.run.engine
 
     def scores() -> Row:
         engine.silo_states(server.state.accepted)  # silos learn which of their states count
         posterior = server.program.posterior(server.state.algorithm)
         local = {n: LocalPosterior(silo, server.problem, posterior) for n, silo in engine.silos.items()}
-        with torch.no_grad():
+        with torch.no_grad(), threads(1):
             return look(server.problem, posterior, local)
 
-    def see(progress: Progress) -> None:
-        nonlocal looking
-        known = curve[-1]["round"] if curve else 0
-        if progress.phase == FINISH or progress.round == known or progress.round % max(1, most // job.looks):
-            return
-        start = time.monotonic()
-        curve[:] = [point for point in curve if point["round"] < progress.round]
-        curve.append({"round": progress.round, **scores(), "objective": progress.objective})
-        tell(f"    round {progress.round} of {most}: test accuracy {curve[-1]['test']:.4f}")
-        if written is not None:
-            write_atomically(written, json.dumps(curve).encode())
-        looking += time.monotonic() - start
-
-    checkpoints = None if folder is None else FolderCheckpoints(folder / "checkpoint", _CHECKPOINT)
-    with threads(1):
-        going: Run[None] = Run(
-            Parties(server, engine, guards), most, lambda _: None, checkpoints, resume=True, began=began
-        )
-        for progress in going:
-            see(progress)
-        seconds = going.seconds
-        last = scores()
-    return {
-        **job.what,
-        **last,
-        "rounds": server.rounds,
-        "exchanges": engine.exchanges,
-        "bytes_up": max(engine.bytes_up.values()),  # of the silo that sent most
-        "bytes_down": max(engine.bytes_down.values()),
-        "seconds": round(seconds - looking, 1),  # without the looks on the way
-        "curve": curve,
-    }
+    watched.drain(scores, job.looks, tell)
+    costs = watched.costs()
+    ended = {"rounds": server.rounds, "exchanges": engine.exchanges, **costs, "curve": watched.curve}
+    return {**job.what, **scores(), **ended}
 
 
 def each_seed(sizes: Sequence[Sized]) -> Iterator[tuple[Sized, int]]:

@@ -21,11 +21,10 @@ from secure_fvi.models.bnn import score
 from secure_fvi.models.mnist import load
 from secure_fvi.models.multinomial import class_log_probs, multinomial_regression
 from secure_fvi.results import draw_global
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, spread
 from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, plot, run, summary
 from secure_fvi_lab.experiments.mnist_runs import table as table
 from secure_fvi_lab.experiments.partitions import evenly, take
-from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]

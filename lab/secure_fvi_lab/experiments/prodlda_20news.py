@@ -15,22 +15,19 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 
+import secure_fvi as sf
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE, SFVIAvg
 from secure_fvi.algorithms.structured import FINISH
 from secure_fvi.compiled import threads
-from secure_fvi.driving import Parties, Progress, Run
 from secure_fvi.errors import InputError
 from secure_fvi.families import Conditional
-from secure_fvi.fitting import build_parties
 from secure_fvi.models.newsgroups import Corpus, corpus
 from secure_fvi.models.prodlda import SCALE, Words, prodlda
 from secure_fvi.runs.marginals import seeded
-from secure_fvi_lab.experiments import Request, Tell
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
+from secure_fvi_lab.experiments import Request, Tell, as_png, spread
 from secure_fvi_lab.machine import machine
 
 # ----
@@ -306,26 +303,23 @@ def silos_of(train: Corpus, seed: int) -> list[dict[str, Tensor]]:
 def fit(plan: Plan, silos: Sequence[dict[str, Tensor]], algorithm: Algorithm, seed: int, tell: Tell) -> Fitted:
     """Topics of one federation: the posterior means."""
     began = time.process_time()
-    server, engine, guards = build_parties(
-        prodlda(plan.topics), silos, algorithm, Plain(), seed, dtype=torch.float32, compile=False
+    run = sf.run(
+        prodlda(plan.topics), silos, algorithm, Plain(), seed=seed, dtype=torch.float32, compile=False, threads=1
     )
+    server, engine = run.server, run.engine
     tokens = sum(float(silo["counts"].sum()) for silo in silos)
     steps = plan.steps // algorithm.most_rounds
     every, bounds = max(1, algorithm.most_rounds // 10), list[float]()
     curve: list[tuple[int, float]] = []
 
-    def look(progress: Progress) -> None:
+    for progress in run:
         if progress.phase == COUNT:
-            return
+            continue
         bounds.append(progress.objective / tokens)
         if len(bounds) % every == 0 or progress.phase == FINISH:
             before = progress.phase == MERGE  # the bound of the round is at what the silos were sent
             curve.append(((progress.round - before) * steps, round(statistics.mean(bounds[-every:]), 4)))
             tell(f"    round {progress.round} of {algorithm.most_rounds}: {curve[-1][1]} nats a word")
-
-    going: Run[None] = Run(Parties(server, engine, guards), algorithm.most_rounds, lambda _: None)
-    for progress in going:
-        look(progress)
     topics = server.program.posterior(server.state.algorithm).eta["loc"].reshape(plan.words, plan.topics)
     up, down = max(engine.bytes_up.values()), max(engine.bytes_down.values())
     return Fitted([Topics(topics, topics)], curve, time.process_time() - began, up, down)

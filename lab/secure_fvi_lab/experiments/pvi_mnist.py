@@ -21,11 +21,9 @@ from secure_fvi.models.bnn import score
 from secure_fvi.models.convolutional import class_log_probs, convolutional_network
 from secure_fvi.models.mnist import load
 from secure_fvi.results import draw_global
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, run
 from secure_fvi_lab.experiments.pvi_mnist_shards import alike, shards
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]

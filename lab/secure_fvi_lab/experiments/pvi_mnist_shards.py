@@ -17,18 +17,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+import secure_fvi as sf
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.pvi import PVI, PVIState
 from secure_fvi.compiled import threads
-from secure_fvi.fitting import build_parties
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.bnn import Score, class_log_probs, score
 from secure_fvi.models.mnist import PROGRAM, load
 from secure_fvi.results import draw_global
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.partitions import label_shards, take
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 Row = dict[str, Any]
@@ -137,18 +135,16 @@ def run(split: str, silos: Sequence[dict[str, Tensor]], algorithm: PVI, data: Da
     `improper`: whether the full step of the damping asked for would have left q improper, which ends a run without the
     safeguard; what is reported goes on with the part that the server took.
     """
-    began = time.monotonic()
-    server, engine, _ = build_parties(PROGRAM.model, silos, algorithm, Plain(), seed, dtype=torch.float32, compile=True)
-    rounds: list[Row] = []
-    finished = False
-    with threads(1):
-        while not finished:
-            before: PVIState = server.state.algorithm
-            step = engine.run(server.round())
-            finished, after = step.finished, server.state.algorithm
-            posterior = server.program.posterior(after)
-            found = score(class_log_probs(draw_global(server.problem, posterior, _DRAWS, seed), data.x), data.y)
-            rounds.append(_looked_at(algorithm, before, after, step.learning_rate, found))
+    going = sf.run(PROGRAM.model, silos, algorithm, Plain(), seed=seed, dtype=torch.float32, compile=True, threads=1)
+    server, engine, rounds = going.server, going.engine, list[Row]()
+    before: PVIState = server.state.algorithm
+    for progress in going:
+        after = server.state.algorithm
+        with threads(1):
+            draws = draw_global(server.problem, server.program.posterior(after), _DRAWS, seed)
+            found = score(class_log_probs(draws, data.x), data.y)
+        rounds.append(_looked_at(algorithm, before, after, progress.learning_rate, found))
+        before = after
     return {
         "split": split,
         "silos": len(silos),
@@ -157,7 +153,7 @@ def run(split: str, silos: Sequence[dict[str, Tensor]], algorithm: PVI, data: Da
         **{key: [r[key] for r in rounds] for key in rounds[0]},
         "bytes_up_per_silo": max(engine.bytes_up.values()),
         "bytes_down_per_silo": max(engine.bytes_down.values()),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(going.seconds, 1),
     }
 
 

@@ -25,9 +25,8 @@ from secure_fvi.families import Conditional
 from secure_fvi.fitting import fit
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.runs.nuts import sample_nuts
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, spread
 from secure_fvi_lab.experiments.six_cities import SIZES, Reference, Row, dots, error_row, pooled_reference, split, table
-from secure_fvi_lab.experiments.spread import spread
 from secure_fvi_lab.machine import machine
 
 SAMPLES = 20

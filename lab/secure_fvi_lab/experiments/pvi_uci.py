@@ -20,22 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+import secure_fvi as sf
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.algorithms.base import Algorithm, Posterior
 from secure_fvi.algorithms.baselines import BCM, VCL, StreamingVB
 from secure_fvi.algorithms.pvi import PVI
-from secure_fvi.building import work_of
-from secure_fvi.compiled import choose_threads, threads
 from secure_fvi.federated_model import Data, FederatedModel
-from secure_fvi.fitting import build_parties
 from secure_fvi.models import uci_adult, uci_bank, uci_credit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.tabular import MODEL
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, size_and_label, take
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 SILOS = 10
@@ -322,20 +318,16 @@ def follow(
     seed: int,
     look: Callable[[Posterior], T],
 ) -> tuple[list[T], Followed]:
-    """`fit` without what a published experiment has no use for (checkpoints, privacy): `look` at the posterior after
-    each round, phases that count records aside. Raises what `fit` raises."""
-    began = time.monotonic()
-    server, engine, _ = build_parties(model, silos, algorithm, aggregation, seed)
-    program, seen, finished = server.program, [], False
-    with threads(choose_threads(work_of(silos, algorithm))):
-        while not finished:
-            before = server.rounds
-            finished = engine.run(server.round()).finished
-            if server.rounds > before:
-                seen.append(look(program.posterior(server.state.algorithm)))
-    posterior = program.posterior(server.state.algorithm)
+    """`fit`, with a `look` at the posterior after each round, phases that count records aside."""
+    run, seen, done = sf.run(model, silos, algorithm, aggregation, seed=seed), [], 0
+    server, engine = run.server, run.engine
+    for progress in run:
+        if progress.round > done:
+            seen.append(look(server.program.posterior(server.state.algorithm)))
+        done = progress.round
+    posterior = server.program.posterior(server.state.algorithm)
     up, down = max(engine.bytes_up.values()), max(engine.bytes_down.values())
-    return seen, Followed(posterior, time.monotonic() - began, engine.exchanges, up, down)
+    return seen, Followed(posterior, run.seconds, engine.exchanges, up, down)
 
 
 # ---- The numbers of pvi-uci over seeds, its lines for a terminal, and its plot ----

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import secure_fvi as sf
 from secure_fvi.aggregation import Masked
 from secure_fvi.algorithms.sfvi import SFVI, SFVIState, WarmStart
 from secure_fvi.algorithms.sfvi_avg import COUNT, MERGE
-from secure_fvi.compiled import threads
-from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.server import Server
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.six_cities import SIZES, Reference, pooled_reference, split
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 #: Near: the mean of the last WINDOW iterates lies within NEAR posterior sds of global VI in every coordinate.
@@ -73,28 +70,27 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
 def row(warm_rounds: int, seed: int, reference: Reference, to_the_end: bool) -> Row:
     """One run of SFVI with its default options, until it is near, or until its stopping rule ends it."""
     algorithm = SFVI(warm_start=WarmStart(warm_rounds, LOCAL_STEPS))
-    began, here = time.monotonic(), Row()
+    here = Row()
     # Of two silos each learns the other's term from the total: fit for published data only.
     masked = Masked(min_cohort=2, consistency_check=False)
-    server, engine, _ = build_parties(PROGRAM.model, split(seed), algorithm, masked, seed)
+    run = sf.run(PROGRAM.model, split(seed), algorithm, masked, seed=seed, threads=1)
+    server, engine = run.server, run.engine
     window: deque[Tensor] = deque(maxlen=WINDOW)
-    with threads(1):
-        finished = False
-        while not finished and (to_the_end or not here):
-            step = engine.run(server.round())
-            finished = step.finished
-            if step.phase in (COUNT, MERGE):
-                continue
-            window.append(_sfvi(server).eta["loc"])
-            error = float(((torch.stack(list(window)).mean(0) - reference.loc) / reference.sd).abs().max())
-            if not here and len(window) == WINDOW and error < NEAR:
-                here = {
-                    "rounds": _sfvi(server).round,
-                    "exchanges": engine.exchanges,
-                    "bytes_up_per_silo": max(engine.bytes_up.values()),
-                    "bytes_down_per_silo": max(engine.bytes_down.values()),
-                    "seconds": round(time.monotonic() - began, 1),
-                }
+    for progress in run:
+        if progress.phase in (COUNT, MERGE):
+            continue
+        window.append(_sfvi(server).eta["loc"])
+        error = float(((torch.stack(list(window)).mean(0) - reference.loc) / reference.sd).abs().max())
+        if not here and len(window) == WINDOW and error < NEAR:
+            here = {
+                "rounds": _sfvi(server).round,
+                "exchanges": engine.exchanges,
+                "bytes_up_per_silo": max(engine.bytes_up.values()),
+                "bytes_down_per_silo": max(engine.bytes_down.values()),
+                "seconds": round(run.seconds, 1),
+            }
+            if not to_the_end:
+                break
     end = server.program.posterior(server.state.algorithm).eta["loc"]
     return {
         "warm_rounds": warm_rounds,

@@ -22,9 +22,7 @@ from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.fitting import fit
 from secure_fvi.models.six_cities import PROGRAM
 from secure_fvi.results import Result
-from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.spread import spread
-from secure_fvi_lab.figures import as_png
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.machine import machine
 
 SIZES = (300, 237)

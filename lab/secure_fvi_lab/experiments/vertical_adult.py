@@ -25,9 +25,8 @@ from secure_fvi.columns import VerticalResult
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.models.vertical_programs import VerticalDataset, load_adult
 from secure_fvi.runs.marginals import default_dtype
-from secure_fvi_lab.experiments import Request
+from secure_fvi_lab.experiments import Request, as_png
 from secure_fvi_lab.experiments.vertical_targets import logistic_mode
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 RECORDS, BATCH, SILOS, RHO = 30_000, 512, 5, 0.1

@@ -30,11 +30,9 @@ from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
 from secure_fvi.runs.marginals import default_dtype, density, seeded
-from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound
 from secure_fvi_lab.experiments.vertical_targets import sample, soul_mode
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05

@@ -45,10 +45,8 @@ from secure_fvi.models.vertical_poisson import (
 )
 from secure_fvi.runs.marginals import Draws, default_dtype, density
 from secure_fvi.runs.nuts import sample_nuts
-from secure_fvi_lab.experiments import Request
-from secure_fvi_lab.experiments.spread import spread
+from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, VerticalRound
-from secure_fvi_lab.figures import as_png
 from secure_fvi_lab.machine import machine
 
 RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
