@@ -38,8 +38,8 @@ def fit(
     Columns are coded from the dictionary, never from data. Prints estimates in the units of the tables. Exits 4 where
     the run ended without converging.
     """
-    from secure_fvi.cli.run import RunProgress
     from secure_fvi.cli.tables import exit_code, print_result
+    from secure_fvi.progress import RunProgress
     from secure_fvi.runs.config import override, parse
     from secure_fvi.runs.directory import RunDirectory
     from secure_fvi.runs.federation import federate

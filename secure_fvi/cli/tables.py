@@ -44,7 +44,7 @@ def print_posterior(result: dict[str, Any]) -> None:
 
 def print_result(result: RunSummary) -> None:
     """A run's posterior: of a formula in the user's units, of any other model by site."""
-    model = getattr(getattr(result, "problem", None), "model", None)
+    model: Any = getattr(getattr(result, "problem", None), "model", None)
     if hasattr(model, "summary"):
         click.echo(str(model.summary(result)))
     else:

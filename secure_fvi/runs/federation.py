@@ -31,7 +31,6 @@ from secure_fvi.results import Result
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.records import (
-    RECORD_ID,
     _dataset,
     _from_files,
     _partitioned,
@@ -42,6 +41,7 @@ from secure_fvi.runs.records import (
     read_table,
 )
 from secure_fvi.runs.wording import nearest, unknown_key
+from secure_fvi.tables import RECORD_ID
 
 # ---- What horizontal and vertical runs have in common once their configuration is read ----
 
