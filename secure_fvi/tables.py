@@ -374,6 +374,7 @@ def opened(
     if query is not None:  # on one thread rows come in the same order every time, whatever is joined
         config["threads"] = "1"
     with _in_other_words(seconds, memory), duckdb.connect(":memory:", config=config) as connection:
+        connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         tables = [table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds)]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))

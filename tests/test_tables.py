@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -479,7 +481,7 @@ def test_a_conversion_that_fails_in_a_query_quotes_no_cell(here: Path) -> None:
 
 
 def test_without_duckdb_one_line_says_what_to_install(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "duckdb", None)
+    monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(InputError, match="pip install 'duckdb"):
         read_coded(here / "data.csv", Dictionary({"a": Column("number")}))
 
@@ -513,3 +515,52 @@ def test_a_digest_without_the_sites_key_gives_a_narrow_table_away() -> None:
     assert [t.sum() for t in tried if cohort_digest({"y": t}) == plain] == [3]
     assert not [t for t in tried if cohort_digest({"y": t}) == keyed]
     assert not [t for t in tried if cohort_digest({"y": t}, b"another key") == keyed]
+
+
+_MILLION = """
+import resource, sys, time
+from pathlib import Path
+import duckdb
+from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.tables import cohort_digest, read_coded
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+path, levels = Path(sys.argv[1]), ("never", "former", "current", "unclear")
+columns = {f"x{i}": Column("number", low=-50, high=50) for i in range(30)}
+columns |= {f"k{i}": Column("integer", low=0, high=50) for i in range(8)}
+columns |= {f"c{i}": Column("category", levels) for i in range(6)} | {f"b{i}": Column("boolean") for i in range(4)}
+columns |= {"day": Column("date"), "id": Column("id")}
+if not path.exists():
+    made = [f"round(random() * 100 - 50, 4) AS x{i}" for i in range(30)]
+    made += [f"(random() * 50)::INT AS k{i}" for i in range(8)]
+    made += [f"{list(levels)}[1 + (random() * 3)::INT] AS c{i}" for i in range(6)]
+    made += [f"(random() > 0.5)::INT AS b{i}" for i in range(4)]
+    made += ["DATE '2020-01-01' + (random() * 1000)::INT AS day", "'P' || (range // 4) AS id"]
+    duckdb.sql(f"COPY (SELECT {', '.join(made)} FROM range(1000000)) TO '{path}'")
+    sys.exit()
+wall, cpu = time.perf_counter(), time.process_time()
+found = read_coded(path, Dictionary(columns))
+wall, cpu, most = time.perf_counter() - wall, time.process_time() - cpu, peak()
+assert (found.read, len(found.columns), found.findings) == (1_000_000, 50, ())
+then = time.process_time()
+cohort_digest(found.columns)
+print(f"{path.suffix} {wall:.1f} {cpu:.1f} {most:.2f} {time.process_time() - then:.1f} {peak():.2f}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_million_rows_of_fifty_columns(tmp_path: Path, ending: str) -> None:
+    """Under 10 s of both cores and 1.5 GB, Python and its libraries counted. Seconds are of computation, over all
+    threads: other work on the machine does not count."""
+    for _ in range(2):  # the first makes the file
+        done = subprocess.run(
+            [sys.executable, "-c", _MILLION, str(tmp_path / f"t.{ending}")],
+            capture_output=True, text=True, check=True, timeout=600,
+        )  # fmt: skip
+    print("ending, wall and CPU s, peak GB; CPU s of the digest, peak GB with it:", done.stdout.strip())
+    _, _, cpu, most, _, with_digest = done.stdout.split()
+    assert float(cpu) < 10
+    assert max(float(most), float(with_digest)) < 1.5

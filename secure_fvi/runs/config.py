@@ -219,6 +219,9 @@ class Config(Table):
         return self.algorithm.name in VERTICAL
 
     def _check_vertical(self) -> None:
+        coded = next((silo.id for silo in self.silo if silo.dictionary is not None), None)
+        if coded is not None:
+            raise ValueError(f"silo '{coded}': in a vertical run files hold numbers and ids, and no dictionary is read")
         if self.partition is not None:
             raise ValueError("[partition] splits records; in a vertical run the program says which silo holds what")
         if self.model.function is not None or self.model.formula is not None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from secure_fvi.cli import main
 from secure_fvi.dictionary import Column, read_dictionary
+from secure_fvi.errors import InputError
+from secure_fvi.runs import wording
+from secure_fvi.runs.config import parse, read
+from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.tables import read_coded
 
 ROWS = [f"P{i},{i + 100},{20.5 + i % 37},{i % 4},{['never', 'former', 'current'][i % 3]},{i % 2},{i % 3 == 0},"
@@ -102,3 +107,41 @@ def test_bad_input_is_one_line(
     assert said in err
     assert err.count("\n") == 1
     assert not (folder / "x.csv").exists()
+
+
+def test_a_run_in_one_process_reads_tables_likewise(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Paths are relative to the configuration; what stands side by side is one array."""
+    (folder / "d.toml").write_text(
+        'format = 1\n[columns.smoke]\nkind = "boolean"\nlevels = ["no", "yes"]\n'
+        + "".join(f'[columns."wheeze[{k}]"]\nkind = "boolean"\n' for k in range(4))
+    )
+    rows = ["no,0,0,1,0,a", "yes,1,0,0,1,a", ",0,0,0,0,a", "no,1,1,1,1,b"]
+    (folder / "one.csv").write_text("\n".join(["smoke,wheeze[0],wheeze[1],wheeze[2],wheeze[3],ward", *rows]) + "\n")
+    (folder / "two.csv").write_text("smoke,wheeze[0],wheeze[1],wheeze[2],wheeze[3]\n1,0,1,0,1\n")
+    coded = {"dictionary": "d.toml", "query": "SELECT * FROM data WHERE ward = 'a'", "missing": "drop"}
+    silos = [{"id": "one", "data": "one.csv", **coded}, {"id": "two", "data": "two.csv"}]
+    (folder / "job.toml").write_text(wording.dumps({"model": {"program": "six-cities"}, "silo": silos}))
+    found = federate(read(folder / "job.toml"))
+    assert isinstance(found, Federation)
+    assert found.silos[0]["smoke"].tolist() == [0.0, 1.0]
+    assert found.silos[0]["wheeze"].tolist() == [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
+    assert found.silos[1]["wheeze"].tolist() == [[0.0, 1.0, 0.0, 1.0]]
+    assert "those with a gap in 'smoke', 1, are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"query": "SELECT 1"}, "query, tables and missing need a dictionary"),
+        ({"missing": "drop"}, "query, tables and missing need a dictionary"),
+        ({"missing": "keep", "dictionary": "d.toml"}, "missing = 'keep'"),
+        ({"dictionary": "d.toml", "vertical": True}, "no dictionary is read"),
+    ],
+)
+def test_a_silo_that_says_too_little_or_too_much_of_its_table_is_refused(more: dict[str, Any], said: str) -> None:
+    more = dict(more)
+    table: dict[str, Any] = {"model": {"program": "six-cities"}}
+    if more.pop("vertical", False):
+        table = {"model": {"likelihood": "bernoulli"}, "algorithm": {"name": "vertical"}, "response": {"data": "y.csv"}}
+    with pytest.raises(InputError, match=said):
+        parse(table | {"silo": [{"id": "one", "data": "one.csv", **more}]}, "job.toml")

@@ -112,7 +112,7 @@ def test_files_joined_by_id(cli: CommandLine, tmp_path: Path) -> None:
     ("setting", "words"),
     [
         ("response.column=dead", "response.column = 'dead'"),
-        ("alignment.column=id", "no column 'id' to align by"),
+        ("alignment.column=id", "the table has no column 'id'"),
         ("model.likelihood=binomial", "model.likelihood = 'binomial'"),
         ("algorithm.model=power", "needs the response at every silo"),
         ("algorithm.name=sfvi", "is for vertical runs"),
