@@ -110,7 +110,7 @@ def _named(path: Path, key: str) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{key}: cannot read '{path}': {error.strerror or error}") from error
     except InputError as error:
-        raise type(error)(f"{key}: {error}" if str(path) in str(error) else f"{key}: {path}: {error}") from None
+        raise InputError(f"{key}: {error}" if str(path) in str(error) else f"{key}: {path}: {error}") from None
 
 
 def _read_npz(path: Path) -> dict[str, Tensor]:

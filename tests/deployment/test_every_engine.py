@@ -186,7 +186,7 @@ class Doors:
         home = types.SimpleNamespace(id="north", path=folder, state_folder=folder, state_secret=lambda: bytes(32))
         policy = types.SimpleNamespace(privacy=self.floor, sandbox="off")
         offer = types.SimpleNamespace(job="a", silos=SILOS, config=config, data_set="data", model=b"", package=b"")
-        decision = types.SimpleNamespace(offer=offer, policy=policy, local_config=lambda _: config)
+        decision = types.SimpleNamespace(offer=offer, policy=policy, local_config=lambda _: config, data=None)
         site_job.SiteJob(home, decision, site_job.Local(), lambda *_: None)  # type: ignore[arg-type]
 
     def carried(self, job: Mapping[str, Any], **engine: str) -> serving.RemoteFederation:

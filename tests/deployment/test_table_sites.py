@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_before_any_round_and_told_to_nobody(
 ) -> None:
     door = Door(world, tmp_path, **rule)
     door.write([*door.lines, *rows])
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=rf"silo 'east': .*{said}"):
         door.join("one")
     log = door.log()
     assert "its data do not fit the model" in log
