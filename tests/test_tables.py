@@ -430,6 +430,19 @@ def test_duckdb_itself_refuses_what_the_look_at_the_query_would_let_by(
     assert _state(here) == before
 
 
+def test_a_view_in_a_database_reads_no_other_file(here: Path) -> None:
+    """Its SQL is not the query's, so that the second fence stops it. The control: DuckDB left as it is reads on."""
+    with duckdb.connect(str(here / "views.duckdb")) as file:
+        file.execute(f"CREATE VIEW v AS SELECT * FROM read_csv('{here}/other.csv')")
+        assert file.execute("SELECT * FROM v").fetchall() == [(_PRIVATE,)]
+    before = _state(here)
+    for query in (None, "SELECT secret FROM data.v"):
+        with pytest.raises(InputError) as caught:
+            read_coded(here / "views.duckdb", Dictionary({"secret": Column("id")}), query)
+        assert _PRIVATE not in str(caught.value)
+    assert _state(here) == before
+
+
 def test_without_the_look_at_the_query_the_named_file_could_be_written_over(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
