@@ -97,13 +97,14 @@ def _checkable(hint: Any) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         return Union[tuple(map(_checkable, get_args(hint)))]  # noqa: UP007 - of a tuple
     if get_origin(hint) is Annotated:
-        return Annotated[(_checkable(get_args(hint)[0]), *get_args(hint)[1:])]  # type: ignore[return-value]
+        return Annotated[(_checkable(get_args(hint)[0]), *get_args(hint)[1:])]
     origin = get_origin(hint) or hint
     if origin is Literal or hint in (bool, int, float, str, bytes, None, types.NoneType, Any):
         return hint
     if origin is Sequence:
         return Annotated[Any, AfterValidator(_listed_items)]
-    return InstanceOf[origin] if isinstance(origin, type) and not getattr(origin, "_is_protocol", False) else Any
+    of_a_class = isinstance(origin, type) and not getattr(origin, "_is_protocol", False)
+    return InstanceOf.__class_getitem__(origin) if of_a_class else Any
 
 
 def _listed_items(value: Any) -> Any:
@@ -166,7 +167,7 @@ def _shown(value: Any) -> str:
 
 def _hint(value: Any, parts: Sequence[Any]) -> str:
     """What was meant, where that can be told: an instance for its class, or for a text that names it or an option."""
-    classes = [part for part in parts if dataclasses.is_dataclass(part)]
+    classes: list[type] = [part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)]
     for part in classes:
         if value is part or (isinstance(value, str) and value.lower() == part.__name__.lower()):
             return f"; write {part.__name__}(...) of {_home(part)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -176,7 +176,7 @@ def test_data_of_the_wrong_kind_are_refused(mistake: str) -> None:
 @pytest.mark.usefixtures("no_round")
 def test_columns_of_the_wrong_kind_are_refused(mistake: str) -> None:
     data, words = COLUMNS[mistake]
-    _refused(lambda: sf.fit(sf.Columns(Gaussian(), np.ones(9)), data), words)
+    _refused(lambda: sf.fit(sf.Columns(Gaussian(), torch.ones(9)), data), words)
 
 
 def counts(age: Tensor, income: Tensor, y: Tensor) -> None:
@@ -209,7 +209,8 @@ def test_the_controls_pass() -> None:
     assert sf.Masked(bits=np.int64(32)).bits == 32  # type: ignore[arg-type]
     frames = [pd.DataFrame({"y": s["y"].numpy()[::-1]}, index=range(5, 14)) for s in PLAIN]
     names = np.array(["St. Mary's", "b c", "d/e"])
-    done = sf.fit(level, frames, algorithm, seed=np.int64(3), silo_ids=names, compile=False)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"seed": np.int64(3), "silo_ids": names}
+    done = sf.fit(level, frames, algorithm, compile=False, **given)
     assert done.silos == sorted(names)
     assert done.seed == 3
 
@@ -217,7 +218,7 @@ def test_the_controls_pass() -> None:
 def test_frames_and_masks_of_columns_are_columns() -> None:
     x = WIDE[0]["x"].numpy()
     silos: list[Any] = [pd.DataFrame({"x[0]": x[:, 0], "x[1]": x[:, 1]}), {"x": x}, {"x": x > 0}]
-    done = sf.fit(sf.Columns(Gaussian(), np.ones(9)), silos, sf.Vertical(rounds=1), compile=False)
+    done = sf.fit(sf.Columns(Gaussian(), torch.ones(9)), silos, sf.Vertical(rounds=1), compile=False)
     assert done.rounds == 1
 
 

@@ -88,7 +88,7 @@ class WarmStart:
 
     rounds: Whole = 0
     """0 for none."""
-    local_steps: Count = 1000
+    local_steps: int = 1000
     """Of a silo in such a round."""
     weights: Literal["records", "equal"] = "records"
     """As in `SFVIAvg`."""
