@@ -104,7 +104,7 @@ def _checkable(hint: Any) -> Any:
     if origin is Sequence:
         return Annotated[Any, AfterValidator(_listed_items)]
     of_a_class = isinstance(origin, type) and not getattr(origin, "_is_protocol", False)
-    return InstanceOf.__class_getitem__(origin) if of_a_class else Any
+    return InstanceOf[origin] if of_a_class else Any  # type: ignore[misc, valid-type]
 
 
 def _listed_items(value: Any) -> Any:

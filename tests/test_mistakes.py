@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -115,9 +114,9 @@ def _column(value: Any) -> list[dict[str, Any]]:
 DATA: dict[str, tuple[Any, str]] = {
     "one that is masked": (_column(np.ma.masked_array(np.ones(9), mask=[True] * 2 + [False] * 7)), "is masked in 2 of"),
     "of another world": (_column(torch.ones(9, device="meta")), "give plain dense numbers"),
-    "a frame within": (_column(pd.DataFrame({"a": np.ones(9)})), "'y' has shape (1,) a record"),
+    "a column of a table": (_column(np.ones((9, 1))), "'y' has shape (1,) a record"),
     "a list": ([{"y": [1.0] * 9} for _ in PLAIN], "a list is a shared value; use torch.tensor or numpy.array"),
-    "dates": (_column(pd.Series(pd.date_range("2020", periods=9))), "'y' holds dates in 9 of 9 rows"),
+    "dates": (_column(np.arange(9).astype("datetime64[D]")), "'y' holds dates in 9 of 9 rows"),
     "a silo of nobody": ([*PLAIN, {"y": _draw(0)}], "silo 'silo-4' has no records; leave it out"),
     "a generator": ((s for s in PLAIN), "silos is a list of each silo's data, not generator"),
     "by name": ({f"s{j}": s for j, s in enumerate(PLAIN)}, "names go into silo_ids"),
@@ -201,22 +200,22 @@ def test_there_are_mistakes() -> None:
 
 
 def test_the_controls_pass() -> None:
-    """NumPy's numbers, frames, series, arrays of any order, and names with spaces: none is a mistake."""
+    """NumPy's numbers, arrays of any order, and names with spaces: none is a mistake."""
     algorithm = sf.SFVI(iterations=np.int64(1), learning_rate=np.float32(0.5))  # type: ignore[arg-type]
     assert type(algorithm.iterations) is int
     assert type(algorithm.learning_rate) is float
     assert sf.RecordDP(epsilon=np.float64(1)).epsilon == 1.0
     assert sf.Masked(bits=np.int64(32)).bits == 32  # type: ignore[arg-type]
-    frames = [pd.DataFrame({"y": s["y"].numpy()[::-1]}, index=range(5, 14)) for s in PLAIN]
+    arrays = [{"y": s["y"].numpy()[::-1]} for s in PLAIN]
     names = np.array(["St. Mary's", "b c", "d/e"])
     given: dict[str, Any] = {"seed": np.int64(3), "silo_ids": names}
-    done = sf.fit(level, frames, algorithm, compile=False, **given)
+    done = sf.fit(level, arrays, algorithm, compile=False, **given)
     assert done.silos == sorted(names)
     assert done.seed == 3
 
 
 def test_frames_and_masks_of_columns_are_columns() -> None:
-    x = WIDE[0]["x"].numpy()
+    pd, x = pytest.importorskip("pandas"), WIDE[0]["x"].numpy()
     silos: list[Any] = [pd.DataFrame({"x[0]": x[:, 0], "x[1]": x[:, 1]}), {"x": x}, {"x": x > 0}]
     done = sf.fit(sf.Columns(Gaussian(), torch.ones(9)), silos, sf.Vertical(rounds=1), compile=False)
     assert done.rounds == 1
