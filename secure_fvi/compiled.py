@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import ConstantSource
+from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -159,7 +160,10 @@ class Traced:
                 run = _compile(graph, flat, axes)
                 return run, _agreed(run(*flat), expected)
             except Exception as error:  # a compiler that is missing, broken or wrong costs speed, not the run
-                _log.warning("not compiled (%s); the traced graph runs instead", type(error).__name__)
+                said = type(error).__name__
+                if isinstance(error, InductorError):  # it has met stand-ins alone, and no data
+                    said += f": {str(error).splitlines()[0]}"
+                _log.warning("not compiled (%s); the traced graph runs instead", said)
                 self.mode = "traced"
         run = lean(graph).forward
         return run, _agreed(run(*flat), expected)
