@@ -58,7 +58,7 @@ ABSENT = "a silo was missing from a sum at them; run it again"
 _NODES = LARGEST - 2
 #: What the weighted draws have to reach: effective sample size; standard errors of means, in posterior sds, and of the
 #: logs of sds; the error of integration, nats.
-LEAST_ESS, PRECISE, INTEGRATED = 200, 0.07, 0.3
+LEAST_ESS, PRECISE, INTEGRATED = 200, 0.07, 0.2
 #: k-hat has to be under this, or under 1 - 1 / log10(draws) (Vehtari et al. 2024).
 LARGEST_KHAT = 0.7
 #: Over this one more sum is worth it.

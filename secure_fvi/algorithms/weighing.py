@@ -454,9 +454,10 @@ def weighed(
 
 
 def reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
-    """(S, numbers) of the global sites as a result gives them."""
+    """(S, numbers) of the global sites as a result gives them, but those that are constant (zeros of a triangle)."""
     values = over_draws(lambda z: problem.density.constrain(z, theta)[0], z.to(problem.device, problem.dtype))
-    return torch.cat([value.reshape(len(z), -1) for value in values.values()], 1).to("cpu", torch.float64)
+    found = torch.cat([value.reshape(len(z), -1) for value in values.values()], 1).to("cpu", torch.float64)
+    return found[:, (found != found[:1]).any(0)]
 
 
 def errors(values: Tensor, log_w: Tensor, log_v: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,28 @@ def test_a_posterior_at_the_end_of_its_support() -> None:
     assert draws.log_evidence == pytest.approx(math.log(1 / 16), abs=0.05)
 
 
+def _triangle(y: Tensor) -> None:
+    root = pyro.sample("root", dist.LKJCholesky(2, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), scale_tril=root), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")  # a start at 0
+def test_numbers_that_are_constant_hide_none_that_are_not() -> None:
+    """A correlation by its Cholesky factor, of whose four numbers two are one and nothing; by a grid."""
+    y = torch.randn(20, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    world = _final(_model(_triangle), [{"y": part} for part in y.split([7, 7, 6])], _normal(0.3, mean=-0.1))
+    r = torch.linspace(-0.999, 0.999, 1999).double()
+    left = 1 - r.square()
+    square = y[:, 0].square().sum() + y[:, 1].square().sum() - 2 * r * (y[:, 0] * y[:, 1]).sum()
+    share = (-10 * left.log() - 0.5 * square / left).softmax(0)
+    mean = share @ r
+    found = _moments(world)["root"]
+    assert _verdict(world).converged is True
+    assert abs(float(found.mean[1, 0] - mean)) < 0.1 * float((share @ (r - mean).square()).sqrt())
+    assert found.mean[0].tolist() == pytest.approx([1, 0])
+
+
 def _counts(y: Tensor) -> None:
     """A record's own effect, whose sd has a posterior down to nothing."""
     mu, sigma = pyro.sample("mu", dist.Normal(0.0, 3.0)), pyro.sample("sigma", dist.LogNormal(-3.0, 1.5))
