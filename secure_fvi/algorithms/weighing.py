@@ -380,7 +380,7 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
     def curved(z: Tensor) -> tuple[Tensor, Tensor]:
         """Slopes (N, n) and a factor (N, n, n) of the inverse of minus the curvature."""
         found = [torch.func.jvp(slope, (z,), (z.new_zeros(z.shape).index_fill(1, k, 1.0),)) for k in index]
-        curve = -torch.stack([of for _, of in found], -1)
+        curve = -torch.stack([pair[1] for pair in found], -1)
         a, c = curve[:, 0, 0], curve[:, -1, -1]
         b = 0.5 * (curve[:, 0, -1] + curve[:, -1, 0]) if n > 1 else torch.zeros_like(a)
         left = a - b.square() / c

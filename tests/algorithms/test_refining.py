@@ -388,7 +388,7 @@ def test_a_run_that_is_broken_off_while_it_refines_goes_on(tmp_path: Path) -> No
 
     def begin(**options: Any) -> Any:
         algorithm = sf.PVI(local_steps=80, max_rounds=6)
-        more = {"checkpoint_dir": tmp_path / "run", "checkpoint_seconds": 0.0, "compile": False, "threads": 1}
+        more: Any = {"checkpoint_dir": tmp_path / "run", "checkpoint_seconds": 0.0, "compile": False, "threads": 1}
         return run(sf.FederatedModel(_beta, "r"), FEW, algorithm, sf.Masked(), **more, **options)
 
     going = begin()
