@@ -21,7 +21,7 @@ from pvi_world import NOISE, REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms import refining, weighing
+from secure_fvi.algorithms import hiding, refining, weighing
 from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIState
@@ -295,11 +295,11 @@ def test_of_one_draw_out_of_range_all_are_hidden() -> None:
     nats = np.random.default_rng(0).normal(size=1 + DRAWS)
     told = program.refiner.told(nats, view)
     block = program.refiner.block
-    assert np.abs(weighing.hiding.read(told, block)[1:] - (nats[1:] - nats[0])).max() < 1e-3
-    assert weighing.hiding.read(told, block)[0] == pytest.approx(nats[0], abs=1e-3)
+    assert np.abs(hiding.read(told, block)[1:] - (nats[1:] - nats[0])).max() < 1e-3
+    assert hiding.read(told, block)[0] == pytest.approx(nats[0], abs=1e-3)
     for bad in (math.nan, -1e30, math.inf):
         nats[5] = bad
-        assert weighing.hiding.unreadable(program.refiner.told(nats, view), block).all()
+        assert hiding.unreadable(program.refiner.told(nats, view), block).all()
 
 
 def test_nothing_but_refining_follows_the_final_sum() -> None:
