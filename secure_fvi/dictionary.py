@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from secure_fvi.options import Says, check
 from secure_fvi.errors import InputError
+from secure_fvi.options import Says, check
 from secure_fvi.runs import wording
 from secure_fvi.runs.wording import nearest, unknown_key
 

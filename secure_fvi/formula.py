@@ -14,6 +14,7 @@ import ast
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -155,7 +156,11 @@ def _left(text: str, tilde: int) -> tuple[str, dict[str, str]]:
         term = text[begin:end].strip()
         name, bracket, rest = term.partition("(")
         if name.strip() not in ADDITIONS or not bracket or not rest.endswith(")"):
-            raise _error(text, text.index(term, begin), f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, not '{term}',")
+            raise _error(
+                text,
+                text.index(term, begin),
+                f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, not '{term}',",
+            )
         additions[name.strip()] = rest[:-1].strip()
     return _plain(response), additions
 
@@ -164,7 +169,7 @@ def _summands(text: str, begin: int) -> list[tuple[str, int, int]]:
     """Sign, beginning and end of each; raises InputError where one is empty."""
     cuts = [(at, char) for at, char in _outside(text, begin) if char in "+-"]
     bounds = [(begin - 1, "+"), *cuts, (len(text), "")]
-    found = [(sign, at + 1, after) for (at, sign), (after, _) in zip(bounds, bounds[1:], strict=False)]
+    found = [(sign, at + 1, after) for (at, sign), (after, _) in pairwise(bounds)]
     if len(found) > 1 and not text[found[0][1] : found[0][2]].strip():
         found.pop(0)  # a sign before the first
     for _, first, after in found:

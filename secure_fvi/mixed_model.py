@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,10 +25,21 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from secure_fvi.dictionary import DAY_ZERO, MEASURED, Column, Dictionary, read_dictionary
+from secure_fvi.coding import cells_of, code, names_of
+from secure_fvi.dictionary import Column, Dictionary, read_dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.formula import ADDITIONS, Design, Expression, Frame, Parsed, Random, parse, standard
+from secure_fvi.quadrature import (
+    MORE_STEPS,
+    NODES,
+    Given,
+    binomial_slopes,
+    count_slopes,
+    marginal,
+    ordinal_slopes,
+    student_slopes,
+)
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
@@ -68,8 +79,8 @@ FAMILIES = {
     "ordinal": Family("logit", "odds ratio", ("category", "integer"), "a category whose levels are in order, or an "
                       "integer with low and high"),
 }  # fmt: skip
-_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial", "cumulative": "ordinal",
-                "nbinom": "negbinomial", "student_t": "student"}  # fmt: skip
+_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial", "student_t": "student",
+                "nbinom": "negbinomial", "cumulative": "ordinal"}  # fmt: skip
 
 
 class Response(NamedTuple):
@@ -151,7 +162,7 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
     spans = {r.label: all(n in shared or dictionary[n].shared for n in r.group) for r in parsed.random}
     local = [r.label for r in parsed.random if not spans[r.label]]
     ids = [r.label for r in parsed.random if not spans[r.label] and dictionary[r.group[-1]].kind == "id"]
-    chosen = record if record is not None else (ids or local or [None])[-1]
+    chosen = record if record is not None else next(iter((ids or local)[::-1]), None)
     if chosen is not None and chosen not in local:
         raise InputError(
             f"record='{chosen}': it must be a group of the formula that lives in one silo{nearest(chosen, local)}"
@@ -235,114 +246,6 @@ def _half_t(scale: float, like: Tensor, size: int | None = None) -> Any:
     return folded if size is None else folded.to_event(1)
 
 
-# ---- a response given its linear predictor, and a record's effects integrated out ----
-
-
-#: Nodes an effect by the number of effects of a record; with more, they are latents.
-_NODES = {1: 19, 2: 9, 3: 7}
-_NEWTON = 4
-#: Of those whose curvature changes fast, as a count's does, or is not the expected one.
-_NEWTON_MORE = 7
-
-
-class Given(NamedTuple):
-    """`density(eta, data)` of y. `slopes(eta, y, data)`: the first derivative of its logarithm in eta, and its expected
-    curvature, which is positive."""
-
-    density: Callable[[Tensor, Mapping[str, Any]], Any]
-    slopes: Callable[[Tensor, Tensor, Mapping[str, Any]], tuple[Tensor, Tensor]]
-    steps: int = _NEWTON
-
-
-def _binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    p, n = torch.sigmoid(eta), data.get("trials", 1.0)
-    return y - n * p, n * p * (1 - p)
-
-
-def _count_slopes(eta: Tensor, y: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
-    mu = eta.exp()
-    return (y - mu) / (1 + mu / shape), mu / (1 + mu / shape)
-
-
-def _ordinal_slopes(eta: Tensor, y: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
-    ends = torch.cat([cuts.new_full((1,), -_FAR), cuts, cuts.new_full((1,), _FAR)])
-    below, above = torch.sigmoid(ends[y] - eta), torch.sigmoid(ends[y + 1] - eta)
-    return below + above - 1, below * (1 - below) + above * (1 - above)
-
-
-def _student_slopes(eta: Tensor, y: Tensor, sigma: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
-    r = y - eta
-    return (nu + 1) * r / (nu * sigma**2 + r**2), torch.ones_like(eta) * (nu + 1) / ((nu + 3) * sigma**2)
-
-
-_FAR = 1e6
-#: Longest Newton step, in prior sds of the effects.
-_LONGEST = 3.0
-
-
-def marginal(eta: Tensor, design: Tensor, y: Tensor, present: Tensor, data: Mapping[str, Any], given: Given) -> Tensor:
-    """log of the integral of p(y_i | eta_i + design_i eps) N(eps; 0, 1) over eps (d,), (N,), by adaptive Gauss-Hermite
-    quadrature (Pinheiro and Bates 1995): nodes around the mode of each record's integrand, as wide as its curvature.
-
-    eta, y, present (N, M); design (N, M, d). Centre and width only say where nodes lie: no gradient goes through them.
-    """
-    size = design.shape[-1]
-    weights = torch.where(present > 0, data.get("weights", torch.ones_like(present)), torch.zeros_like(present))
-    centre, width = _around(eta.detach(), design.detach(), y, weights, data, given)
-    x, log_w = _nodes(size, eta)
-    eps = centre.unsqueeze(-2) + (width.unsqueeze(-3) * x.unsqueeze(-2)).sum(-1)  # (N, Q, d)
-    moved = eta.unsqueeze(-2) + (design.unsqueeze(-3) * eps.unsqueeze(-2)).sum(-1)  # (N, Q, M)
-    spread = {name: value.unsqueeze(-2) if name in ADDITIONS else value for name, value in data.items()}
-    term = given.density(moved, spread).log_prob(y.unsqueeze(-2).expand(moved.shape))
-    term = (torch.where(present.unsqueeze(-2) > 0, term, torch.zeros_like(term)) * weights.unsqueeze(-2)).sum(-1)
-    term = term + 0.5 * (x.square().sum(-1) - eps.square().sum(-1)) + log_w
-    return torch.logsumexp(term, -1) + width.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-def _nodes(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(Q, d) nodes of a standard normal and the logarithms of their weights (Q,)."""
-    at, w = np.polynomial.hermite_e.hermegauss(_NODES[size])
-    grid = np.stack([g.reshape(-1) for g in np.meshgrid(*[at] * size, indexing="ij")], -1)
-    log_w = sum(np.meshgrid(*[np.log(w / w.sum())] * size, indexing="ij")).reshape(-1)
-    return torch.tensor(grid).to(like), torch.tensor(log_w).to(like)
-
-
-def _around(
-    eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
-) -> tuple[Tensor, Tensor]:
-    """Mode (N, d) of each record's integrand by Newton steps, and the factor (N, d, d) of the inverse curvature."""
-    eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
-    eps = design.new_zeros((*design.shape[:-2], design.shape[-1]))
-    for _ in range(given.steps):
-        slope, lower = _curved(eps, eta, design, y, weights, data, given)
-        move = _solved(lower, slope)
-        eps = eps + move * (_LONGEST / move.norm(dim=-1, keepdim=True).clamp(min=_LONGEST))
-    lower = _curved(eps, eta, design, y, weights, data, given)[1]
-    if design.shape[-1] == 1:
-        return eps, 1 / lower
-    return eps, torch.linalg.solve_triangular(lower, eye.expand(lower.shape), upper=False).mT
-
-
-def _curved(
-    eps: Tensor, eta: Tensor, design: Tensor, y: Tensor, weights: Tensor, data: Mapping[str, Any], given: Given
-) -> tuple[Tensor, Tensor]:
-    """Slope (N, d) of the integrand's logarithm, and the factor (N, d, d) of its expected curvature."""
-    slope, curve = (
-        part.detach() * weights for part in given.slopes(eta + (design * eps.unsqueeze(-2)).sum(-1), y, data)
-    )
-    down = (design * slope.unsqueeze(-1)).sum(-2) - eps
-    if design.shape[-1] == 1:
-        return down, (1 + (curve.unsqueeze(-1) * design.square()).sum(-2, keepdim=True)).sqrt()
-    eye = torch.eye(design.shape[-1], dtype=design.dtype, device=design.device)
-    return down, torch.linalg.cholesky_ex(eye + design.mT @ (curve.unsqueeze(-1) * design))[0]
-
-
-def _solved(lower: Tensor, right: Tensor) -> Tensor:
-    if right.shape[-1] == 1:
-        return right / lower.squeeze(-1).square()
-    return torch.cholesky_solve(right.unsqueeze(-1), lower).squeeze(-1)
-
-
 # ---- the Pyro program ----
 
 
@@ -353,7 +256,7 @@ class Program:
         self, family: str, response: Response, terms: Sequence[Term], priors: Priors, kept: Sequence[int]
     ) -> None:
         self.family, self.response, self.terms = family, response, tuple(terms)
-        self.integrated = 0 < sum(t.design.size for t in terms if t.place == "record") <= max(_NODES)
+        self.integrated = 0 < sum(t.design.size for t in terms if t.place == "record") <= max(NODES)
         self.priors = priors._replace(mean=priors.mean[list(kept)], sd=priors.sd[list(kept)])
 
     def __call__(self, y: Tensor, present: Tensor, **data: Any) -> None:
@@ -408,22 +311,24 @@ class Program:
         """What is observed given its linear predictor; samples what else that needs."""
         family = self.family
         if family == "bernoulli":
-            return Given(lambda eta, data: dist.Bernoulli(logits=eta), _binomial_slopes)
+            return Given(lambda eta, data: dist.Bernoulli(logits=eta), binomial_slopes)
         if family == "binomial":
-            return Given(lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta), _binomial_slopes)
+            return Given(lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta), binomial_slopes)
         if family == "poisson":
-            return Given(lambda eta, data: dist.Poisson(eta.exp()), lambda eta, y, data: (y - eta.exp(), eta.exp()),
-                         _NEWTON_MORE)
+            return Given(
+                lambda eta, data: dist.Poisson(eta.exp()), lambda eta, y, data: (y - eta.exp(), eta.exp()), MORE_STEPS
+            )
         if family == "negbinomial":
             shape = pyro.sample("shape", dist.InverseGamma(like + 0.4, like + 0.3))
             return Given(
                 lambda eta, data: dist.NegativeBinomial(total_count=shape, logits=eta - shape.log()),
-                lambda eta, y, data: _count_slopes(eta, y, shape), _NEWTON_MORE,
+                lambda eta, y, data: count_slopes(eta, y, shape),
+                MORE_STEPS,
             )
         if family == "ordinal":
             cuts = self._cuts(like)
             return Given(
-                lambda eta, data: dist.OrderedLogistic(eta, cuts), lambda eta, y, data: _ordinal_slopes(eta, y, cuts)
+                lambda eta, data: dist.OrderedLogistic(eta, cuts), lambda eta, y, data: ordinal_slopes(eta, y, cuts)
             )
         sigma = pyro.sample("sigma", _half_t(self.priors.aux, like))
         if family == "gaussian":
@@ -433,8 +338,9 @@ class Program:
             )
         nu = pyro.sample("nu", dist.Gamma(like + 2.0, like + 0.1))
         return Given(
-            lambda eta, data: dist.StudentT(nu, eta, sigma), lambda eta, y, data: _student_slopes(eta, y, sigma, nu),
-            _NEWTON_MORE,
+            lambda eta, data: dist.StudentT(nu, eta, sigma),
+            lambda eta, y, data: student_slopes(eta, y, sigma, nu),
+            MORE_STEPS,
         )
 
     def _cuts(self, like: Tensor) -> Tensor:
@@ -547,8 +453,8 @@ def glmm(
     `formula` as in lme4 and brms; `family`: gaussian, student, bernoulli, binomial, poisson, negbinomial or ordinal.
     `dictionary`: what all parties know of the columns, or the path of its file. `shared`, `local`: columns that name
     groups of several silos, or other groups at each under the same names. `record`: the group that is a record, for
-    sums and for privacy. `missing`: "refuse" rows with a gap, or "drop" them. `most`: "rows" of a record and groups of a
-    silo, by label, at most; needed where parties do not share a process. `priors`: by coefficient (mean, sd) in the
+    sums and for privacy. `missing`: "refuse" rows with a gap, or "drop" them. `most`: "rows" of a record and groups of
+    a silo, by label, at most; needed where parties do not share a process. `priors`: by coefficient (mean, sd) in the
     user's units, and "sd_<group>", "sigma" (scales of half-t(3)), "lkj". Raises InputError.
     """
     if dictionary is None:
@@ -607,13 +513,13 @@ def _needed(of: Parts) -> list[str]:
 
 def _read(of: Parts, table: Any, silo: str) -> _Table:
     """Columns coded from the dictionary, rows with gaps refused or left out, groups counted."""
-    have = _names(table, silo)
+    have = names_of(table, silo)
     columns: dict[str, np.ndarray[Any, Any]] = {}
     gaps: dict[str, np.ndarray[Any, Any]] = {}
     for name in _needed(of):
         if name not in have:
             raise DataError(f"silo '{silo}': its table has no column '{name}'{nearest(name, have)}")
-        columns[name], gaps[name] = code(_cells(table[name]), of.dictionary[name], f"silo '{silo}': '{name}'")
+        columns[name], gaps[name] = code(cells_of(table[name]), of.dictionary[name], f"silo '{silo}': '{name}'")
     sizes = {name: len(values) for name, values in columns.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"silo '{silo}': columns of other lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
@@ -656,7 +562,8 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
 def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:
     """Groups with a name in the dictionary that stand in two silos span them, unless somebody says otherwise."""
     for term in of.terms:
-        name, seen = term.of.group[0], {}
+        name = term.of.group[0]
+        seen: dict[int, str] = {}
         if name in of.local:
             continue
         for silo, table in read.items():
@@ -742,97 +649,6 @@ def _coded_response(of: Parts, frame: Frame, out: Mapping[str, Any], rows: int) 
         if bad := int((y > trials).sum()):
             raise InputError(f"'{response.name}' is more than '{text}' in {bad} of {rows} rows")
     return y
-
-
-def _names(table: Any, silo: str) -> list[str]:
-    names = getattr(table, "column_names", None) or (list(table) if isinstance(table, Mapping) else None)
-    names = names if names is not None else getattr(table, "columns", None)
-    if names is None or hasattr(table, "collect"):
-        raise InputError(
-            f"silo '{silo}': a table is a dict of columns, or a pandas, polars or Arrow table, not "
-            f"{type(table).__name__}"
-        )
-    return [str(name) for name in names]
-
-
-def _cells(values: Any) -> np.ndarray[Any, Any]:
-    if isinstance(values, Tensor):
-        return values.detach().cpu().numpy()
-    found = values.to_numpy() if hasattr(values, "to_numpy") else values
-    return found if isinstance(found, np.ndarray) else np.array(found, dtype=object)
-
-
-_TRUE, _FALSE = ("true", "yes", "1", "t", "y"), ("false", "no", "0", "f", "n")
-
-
-def code(cells: np.ndarray[Any, Any], column: Column, where: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Numbers or codes (rows,), 0 where there is none, and where there is none. Raises DataError, which counts rows,
-    for what is no number, out of range or no level of the dictionary."""
-    import pandas as pd
-
-    if cells.ndim != 1:
-        raise DataError(f"{where} is no column of one cell a row")
-    rows = len(cells)
-    codes, different = pd.factorize(cells, use_na_sentinel=True)
-    texts = [_text(cell) for cell in different]
-    known = [t not in ("", *column.missing) for t in texts]
-    if column.kind == "id":
-        order = {t: k for k, t in enumerate(sorted({t for t, ok in zip(texts, known, strict=True) if ok}))}
-        table = [float(order[t]) if ok else math.nan for t, ok in zip(texts, known, strict=True)]
-    else:
-        read = _reader(column)
-        table = [read(t) if ok else math.nan for t, ok in zip(texts, known, strict=True)]
-    values = np.append(np.array(table, dtype=np.float64), math.nan)[codes]  # -1, no value, is the last
-    if bad := int(np.isinf(values).sum()):
-        raise DataError(f"{where} holds {_WRONG[column.kind]} in {bad} of {rows} rows")
-    gap = np.isnan(values)
-    for name, over in (("low", values < (column.low if column.low is not None else -math.inf)),
-                       ("high", values > (column.high if column.high is not None else math.inf))):  # fmt: skip
-        if column.kind in MEASURED and (bad := int(over.sum())):
-            raise DataError(
-                f"{where} is {'below' if name == 'low' else 'above'} the dictionary's {name} in {bad} of {rows} rows"
-            )
-    whole = column.kind in ("category", "boolean", "id", "integer")
-    filled = np.where(gap, 0.0, values)
-    return (filled.astype(np.int64) if whole else filled), gap
-
-
-_WRONG = {
-    "number": "what is no number", "integer": "what is no whole number", "date": "what is no date",
-    "category": "a level that the dictionary has not", "boolean": "what is neither true nor false",
-}  # fmt: skip
-
-
-def _text(cell: Any) -> str:
-    """A cell as its table would write it."""
-    if isinstance(cell, (bool, np.bool_)):
-        return "true" if cell else "false"
-    if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(cell) < 2**53:
-        return str(int(cell))
-    if isinstance(cell, np.datetime64):
-        return str(cell.astype("datetime64[D]"))
-    return repr(float(cell)) if isinstance(cell, (float, np.floating)) else str(cell).strip()
-
-
-def _reader(column: Column) -> Callable[[str], float]:
-    """The number that a text stands for; infinite where it stands for none."""
-    if column.kind == "category" or column.levels:
-        codes = {level: float(k) for k, level in enumerate(column.levels)}
-        return lambda text: codes.get(text, math.inf)
-    if column.kind == "boolean":
-        both = {**dict.fromkeys(_TRUE, 1.0), **dict.fromkeys(_FALSE, 0.0)}
-        return lambda text: both.get(text.lower(), math.inf)
-
-    def number(text: str) -> float:
-        try:
-            if column.kind == "date":
-                return float((np.datetime64(text[:10], "D") - np.datetime64(DAY_ZERO, "D")).astype(int))
-            found = float(text.replace("_", "no digit"))
-        except ValueError:
-            return math.inf
-        return found if column.kind == "number" or found % 1 == 0 else math.inf
-
-    return number
 
 
 # ---- what the user reads ----
@@ -969,7 +785,7 @@ def _described(model: MixedModel) -> list[str]:
         mean += of.response.centre if name == "(Intercept)" else 0.0
         centred = ", where other columns are at their centres" if name == "(Intercept)" else ""
         said.append(f"prior of {name}: normal({mean:.4g}, {sd:.4g}){centred}")
-    said += [f"prior of sd({t.name}): half-t(3, {of.priors.group_sd[t.name] * of.response.scale:.4g}), a scaled column each"
+    said += [f"prior of sd({t.name}): half-t(3, {of.priors.group_sd[t.name] * of.response.scale:.4g}), of each column"
              for t in of.terms]  # fmt: skip
     if any(t.correlated for t in of.terms):
         said.append(f"prior of correlations: LKJ({of.priors.lkj:g})")

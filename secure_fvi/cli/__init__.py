@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 _BAD_USAGE = 2
 _INTERRUPTED = 130
 #: By library: the extra that brings it.
-_EXTRAS = {"formulaic": "formula", "pandas": "formula", "grpc": "distributed", "matplotlib": "report", "prometheus_client": "distributed"}
+_EXTRAS = {
+    "formulaic": "formula",
+    "pandas": "formula",
+    "grpc": "distributed",
+    "matplotlib": "report",
+    "prometheus_client": "distributed",
+}
 
 #: Commands of the other package of this repository, and how one gets it.
 _LAB = ("bench", "reproduce", "results")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from secure_fvi.errors import NOT_CONVERGED
+from secure_fvi.federated_model import FederatedModel
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def print_posterior(result: dict[str, Any]) -> None:
 
 def print_result(result: RunSummary) -> None:
     """A run's posterior: of a formula in the user's units, of any other model by site."""
-    model: Any = getattr(getattr(result, "problem", None), "model", None)
-    if hasattr(model, "summary"):
+    model = getattr(getattr(result, "problem", None), "model", None)
+    if isinstance(model, FederatedModel) and hasattr(model, "summary"):
         click.echo(str(model.summary(result)))
     else:
         print_posterior(result.to_json())

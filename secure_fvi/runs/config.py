@@ -28,9 +28,9 @@ class Table(BaseModel):
 
 
 class Model(Table):
-    """A shipped program, a function `path/to/file.py:name` with the roles of its sites, a formula with its family and the
-    dictionary of its columns, or, where silos hold different columns of the same people, the likelihood of their summed
-    predictors. options: of a formula (as of `sf.glmm`) or a likelihood."""
+    """A shipped program, a function `path/to/file.py:name` with the roles of its sites, a formula with its family and
+    the dictionary of its columns, or, where silos hold different columns of the same people, the likelihood of their
+    summed predictors. options: of a formula (as of `sf.glmm`) or a likelihood."""
 
     program: Name | None = None
     function: Name | None = None
@@ -47,8 +47,8 @@ class Model(Table):
     def _one_source(self) -> Self:
         if sum(s is not None for s in (self.program, self.function, self.formula, self.likelihood)) != 1:
             raise ValueError(
-                'give one of program = "six-cities", function = "path/to/file.py:name", formula = "y ~ x + (1 | g)" and, '
-                'for silos that hold different columns of the same people, likelihood = "bernoulli"'
+                'give one of program = "six-cities", function = "path/to/file.py:name", formula = "y ~ x" and, for '
+                'silos that hold different columns of the same people, likelihood = "bernoulli"'
             )
         if self.options and self.likelihood is None and self.formula is None:
             raise ValueError("options belong to a formula or a likelihood")

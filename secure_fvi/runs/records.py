@@ -184,8 +184,7 @@ def _formula(model: Model) -> FederatedModel:
     for key in model.options:
         if key not in known:
             raise InputError(unknown_key("model.options", key, known))
-    options: dict[str, Any] = {} if model.family is None else {"family": model.family}
-    return glmm(str(model.formula), dictionary=model.dictionary, **options, **model.options)
+    return glmm(str(model.formula), model.family or "gaussian", dictionary=model.dictionary, **model.options)
 
 
 def read_texts(silo: SiloFile, key: str) -> dict[str, list[str]]:
