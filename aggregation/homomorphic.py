@@ -89,7 +89,7 @@ class Homomorphic:
             raise InputError("masks = true needs scheme = 'bfv': masks are uniform modulo a prime, CKKS has reals")
         self.beneath()
 
-    def beneath(self, bits: int = 64) -> Masked:
+    def beneath(self, bits: Literal[32, 64] = 64) -> Masked:
         """The masked sums whose keys, graph and signatures these use. `bits` is of no account: values lie in Z_p."""
         return Masked(
             min_cohort=self.min_cohort,

@@ -81,7 +81,7 @@ def _text(cell: Any) -> str:
     """A cell as its table would write it."""
     if isinstance(cell, (bool, np.bool_)):
         return "true" if cell else "false"
-    if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(cell) < 2**53:
+    if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(float(cell)) < 2**53:
         return str(int(cell))
     if isinstance(cell, np.datetime64):
         return str(cell.astype("datetime64[D]"))

@@ -148,7 +148,7 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
     if z.shape != (len(weights), n) or not bool((weights >= 0).all()) or not math.isclose(float(weights.sum()), 1.0):
         raise ValueError
     kind: Any = vars(base)["Refined"]
-    return posterior._replace(refined=kind(z=z, weights=weights, **numbers))  # type: ignore[call-arg]
+    return posterior._replace(refined=kind(z=z, weights=weights, **numbers))
 
 
 def _refined(problem: Problem, posterior: Posterior) -> dict[str, Any]:

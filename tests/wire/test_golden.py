@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 CODECS = {
     "countersigning": countersigning._CODEC,
     "homomorphic sum": homomorphic_schemes._CODEC,
-    "letter": flare._CODEC,
+    "flare letter": flare._CODEC,
     "masked sum": sum_messages._CODEC,
     "offer": job._CODEC,
     "session": session_messages.CODEC,

@@ -169,7 +169,8 @@ class Parties:
             return server, silos, 1
         if setting.kind == "masked":
             most = max(len(self.ids) - 3, 0)
-            kind = Masked(max_missing=most, bits=setting.bits, consistency_check=setting.consistency_check)
+            bits: Any = setting.bits
+            kind = Masked(max_missing=most, bits=bits, consistency_check=setting.consistency_check)
             server, silos = kind.local_parties(self.ids, store)
             # The batch follows from the number of silos; the keys of this second roster are nobody's.
             return server, silos, kind.roster({silo: silo.encode().ljust(32) for silo in self.ids}).batch
