@@ -56,10 +56,8 @@ def code(cells: np.ndarray[Any, Any], column: Column, where: str) -> tuple[np.nd
         raise DataError(f"{where} holds {_WRONG[column.kind]} in {bad} of {rows} rows")
     gap = np.isnan(values)
     if column.kind in MEASURED:
-        low, high = (
-            (-math.inf if column.low is None else column.low),
-            (math.inf if column.high is None else column.high),
-        )
+        low = -math.inf if column.low is None else column.low
+        high = math.inf if column.high is None else column.high
         below, above = int((values < low).sum()), int((values > high).sum())
         if below or above:
             raise DataError(
@@ -82,7 +80,7 @@ def _text(cell: Any) -> str:
     if isinstance(cell, (bool, np.bool_)):
         return "true" if cell else "false"
     if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(float(cell)) < 2**53:
-        return str(int(cell))
+        return str(int(float(cell)))
     if isinstance(cell, np.datetime64):
         return str(cell.astype("datetime64[D]"))
     return repr(float(cell)) if isinstance(cell, (float, np.floating)) else str(cell).strip()

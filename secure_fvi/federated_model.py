@@ -62,6 +62,10 @@ class FederatedModel:
     from a silo's records, for FedVI. `start`: where the means of q begin, in the program's own space, by name of latent
     site, of its shape or broadcast to it; for the other sites that is the centre of the prior. Partitioned VI begins at
     the prior whatever it says.
+
+    `group`: the column by which rows are one record, of any number (visits of a patient). `fn` then gets every other
+    column as (N, M, ...), 0 where there is no row, and `present` (N, M), 1 where there is one and 0 elsewhere, with
+    which it masks what it observes. M: `most_rows`, or that of the largest record where all silos are in one process.
     """
 
     fn: Callable[..., Any]
@@ -69,6 +73,8 @@ class FederatedModel:
     silo_sites: tuple[str, ...] = ()
     encoder: SiloEncoder | None = None
     start: Mapping[str, float | Tensor] = field(default_factory=dict, hash=False)
+    group: str | None = None
+    most_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -83,8 +89,64 @@ class FederatedModel:
         return None
 
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
-        """Each silo's data as `fn` takes them. Raises DataError."""
-        return dict(silos)
+        """Each silo's data as `fn` takes them: records that are groups of rows laid out. Raises DataError."""
+        if self.group is None or all(isinstance(data, Laid) for data in silos.values()):
+            return dict(silos)
+        read = {silo: _ragged(data, self.group, silo) for silo, data in silos.items()}
+        most = max(int(np.bincount(record).max()) for record, _ in read.values())
+        most = most if self.most_rows is None else self.most_rows
+        return {silo: _laid(record, columns, most, silo) for silo, (record, columns) in read.items()}
+
+
+class Laid(dict[str, Any]):
+    """A silo's data as a program takes them, groups of rows laid out."""
+
+
+def laid_out(values: npt.NDArray[Any], record: npt.NDArray[np.int64], most: int, fill: float = 0) -> npt.NDArray[Any]:
+    """Rows (rows, ...) as (N, most, ...), in their order within each record; `fill` where there is none. `record`:
+    whose row each is, 0 to N - 1, none of whom has more than `most`."""
+    counts = np.bincount(record)
+    order = np.argsort(record, kind="stable")
+    place = np.arange(len(record)) - np.repeat(np.cumsum(counts) - counts, counts)
+    out = np.full((len(counts), most, *values.shape[1:]), fill, dtype=values.dtype)
+    out[record[order], place] = values[order]
+    return out
+
+
+def check_rows(record: npt.NDArray[np.int64], most: int, silo: str) -> None:
+    """Raise DataError where a record has more rows than all parties know of."""
+    counts = np.bincount(record)
+    if bad := int((counts > most).sum()):
+        raise DataError(
+            f"silo '{silo}': {bad} of {len(counts)} records have more rows than the {most} that were agreed on"
+        )
+
+
+def _ragged(data: Any, group: str, silo: str) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
+    columns = _columns(data, silo)
+    if group not in columns:
+        raise InputError(f"silo '{silo}': no column '{group}', which says whose rows are one record")
+    ids = columns.pop(group)
+    ids = np.asarray(ids.to_numpy() if hasattr(ids, "to_numpy") else ids)
+    if ids.ndim != 1 or not len(ids):
+        raise InputError(f"silo '{silo}': '{group}' must be one id a row")
+    if bad := int(np.sum([i is None or i != i for i in ids.tolist()])):
+        raise DataError(f"silo '{silo}': '{group}' is missing in {bad} of {len(ids)} rows")
+    return np.unique(ids.astype(str) if ids.dtype.kind == "O" else ids, return_inverse=True)[1].reshape(-1), columns
+
+
+def _laid(record: npt.NDArray[np.int64], columns: Mapping[str, Any], most: int, silo: str) -> Laid:
+    check_rows(record, most, silo)
+    out = Laid(present=torch.from_numpy(laid_out(np.ones(len(record)), record, most)))
+    for name, value in columns.items():
+        if isinstance(value, Shared) or not (isinstance(value, Tensor) or _is_array(value)):
+            out[name] = value
+            continue
+        tensor = _as_tensor(value, f"silo '{silo}': '{name}'")
+        if tensor.dim() == 0 or len(tensor) != len(record):
+            raise InputError(f"silo '{silo}': '{name}' must have {len(record)} rows, as its group has")
+        out[name] = torch.from_numpy(laid_out(tensor.numpy(), record, most))
+    return out
 
 
 class Schema(NamedTuple):

@@ -28,7 +28,7 @@ from torch import Tensor
 from secure_fvi.coding import cells_of, code, names_of
 from secure_fvi.dictionary import Column, Dictionary, read_dictionary
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out
 from secure_fvi.formula import ADDITIONS, Design, Expression, Frame, Parsed, Random, parse, standard
 from secure_fvi.quadrature import (
     MORE_STEPS,
@@ -79,8 +79,8 @@ FAMILIES = {
     "ordinal": Family("logit", "odds ratio", ("category", "integer"), "a category whose levels are in order, or an "
                       "integer with low and high"),
 }  # fmt: skip
-_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial", "student_t": "student",
-                "nbinom": "negbinomial", "cumulative": "ordinal"}  # fmt: skip
+_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial",
+                "nbinom": "negbinomial", "student_t": "student", "cumulative": "ordinal"}  # fmt: skip
 
 
 class Response(NamedTuple):
@@ -489,10 +489,6 @@ def glmm(
 # ---- a silo's table ----
 
 
-class Laid(dict[str, Any]):
-    """A silo's rows as the program takes them."""
-
-
 class _Table(NamedTuple):
     """A silo's rows, coded. Never leaves the silo."""
 
@@ -584,22 +580,12 @@ def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, in
         raise DataError(f"silo '{silo}': {error}") from None
     most = of.most.get("rows", rows)
     record = np.arange(table.rows) if table.record is None else table.record
-    counts = np.bincount(record)
-    if counts.max() > most:
-        raise DataError(
-            f"silo '{silo}': {int((counts > most).sum())} records have more rows than most={{'rows': {most}}}"
-        )
-    order = np.argsort(record, kind="stable")
-    place = np.arange(table.rows) - np.repeat(np.cumsum(counts) - counts, counts)
+    check_rows(record, most, silo)
     out = Laid()
     for name, values in flat.items():
-        if table.record is None and most == 1:
-            out[name] = torch.from_numpy(values[:, None])
-            continue
+        alone = table.record is None and most == 1  # no copy
         fill = 1.0 if name in ADDITIONS else 0.0
-        laid = np.full((len(counts), most, *values.shape[1:]), fill, dtype=values.dtype)
-        laid[record[order], place] = values[order]
-        out[name] = torch.from_numpy(laid)
+        out[name] = torch.from_numpy(values[:, None] if alone else laid_out(values, record, most, fill))
     for at, term in enumerate(of.terms):
         if term.place == "silo":
             label = term.of.label

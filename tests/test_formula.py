@@ -436,3 +436,50 @@ def test_a_formula_is_refused_between_institutions() -> None:
     config = parse_config({"model": said, "silo": [{"id": "a", "data": "a.csv"}]}, "a test")
     with pytest.raises(InputError, match="between institutions it is not run yet"):
         read_model(config)
+
+
+# ---- groups of rows for a Pyro function ----
+
+
+def visits(pressure: torch.Tensor, age: torch.Tensor, present: torch.Tensor) -> None:
+    import pyro
+    from pyro.distributions import Normal
+
+    b = pyro.sample("b", Normal(torch.zeros(2), 10.0).to_event(1))
+    with pyro.plate("patient", len(present), dim=-2):
+        own = pyro.sample("own", Normal(torch.zeros(len(present), 1), 1.0))
+        pyro.sample("pressure", Normal(b[0] + b[1] * age + own, 1.0).mask(present > 0), obs=pressure)
+
+
+def test_a_pyro_function_gets_patients_of_any_number_of_visits() -> None:
+    of = sf.FederatedModel(visits, "patient", group="who")
+    rows = {"who": ["b", "a", "b", "c", "b"], "pressure": np.arange(5.0), "age": np.arange(5.0) + 10}
+    few = {"who": [7, 8], "pressure": np.zeros(2), "age": np.ones(2)}
+    laid = of.prepared({"x": rows, "y": few})
+    assert laid["x"]["present"].tolist() == [[1, 0, 0], [1, 1, 1], [1, 0, 0]]
+    assert laid["x"]["pressure"].tolist() == [[1, 0, 0], [0, 2, 4], [3, 0, 0]]
+    assert laid["y"]["age"].shape == (2, 3)
+    assert of.prepared(laid) == laid
+    # More padding counts for nothing: log p of each record is what it is without.
+    values = {"b": torch.tensor([0.1, 0.2]), "own": torch.tensor([[0.3], [0.4], [0.5]])}
+    wide = sf.FederatedModel(visits, "patient", group="who", most_rows=9).prepared({"x": rows})["x"]
+    for name, tensor in (("x", laid["x"]), ("wide", wide)):
+        found = _log_p(tensor, values)
+        its = ((0.3, [(1.0, 11)]), (0.4, [(0.0, 10), (2.0, 12), (4.0, 14)]), (0.5, [(3.0, 13)]))
+        expected = [sum(-0.5 * (p - 0.1 - 0.2 * a - o) ** 2 - 0.918938533 for p, a in seen) for o, seen in its]
+        assert found.tolist() == pytest.approx(expected, abs=1e-5), name
+    with pytest.raises(DataError, match="silo 'x': 1 of 3 records have more rows than the 2"):
+        sf.FederatedModel(visits, "patient", group="who", most_rows=2).prepared({"x": rows})
+    with pytest.raises(InputError, match="no column 'who'"):
+        of.prepared({"x": {"pressure": np.zeros(2)}})
+    with pytest.warns(sf.SecureFVIWarning, match="iterations = 30"):
+        result = sf.fit(of, [rows, few, few], sf.SFVI(iterations=30), compile=False)
+    assert result.local["silo-1"].sample(2)["own"].shape[1] == 3
+
+
+def _log_p(data: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> torch.Tensor:
+    from pyro import poutine
+
+    run = poutine.trace(poutine.condition(visits, values)).get_trace(**data)
+    run.compute_log_prob()
+    return run.nodes["pressure"]["log_prob"].sum(1)

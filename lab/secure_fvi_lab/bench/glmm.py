@@ -1,10 +1,10 @@
 """Mixed models by `sf.glmm` over sites of 13 to 200 records, beside NUTS on the pooled rows and meta-analysis.
 
 Made-up tables: patients with one to six visits, a treatment, a time. NUTS samples the marginal posterior too, with
-twice the fit's nodes of quadrature: with patients' effects as latents it mixes badly (effective sample sizes of 200 in 2,000
-draws), and `tests/test_formula.py` holds the quadrature against brute force. Meta-analysis is what is
-done today: each site maximises its own likelihood, and estimates are averaged by inverse variance. Its failures are
-sites whose maximum is not there (a curvature that is no covariance, or an estimate that runs off).
+twice the fit's nodes: with patients' effects as latents it mixes badly (effective sample sizes of 200 in 2,000 draws),
+and `tests/test_formula.py` holds the quadrature against brute force. Meta-analysis is what is done today: each site
+maximises its own likelihood, and estimates are averaged by inverse variance. Its failures are sites whose maximum is
+not there (a curvature that is no covariance, or an estimate that runs off).
 """
 
 from __future__ import annotations
