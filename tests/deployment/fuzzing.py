@@ -167,7 +167,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     schema = sm.pack_schema(Schema(fields, {"k": 3, "t": torch.zeros(2), "s": "text"}))
     joined, opened = sm.Joined(schema, d32, b"", 0), sm.Open(["a", "b"], [d32] * 2, d32, 0, b"", 3)
     config = "[model]\nprogram='six-cities'\nx=[1,{y=2}]\n"
-    offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32))
+    offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32, [3]))
     key_of_job = alignment.AlignmentKey(d32)
     prepared, other = (alignment.prepare(["1", "2", None], key_of_job, "job", s).message for s in "ab")
     row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
