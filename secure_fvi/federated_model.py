@@ -139,10 +139,10 @@ def _laid(record: npt.NDArray[np.int64], columns: Mapping[str, Any], most: int, 
     check_rows(record, most, silo)
     out = Laid(present=torch.from_numpy(laid_out(np.ones(len(record)), record, most)))
     for name, value in columns.items():
-        if isinstance(value, Shared) or not (isinstance(value, Tensor) or _is_array(value)):
+        if isinstance(value, Shared) or not (isinstance(value, Tensor) or is_array(value)):
             out[name] = value
             continue
-        tensor = _as_tensor(value, f"silo '{silo}': '{name}'")
+        tensor = as_tensor(value, f"silo '{silo}': '{name}'")
         if tensor.dim() == 0 or len(tensor) != len(record):
             raise InputError(f"silo '{silo}': '{name}' must have {len(record)} rows, as its group has")
         out[name] = torch.from_numpy(laid_out(tensor.numpy(), record, most))
