@@ -123,7 +123,7 @@ def check_rows(record: npt.NDArray[np.int64], most: int, silo: str) -> None:
 
 
 def _ragged(data: Any, group: str, silo: str) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
-    columns = _columns(data, silo)
+    columns = data_columns(data, silo)
     if group not in columns:
         raise InputError(f"silo '{silo}': no column '{group}', which says whose rows are one record")
     ids = columns.pop(group)
