@@ -52,7 +52,7 @@ _RIGHTS = {
 }
 #: Incarnations of one job in a row that may end without a round more.
 MOST_TRIES = 5
-_LOOK, _BETWEEN, _FLARE_AWAY = 1.0, 10.0, 60.0  # seconds
+_LOOK, _BETWEEN, _FLARE_AWAY, _LOST = 1.0, 10.0, 60.0, 30.0  # seconds
 
 
 def check_flare() -> None:
@@ -279,9 +279,16 @@ class _Session:
         return self._job
 
     def wait(self) -> str:
-        """FLARE's last word on the job."""
+        """FLARE's last word on the job. A server that was killed still calls its jobs running when it is back, and runs
+        none: that is an end too."""
+        ran = time.monotonic()
         while True:
             status = str(self._ask(lambda api: api.get_job_meta(self._job)).get("status", ""))
             if status.startswith("FINISHED") or status in ("ABANDONED", "FAILED_TO_RUN"):
                 return status
+            running = {job.job_id for job in self._ask(lambda api: api.get_system_info()).job_info}
+            if self._job in running or status == "SUBMITTED":
+                ran = time.monotonic()
+            elif time.monotonic() - ran >= _LOST:
+                return f"{status}, but not any more"
             time.sleep(_LOOK)
