@@ -70,7 +70,7 @@ _BETWEEN = (0.25, 0.5, 0.75, 1.0)
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
 #: Newton's steps to where such a latent has its mode, their length at most, in sds there, and the shares of one that
 #: are tried: of a logistic likelihood whole ones may go to and fro.
-_NEWTON, _STRIDE, _SHARES = 8, 5.0, (1.0, 0.4, 0.1, 0.0)
+_NEWTON, _STRIDE, _SHARES = 12, 5.0, (1.0, 0.4, 0.1, 0.0)
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
