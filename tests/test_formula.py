@@ -327,6 +327,7 @@ def test_every_family_is_tried() -> None:
     assert {family for family, _ in CASES} == set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_a_fit_from_tables_to_a_table_of_odds_ratios() -> None:
     """The whole way, masked, with ragged groups; a dictionary in months gives the same design, and so the same fit."""
     rng = np.random.default_rng(3)
@@ -337,8 +338,8 @@ def test_a_fit_from_tables_to_a_table_of_odds_ratios() -> None:
         eta = 0.8 * (age - 50) / 15 + rng.standard_normal(patients)[child]
         tables.append({"y": rng.uniform(size=len(child)) < 1 / (1 + np.exp(-eta)), "age": age, "child": child})
     of = model("y ~ age + (1 | child)")
-    with pytest.warns(sf.SecureFVIWarning, match="rounds = 1"):
-        result = sf.fit(of, tables, sf.PVI(rounds=1, local_steps=60), compile=False)
+    with pytest.warns(sf.SecureFVIWarning, match="iterations = 150"):
+        result = sf.fit(of, tables, sf.SFVI(iterations=150), compile=False)
     found = of.summary(result)
     age = next(line for line in found.effects if line.name == "age")
     assert 0.02 < age.estimate < 0.12
@@ -381,7 +382,7 @@ def files(folder: Path) -> tuple[Path, list[Path]]:
 
 
 FORMULA = "y ~ smoke * age + sex + (1 | child)"
-QUICK = ["run.compile=false", "algorithm.name=pvi", "algorithm.rounds=1", "algorithm.local_steps=10"]
+QUICK = ["run.compile=false", "algorithm.name=sfvi", "algorithm.iterations=15"]
 
 
 def test_python_command_and_file_make_the_same_model(tmp_path: Path) -> None:
