@@ -63,10 +63,13 @@ class Processes:
         )
         return [int(n) for n in found.stdout.split()]
 
-    def kill(self, name: str, module: str) -> None:
-        for pid in self.pids(name, module):
+    def kill(self, name: str, module: str) -> int:
+        """How many of them there were."""
+        found = self.pids(name, module)
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return len(found)
 
     def launch(self, job: Job, out: str = "remote") -> list[str]:
         """The job to its end: what the launcher said."""
@@ -138,18 +141,19 @@ def test_killed_processes_come_back_by_themselves(flare: Processes, tmp_path: Pa
     """kill -9 of a site's process of the job, of its parent, and of the same two at the server: the same bytes, and
     nobody's hand."""
     job = Job(flare.world, tmp_path, algorithm={"name": "sfvi", "iterations": 400}, engine=FLARE)
-    assert flare.pids(name, module) or module in ("client.worker_process", "server.runner_process")
+    killed: list[int] = []
 
     def kill() -> None:
         until = time.monotonic() + 300
         while (latest_round(tmp_path / "remote" / "checkpoint") or 0) < 20 and time.monotonic() < until:
             time.sleep(0.1)
-        flare.kill(name, module)
+        killed.append(flare.kill(name, module))
 
     killer = threading.Thread(target=kill)
     killer.start()
     said = flare.launch(job)
     killer.join()
+    assert killed == [1]
     assert any("goes on after round" in line for line in said), said
     assert _posterior(job) == _local(job)
 
