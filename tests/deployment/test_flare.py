@@ -112,7 +112,7 @@ def _local(job: Job) -> bytes:
 @pytest.mark.parametrize(
     "tables",
     [
-        {"algorithm": {"name": "sfvi", "iterations": 30}},
+        {"algorithm": {"name": "sfvi", "iterations": 150}},
         {"algorithm": {"name": "sfvi-avg", "rounds": 2, "local_steps": 50}},
         {"algorithm": {"name": "pvi", "rounds": 2, "local_steps": 50}},
         {
@@ -123,8 +123,14 @@ def _local(job: Job) -> bytes:
     ids=["sfvi", "sfvi-avg", "pvi", "bfv"],
 )
 def test_flare_gives_the_posterior_of_one_process(flare: Processes, tmp_path: Path, tables: Any) -> None:
+    """`pytest -s` prints what a round of three exchanges takes once all are at work."""
     job = Job(flare.world, tmp_path, engine=FLARE, **tables)
     flare.launch(job)
+    rounds = [json.loads(line) for line in (tmp_path / "remote" / "metrics.jsonl").read_text().splitlines()]
+    if len(rounds) > 1:
+        first, last = rounds[0], rounds[-1]
+        ms = 1000 * (last["seconds"] - first["seconds"]) / (last["round"] - first["round"])
+        print(f"{tables['algorithm']['name']} under FLARE: {ms:.0f} ms a round")
     assert _posterior(job) == _local(job)
 
 
