@@ -487,19 +487,48 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
     except SyntaxError:
         raise _error(formula, max(formula.find(str(factor.expr)), 0), f"'{factor.expr}' does not parse") from None
     functions = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    contrasts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     names: set[str] = set()
+    at = max(formula.find(str(factor.expr)), 0)
     for node in ast.walk(tree):
-        at = max(formula.find(str(factor.expr)), 0)
         if not isinstance(node, _NODES):
             raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
-        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "contr"):
+        if isinstance(node, ast.Attribute) and not _is_contrast(node):
             raise _error(formula, at, f"'{factor.expr}': no attribute but contr.treatment and its like is read")
+        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name | ast.Attribute):
+            raise _error(formula, at, f"'{factor.expr}': what is called is no function of the list")
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small(node.right):
+            raise _error(formula, at, f"'{factor.expr}': an exponent is a number of at most {_LARGEST_POWER}")
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > _LARGEST:
+            raise _error(formula, at, f"'{factor.expr}': a number in a formula is at most {_LARGEST:.0e}")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             _check_call(node, node.func.id, dictionary, formula, at)
-        elif isinstance(node, ast.Name) and id(node) not in functions and node.id != "contr":
+        elif isinstance(node, ast.Name) and id(node) not in functions and id(node) not in contrasts:
             _known(node.id, dictionary, formula)
             names.add(node.id)
     return names
+
+
+#: Codings of a factor that a formula may name.
+_CONTRASTS = frozenset({"treatment", "SAS", "sum", "helmert", "diff", "poly"})
+_LARGEST_POWER, _LARGEST = 10, 1e12
+
+
+def _is_contrast(node: ast.expr) -> bool:
+    """Whether it is `contr.` and one of `_CONTRASTS`, and so nothing from which another name could be reached."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "contr"
+        and node.attr in _CONTRASTS
+    )
+
+
+def _is_small(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        node = node.operand
+    number = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(number, int | float) and abs(number) <= _LARGEST_POWER
 
 
 def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str, at: int) -> None:

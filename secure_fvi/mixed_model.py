@@ -472,6 +472,8 @@ def glmm(
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
     response = _response(parsed, family, dictionary)
+    if fixed.intercept is None:  # nothing takes up what a centre would leave
+        response = response._replace(centre=0.0)
     prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
     if parsed.response in {*fixed.columns, *(c for t in terms for c in (*t.design.columns, *t.of.group))}:
         raise InputError(f"formula: the response '{parsed.response}' stands on both sides")
@@ -682,7 +684,7 @@ def _table(title: str, rows: Sequence[Line], ratio: str) -> list[str]:
     cells = [heads]
     for row in rows:
         numbers = [row.estimate, row.sd, row.low, row.high, *((row.ratio or ()) if ratio else ())]
-        cells.append([row.name, *(f"{n:.3g}" if abs(n) >= 1000 else f"{n:.3f}" for n in numbers)])
+        cells.append([row.name, *(f"{n:.3f}" if n == 0 or 0.01 <= abs(n) < 1000 else f"{n:.3g}" for n in numbers)])
     widths = [max(len(r[k]) for r in cells if k < len(r)) for k in range(len(heads))]
     return [
         "  ".join(
@@ -740,18 +742,52 @@ def _group_draws(term: Term, sites: Mapping[str, Tensor], scale: float) -> dict[
     return out
 
 
+def _by_prior(of: Parts, lines: Mapping[str, Line]) -> list[str]:
+    """What is said of coefficients on which the prior, which follows from the dictionary's ranges, says much."""
+    said = []
+    for at in of.kept:
+        name, unit = of.fixed.names[at], of.response.scale / float(of.fixed.scales[at])
+        mean, sd = float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
+        if at != of.fixed.intercept and (lines[name].sd > 0.5 * sd or abs(lines[name].estimate - mean) > 2 * sd):
+            said.append(
+                f"'{name}' rests much on its prior, normal({mean:.3g}, {sd:.3g}), which follows from the dictionary's "
+                "range: narrow that to what occurs, or give priors"
+            )
+    return said
+
+
+def _counted(of: Parts) -> list[str]:
+    left = {silo: c["left out"] for silo, c in of.counts.items() if c.get("left out")}
+    rows = ", ".join(f"{n} at {silo}" for silo, n in left.items())
+    return [f"rows with a gap that were left out: {rows}"] if left else []
+
+
 def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
     of, family = model.of, FAMILIES[model.family]
+    theirs = getattr(getattr(result, "problem", None), "model", None)
+    of_theirs = (theirs.text, theirs.family, theirs.of.dictionary) if isinstance(theirs, MixedModel) else None
+    if of_theirs not in (None, (model.text, model.family, of.dictionary)):
+        raise InputError("the result is of another model: another formula, family or dictionary")
     found = user_draws(model, result.sample(draws))
     lines = {name: _line(name, d, bool(family.ratio) and name != "(Intercept)") for name, d in found.items()}
     effects = [n for n in lines if n in of.fixed.names or "|" in n]
     groups = [n for n in lines if n.startswith(("sd(", "cor("))]
     state = {True: "converged", False: "NOT converged", None: "not assessed"}[result.converged]
-    head = (model.text, f"family {model.family}, link {family.link}; {len(result.silos)} silos, {result.algorithm}")
+    levels = of.dictionary[of.response.name].levels
+    of_what = f" of {of.response.name} = {levels[1]}" if model.family == "bernoulli" and len(levels) == 2 else ""
+    head = (
+        model.text,
+        f"family {model.family}, link {family.link}{of_what}; {len(result.silos)} silos, {result.algorithm}",
+    )
     records = result.metrics.get("records")
     label = next((t.of.label for t in of.terms if t.place == "record"), "row")
     counted = () if records is None else (f"{records:g} records (a record is a {label}), over all silos",)
-    foot = (*counted, f"{state} after {result.rounds} rounds: {result.convergence['reason']}")
+    foot = (
+        *counted,
+        *_counted(of),
+        *_by_prior(of, lines),
+        f"{state} after {result.rounds} rounds: {result.convergence['reason']}",
+    )
     rest = [n for n in lines if n not in effects and n not in groups]
     return Summary(
         head, tuple(lines[n] if "|" not in n else lines[n]._replace(ratio=None) for n in effects),

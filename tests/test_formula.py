@@ -146,6 +146,12 @@ WRONG = {
     "y ~ I(age.mean())": (5, "no attribute"),
     "y ~ age + {[a for a in [1]]}": (None, "more than functions and arithmetic"),
     "y ~ {__import__('os')}": (None, "no function '__import__'"),
+    "y ~ {age + contr.__getattribute__(contr, '__base__')}": (None, "no attribute"),
+    "y ~ {age + contr.treatment.__globals__}": (None, "no attribute"),
+    "y ~ {age + I(I)(1)}": (None, "what is called is no function"),
+    "y ~ {age + contr}": (None, "no column 'contr'"),
+    "y ~ {age * 9 ** 9 ** 9}": (None, "an exponent is a number"),
+    "y ~ {age * 1e300}": (None, "at most 1e+12"),
     "y ~ age * (1 | child)": (14, "stands by itself"),
     "y ~ age - (1 | child)": (11, "taken out"),
     "y ~ (1 | age)": (None, "names no groups"),
@@ -154,6 +160,17 @@ WRONG = {
     "y | tries(n) ~ 1": (5, "trials(...) and weights(...)"),
     "y ~ offset(sex)": (None, "numeric columns"),
 }
+
+
+@pytest.mark.parametrize("formula", ["y ~ {age + RUN}", "y | weights(age + RUN) ~ sex", "y ~ age + offset(RUN)"])
+def test_a_formula_reaches_no_other_python(formula: str) -> None:
+    """formulaic evaluates a factor as Python: from `contr`, a class, one would come to `eval`."""
+    base = "contr.__getattribute__(contr.__getattribute__(contr,'__base__'),'__base__')"
+    get = f"contr.__getattribute__({base},'__getattribute__')"
+    names = f"{get}(contr.__getattribute__(contr.treatment,'get_coefficient_row_names'),'__globals__')"
+    run = f"{get}({get}({names},'get')('__builtins__'),'get')('eval')('1/0')"
+    with pytest.raises(InputError, match=r"no attribute|what is called"):
+        model(formula.replace("RUN", run))
 
 
 @pytest.mark.parametrize("formula", WRONG)

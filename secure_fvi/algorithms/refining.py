@@ -5,7 +5,8 @@ a proposal that matches the last weighted moments, up to `SUMS` times:
 
     proposal     a normal of the weighted mean and covariance, of three widths (`_WIDTHS`), so that tails of the
                  posterior are heavier than its own nowhere near
-    draws        Sobol's sequence, shifted by a public hash of the broadcast: nobody chooses a draw
+    draws        Sobol's sequence, shifted by a public hash of the broadcast. A silo answers a proposal near q alone
+                 (`near`): a server chooses where q and the proposal lie, and with that, roughly, where draws are
     a silo adds  log p(y_j | z), its own latents integrated out, relative to that at q's mean; that there, once; and,
                  where it has latents, a quarter of the draws again on other nodes
     weights      p(y, z) / mixture of all proposals so far (Owen and Zhou 2000), Pareto-smoothed (Vehtari et al. 2024)
@@ -35,6 +36,7 @@ from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.weighing import CLOSE, UP_TO_NATS, Weigher, errors, points, reported
 from secure_fvi.compiled import over_draws
+from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.randomness import LARGEST, server_draws
@@ -66,6 +68,9 @@ EASY = 0.5
 #: How far from q's mean the refined one may lie, in sds of q, and how many times as wide or narrow: beyond, nobody has
 #: looked for other modes.
 _MOVED, _WIDENED = 4.0, 5.0
+#: How far from q's mean a proposal may lie, in sds of q, and how many times as wide or narrow as q in any direction. A
+#: silo answers no other: at a point or along a line of a server's own a total tells more than a posterior.
+_FROM_Q, _LIKE_Q = 2 * _MOVED, 10.0
 #: The effective sample size, a dimension, that a proposal's moments rest on; weights are evened out until it is so.
 _ENOUGH = 6
 #: How much nearer to its mean the next proposal is, where of the last one's draws some were out of range.
@@ -204,6 +209,18 @@ def verdict(of_q: Verdict, state: Refining) -> Verdict:
     return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details)
 
 
+def near(q: Natural, proposal: Tensor) -> bool:
+    """Whether a proposal, `packed`, is where and as wide as refining a posterior near q needs it."""
+    loc, at = (t.to("cpu", torch.float64) for t in (q.mean(), q.factor()))
+    at = at.diag() if at.dim() == 1 else at
+    mean, factor = unpacked(proposal.to(loc), len(loc))
+    if not bool(proposal.isfinite().all()) or not bool((factor.diagonal() > 0).all()):
+        return False
+    off = torch.linalg.solve_triangular(at, (mean - loc)[:, None], upper=False).norm()
+    like = torch.linalg.svdvals(torch.linalg.solve_triangular(at, factor, upper=False))
+    return bool(off <= _FROM_Q) and bool(like.max() <= _LIKE_Q) and bool(like.min() >= 1 / _LIKE_Q)
+
+
 class Refiner:
     """Both halves for one problem; it holds no data."""
 
@@ -225,6 +242,11 @@ class Refiner:
     ) -> FloatArray:
         """A silo's log p(y_j | z) at q's mean and all draws, and at some again, for `told`. record, silo: parameters
         around q's mean."""
+        if not near(q, message.tensors[PROPOSAL].to("cpu", torch.float64)):
+            raise ProtocolError(
+                f"silo '{view.silo}': the draws that the server names are not near q: its mean is more than "
+                f"{_FROM_Q:.0f} sds off, or they are more than {_LIKE_Q:.0f} times as wide or narrow"
+            )
         z = self.draws(message)
 
         def over(z: Tensor, which: int) -> Tensor:
@@ -262,7 +284,8 @@ class Refiner:
         if converged and rest.seen.close:
             return start()._replace(proposal=packed(q.mean(), q.factor()), checks=True)
         at = points(self.problem.seed, q, self.problem.layout)
-        return start()._replace(proposal=matched(at.draws, rest.seen.log_weights, q.mean(), q.factor()))
+        found = matched(at.draws, rest.seen.log_weights, q.mean(), q.factor())
+        return start()._replace(proposal=found if near(q, found) else packed(q.mean(), q.factor()))
 
     def step(
         self, state: Refining, message: Broadcast, sums: Totals, q: Natural, theta: Params,
@@ -273,8 +296,10 @@ class Refiner:
         state = state._replace(sums=state.sums + 1)
         mean, factor = unpacked(message.tensors[PROPOSAL].to("cpu", torch.float64), self.n)
         if hiding.unreadable(total, self.block).any():  # nearer to q's mean it need not be
+            nearer = packed(mean, factor * _NEARER)
             return state._replace(
-                lost="" if state.sums < SUMS else OUT_OF_RANGE, proposal=packed(mean, factor * _NEARER)
+                lost="" if state.sums < SUMS else OUT_OF_RANGE,
+                proposal=nearer if near(q, nearer) else packed(mean, factor),
             )
         nats, z = torch.from_numpy(hiding.read(total, self.block)), self.draws(message)
         prior = over_draws(log_prior, z)
@@ -292,9 +317,10 @@ class Refiner:
         log_w = state.joint - self._log_density(state.proposals, state.z)
         if not bool(torch.isfinite(log_w).any()):
             return state._replace(lost="no draw has a likelihood")
+        found = matched(state.z, log_w, mean, factor)
         return state._replace(
             found=self._found(state, log_w, q, theta),
-            proposal=matched(state.z, log_w, mean, factor),
+            proposal=found if near(q, found) else packed(mean, factor),
         )
 
     def _log_density(self, proposals: Tensor, z: Tensor) -> Tensor:

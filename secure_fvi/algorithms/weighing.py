@@ -39,6 +39,7 @@ from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.randomness import server_draws
 
 WEIGHED = "weighed"
+LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
 #: What the final sum of a run that stops by itself is made of, in the words of a disclosure statement.
 DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
 DISCLOSED = (
@@ -291,12 +292,16 @@ class Weigher:
             return found.to("cpu", torch.float64)
 
         try:
-            return over()
-        except (RuntimeError, NotImplementedError):  # a program without second derivatives
-            if not self._adapts:
-                raise
-            self._adapts = False
-            return over()
+            try:
+                return over()
+            except (RuntimeError, NotImplementedError):  # a program without second derivatives
+                if not self._adapts:
+                    raise
+                self._adapts = False
+                return over()
+        except (LinAlgError, ArithmeticError):
+            # Whether its model can be computed at points far from q may depend on a silo's data: hidden, not refused.
+            return torch.full((len(z),), math.nan, dtype=torch.float64)
 
     def _nodes(self, view: SiloView, key: int, which: int) -> tuple[_Nodes, _Nodes]:
         """For the latents of records and of the silo. which: as in `at`."""

@@ -46,17 +46,19 @@ def project(home: Path, host: str, port: int, admin: str, out: Path, debug: bool
 def start(kit: Path, home: Path, data: Path | None, data_dir: Path | None, repeatable: bool, debug: bool) -> None:
     """Run FLARE's process of this member, of the startup kit KIT, until it is stopped.
 
-    First the kit is guarded: no job brings code to it, or names a class other than ours, and no log leaves it.
+    First the kit is guarded: no job brings code to it, or names a class other than ours, and no log leaves it; and no
+    program of the kit is run. A process that dies is started again.
     """
-    import os
+    import signal
+    import sys
 
     from secure_fvi.deployment.site_job import Local
     from secure_fvi.engines import flare_kits
 
     flare_kits.check_flare()
     site = open_home(home)
-    command = flare_kits.start(kit, site)
-    os.execvpe(command[0], command, flare_kits.environment(site, Local(data, data_dir, repeatable)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # and FLARE's process with it
+    flare_kits.run(kit, site, Local(data, data_dir, repeatable))
 
 
 @flare.command()

@@ -56,6 +56,7 @@ class Site:
         self._trail = open_trail(home)
         self._server = ""
         self._job: SiteJob | HolderJob | None = None
+        self._in_force = 0  # the roster's number when that was taken
 
     def __repr__(self) -> str:
         return f"Site({self.home.id!r})"
@@ -117,6 +118,8 @@ class Site:
 
     def _answer(self, job: str, message: bytes) -> bytes:
         kind, body = message[:1], message[1:]
+        if self._job is not None and self.home.in_force != self._in_force:
+            self._let_go()  # another roster was accepted since: the offer is decided on anew
         if kind == JOIN:
             return self._join(job, body)
         if kind == OPEN:
@@ -146,7 +149,7 @@ class Site:
         except Exception as error:
             self._trail.note(job, f"the job cannot run here: {_for_trail(error)}")
             raise
-        self._server = decision.offer.server
+        self._server, self._in_force = decision.offer.server, self.home.in_force
         write_atomically(self._job.folder / "offer", offer)
         _log.info("job '%s' of '%s' accepted", job, self._server)
 

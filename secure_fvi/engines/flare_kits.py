@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,9 +51,24 @@ _RIGHTS = {
         ("clone_job", "download_job", "operate", "shell_commands", "byoc", "server-predeployed-flwr"), "none"
     ),
 }
+_OURS = {"resources.json", "authorization.json", "log_config.json", "privacy.json"}
+_APP = "nvflare.app_common"
+#: What FLARE's kits have by default.
+_COMPONENTS = {
+    f"{_APP}.resource_managers.gpu_resource_manager.GPUResourceManager",
+    f"{_APP}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer",
+    f"{_APP}.job_launcher.client_process_launcher.ClientProcessJobLauncher",
+    f"{_APP}.job_launcher.server_process_launcher.ServerProcessJobLauncher",
+    f"{_APP}.logging.site_log_streamer.SiteLogStreamer",
+    f"{_APP}.logging.job_log_receiver.JobLogReceiver",
+    f"{_APP}.job_schedulers.job_scheduler.DefaultJobScheduler",
+    f"{_APP}.storages.filesystem_storage.FilesystemStorage",
+    f"{_APP}.state_persistors.storage_state_persistor.StorageStatePersistor",
+    "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
+}
 #: Incarnations of one job in a row that may end without a round more.
 MOST_TRIES = 5
-_LOOK, _BETWEEN, _FLARE_AWAY, _LOST = 1.0, 10.0, 60.0, 30.0  # seconds
+_LOOK, _BETWEEN, _FLARE_AWAY, _LOST, _AGAIN = 1.0, 10.0, 60.0, 30.0, 5.0  # seconds
 
 
 def check_flare() -> None:
@@ -67,24 +83,45 @@ def guard(kit: Path) -> None:
     """Let no job bring code or name a class other than ours, and no log leave the site: FLARE would stream it to the
     server, and a site's log counts its records' faults. Written to the kit's `local/`, from its defaults.
 
-    Raises InputError where `kit` is no startup kit of a server or site.
+    Who made the kit may be the server: of what it holds, components of FLARE's own that it ships by default are taken,
+    keys, certificates and addresses, and nothing that runs. Raises InputError for a folder that holds anything else.
     """
     local = kit / "local"
-    resources = _read(local / "resources.json.default", kit)
+    resources, at = _read(local / "resources.json.default", kit), _startup(kit)
+    known = {f"{name}.default" for name in _OURS} | {f"{name}.sample" for name in _OURS} | _OURS
+    if odd := sorted(p.name for p in local.iterdir() if p.name not in known or not p.is_file()):
+        raise InputError(f"'{local}' holds '{odd[0]}', which is no part of a startup kit that this was tried with")
     resources |= {
         "class_allow_list": list(CLASSES),
         "class_list_enforcement_mode": "enforce",
         "allow_log_streaming": False,
     }
+    for component in [*resources.get("components", ()), *filter(None, [resources.get("snapshot_persistor")])]:
+        if component.get("path") not in _COMPONENTS:
+            raise InputError(
+                f"'{kit}': {printable(str(component.get('path')), 200)} is no component of FLARE's defaults"
+            )
     resources["components"] = [c for c in resources["components"] if not c["id"].endswith(("streamer", "log_receiver"))]
     for component in resources["components"]:  # the server's defaults are folders that all users of a machine share
         if component["id"] == "job_manager":
             component["args"]["uri_root"] = str((kit / "jobs").resolve())
     if "snapshot_persistor" in resources:
-        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str((kit / "snapshots").resolve())
+        storage = {"path": f"{_APP}.storages.filesystem_storage.FilesystemStorage"}
+        where = {"root_dir": str((kit / "snapshots").resolve()), "uri_root": "/"}
+        resources["snapshot_persistor"]["args"] = {"uri_root": "/", "storage": {**storage, "args": where}}
+    if unknown := sorted(_read(kit / "startup" / at, kit).keys() - {"format_version", "servers", "client"}):
+        raise InputError(f"'{kit}': startup/{at} has '{unknown[0]}', which is no part of a startup kit")
     rights = {"format_version": "1.0", "permissions": {"project_admin": dict(_RIGHTS)}}
     for name, table in (("resources.json", resources), ("authorization.json", rights)):
         write_atomically(local / name, json.dumps(table, indent=2).encode())
+
+
+def _startup(kit: Path) -> str:
+    """The name of the file that says whom this kit is for. Raises InputError where there is none."""
+    for name in ("fed_server.json", "fed_client.json"):
+        if (kit / "startup" / name).is_file():
+            return name
+    raise InputError(f"'{kit}' is no startup kit of FLARE: startup/fed_client.json is missing")
 
 
 def _read(path: Path, kit: Path) -> dict[str, Any]:
@@ -132,14 +169,32 @@ def environment(home: Home, local: Local | None = None) -> dict[str, str]:
     return found
 
 
-def start(kit: Path, home: Home, local: Local | None = None) -> list[str]:
-    """The command that runs FLARE's process of this site until it is stopped, brought back when it dies; its kit is
-    guarded first. To be run in `environment`."""
+def command(kit: Path, home: Home) -> list[str]:
+    """FLARE's process of this member, from the installed package: of the kit no program is run. It is guarded first."""
     guard(kit)
-    script = kit / "startup" / "sub_start.sh"
-    if not script.exists():
-        raise InputError(f"'{kit}' is no startup kit of FLARE: '{script}' is missing")
-    return ["bash", str(script)]
+    at = _startup(kit)
+    if (at == "fed_server.json") != (home.role == "server"):
+        raise InputError(f"'{kit}' is a kit for another role than '{home.id}' has, a {home.role}")
+    module = "server.server_train" if home.role == "server" else "client.client_train"
+    own = ["secure_train=true", f"uid={home.id}", "org=consortium", "config_folder=config"]
+    run = [sys.executable, "-P", "-u", "-m", f"nvflare.private.fed.app.{module}"]
+    return [*run, "-m", str(kit.resolve()), "-s", at, "--set", *own]
+
+
+def run(kit: Path, home: Home, local: Local | None = None) -> None:
+    """Run it until FLARE's administrator or a signal stops it, and again when it dies."""
+    over = kit / "shutdown.fl"  # FLARE's own sign
+    while not over.exists():
+        process = subprocess.Popen(command(kit, home), env=environment(home, local), cwd=home.path)
+        try:
+            process.wait()
+        finally:
+            process.terminate()
+            process.wait()
+        if not over.exists():
+            _log.warning("FLARE's process of '%s' has ended (%d); it is started again", home.id, process.returncode)
+            time.sleep(_AGAIN)
+    over.unlink()
 
 
 def project(roster: ConsortiumRoster, host: str, port: int, admin: str) -> str:

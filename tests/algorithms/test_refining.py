@@ -25,7 +25,7 @@ from secure_fvi.algorithms import hiding, refining, weighing
 from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIState
-from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found
+from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found, near, packed
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties, run
 from secure_fvi.results import Result, refined_draws, summarise
@@ -419,3 +419,24 @@ def test_a_run_that_is_broken_off_while_it_refines_goes_on(tmp_path: Path) -> No
     assert torch.equal(kept["refined/draws/p"], whole.refined.draws["p"])
     assert torch.equal(kept["refined/weights"], whole.refined.weights)
     assert torch.equal(kept["mean/p"], whole.posterior["p"].mean)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "is_near"),
+    [
+        (lambda q: packed(q.mean(), q.factor()), True),
+        (lambda q: packed(q.mean() + 7 * q.stddev() / 2**0.5, 5 * q.factor()), True),
+        (lambda q: packed(q.mean() + 20 * q.stddev(), q.factor()), False),
+        (lambda q: packed(q.mean(), 0 * q.factor()), False),  # one point of the server's
+        (
+            lambda q: packed(q.mean(), q.factor() @ torch.tensor([[-3000.0, 0.0], [1.0, 1e-6]]).double()),
+            False,
+        ),  # a line
+        (lambda q: packed(q.mean(), q.factor() * 1e-9), False),
+        (lambda q: packed(q.mean(), q.factor() * math.nan), False),
+    ],
+)
+def test_a_silo_answers_no_proposal_but_one_near_q(proposal: Any, is_near: bool) -> None:
+    """A total at one point, or along a line, of a server's own choice has kinks where records' covariates lie."""
+    q = _normal(1.0, 0.1, mean=3.0)
+    assert near(q, proposal(q)) is is_near

@@ -26,7 +26,6 @@ from deployment_world import World, new_world
 pytest.importorskip("nvflare")
 
 from secure_fvi.checkpoints import latest_round
-from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines import flare_kits
 from secure_fvi.errors import SecureFVIError, SecureFVIWarning
 
@@ -50,9 +49,17 @@ class Processes:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        home = self.world.homes[name]
-        command = flare_kits.start(self.kits / name, home)
-        variables = {**flare_kits.environment(home, Local(repeatable=True)), "OMP_NUM_THREADS": "1"}
+        main = [sys.executable, "-c", "from secure_fvi.cli import main; main()"]
+        command = [
+            *main,
+            "flare",
+            "start",
+            str(self.kits / name),
+            "--home",
+            str(self.world.homes[name].path),
+            "--repeatable",
+        ]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=variables, cwd=self.folder)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from secure_fvi.engines.remote import Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIWarning
 
 SFVI = {"name": "sfvi", "iterations": 6}
+_APP = "nvflare.app_common"
 MOST = 1 << 20
 
 
@@ -124,6 +126,24 @@ def test_a_job_that_flare_ends_goes_on_in_the_next(
     assert network.serve(job, tmp_path / "remote") == job.local()
 
 
+def test_a_roster_that_was_replaced_ends_the_job(network: Network, tmp_path: Path) -> None:
+    """Mid-job two sites accept another roster, since an identity was stolen, say: they answer nothing under the old."""
+    n = [0]
+
+    def spoil(site: str, answer: bytes) -> Mapping[str, Any]:
+        n[0] += 1
+        if n[0] == 20:
+            network.world.sign(network.world.write(network.world.roster))
+            for name in ("east", "north"):
+                network.world.put_in_force(network.world.homes[name])
+        return {LETTER: answer}
+
+    network.spoil = spoil
+    with pytest.raises(ProtocolError, match=r"refused: .*roster"):
+        network.serve(_job(network.world, tmp_path), tmp_path / "remote")
+    assert n[0] < 30
+
+
 def test_an_end_by_flare_is_no_end_of_ours(network: Network, tmp_path: Path) -> None:
     network.spoil = lambda site, answer: network.over.set() or {}  # type: ignore[func-returns-value]
     with pytest.raises(Ended, match="FLARE ends this job"):
@@ -208,18 +228,18 @@ def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest
 # ---- kits ----
 
 
-def _kit(folder: Path) -> Path:
+def _kit(folder: Path, *components: str, startup: str = "{}") -> Path:
     local = folder / "east" / "local"
     local.mkdir(parents=True)
     (folder / "east" / "startup").mkdir()
-    components = [
-        {"id": "resource_manager", "path": "x", "args": {}},
-        {"id": "site_log_streamer", "path": "y", "args": {}},
-        {"id": "log_receiver", "path": "z", "args": {}},
+    (folder / "east" / "startup" / "fed_client.json").write_text(startup)
+    made = [
+        {"id": "resource_manager", "path": f"{_APP}.resource_managers.gpu_resource_manager.GPUResourceManager"},
+        {"id": "site_log_streamer", "path": f"{_APP}.logging.site_log_streamer.SiteLogStreamer"},
+        *({"id": "other", "path": path, "args": {}} for path in components),
     ]
-    (local / "resources.json.default").write_text(
-        json.dumps({"class_allow_list": ["*"], "allow_log_streaming": True, "components": components})
-    )
+    table = {"class_allow_list": ["*"], "allow_log_streaming": True, "components": made}
+    (local / "resources.json.default").write_text(json.dumps(table))
     return folder / "east"
 
 
@@ -236,11 +256,30 @@ def test_a_guarded_kit_takes_no_code_and_gives_no_log(tmp_path: Path) -> None:
     assert {k for k, v in rights["project_admin"].items() if v != "none"} == {"submit_job", "manage_job", "view"}
 
 
+def test_who_makes_a_kit_runs_nothing_at_the_site(tmp_path: Path, world: World) -> None:
+    """The server hands kits out. Its scripts are not run, and what FLARE would build or import of it is refused; the
+    control is the kit as FLARE makes it."""
+    east = world.homes["east"]
+    kit = _kit(tmp_path / "plain")
+    (kit / "startup" / "sub_start.sh").write_text("touch ran")
+    command = flare_kits.command(kit, east)
+    assert command[:5] == [sys.executable, "-P", "-u", "-m", "nvflare.private.fed.app.client.client_train"]
+    assert not any("start.sh" in word for word in command)
+    with pytest.raises(InputError, match=r"subprocess\.Popen is no component"):
+        flare_kits.command(_kit(tmp_path / "built", "subprocess.Popen"), east)
+    with pytest.raises(InputError, match="has 'components', which is no part"):
+        flare_kits.command(_kit(tmp_path / "startup", startup='{"components": []}'), east)
+    custom = _kit(tmp_path / "custom")
+    (custom / "local" / "custom").mkdir()
+    with pytest.raises(InputError, match="holds 'custom', which is no part"):
+        flare_kits.command(custom, east)
+    with pytest.raises(InputError, match="for another role than 'hub' has, a server"):
+        flare_kits.command(kit, world.homes["hub"])
+
+
 def test_what_is_no_kit_is_said(tmp_path: Path, world: World) -> None:
     with pytest.raises(InputError, match="is no startup kit of FLARE"):
-        flare_kits.start(tmp_path, world.homes["east"])
-    with pytest.raises(InputError, match=r"sub_start\.sh' is missing"):
-        flare_kits.start(_kit(tmp_path / "kits"), world.homes["east"])
+        flare_kits.command(tmp_path, world.homes["east"])
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a/b"])
