@@ -87,6 +87,8 @@ class Column:
         if self.kind == "boolean" and len(self.levels) not in (0, 2):
             raise InputError("levels of a boolean are two, for false and for true")
         for level in self.levels:
+            if not isinstance(level, str):
+                raise InputError("levels must be a list of texts")
             if not level or level != level.strip():
                 raise InputError(f"level {level!r} is empty or has blanks at an end")
             if self.levels.count(level) > 1:

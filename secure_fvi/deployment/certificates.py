@@ -29,7 +29,7 @@ CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUT
 #: What a role's certificate may do. Silos and holders dial out; the server also speaks to itself in health checks.
 USES = {"silo": [CLIENT], "holder": [CLIENT], "server": [SERVER, CLIENT]}
 #: Clocks of two sites may differ by this much.
-SKEW = datetime.timedelta(minutes=10)
+SKEW = datetime.timedelta(hours=1)
 #: Longer than a roster lasts: the next roster brings the next certificate.
 CERTIFICATE_DAYS = 730
 

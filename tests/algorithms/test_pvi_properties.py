@@ -18,7 +18,8 @@ def test_local_free_energies_add_up_to_the_global_one() -> None:
     world = build(REGRESSION, silos, sf.PVI(rounds=3, damping=1.0, local_optimizer="closed_form", family="full"))
     world.round()
     q, prior = world.state.q, world.state.prior
-    message = world.server.program.broadcast(world.state, 10**6, 1)
+    asked = world.server.program.broadcast(world.state, 10**6, 1)
+    message = asked._replace(accepted=world.server.state.accepted, cohort=tuple(sorted(world.engine.silos)))
     mean, covariance = q.mean(), q.covariance()
     total = torch.zeros(())
     for name, data in zip(sorted(world.engine.silos), silos, strict=True):

@@ -416,7 +416,8 @@ def test_a_run_that_is_broken_off_while_it_refines_goes_on(tmp_path: Path) -> No
     whole.save(tmp_path / "out")
     kept = load_file(tmp_path / "out" / "posterior.safetensors")
     assert whole.refined is not None
-    assert torch.equal(kept["refined/draws/p"], whole.refined.draws["p"])
+    assert whole.variational.refined is not None
+    assert torch.equal(kept["refined/z"], whole.variational.refined.z)
     assert torch.equal(kept["refined/weights"], whole.refined.weights)
     assert torch.equal(kept["mean/p"], whole.posterior["p"].mean)
 

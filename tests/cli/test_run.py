@@ -173,15 +173,15 @@ def test_the_report_fetches_nothing(cli: CommandLine) -> None:
 
 @pytest.mark.parametrize(
     ("length", "code", "standing"),
-    [("max_iterations = 60", 4, "not converged"), ("iterations = 60", 0, "not assessed")],
+    [("max_iterations = 12", 4, "not converged"), ("iterations = 12", 0, "not assessed")],
 )
 def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code: int, standing: str) -> None:
     """Table, result.json, report and watch page; 4 for a run that ended without converging, again on --resume.
-    Sixty rounds of a model that needs thousands."""
+    Twelve rounds of a model that needs thousands."""
     cli.change("iterations = 120", length)
     answer = cli.run()
     assert answer.code == code
-    assert f"60 rounds, {standing}" in answer.out
+    assert f"12 rounds, {standing}" in answer.out
     out = cli.folder / "out"
     result = json.loads((out / "result.json").read_text())
     assert result["converged"] is ({4: False, 0: None}[code])

@@ -293,7 +293,7 @@ def test_a_check_that_stands_in_one_door_only_is_found(
 @pytest.mark.parametrize("algorithm", ["sfvi"])
 def test_the_exceptions_are_refused_where_they_cannot_run(algorithm: str, doors: Doors, tmp_path: Path) -> None:
     """And run where they can, as tests of their own show (test_batching.py, tests/vertical)."""
-    assert len(EXCEPTIONS) == 3
+    assert len(EXCEPTIONS) == 2
     job = {"algorithm": {"name": "sfvi"}, "run": {"batch_silos": True}}
     for door in (doors.silo, doors.holder):
         assert "run.batch_silos" in _refusal(door, {**job, "aggregation": SUMS[3]}, tmp_path)
