@@ -759,7 +759,7 @@ class PVIProgram(Program):
         )
         state = state._replace(phase=ROUND_PHASE, rest=rest if whole else Rest(), checked=whole)
         refines = REFINE in self.tables and whole and (not state.theta or self.at_rest(state))
-        if refines and refining.worthwhile(rest):
+        if refines and self.refiner.fits and refining.worthwhile(rest):
             begun = self.refiner.begun(state.q, rest, self._of_q(state).converged is True)
             state = state._replace(phase=REFINE, refining=begun)
         finished = state.phase == ROUND_PHASE

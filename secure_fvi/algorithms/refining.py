@@ -226,6 +226,8 @@ class Refiner:
 
     def __init__(self, problem: Problem, weigher: Weigher) -> None:
         self.problem, self.weigher, self.n = problem, weigher, problem.layout.size("global")
+        # Nodes of latents of silos above latents of records do not follow their modes, and cost minutes a sum.
+        self.fits = not (weigher.n_record and weigher.n_silo)
         self._again = DRAWS // _AGAIN if weigher.n_record or weigher.n_silo else 0
         self.block: Block = hiding.block(REFINED, (1 + DRAWS + self._again,), UP_TO_NATS / len(problem.silos))
 

@@ -206,7 +206,7 @@ class StructuredProgram(Program):
     def first_refining(self, found: Posterior, rest: Rest, of_q: Verdict, settled: bool) -> Refining | None:
         """What comes after the final sum; None: nothing. settled: whether theta is where it ends."""
         known = REFINE in self.tables and (settled or not found.theta)
-        if known and refining.worthwhile(rest):
+        if known and self._refiner.fits and refining.worthwhile(rest):
             return self._refiner.begun(as_natural(self.family, found.eta), rest, of_q.converged is True)
         return None
 
