@@ -41,7 +41,7 @@ from secure_fvi.engines.flare_kits import (
 )
 from secure_fvi.engines.remote import Patience, Remote, shown
 from secure_fvi.engines.stream_client import answered
-from secure_fvi.engines.stream_messages import _STATUS, Whole
+from secure_fvi.engines.stream_messages import _STATUS, LONGEST, Whole
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.chain import signed
@@ -277,7 +277,7 @@ class SiteParty:
         """The signed answer to a signed letter, None while it is being made. Raises ProtocolError for a letter that
         is not the server's."""
         site = self._site.result() if self._site.done() else None
-        letter, digest = read_letter(content, self._home, "server", most=site.longest() if site else _FIRST)
+        letter, digest = read_letter(content, self._home, "server", most=site.longest() if site else LONGEST)
         if letter.sender != server_of(self._home).id:
             raise ProtocolError(f"a letter of '{letter.sender}'")
         with self._lock:
@@ -303,9 +303,6 @@ class SiteParty:
 
         self._thread.submit(close)
         self._thread.shutdown(wait=True, cancel_futures=False)
-
-
-_FIRST = 64 << 20
 
 
 def local_of_environment() -> Local:

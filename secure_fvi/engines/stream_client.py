@@ -82,10 +82,6 @@ class StreamClient:
         self._certificate, self._checked = b"", 0.0  # the server's, and when it was looked at
         #: Bytes of the longest message that the server may send by now.
         self.longest: Callable[[], int] = lambda: LONGEST
-        #: What a launcher gave this silo to show to the server.
-        self.token = b""
-        #: Seconds without a connection after which `run` gives up; None: never.
-        self.give_up: float | None = None
 
     def stop(self) -> None:
         """Make `run` return; for another thread, or for `handle` after its last answer."""
@@ -99,12 +95,11 @@ class StreamClient:
 
     def run(self) -> None:
         """Answer until stopped. Raises ProtocolError, naming the reason, where either end refuses the other."""
-        pause, said, doubted, alone = _FIRST_PAUSE, False, 0, time.monotonic()
+        pause, said, doubted = _FIRST_PAUSE, False, 0
         while not self._stop.is_set():
-            reached = False
             try:
                 self._check_peer()
-                doubted, reached = 0, True
+                doubted = 0
                 began = time.monotonic()
                 self._connected()
                 pause = _FIRST_PAUSE if time.monotonic() - began > 1 else pause
@@ -115,9 +110,6 @@ class StreamClient:
                 doubted = doubted + 1 if isinstance(error, Doubtful) else 0
                 if doubted >= _MOST_DOUBTED:
                     raise ProtocolError(f"the server at {self._address} {error}") from None
-                alone = time.monotonic() if reached else alone
-                if self.give_up is not None and time.monotonic() - alone >= self.give_up:
-                    raise ProtocolError(f"no connection to {self._address} for {self.give_up:.0f} s") from None
                 if not said:
                     _log.info("no connection to %s yet; trying again", self._address)
                     said = True
@@ -145,7 +137,7 @@ class StreamClient:
         options = (*OPTIONS, ("grpc.ssl_target_name_override", self._tls_name()), ("grpc.use_local_subchannel_pool", 1))
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         roster = self._roster()
-        outgoing.put(GREETINGS.pack(Hello(roster, self.token)))
+        outgoing.put(GREETINGS.pack(Hello(roster)))
         with grpc.secure_channel(self._address, credentials, options) as channel:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(_until_none(outgoing))
             self._call = call

@@ -42,8 +42,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Hello(NamedTuple):
-    """Silo to server: the hash of the roster that it goes by; token: what a launcher gave it, if one started it;
-    protocols: the versions that it speaks."""
+    """Silo to server: the hash of the roster that it goes by; token: empty, since no launcher starts a silo on a
+    stream; protocols: the versions that it speaks."""
 
     roster: bytes
     token: bytes = b""

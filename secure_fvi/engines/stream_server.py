@@ -79,15 +79,13 @@ class StreamServer(Remote):
         job: str,
         patience: Patience | None = None,
         others: Sequence[str] = (),
-        check_token: Callable[[str, bytes], None] | None = None,
     ) -> None:
         """`listen`: "host:port", port 0 for any. `admit`: the id of the silo whose certificate (PEM) it is given, or
         ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. `others`: who is let in
-        as well, and reached by `ask` alone. check_token: what a launcher has to say of a party and its token;
-        ProtocolError refuses it. Raises InputError where the address cannot be had.
+        as well, and reached by `ask` alone. Raises InputError where the address cannot be had.
         """
         super().__init__(names, others, patience)
-        self._admit, self._roster, self._job, self._check_token = admit, roster, job, check_token
+        self._admit, self._roster, self._job = admit, roster, job
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._greeting: dict[str, Any] = {}  # by silo, the stream whose greeting is awaited
@@ -219,8 +217,6 @@ class StreamServer(Remote):
             raise ProtocolError(
                 f"'{silo}' goes by roster {hello.roster.hex()[:16]}..., this server by {self._roster.hex()[:16]}..."
             )
-        if self._check_token is not None:
-            self._check_token(silo, hello.token)
         return silo, certificate, agreed({f"'{silo}'": hello.protocols, "this server": PROTOCOLS})
 
     def _check_pace(self, certificate: bytes) -> None:
