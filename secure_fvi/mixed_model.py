@@ -742,12 +742,17 @@ def _group_draws(term: Term, sites: Mapping[str, Tensor], scale: float) -> dict[
     return out
 
 
+def _prior_of(of: Parts, at: int) -> tuple[str, float, float]:
+    """Of the design's column `at`: its name, and mean and sd of its coefficient's prior in the user's units."""
+    unit = of.response.scale / float(of.fixed.scales[at])
+    return of.fixed.names[at], float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
+
+
 def _by_prior(of: Parts, lines: Mapping[str, Line]) -> list[str]:
     """What is said of coefficients on which the prior, which follows from the dictionary's ranges, says much."""
     said = []
     for at in of.kept:
-        name, unit = of.fixed.names[at], of.response.scale / float(of.fixed.scales[at])
-        mean, sd = float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
+        name, mean, sd = _prior_of(of, at)
         if at != of.fixed.intercept and (lines[name].sd > 0.5 * sd or abs(lines[name].estimate - mean) > 2 * sd):
             said.append(
                 f"'{name}' rests much on its prior, normal({mean:.3g}, {sd:.3g}), which follows from the dictionary's "
@@ -802,8 +807,7 @@ def _described(model: MixedModel) -> list[str]:
     said += [f"(1 | {t.of.label}): {where[t.place]}" if t.design.constant else
              f"({t.of.design} | {t.of.label}): {where[t.place]}" for t in of.terms]  # fmt: skip
     for at in of.kept:
-        name, unit = of.fixed.names[at], of.response.scale / float(of.fixed.scales[at])
-        mean, sd = float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
+        name, mean, sd = _prior_of(of, at)
         mean += of.response.centre if name == "(Intercept)" else 0.0
         centred = ", where other columns are at their centres" if name == "(Intercept)" else ""
         said.append(f"prior of {name}: normal({mean:.4g}, {sd:.4g}){centred}")

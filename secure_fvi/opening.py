@@ -23,8 +23,7 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
 from secure_fvi import results
-from secure_fvi.algorithms import base
-from secure_fvi.algorithms.base import Posterior, Problem
+from secure_fvi.algorithms.base import Posterior, Problem, Refined
 from secure_fvi.algorithms.vertical import likelihoods
 from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site
 from secure_fvi.discovery import Start, as_model, read_layout
@@ -79,7 +78,7 @@ def load(
             if [both["mean"], both["sd"]] != [m.tolist() for m in moments[name]]:
                 raise InputError(f"'{directory}' is damaged: posterior.safetensors and result.json are of two runs")
         problem = _problem(directory, found, layout, posterior, model, shared)
-        extra = {} if getattr(posterior, "refined", None) is None else _refined(problem, posterior)
+        extra = {} if posterior.refined is None else _refined(problem, posterior)
         result = (Opened if model is None else Result)(
             **extra,
             **{name: found[name] for name in _PLAIN},
@@ -147,8 +146,7 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
     z, weights = tensors["refined/z"], tensors["refined/weights"]
     if z.shape != (len(weights), n) or not bool((weights >= 0).all()) or not math.isclose(float(weights.sum()), 1.0):
         raise ValueError
-    kind: Any = vars(base)["Refined"]
-    return posterior._replace(refined=kind(z=z, weights=weights, **numbers))
+    return posterior._replace(refined=Refined(z=z, weights=weights, **numbers))
 
 
 def _refined(problem: Problem, posterior: Posterior) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Result(RunSummary):
     def _weighted(self, sites: Collection[str]) -> tuple[Params, Tensor]:
         if self.variational.family.noise_size == 0:
             raise InputError(f"{self.algorithm} found a point, which has no correlations")
-        if getattr(self, "refined", None) is not None:
+        if self.refined is not None:
             return super()._weighted(sites)
         n = _moment_draws(self.posterior[name].mean.numel() for name in sites)
         draws = draw_global(self.problem, self.variational, n, _MOMENT_SEED, sites)
