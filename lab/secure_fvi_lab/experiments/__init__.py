@@ -25,6 +25,7 @@ REPRODUCTIONS = {
     "fedvi-femnist": "secure_fvi_lab.experiments.fedvi_femnist",
     "fedvi-tau": "secure_fvi_lab.experiments.fedvi_tau",
     "fedvi-writers": "secure_fvi_lab.experiments.fedvi_writers",
+    "floors": "secure_fvi_lab.experiments.floors",
     "hbnn-mnist": "secure_fvi_lab.experiments.hbnn_mnist",
     "heart": "secure_fvi_lab.experiments.heart",
     "multinomial-mnist": "secure_fvi_lab.experiments.multinomial_mnist",
