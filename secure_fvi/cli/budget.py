@@ -103,7 +103,11 @@ budget.add_command(verify)
     show_default=True,
     help="ledger: what a run takes and a ledger charges. The others tell what tighter accounting would say.",
 )
-@click.option("--noise", type=click.Choice(["silo", "distributed", "server"]), help="Who adds the noise.")
+@click.option(
+    "--noise",
+    type=click.Choice(["silo", "distributed", "server"]),
+    help="Who adds the noise. Left out: as of a run by default, distributed.",
+)
 @click.option("--silos", type=int, help="Silos in a round.")
 @click.option("--dropouts", type=int, default=0, show_default=True, help="Silos that a round may lose.")
 @click.option("--colluders", type=int, default=1, show_default=True, help="Silos whose noise is not counted on.")
@@ -116,7 +120,7 @@ def plan(dimension: int, records: int | None, form: str, **asked: Any) -> None:
     """Solve for the one of epsilon, sampling rate, rounds and noise multiplier that is left out.
 
     The answer is on the safe side: its epsilon is at most the one asked for. It is what a run of these numbers uses and
-    what its ledger charges, retries included.
+    what the ledger of a data set on which nothing was spent yet charges, retries included.
     """
     from secure_fvi.cli.budget_plan import Asked, command
 

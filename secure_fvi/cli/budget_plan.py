@@ -72,11 +72,11 @@ def command(asked: Asked, dimension: int, records: int | None, form: str) -> Non
         click.echo(json.dumps(result, indent=2))
     else:
         click.echo(_text(found, asked, spread))
+        if _on_the_lattice(asked):
+            click.echo(f"The noise is that of releases of {dimension:,} numbers (--dimension); longer ones need more.")
 
 
 def _placement(asked: Asked, dimension: int) -> dict[str, Any]:
-    if asked.noise is None:
-        return {}
     if asked.noise == "distributed" and asked.silos is None:
         raise InputError("distributed noise is planned for a number of silos: give --silos")
     for name, value in (("silos", asked.silos), ("dropouts", asked.dropouts), ("colluders", asked.colluders)):
@@ -84,7 +84,13 @@ def _placement(asked: Asked, dimension: int) -> dict[str, Any]:
             raise InputError(f"--{name} must be at least {1 if name == 'silos' else 0}, not {value}")
     if dimension < 1:
         raise InputError(f"--dimension must be at least 1, not {dimension}")
-    return {"noise": asked.noise, "silos": asked.silos}
+    placed = {} if asked.noise is None else {"noise": asked.noise, "silos": asked.silos}
+    return placed | ({"dimension": dimension} if _on_the_lattice(asked) else {})
+
+
+def _on_the_lattice(asked: Asked) -> bool:
+    """Whether it is Skellam noise that is planned, as a run takes it unless told otherwise: wide releases need more."""
+    return asked.noise == "distributed" or (asked.noise is None and asked.accountant in ("ledger", "rdp"))
 
 
 def _honest(asked: Asked) -> int:
@@ -93,14 +99,13 @@ def _honest(asked: Asked) -> int:
 
 
 def _make(asked: Asked, dimension: int) -> MakeJob:
-    if asked.noise != "distributed":
+    if not _on_the_lattice(asked):
         return gaussian_job
     from secure_fvi.privacy.settings import RecordDP, SiloDP
     from secure_fvi.privacy.terms import Extent, agree
 
     kind = RecordDP if asked.unit == "record" else SiloDP
-    silos = asked.silos
-    assert silos is not None
+    silos = asked.dropouts + asked.colluders + 1 if asked.silos is None else asked.silos  # the event is that of any
 
     def make(noise_multiplier: float, sampling_rate: float, rounds: int) -> Event:
         settings = kind(

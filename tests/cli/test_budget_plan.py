@@ -1,6 +1,7 @@
 """`budget plan` and `budget report`: the agreed JSON, one line for bad input, nothing half-written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Gaussian, PoissonSampled, Repeated
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.settings import RecordDP, SiloDP
-from secure_fvi.privacy.terms import Extent, agree
+from secure_fvi.privacy.terms import Extent, Terms, agree
 
 BASE = ("budget", "plan", "--delta", "1e-5")
 
 
 def test_plan_solves_for_the_noise(cli: CommandLine) -> None:
-    answer = cli(*BASE, "--epsilon", "1", "--sampling-rate", "0.05", "--rounds", "40", "--format", "json")
+    given = ("--epsilon", "1", "--sampling-rate", "0.05", "--rounds", "40", "--noise", "silo")
+    answer = cli(*BASE, *given, "--format", "json")
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
     assert {"noise_multiplier", "epsilon", "delta", "accountant", "sampling_rate", "rounds"} <= found.keys()
@@ -56,6 +58,75 @@ def test_plan_run_and_ledger_give_one_number(cli: CommandLine, tmp_path: Path, n
             ledger.check_job(Job("fit", "adults", unit, 1e-5, (Term("round", sampled_event, terms.releases),), {}))
     ledger.close()
     tighter.close()
+
+
+#: By what is odd of it: options of the plan, and settings, silos, sampling rate, rounds and width of the run.
+ODD: dict[str, tuple[str, RecordDP | SiloDP, int, float, int, int]] = {
+    "wide, low epsilon, nothing said of noise": (
+        "--epsilon .2 --delta 1e-5 --sampling-rate .05 --rounds 400 --dimension 100000",
+        RecordDP(epsilon=0.2, delta=1e-5), 10, 0.05, 400, 100_000,
+    ),
+    "an institution, tiny delta": (
+        "--epsilon 8 --delta 1e-12 --rounds 30 --unit silo --noise silo",
+        SiloDP(epsilon=8.0, delta=1e-12, noise="silo"), 5, 1.0, 30, 50,
+    ),
+    "large delta": (
+        "--epsilon .5 --delta .1 --sampling-rate .3 --rounds 3 --noise silo",
+        RecordDP(epsilon=0.5, delta=0.1, noise="silo"), 5, 0.3, 3, 5,
+    ),
+    "one release": (
+        "--epsilon 1 --delta 1e-6 --sampling-rate 1 --rounds 1 --retries 0 --dimension 3",
+        RecordDP(epsilon=1.0, delta=1e-6, retries=0), 3, 1.0, 1, 3,
+    ),
+    "many tiny batches": (
+        "--epsilon 3 --delta 1e-6 --sampling-rate 1e-4 --rounds 100000 --noise silo",
+        RecordDP(epsilon=3.0, delta=1e-6, noise="silo"), 3, 1e-4, 100_000, 3,
+    ),
+    "delta below all doubles' squares": (
+        "--epsilon 5 --delta 1e-300 --sampling-rate 1 --rounds 5 --noise silo",
+        RecordDP(epsilon=5.0, delta=1e-300, noise="silo"), 3, 1.0, 5, 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_plans_are_charged_to_a_percent(cli: CommandLine, tmp_path: Path, odd: str) -> None:
+    options, settings, silos, rate, rounds, width = ODD[odd]
+    found = json.loads(cli("budget", "plan", *options.split(), "--format", "json").out)
+    extent = Extent(width, 0, 0)
+    assert agree(settings, silos, rate, rounds, extent).noise_multiplier == pytest.approx(
+        found["noise_multiplier"], rel=0.01
+    )
+    planned = replace(settings, epsilon=None, noise_multiplier=found["noise_multiplier"])
+    terms = agree(planned, silos, rate, rounds, extent)
+    assert _admits(tmp_path / "at.sqlite", settings, 1.01 * found["epsilon"], terms)
+    assert not _admits(tmp_path / "below.sqlite", settings, 0.99 * found["epsilon"], terms)
+
+
+def test_a_plan_for_narrower_releases_is_too_little(cli: CommandLine, tmp_path: Path) -> None:
+    """The control: 1,000 numbers where a run has 100,000; the plan says for how many it is."""
+    options, settings, silos, rate, rounds, width = next(iter(ODD.values()))
+    narrow = options.replace("100000", "1000").split()
+    assert "releases of 1,000 numbers" in cli("budget", "plan", *narrow).out
+    found = json.loads(cli("budget", "plan", *narrow, "--format", "json").out)
+    planned = replace(settings, epsilon=None, noise_multiplier=found["noise_multiplier"])
+    terms = agree(planned, silos, rate, rounds, Extent(width, 0, 0))
+    assert not _admits(tmp_path / "ledger.sqlite", settings, 1.01 * found["epsilon"], terms)
+
+
+def _admits(path: Path, settings: RecordDP | SiloDP, epsilon: float, terms: Terms) -> bool:
+    """Whether a budget of that epsilon, of which nothing is spent, holds the job."""
+    ledger = Ledger.open(path, "hospital-a", create=True)
+    ledger.set_budget(Budget("adults", epsilon, settings.delta, settings.unit))
+    try:
+        ledger.check_job(
+            Job("fit", "adults", settings.unit, settings.delta, (Term("round", terms.event, terms.releases),), {})
+        )
+    except BudgetError:
+        return False
+    finally:
+        ledger.close()
+    return True
 
 
 def test_plan_in_words_marks_what_was_solved_for(cli: CommandLine) -> None:
