@@ -176,6 +176,12 @@ def test_commands_on_pages_exist_with_their_options() -> None:
     ]
     found |= {str(p.relative_to(ROOT)): list(_commands(p.read_text(), page=False)) for p in files}
     assert len(found["Makefile"]) > 5
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    made = {
+        name: set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)) for name, page in pages.items()
+    }
+    assert len(set().union(*made.values())) > 5
+    assert not {name: words for name, words in made.items() if words - set(targets)}
     wrong = {(name, " ".join(words)): _mistake(words) for name, all_ in found.items() for words in all_}
     assert not {where: what for where, what in wrong.items() if what}
     # The control: what is not there is found.
@@ -203,6 +209,43 @@ def test_tests_that_pages_name_are_there() -> None:
             words = [word for word in chosen.split() if word not in ("or", "and", "not")]
             assert any(word in sources[name] for word in words), f"{page}: -k {chosen}"
     assert named > 80
+
+
+def _headings(text: str) -> set[str]:
+    """Anchors of a page's headings, as MkDocs and as GitHub make them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    out = set()
+    for heading in re.findall(r"^#+ (.*)$", plain, re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).strip()
+        out |= {re.sub(r"[\s-]+", "-", words), re.sub(r"\s", "-", words)}
+    return out
+
+
+def _dead(page: Path, text: str) -> list[str]:
+    """Links of a page to files or headings that are not there; what is on the web is not looked at."""
+    plain, dead = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), []
+    for link in re.findall(r"\]\(([^)\s]+)\)", plain):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if re.match(r"https?:|mailto:", link):
+            continue
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _headings(target.read_text())):
+            dead.append(link)
+    return dead
+
+
+def test_links_lead_somewhere() -> None:
+    """Of all pages, and of the navigation, which names each page once; every picture stands on some page."""
+    others = (*ROOT.glob("*.md"), *ROOT.glob("lab/*.md"), *ROOT.glob("examples/**/*.md"))
+    pages = {path: path.read_text() for path in (*PAGES.values(), *others)}
+    assert not {str(path): found for path, text in pages.items() if (found := _dead(path, text))}
+    navigation = re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+    everything = "\n".join(pages.values())
+    assert not [p.name for p in (ROOT / "docs" / "images").iterdir() if p.name not in everything]
+    # The control: a file, a heading and a heading of the same page that are not there.
+    wrong = "[a](nowhere.md) [b](glossary.md#nothing) [c](#nothing) [d](glossary.md#glossary) [e](https://example.org)"
+    assert _dead(ROOT / "docs" / "index.md", wrong) == ["nowhere.md", "glossary.md#nothing", "#nothing"]
 
 
 def test_no_page_promises_a_package_on_an_index() -> None:
