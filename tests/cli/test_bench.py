@@ -1,6 +1,8 @@
 """`bench step` measures every contestant and says so in the agreed form; what it measures is not asserted."""
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,15 @@ def test_bench_step_prints_the_agreed_json(cli: CommandLine) -> None:
 def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `make gpu` calls, on the CPU. A device that computes something else is found, and nothing is timed there."""
     monkeypatch.setattr(batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False, False)})
+    made = subprocess.run(
+        ["make", "-n", "gpu", "DEVICE=cpu"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+    ).stdout.replace("\\\n", " ")  # fmt: skip
+    assert "-m pytest -m gpu" in made
+    words = shlex.split(made.rpartition('bench()"')[2])
     out = tmp_path / "gpu.json"
-    answer = cli("bench", "gpu", "--device", "cpu", "--quick", "--out", str(out))
+    words[words.index("--out") + 1] = str(out)
+    answer = cli("bench", *words)
     assert answer.code == 0, answer.err
     found = json.loads(out.read_text())
     assert found["largest_relative_difference"] == {"SFVI": 0.0}
