@@ -17,6 +17,7 @@ from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import linear
 from secure_fvi.alignment import Alignment, AlignmentKey, Normalisation, adopt, match, prepare
 from secure_fvi.building import Machine, build_problem, numbers_of, work_of
+from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
 from secure_fvi.disclosure import Disclosure, disclose
@@ -115,6 +116,9 @@ class Federation(FederationBase):
     def digest(self) -> str:
         parts = zip(self.silo_ids, self.silos, self.record_ids, strict=True)
         return digest_of({silo: {**data, RECORD_ID: ids} for silo, data, ids in parts})
+
+    def provenance(self) -> dict[str, str]:
+        return {**super().provenance(), "model": text_of(self.model)}
 
     def fit(self, **common: Any) -> Result:
         """Run it; `common` holds the options that all runs share."""
@@ -215,6 +219,10 @@ class VerticalFederation(FederationBase):
         if self.data.offset is not None:
             known["offset"] = self.data.offset
         return digest_of({**self.data.silos, _RESPONSE: known})
+
+    def provenance(self) -> dict[str, str]:
+        model = [self.likelihood, *(self.data.predictors[name] for name in self.data.silos)]
+        return {**super().provenance(), "model": text_of(model)}
 
     def fit(self, **common: Any) -> VerticalResult:
         """Run it; `common` holds the options that all runs share."""

@@ -38,7 +38,7 @@ def test_a_run_writes_its_files_and_a_second_one_is_refused(cli: CommandLine) ->
     assert [row["round"] for row in read_metrics(out / "metrics.jsonl")] == [50, 100, 120]
     run, page = json.loads((out / "run.json").read_text()), (out / "report.html").read_text()
     assert run["engine"] == "one process"
-    assert all(run[key] in page for key in ("job", "began", "version", "data_sha256"))
+    assert all(run[key] in page for key in ("job", "began", "version", "data_sha256", "model"))
     assert run["package"] == package_digest().hex()
     assert run["package"][:16] in page
     assert "All parties ran in one process here" in page
