@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from secure_fvi.compiled import threads
-from secure_fvi.models import bnn, convolutional, multinomial, writers
+from secure_fvi.models import bnn, convolutional, multinomial, uci_adult, writers
 from secure_fvi.models.fedvi import common_logits
 from secure_fvi.models.fedvi import start as fedvi_start
 from secure_fvi.models.mnist import load
+from secure_fvi_lab.bench import privacy
 from secure_fvi_lab.experiments import (
     Request,
     as_png,
@@ -102,6 +103,16 @@ def _convolutional(size: pvi_mnist.Size, folder: Path | None, seed: int) -> Task
     return Task(_drawn_once(convolutional.class_log_probs), start, *_stacked(parts), [_pair(test)])
 
 
+def _adult(folder: Path | None, seed: int) -> Task:
+    silos = privacy.split(uci_adult.load(folder, "train"), privacy.SILOS, seed)
+    least = min(len(silo["y"]) for silo in silos)  # silos differ by a few of 3,257 people, which are left out
+    x, y = _stacked([{name: rows[:least] for name, rows in silo.items()} for silo in silos])
+    test = _pair(uci_adult.load(folder, "test").records)
+    start = {"weights": torch.zeros(x.shape[-1], 1)}
+    predict = lambda w, x: functional.pad(x @ w["weights"], (1, 0))  # noqa: E731
+    return Task(predict, start, x, y.long(), [(test[0], test[1].long())])
+
+
 def _writers(new: bool, folder: Path | None, seed: int) -> Task:
     plan = fedvi_writers.plan(quick=False)
     clients = writers.write(folder, plan.taking_part + plan.new, seed=seed)
@@ -136,6 +147,8 @@ def plans(quick: bool) -> Iterator[Plan]:
         batch = round((0.25 if silos > shards.alike else 0.1) * shards.images / silos)
         make = partial(_dense, split, silos, shards.images)
         yield Plan("pvi-mnist-shards", name, make, shards.rounds, shards.local_steps, batch, seeds=2)
+    batch = round(privacy.RATE * 3257)
+    yield Plan("bench privacy", "adult, 10 silos", _adult, 20, privacy.ROUNDS // 20, batch)
     for new in (False, True):
         name = "new writers" if new else "writers taking part"
         methods = ("silo alone",) if new else ("silo alone", "pooled")
