@@ -16,6 +16,7 @@ from secure_fvi_lab.experiments import REPRODUCTIONS
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
+        ("floors", "mnist"),
         ("sfvi-six-cities", ""),
         ("sfvi-warm-start", ""),
         ("pvi-six-cities", ""),
