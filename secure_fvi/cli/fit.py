@@ -11,7 +11,7 @@ import click
 @click.command()
 @click.argument("formula")
 @click.option("--family", default="gaussian", show_default=True, help="gaussian, bernoulli, poisson, ordinal, ...")
-@click.option("--data", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="A site's CSV.")
+@click.option("--data", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="A site's table.")
 @click.option("--dictionary", required=True, type=click.Path(path_type=Path), help="What the columns are (TOML).")
 @click.option("--shared", multiple=True, metavar="COLUMN", help="Its groups span sites.")
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True)
