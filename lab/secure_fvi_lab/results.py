@@ -24,11 +24,11 @@ counted at 8 bytes a number and never sent. `reproduce` that was stopped goes on
 
 A column or line "paper" has the paper's own numbers: of its data, networks, rounds and splits, which differ from these
 as each setting and page says. That a number here is above one there shows nothing about methods; lines of one table, at
-equal rounds, can be compared, beside the [floors](#floors): each silo alone, FedAvg and one pooled fit of the same model.
-Where a table has errors in sds of a reference and no gap of the bound, the bound was not stored, and nothing is claimed
-of it: [six cities by today's code](benchmarks.md#posterior) has both. Numbers are of the commit that is named; "stored
-in": the file came with that commit and was measured shortly before it. What has changed in the code since may change
-them.
+equal rounds, can be compared, beside the [floors](#floors): each silo alone, FedAvg and one pooled fit of the same
+model. Where a table has errors in sds of a reference and no gap of the bound, the bound was not stored, and nothing is
+claimed of it: [six cities by today's code](benchmarks.md#posterior) has both. Numbers are of the commit that is named;
+"stored in": the file came with that commit and was measured shortly before it. What has changed in the code since may
+change them.
 
 | experiment | ours, mean (sd) | seeds | seconds | bytes a silo |
 |---|---:|---:|---:|---:|

@@ -157,9 +157,7 @@ def plans(quick: bool) -> Iterator[Plan]:
         )  # fmt: skip
     for part in multinomial_mnist.FULL:
         batch = round(part.sampling_rate * part.images)
-        yield Plan(
-            "multinomial-mnist", part.name, partial(_multinomial, part), part.rounds, part.local_steps, batch, seeds=2
-        )
+        yield Plan("multinomial-mnist", part.name, partial(_multinomial, part), part.rounds, part.local_steps, batch)
     shards = pvi_mnist_shards.FULL
     for split, silos, name in (
         ("two digits", shards.silos, "100 silos, label shards"),
