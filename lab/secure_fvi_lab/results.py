@@ -28,7 +28,8 @@ equal rounds, can be compared, beside the [floors](#floors): each silo alone, Fe
 model. Where a table has errors in sds of a reference and no gap of the bound, the bound was not stored, and nothing is
 claimed of it: [six cities by today's code](benchmarks.md#posterior) has both. Numbers are of the commit that is named;
 "stored in": the file came with that commit and was measured shortly before it. What has changed in the code since may
-change them.
+change them. Records of vertical-logistic and vertical-poisson, and the people of fedvi-tau and fedvi-writers, are
+simulated.
 
 | experiment | ours, mean (sd) | seeds | seconds | bytes a silo |
 |---|---:|---:|---:|---:|
