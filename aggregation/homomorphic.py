@@ -310,10 +310,6 @@ class HomomorphicSilo:
         """See `SumSilo.left_out`."""
         return self._inner.left_out(question)
 
-    def outgoing(self, index: int) -> bytes:
-        """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""
-        return self._inner.outgoing(index)
-
     def _seal(self, table: BlockTable, values: FloatArray, masks: Sequence[Mask]) -> bytes:
         if self._key is None:
             raise ProtocolError("the key holder's key has not come in")

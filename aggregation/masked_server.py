@@ -245,7 +245,9 @@ class MaskedServer:
         if not self._roster.consistency_check:
             asked = _with_proofs(asked, sent)
         reveals = yield from self._state.ask_each(asked, Shares)
-        reveals = {place: reply for place, reply in reveals.items() if reply.sum_index == index}
+        for place in [p for p, reply in reveals.items() if reply.sum_index != index]:
+            self._state.fault(place, "shares of another sum")
+            del reveals[place]
         if self._roster.consistency_check:
             late = sorted(sent.keys() - reveals.keys())
             self._remember({**self._unshown, **dict.fromkeys(late, request)})
@@ -423,7 +425,7 @@ class ServerState:
             self.store.put({"attempt": (attempt + 1).to_bytes(8, "big")})
             named = key_set_hash(roster, attempt, bitmap, key_set.public_keys, key_set.nonce_commitments)
             reveals = yield from self.ask(members, key_set, NonceReveal)
-            reveals = {m: r for m, r in reveals.items() if r.key_set == named and self._opens(m, r, adverts[m])}
+            reveals = {m: r for m, r in reveals.items() if self._opens(m, r, adverts[m], named)}
             nonces = Nonces(attempt, [])
             if roster.neighbourhood.complete:
                 self._ready.update(reveals)
@@ -453,8 +455,11 @@ class ServerState:
             return False
         return True
 
-    def _opens(self, place: int, reveal: NonceReveal, advert: KeyAdvert) -> bool:
-        """Whether a nonce is the one committed to."""
+    def _opens(self, place: int, reveal: NonceReveal, advert: KeyAdvert, key_set: bytes) -> bool:
+        """Whether a nonce is the one committed to, for this key set."""
+        if (reveal.attempt, reveal.key_set) != (advert.attempt, key_set):
+            self.fault(place, "a nonce for another key set")
+            return False
         commitment = nonce_commitment(self.roster, advert.attempt, place, reveal.nonce)
         if not hmac.compare_digest(commitment, advert.nonce_commitment):
             self.fault(place, "a nonce that it did not commit to")
@@ -501,21 +506,22 @@ class ServerState:
         """Hand each of `places` its shares; with the consistency check, then the signatures on the batch."""
         roster, number = self.roster, batch.number
         replies = yield from self.ask_each({p: batch.delivery(p) for p in places}, BatchSignature)
+        for place, reply in list(replies.items()):
+            signed = not roster.consistency_check or roster.verify(place, reply.signature, batch.statement)
+            if reply.batch != number or not signed:
+                self.fault(place, "a wrong signature on the batch, or one of another batch")
+                del replies[place]
         self._hear_complaints(batch, replies)
         if not roster.consistency_check:
             batch.active.update(replies)
             self._keep(batch)
             self._require(len(batch.active), "refill")
             return
-        for place, reply in replies.items():
-            if roster.verify(place, reply.signature, batch.statement):
-                batch.signatures[place] = reply.signature
-            else:
-                self.fault(place, "a wrong signature on the batch")
+        batch.signatures.update((place, reply.signature) for place, reply in replies.items())
         signers = sorted(batch.signatures)[: roster.signatures_needed]
         self._require(len(batch.signatures), "refill")
         activate = Activate(number, roster.bitmap(frozenset(signers)), [batch.signatures[s] for s in signers])
-        done = yield from self.ask([p for p in replies if p in batch.signatures], activate, Done)
+        done = yield from self.ask(replies, activate, Done)
         batch.active.update(done)
         self._keep(batch)
         self._require(len(batch.active), "refill")

@@ -176,7 +176,7 @@ class MaskedSilo:
         most = self._max_missing if most_missing is None else min(self._max_missing, most_missing)
         record = _Record(table.digest, context, bitmap, question, most)
         kept: bytes = msgpack.packb(record)
-        self._store.put({"outgoing": message, "last": index.to_bytes(8, "big"), f"{CONTRIBUTED}/{index}": kept})
+        self._store.put({"last": index.to_bytes(8, "big"), f"{CONTRIBUTED}/{index}": kept})
         return message
 
     def _use(self, index: int, batch: SiloBatch, what: bytes) -> None:
@@ -196,13 +196,6 @@ class MaskedSilo:
         """The newest index contributed to; read from the store, over which another process may stand."""
         last = self._store.get("last")
         return -1 if last is None else int.from_bytes(last, "big")
-
-    def outgoing(self, index: int) -> bytes:
-        """The stored bytes of the latest contribution, for a retry; ProtocolError for another sum's."""
-        message = self._store.get("outgoing")
-        if message is None or index != self._last_index() or unpack(message, Contribution).sum_index != index:
-            raise ProtocolError(f"no contribution to sum {index} is kept")
-        return message
 
     def _check_cohort(self, index: int, cohort: Sequence[str]) -> frozenset[int]:
         """The places of the cohort. Raises ProtocolError where this silo is not to contribute to it."""

@@ -19,14 +19,15 @@ MAX_HOLDERS = 255
 
 @lru_cache(maxsize=1)
 def _field() -> Any:
-    """GF(2^8) with galois' default polynomial; importing galois takes seconds, so it waits until needed."""
+    """GF(2^8) modulo x^8 + x^4 + x^3 + x^2 + 1, whatever galois takes by default: shares dealt under one polynomial and
+    put together under another would convict their dealer. Importing galois takes seconds, so it waits until needed."""
     import numba
 
     # numba's OpenMP layer would reset the number of threads of the whole process, PyTorch's included.
     numba.config.THREADING_LAYER = "workqueue"
     import galois
 
-    return galois.GF(2**8)
+    return galois.GF(2**8, irreducible_poly=0x11D, primitive_element=2)
 
 
 def share(secrets: ByteArray, holders: int, threshold: int) -> ByteArray:

@@ -115,7 +115,10 @@ def masks_left(
     """
     session = batch.session
     dropped = [d for d in batch.depositors if d not in payloads and any(v in payloads for v in session.neighbours(d))]
-    own = {v: reveals[v].own for v in payloads if v in reveals and batch.opens(v, index, Secret.SELF, reveals[v].own)}
+    own = {v: reveals[v].own for v in payloads if v in reveals and reveals[v].own}
+    for v in [v for v in own if not batch.opens(v, index, Secret.SELF, own[v])]:
+        fault(v, "a seed of its self mask that it did not commit to")
+        del own[v]
     seeds = _told_seeds(batch, index, payloads.keys(), reveals, fault)
     needed = {d: [v for v in session.neighbours(d) if v in payloads and (v, d) not in seeds] for d in dropped}
     wanted = dict.fromkeys([v for v in payloads if v not in own], Secret.SELF)

@@ -1,0 +1,248 @@
+"""Every state that silos, one colluder and a lying server can come to: none is wrong, and without a rule one is.
+
+The machine of model_check.py is abstract. What ties it to the code are the last tests: real silos, asked at random what
+the machine is asked, take and refuse the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from model_check import RULES, Ask, Named, State, World, changed, contributes, crashed, names, search, steps
+
+from secure_fvi.aggregation import Block, BlockTable, Masked
+from secure_fvi.aggregation.base import carry
+from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.messages import Contribution, RevealRequest, SetSignature, SignRequest, pack, unpack
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.errors import ProtocolError
+
+ALL, PAIR, TRIPLE = frozenset(range(4)), frozenset({0, 3}), frozenset({0, 1, 3})
+WORLDS = {
+    "a sum": World(),
+    "set-up and a sum": World(set_up=True),
+    "two questions for an index": World(questions=2),
+    "cohorts that differ": World(cohorts=(ALL, TRIPLE), max_missing=0, min_cohort=2),
+    "a cohort of two": World(cohorts=(ALL, PAIR), min_cohort=2),
+    "three silos, two indices": World(n=3, indices=2, min_cohort=2),
+}
+LARGE = {
+    "three silos, two indices, two questions": World(n=3, indices=2, questions=2, min_cohort=2),
+    "four silos, two indices": World(indices=2, kills=False),
+    "five silos": World(n=5),
+}
+#: Rules taken out, where that is tried, and what follows.
+FAULTS: tuple[tuple[set[str], World, str], ...] = (
+    ({"keys are signed", "T silos sign the batch"}, World(set_up=True), "a total of too few"),
+    ({"an index is used once"}, World(questions=2), "an index used twice"),
+    ({"an index is claimed before it is used"}, World(questions=2), "an index used twice"),
+    ({"one set an index", "one set a question"}, World(n=3, min_cohort=2), "both secrets of one silo"),
+    ({"sets are claimed before they are signed"}, World(n=3, min_cohort=2), "both secrets of one silo"),
+    ({"a claim is one step"}, World(n=3, min_cohort=2, kills=False), "both secrets of one silo"),
+    ({"one set a question"}, World(n=3, indices=2, min_cohort=2), "a question with two totals"),
+    ({"at least min_cohort survive"}, World(max_missing=2), "a total of too few"),
+    ({"at most max_missing are missing"}, World(max_missing=0, min_cohort=2), "a total that lacks too many"),
+    ({"the cohort is the one asked"}, WORLDS["cohorts that differ"], "a total that lacks too many"),
+    ({"survivors' own signatures"}, WORLDS["a cohort of two"], "a total that lacks too many"),
+    ({"T signatures before shares"}, World(), "a total of too few"),
+    ({"T is over two thirds"}, World(), "a total of too few"),
+    ({"t shares to a secret"}, World(), "both secrets of one silo"),
+    (
+        {"secrets are of one index"},
+        World(n=3, indices=2, questions=2, min_cohort=2, kills=False),
+        "both secrets of one silo",
+    ),
+)
+#: Behind which another rule stands: nothing is found without one of these.
+BACKED = ("keys are signed", "T silos sign the batch", "one set an index", "survivors contributed")
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_state_is_wrong(name: str) -> None:
+    found = search(WORLDS[name])
+    assert found.violation is None, found.way
+    assert found.states > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_no_state_of_a_larger_world_is_wrong(name: str) -> None:
+    assert search(LARGE[name]).violation is None
+
+
+@pytest.mark.parametrize(
+    ("without", "world", "violation"), FAULTS, ids=lambda v: ", ".join(v) if type(v) is set else ""
+)
+def test_each_planted_fault_is_found(without: set[str], world: World, violation: str) -> None:
+    found = search(world._replace(without=frozenset(without)))
+    assert found.violation == violation, found
+    assert found.way
+
+
+def test_every_rule_is_planted_or_backed() -> None:
+    assert {rule for without, *_ in FAULTS for rule in without} | set(BACKED) == RULES
+    for rule in BACKED:
+        world = World(set_up=rule in BACKED[:2], min_cohort=2 if rule == BACKED[3] else 3)
+        assert search(world._replace(without=frozenset({rule}))).violation is None
+
+
+# ---- The machine and the code ----
+
+TABLE = BlockTable((Block("x", (3,), 10.0),))
+
+
+class Killed(Exception):
+    """Of a process, before it has written what it was to send."""
+
+
+class Brittle(MemoryStore):
+    """Kills its process at the next write that is no claim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaks = False
+
+    def put(self, slots: Mapping[str, bytes]) -> None:
+        if self.breaks:
+            self.breaks = False
+            raise Killed
+        super().put(slots)
+
+
+class Parties:
+    """Real silos behind the steps of the machine; the server has what they sent, and the last one's identity."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.ids = world, [f"s{i}" for i in range(world.n)]
+        self.identities = {s: Identity() for s in self.ids}
+        kind = Masked(min_cohort=world.min_cohort, max_missing=world.max_missing, batch=world.indices)
+        self.roster = kind.roster({s: i.public_key for s, i in self.identities.items()})
+        self.stores = {s: Brittle() for s in self.ids}
+        self.silos = {s: MaskedSilo(self.roster, s, self.identities[s], self.stores[s]) for s in self.ids}
+        server = MaskedServer(self.roster)
+        carry(server.prepare(0), lambda messages: {s: self.silos[s].handle(m) for s, m in messages.items()})
+        self.batch = server._state.batches[0]
+        self.sent: dict[tuple[int, int, Ask], tuple[bytes, bytes]] = {}
+        self.signed: dict[tuple[int, int, Named], bytes] = {}
+
+    def crash(self, i: int) -> None:
+        silo = self.ids[i]
+        self.silos[silo] = MaskedSilo(self.roster, silo, self.identities[silo], self.stores[silo])
+
+    def contribute(self, i: int, index: int, ask: Ask, sends: bool) -> None:
+        silo, context, question = self.ids[i], *self.asked(ask)
+        self.stores[silo].breaks = not sends
+        cohort = [self.ids[p] for p in sorted(ask.cohort)]
+        try:
+            raw = self.silos[silo].contribute(index, cohort, TABLE, np.full(3, float(i)), context, question)
+        except Killed:
+            self.crash(i)
+            return
+        finally:
+            self.stores[silo].breaks = False
+        message = unpack(raw, Contribution)
+        self.sent[i, index, ask] = hashlib.sha256(message.payload).digest(), message.signature
+
+    def asked(self, ask: Ask) -> tuple[bytes, bytes]:
+        return bytes([1 + ask.question]) * 32, bytes([101 + ask.question]) * 32
+
+    def named(self, index: int, named: Named) -> SignRequest:
+        """With whatever signatures of survivors the server has; the colluder's it makes."""
+        (context, question), roster, session = self.asked(named.ask), self.roster, self.batch.session
+        cohort, there = roster.bitmap(named.ask.cohort), sorted(named.survivors)
+        proofs = []
+        for p in there:
+            payload, signature = self.sent.get((p, index, named.ask), (bytes(32), bytes(64)))
+            if p == self.world.n - 1:
+                fields = self.batch.digest, index, p, cohort, TABLE.digest, context, question, payload
+                signature = self.identities[self.ids[p]].sign(session.contribution_statement(*fields))
+            proofs.append((payload, signature))
+        survivors, columns = roster.bitmap(named.survivors), [list(c) for c in zip(*proofs, strict=True)]
+        return SignRequest(index, cohort, survivors, TABLE.digest, context, question, *columns)
+
+    def sign(self, i: int, index: int, named: Named) -> None:
+        reply = self.silos[self.ids[i]].handle(pack(self.named(index, named)))
+        self.signed[i, index, named] = unpack(reply, SetSignature).signature
+
+    def reveal(self, i: int, index: int, named: Named) -> None:
+        request, last = self.named(index, named), self.world.n - 1
+        fields = index, *request[1:6]
+        statement = self.batch.session.survivors_statement(self.batch.digest, *fields)
+        signatures = {p: s for (p, at, what), s in self.signed.items() if (at, what) == (index, named)}
+        signatures[last] = self.identities[self.ids[last]].sign(statement)
+        signers = self.roster.bitmap(frozenset(signatures))
+        whole = RevealRequest(*request, signers, [signatures[p] for p in sorted(signatures)])
+        self.silos[self.ids[i]].handle(pack(whole))
+
+
+def machine(world: World, state: State, what: str, i: int, index: int, named: Named) -> State | None:
+    """What the machine makes of a step, allowed or not."""
+    if what == "crash":
+        return changed(state, i, crashed(world, state[i]))
+    if what in ("claim", "contribute"):
+        return contributes(world, state, i, index, named.ask, what == "contribute")
+    return names(world, state, i, index, named, what == "reveal")
+
+
+def code(parties: Parties, what: str, i: int, index: int, named: Named) -> bool:
+    """Whether the silo takes it."""
+    try:
+        if what == "crash":
+            parties.crash(i)
+        elif what in ("claim", "contribute"):
+            parties.contribute(i, index, named.ask, what == "contribute")
+        else:
+            (parties.sign if what == "sign" else parties.reveal)(i, index, named)
+    except ProtocolError:
+        return False
+    return True
+
+
+def walk(world: World, seed: int, length: int = 40) -> tuple[int, int]:
+    """Steps that both took, and that both refused. Raises AssertionError where one did."""
+    rng, state, parties, taken = random.Random(seed), world.start(), Parties(world), 0
+    for _ in range(length):
+        open_ = [step for step, after in steps(world, state) if after != state]
+        if open_ and rng.random() < 0.6:
+            step = rng.choice(open_)
+            ask = step.ask or world.asks[0]
+            what, i, index, named = step.what, step.silo, step.index, Named(ask, step.survivors)
+        else:
+            what, i = rng.choice(["crash", "claim", "contribute", "sign", "reveal"]), rng.choice(world.honest)
+            index, named = rng.randrange(world.indices), Named(rng.choice(world.asks), rng.choice(world.sets))
+        after = machine(world, state, what, i, index, named)
+        did = code(parties, what, i, index, named)
+        assert did == (after is not None), (what, i, index, named, state[i])
+        taken += did
+        state = after or state
+    return taken, length - taken
+
+
+WALKED = [World(indices=2, questions=2, cohorts=(ALL, TRIPLE)), WORLDS["a cohort of two"]._replace(indices=2)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_silos_do_what_the_machine_does(seed: int) -> None:
+    taken, refused = walk(WALKED[seed % 2], seed)
+    assert taken > 5
+    assert refused > 5
+
+
+def walks(world_without: frozenset[str]) -> None:
+    for seed in range(10):
+        walk(WALKED[seed % 2]._replace(without=world_without), seed)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["an index is used once", "one set a question", "at most max_missing are missing", "survivors' own signatures"],
+)
+def test_control_a_machine_without_a_rule_does_other_things(rule: str) -> None:
+    with pytest.raises(AssertionError):
+        walks(frozenset({rule}))
