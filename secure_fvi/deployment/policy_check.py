@@ -78,6 +78,7 @@ _FOLLOWS_FROM = {
     "per_silo_rows": "barycenter",
     "single_silos": "schedule reveal_changes passes buffer participation",
     "changing_cohorts": "schedule buffer participation",
+    "final_likelihood": "iterations rounds",
     "sampled_records": "sampling_rate batch_size",
     "exact_counts": "public_counts",
     "objective": "objective_share",
@@ -160,8 +161,9 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
         return
     yield from _sums(found, sums, policy)
     yield from _silos(offer, policy, roster)
-    if found.rounds > policy.max_rounds:
-        yield f"it may run {found.rounds} rounds (at most {policy.max_rounds})"
+    if found.rounds + found.besides > policy.max_rounds:
+        besides = f" and {found.besides} sums besides" if found.besides else ""
+        yield f"it may run {found.rounds} rounds{besides} (at most {policy.max_rounds})"
     for p in found.phases:
         if p.at_most > max(policy.max_rounds, found.rounds):
             yield f"its phase '{p.phase}' may take {p.at_most} sums (at most {policy.max_rounds})"

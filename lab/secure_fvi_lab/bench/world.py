@@ -77,6 +77,7 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
         "aggregations": ["masked", "plain", "homomorphic"],
         "min_cohort": 3,
         "max_rounds": 10**6,
+        "disclosures": ["final_likelihood"],
         "privacy": {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1},
         "model": [{"hash": manifest(config).hash.hex()}],
         "data": [{"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}],
