@@ -325,9 +325,9 @@ def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declarati
     because = declared.because
     if found.solvable and not declared.shows:
         raise InputError(
-            f"{found.algorithm} would make sums over parts of the silos ({because}) which are equations for each silo's "
-            f"own term: the server can solve them, {aggregation.kind} or not; say reveal_changes = true to accept this, "
-            "ask all silos (schedule = 'synchronous'), or use differential privacy"
+            f"{found.algorithm} makes sums over parts of the silos ({because}) that are equations for each silo's "
+            f"own term: the server can solve them, {aggregation.kind} or not. Say reveal_changes = true to accept "
+            "this, ask all silos (schedule = 'synchronous'), or use differential privacy"
         )
     if found.rows or found.single:
         raise InputError(
@@ -411,8 +411,9 @@ def _lines(d: Disclosure) -> Iterator[str]:
     besides = f" and {_many(d.besides, 'sum')} besides: {d.rounds + d.besides} in all" if d.besides else ""
     yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}{besides}"
     for p in d.phases:
-        retries = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
-        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{retries}{', besides the rounds' if p.besides else ''}"
+        more = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
+        more += ", besides the rounds" if p.besides else ""
+        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{more}"
         over = _COHORTS[p.cohort].format(asked=p.asked, silos=d.silos)
         yield f"  each over {over}" + (f"; after losses over {p.at_least} at least" if p.at_least < p.asked else "")
         yield f"  of a silo: {p.what}"

@@ -71,7 +71,7 @@ def test_a_policy_may_list_each_disclosure_and_nothing_else() -> None:
         (sf.PVI(schedule="sequential", reveal_changes=True), sf.Masked(), None, "schedule = 'sequential'"),
         (sf.PVI(schedule="asynchronous", buffer=1), sf.Masked(), None, "buffer = 1"),
         (sf.PVI(schedule="asynchronous"), sf.Masked(), None, "equations for each silo's own term"),
-        (sf.PVI(schedule="asynchronous"), sf.Homomorphic(), None, "say reveal_changes = true to accept this"),
+        (sf.PVI(schedule="asynchronous"), sf.Homomorphic(), None, "Say reveal_changes = true to accept this"),
         (sf.VCL(reveal_changes=True), sf.Masked(), None, "reveal_changes = true"),
         (sf.SFVI(participation=0.1), sf.Masked(), None, "participation = 0.1"),
         (sf.SFVI(participation=0.4), sf.Masked(), None, "asks 2 of 6 silos .* min_cohort = 3"),

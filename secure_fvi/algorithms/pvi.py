@@ -108,7 +108,7 @@ class PVI(LocalFitOptions):
     `buffer` that are done first answer. A change fitted against the q of `a` rounds ago counts 1 / (1 + a). 0: fits end
     within a round, and the silos of a round are drawn."""
     reveal_changes: bool = False
-    """Accepts what a sequential schedule shows, or what exact sums of an asynchronous one tell, masked or not: these are
+    """Accepts what a sequential schedule shows, or what exact sums of an asynchronous one tell, masked or not: they are
     equations for each silo's changes."""
     damping: Damping = "auto"
     """Share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever they

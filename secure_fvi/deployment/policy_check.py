@@ -246,10 +246,14 @@ def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[st
         if p.asked < min(policy.min_cohort, found.silos):
             yield f"its phase '{p.phase}' asks {p.asked} silos (min_cohort: at least {policy.min_cohort})"
     allowed = policy.max_missing(private=found.privacy is not None)
+    if found.privacy is None and not policy.max_differences:
+        # Other sites may let more sums lack silos than this one: a silo left out of the last ones answers no more.
+        allowed = 0
     bounded = hasattr(sums, "max_missing") or found.privacy is not None
     if bounded and allowed is not None and found.missing > allowed:
         option = "privacy.dropouts" if found.privacy is not None else "aggregation.max_missing"
-        yield f"its sums may lack {found.missing} of the silos asked, by {option} (max_missing: at most {allowed})"
+        key = "max_missing" if allowed == policy.max_missing(found.privacy is not None) else "max_differences is 0, so"
+        yield f"its sums may lack {found.missing} of the silos asked, by {option} ({key}: at most {allowed})"
 
 
 def _silos(offer: JobOffer, policy: SitePolicy, roster: ConsortiumRoster | None) -> Iterator[str]:

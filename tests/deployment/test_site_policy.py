@@ -261,6 +261,20 @@ def test_iterations_within_a_round_count(site: Site) -> None:
     check(offer, site.policy(**rules, **{"max_rounds": 178}))
 
 
+def test_a_site_that_allows_no_difference_lets_no_job_in_that_may_make_some(site: Site) -> None:
+    """Others may allow them: the last sums of the job are then made without this site, which is asked no more. The
+    control allows one."""
+    options = {"name": "sfvi", "iterations": 5}
+    of = config(algorithm=options, aggregation={"kind": "masked", "max_missing": 1, "min_cohort": 2}, privacy=None)
+    offer = site.offer(of, data_set="cohort")
+    rules: dict[str, Any] = {
+        "model": [{"hash": offer.model.hex(), "function": "model.py:mean"}],
+        "privacy": {**site.table["privacy"], "dp": "optional"}, "min_cohort": 2, "max_missing": 1,
+    }  # fmt: skip
+    site.refused(offer, "may lack 1 of the silos asked", "(max_differences is 0, so: at most 0)", **rules)
+    check(offer, site.policy(**rules, max_differences=1))
+
+
 def test_sums_after_the_rounds_count_and_have_to_be_listed(site: Site) -> None:
     """They were outside `max_rounds` and outside what a policy lists: up to 4 x 1000 exact values of the likelihood.
     The control is a run of fixed length, which makes none."""
