@@ -150,7 +150,8 @@ class Phase:
 class Disclosure:
     """What a job tells whom. Public: all parties derive the same.
 
-    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms.
+    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms. differences: exact sums of
+    its rounds that may lack silos.
     """
 
     algorithm: str
@@ -162,6 +163,7 @@ class Disclosure:
     rows: bool
     share: float
     privacy: DP | None
+    differences: int = 0
 
     @property
     def besides(self) -> int:
@@ -255,6 +257,7 @@ class Disclosure:
             "silos": self.silos,
             "rounds": self.rounds,
             "sums_besides_rounds": self.besides,
+            "exact_sums_that_may_lack_silos": self.differences,
             "who_learns_totals": list(self.learn),
             "single_terms_seen_by_server": self.kind == "plain",
             "disclosures": list(self.kinds),
@@ -290,6 +293,8 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
     found = Disclosure(
         algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy
     )
+    if privacy is None and found.missing:
+        found = dataclasses.replace(found, differences=getattr(aggregation, "max_differences", 0))
     if kind != "plain":
         _check_hidden(found, aggregation, declared)
     if privacy is not None and privacy.noise == "distributed":
@@ -308,7 +313,7 @@ def check_carried(found: Disclosure, engine: Engine) -> None:
     if engine.on_loss == "drop" and found.privacy is None and not found.missing:
         raise InputError(
             f"engine.on_loss = 'drop': no sum of this job may lack a silo, since each asks {found.at_least} and needs "
-            f"{found.at_least}; use on_loss = 'wait', or let sums lack some (aggregation.max_missing, min_cohort)"
+            f"{found.at_least}; use on_loss = 'wait', or let sums lack some (aggregation.max_missing, max_differences)"
         )
 
 
@@ -352,6 +357,8 @@ def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
         return asked
     least: int = getattr(aggregation, "min_cohort", 1)
     missing: int | None = getattr(aggregation, "max_missing", None)
+    if not getattr(aggregation, "max_differences", 0):
+        missing = 0
     if privacy is not None:
         missing = privacy.dropouts if privacy.noise == "distributed" else None
     if missing is not None:
@@ -432,6 +439,11 @@ def _lines(d: Disclosure) -> Iterator[str]:
                 f"  noise: {mechanism}, {p.terms.noise_multiplier:.4g} times the clipping norm "
                 f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee)"
             )
+    if d.differences:
+        yield (
+            f"{_many(d.differences, 'exact sum')} of its rounds may lack up to {_many(d.missing, 'silo')}: their "
+            "differences from others come close to the terms of these"
+        )
     if d.kind == "plain":
         yield "the server sees each silo's own contribution: a plain sum hides nothing"
     yield f"who learns a total: {'; '.join(d.learn)}"

@@ -106,7 +106,7 @@ def test_sums_are_counted_by_phase_with_their_iterations() -> None:
 )  # fmt: skip
 def test_sums_besides_the_rounds_are_counted_and_said(algorithm: Any, most: int) -> None:
     """As the program's order has them, which silos go by. They lack nobody, whatever rounds may lack."""
-    problem, sums = make_intercepts(), sf.Masked(min_cohort=2, max_missing=1)
+    problem, sums = make_intercepts(), sf.Masked(min_cohort=2, max_missing=1, max_differences=9)
     found = disclose(algorithm, sums, None, 3)
     assert found.besides == most
     assert {p.at_least for p in found.phases if p.besides} <= {3}
@@ -115,7 +115,9 @@ def test_sums_besides_the_rounds_are_counted_and_said(algorithm: Any, most: int)
     server, _, _ = build_parties(problem.model, problem.silos, algorithm, sums, compile=False)
     counted = {name: phase.counts for name, phase in server.program.order.phases.items()}
     assert counted == {p.phase: not p.besides for p in found.phases if p.phase in counted}
-    assert found.missing == 1
+    assert (found.missing, found.differences) == (1, 9)
+    assert any("9 exact sums of its rounds may lack up to 1 silo" in line for line in found.lines())
+    assert disclose(algorithm, sf.Masked(min_cohort=2, max_missing=1), None, 3).missing == 0
 
 
 def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
@@ -126,8 +128,10 @@ def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
 
 def test_a_silo_is_not_dropped_where_no_sum_may_lack_one() -> None:
     drop = Engine(on_loss="drop")
-    with pytest.raises(InputError, match="on_loss = 'drop': no sum of this job may lack a silo"):
-        check_carried(disclose(sf.SFVI(), sf.Masked(min_cohort=3), None, 3), drop)
+    for sums in (sf.Masked(min_cohort=3), sf.Masked(min_cohort=2, max_missing=1)):
+        with pytest.raises(InputError, match="on_loss = 'drop': no sum of this job may lack a silo"):
+            check_carried(disclose(sf.SFVI(), sums, None, 3), drop)
+    check_carried(disclose(sf.SFVI(), sf.Masked(min_cohort=2, max_missing=1, max_differences=1), None, 3), drop)
     check_carried(disclose(sf.SFVI(), sf.Plain(), None, 3), drop)
     check_carried(disclose(sf.SFVI(iterations=3), sf.Masked(), sf.RecordDP(**RECORD), 3), drop)
 

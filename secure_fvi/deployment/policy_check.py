@@ -57,8 +57,8 @@ _JUDGED = {
     "Conditional": "scale coupling varying_scale",
     "Amortised": "encoder features see_global block",
     "Plain": "",
-    "Masked": "min_cohort max_missing bits consistency_check batch corrupt lost",
-    "Homomorphic": "scheme masks min_cohort max_missing batch corrupt lost",
+    "Masked": "min_cohort max_missing max_differences bits consistency_check batch corrupt lost",
+    "Homomorphic": "scheme masks min_cohort max_missing max_differences batch corrupt lost",
     "RecordDP": _OF_DP + "objective_share objective_bound public_counts",
     "SiloDP": _OF_DP + "target_quantile quantile_rate quantile_share",
     "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
@@ -246,14 +246,15 @@ def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[st
         if p.asked < min(policy.min_cohort, found.silos):
             yield f"its phase '{p.phase}' asks {p.asked} silos (min_cohort: at least {policy.min_cohort})"
     allowed = policy.max_missing(private=found.privacy is not None)
-    if found.privacy is None and not policy.max_differences:
-        # Other sites may let more sums lack silos than this one: a silo left out of the last ones answers no more.
-        allowed = 0
     bounded = hasattr(sums, "max_missing") or found.privacy is not None
     if bounded and allowed is not None and found.missing > allowed:
         option = "privacy.dropouts" if found.privacy is not None else "aggregation.max_missing"
-        key = "max_missing" if allowed == policy.max_missing(found.privacy is not None) else "max_differences is 0, so"
-        yield f"its sums may lack {found.missing} of the silos asked, by {option} ({key}: at most {allowed})"
+        yield f"its sums may lack {found.missing} of the silos asked, by {option} (max_missing: at most {allowed})"
+    if found.differences > policy.max_differences:
+        yield (
+            f"{found.differences} of its sums may lack silos, by aggregation.max_differences (max_differences: at most "
+            f"{policy.max_differences})"
+        )
 
 
 def _silos(offer: JobOffer, policy: SitePolicy, roster: ConsortiumRoster | None) -> Iterator[str]:

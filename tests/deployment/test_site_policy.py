@@ -261,18 +261,24 @@ def test_iterations_within_a_round_count(site: Site) -> None:
     check(offer, site.policy(**rules, **{"max_rounds": 178}))
 
 
-def test_a_site_that_allows_no_difference_lets_no_job_in_that_may_make_some(site: Site) -> None:
-    """Others may allow them: the last sums of the job are then made without this site, which is asked no more. The
-    control allows one."""
-    options = {"name": "sfvi", "iterations": 5}
-    of = config(algorithm=options, aggregation={"kind": "masked", "max_missing": 1, "min_cohort": 2}, privacy=None)
-    offer = site.offer(of, data_set="cohort")
+def test_all_sites_of_a_job_let_as_many_of_its_sums_lack_silos(site: Site) -> None:
+    """Each counted by its own policy. A strict site that was left out of the last rounds is asked no more: it was
+    missing in as many of them as the most lenient of the others allows. Now the job says how many, and each site has to
+    allow it. The controls allow that, or lack none."""
     rules: dict[str, Any] = {
-        "model": [{"hash": offer.model.hex(), "function": "model.py:mean"}],
         "privacy": {**site.table["privacy"], "dp": "optional"}, "min_cohort": 2, "max_missing": 1,
     }  # fmt: skip
-    site.refused(offer, "may lack 1 of the silos asked", "(max_differences is 0, so: at most 0)", **rules)
-    check(offer, site.policy(**rules, max_differences=1))
+
+    def job(**sums: int) -> JobOffer:
+        options, kind = {"name": "sfvi", "iterations": 5}, {"kind": "masked", "max_missing": 1, "min_cohort": 2}
+        offer = site.offer(config(algorithm=options, aggregation={**kind, **sums}, privacy=None), data_set="cohort")
+        rules["model"] = [{"hash": offer.model.hex(), "function": "model.py:mean"}]
+        return offer
+
+    says = "3 of its sums may lack silos, by aggregation.max_differences (max_differences: at most 2)"
+    site.refused(job(max_differences=3), says, **rules, max_differences=2)
+    check(job(max_differences=3), site.policy(**rules, max_differences=3))
+    check(job(), site.policy(**rules))
 
 
 def test_sums_after_the_rounds_count_and_have_to_be_listed(site: Site) -> None:
