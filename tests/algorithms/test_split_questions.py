@@ -53,7 +53,8 @@ class Liar:
             silo.limits = limits
         message = self.server.program.broadcast(self.server.state.algorithm, 1, {})
         self.first: Broadcast = message._replace(accepted=dict.fromkeys(self.names, 0))
-        self.table = next(reversed(self.server.program.tables.values()))
+        tables = self.server.program.tables
+        self.table = tables.get("round", tables[self.first.phase])
         self.unshown: set[str] = set()  # who is asked to sign, and not shown who did
 
     def exchange(self, messages: Any) -> dict[str, bytes]:
