@@ -70,14 +70,15 @@ class Homomorphic:
     `scheme`: "bfv" sums exactly; "ckks" releases totals with noise of some 1e-5 of each block's bound, for which
     see homomorphic_flooding.py. `masks`: inside the plaintext, so that neither the key holder nor anyone who
     hands it a single ciphertext learns more than totals (None: on for bfv; ckks cannot have them). With
-    masks off the aggregator is trusted to add honestly. `min_cohort`, `max_missing`, `batch`, `corrupt`, `lost`: see
-    `Masked`.
+    masks off the aggregator is trusted to add honestly. `min_cohort`, `max_missing`, `max_differences`, `batch`,
+    `corrupt`, `lost`: see `Masked`.
     """
 
     scheme: str = "bfv"
     masks: bool | None = None
     min_cohort: Whole = 3
     max_missing: Whole = 0
+    max_differences: Whole = 0
     batch: Count | None = None
     corrupt: Fraction = 0.1
     lost: Fraction = 0.1

@@ -34,15 +34,18 @@ class Masked:
 
     `min_cohort`: fewer survivors get no sum. `max_missing`: silos of a sum's cohort that may be missing from its total;
     with 0 there is a total of all that were asked, or none, and no server can have one silo's term as the difference of
-    two totals by declaring it lost. `bits`: width of the ring, 32 or 64. `consistency_check`:
-    survivors are signed by T = floor(2n/3)+1 silos before anything is revealed, which a lying server cannot
-    get round with fewer than n/3 colluders; without it the server is trusted to tell all silos the same.
+    two totals by declaring it lost. `max_differences`: sums of a job between sites without differential privacy that
+    may lack any; the same for all of its silos, so that none is left out more often than its own site allows.
+    `bits`: width of the ring, 32 or 64. `consistency_check`: survivors are signed by T = floor(2n/3)+1 silos before
+    anything is revealed, which a lying server cannot get round with fewer than n/3 colluders; without it the server is
+    trusted to tell all silos the same.
     `batch`: indices whose secrets are shared at once (None: chosen by the number of silos). `corrupt`,
     `lost`: the shares of the silos that the k-regular graph of a large roster is to withstand.
     """
 
     min_cohort: Whole = 3
     max_missing: Whole = 0
+    max_differences: Whole = 0
     bits: Annotated[Literal[32, 64], Says("must be 32 or 64")] = 64
     consistency_check: bool = True
     batch: Count | None = None

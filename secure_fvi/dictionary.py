@@ -36,6 +36,8 @@ MEASURED = ("number", "integer", "date")
 #: What a site may say in its own way: it changes how cells are written, not what they mean.
 _SITES_OWN = ("missing", "description")
 _FORMAT = 1
+#: Of a dictionary's file, which may be another's: some hundred thousand levels, read in seconds.
+MOST_BYTES, MOST_COLUMNS = 4 << 20, 10_000
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,17 @@ class Column:
             raise InputError(f"levels are for a category or a boolean, not for kind {self.kind}")
         if self.kind == "boolean" and len(self.levels) not in (0, 2):
             raise InputError("levels of a boolean are two, for false and for true")
+        seen, missing = set[str](), frozenset(self.missing)
         for level in self.levels:
             if not isinstance(level, str):
                 raise InputError("levels must be a list of texts")
             if not level or level != level.strip():
                 raise InputError(f"level {level!r} is empty or has blanks at an end")
-            if self.levels.count(level) > 1:
+            if level in seen:
                 raise InputError(f"level {level!r} stands twice")
-            if level in self.missing:
+            if level in missing:
                 raise InputError(f"{level!r} is both a level and a code for missing")
+            seen.add(level)
 
     def _check_range(self) -> None:
         for name in ("low", "high", "centre", "scale"):
@@ -167,7 +171,11 @@ class Dictionary:
 def read_dictionary(path: Path) -> Dictionary:
     """The dictionary in the TOML file `path`. Raises InputError with the file, the column and what is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise InputError(f"{path}: longer than the {MOST_BYTES} bytes that a dictionary may have")
+        text = content.decode()
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a TOML file: not UTF-8 text") from None
     except OSError as error:
@@ -189,6 +197,8 @@ def parse_dictionary(text: str, source: str) -> Dictionary:
     columns = table.get("columns")
     if not isinstance(columns, dict):
         raise InputError(f"{source}: it needs a table [columns.NAME] for each column")
+    if len(columns) > MOST_COLUMNS:
+        raise InputError(f"{source}: {len(columns)} columns, of which a dictionary may have {MOST_COLUMNS}")
     try:
         return Dictionary({name: _column(name, given) for name, given in columns.items()})
     except InputError as error:

@@ -36,6 +36,8 @@ DISCLOSURES = {
     "next broadcasts all silos, learn its term",
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
     "close to single silos' terms, and a server that asks the same in each solves for these",
+    "final_likelihood": "after the rounds, the exact log-likelihood of all records together at up to some thousand "
+    "points near q, which tells its shape there",
     "sampled_records": "exact sums that rest on few records, drawn anew each time: the fewer, the closer to one's own",
     "exact_counts": "the number of records without noise, beside numbers with noise",
     "objective": "the bound, with noise that the same epsilon pays for",
@@ -64,7 +66,7 @@ class Sums:
     """The sums of one phase, as an algorithm declares them.
 
     at_most: so many in a job, iterations within a round counted, retries not. what: of a silo's term, in words.
-    asked: silos in each, at least.
+    asked: silos in each, at least. besides: they are in no round, but before or after them, and lack nobody.
     """
 
     phase: str
@@ -72,6 +74,7 @@ class Sums:
     what: str
     asked: int
     cohort: Cohort = "all"
+    besides: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Declaration:
     rounds: at most. keeps: what stays at a silo, in words. rows: a total has a row a silo. share: of its records on
     which one step of a silo's term rests, at least, in expectation: at some learning rates a last step leaves nothing
     of those before it, so that what they saw does not count. because: the options, with their values, by which it shows
-    single silos' terms, or asks a part of them.
+    single silos' terms, or asks a part of them. shows: whether another option says that it may show these.
     """
 
     rounds: int
@@ -90,6 +93,7 @@ class Declaration:
     rows: bool = False
     share: float = 1.0
     because: str = ""
+    shows: bool = False
 
 
 class Declares(Protocol):
@@ -118,6 +122,7 @@ class Phase:
     asked: int
     cohort: Cohort
     at_least: int
+    besides: bool = False
     blocks: tuple[Block, ...] | None = None
     terms: Terms | None = None
 
@@ -145,7 +150,8 @@ class Phase:
 class Disclosure:
     """What a job tells whom. Public: all parties derive the same.
 
-    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms.
+    kind: of the sums; "masked-unchecked" and "homomorphic-unmasked" are the weaker forms. differences: exact sums of
+    its rounds that may lack silos.
     """
 
     algorithm: str
@@ -157,6 +163,12 @@ class Disclosure:
     rows: bool
     share: float
     privacy: DP | None
+    differences: int = 0
+
+    @property
+    def besides(self) -> int:
+        """Sums that are in no round."""
+        return sum(p.at_most for p in self.phases if p.besides)
 
     @property
     def single(self) -> bool:
@@ -177,6 +189,7 @@ class Disclosure:
             "per_silo_rows": self.rows,
             "single_silos": self.single or self.solvable,
             "changing_cohorts": dp is None and any(1 < p.asked < self.silos for p in self.phases),
+            "final_likelihood": dp is None and any(p.besides and "log-likelihood" in p.what for p in self.phases),
             "sampled_records": dp is None and self.share < FEW,
             "exact_counts": isinstance(dp, RecordDP) and dp.public_counts,
             "objective": isinstance(dp, RecordDP) and dp.objective_share > 0,
@@ -243,6 +256,8 @@ class Disclosure:
             "aggregation": self.kind,
             "silos": self.silos,
             "rounds": self.rounds,
+            "sums_besides_rounds": self.besides,
+            "exact_sums_that_may_lack_silos": self.differences,
             "who_learns_totals": list(self.learn),
             "single_terms_seen_by_server": self.kind == "plain",
             "disclosures": list(self.kinds),
@@ -272,14 +287,16 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
         raise InputError(f"algorithm must be one, such as sf.PVI(), not {algorithm!r}")
     declared = algorithm.declare(silos, privacy is not None)
     phases = tuple(
-        Phase(s.phase, s.at_most, s.what, s.asked, s.cohort, _at_least(s.asked, aggregation, privacy))
+        Phase(s.phase, s.at_most, s.what, s.asked, s.cohort, _at_least(s, aggregation, privacy), s.besides)
         for s in declared.sums
     )
     found = Disclosure(
         algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy
     )
+    if privacy is None and found.missing:
+        found = dataclasses.replace(found, differences=getattr(aggregation, "max_differences", 0))
     if kind != "plain":
-        _check_hidden(found, aggregation, declared.because)
+        _check_hidden(found, aggregation, declared)
     if privacy is not None and privacy.noise == "distributed":
         if kind == "plain":
             raise InputError(
@@ -296,7 +313,7 @@ def check_carried(found: Disclosure, engine: Engine) -> None:
     if engine.on_loss == "drop" and found.privacy is None and not found.missing:
         raise InputError(
             f"engine.on_loss = 'drop': no sum of this job may lack a silo, since each asks {found.at_least} and needs "
-            f"{found.at_least}; use on_loss = 'wait', or let sums lack some (aggregation.max_missing, min_cohort)"
+            f"{found.at_least}; use on_loss = 'wait', or let sums lack some (aggregation.max_missing, max_differences)"
         )
 
 
@@ -309,7 +326,14 @@ def kind_of(aggregation: SecureSum) -> str:
     return aggregation.kind
 
 
-def _check_hidden(found: Disclosure, aggregation: SecureSum, because: str) -> None:
+def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declaration) -> None:
+    because = declared.because
+    if found.solvable and not declared.shows:
+        raise InputError(
+            f"{found.algorithm} makes sums over parts of the silos ({because}) that are equations for each silo's "
+            f"own term: the server can solve them, {aggregation.kind} or not. Say reveal_changes = true to accept "
+            "this, ask all silos (schedule = 'synchronous'), or use differential privacy"
+        )
     if found.rows or found.single:
         raise InputError(
             f"{found.algorithm} is to show the server each silo's own term ({because}); a {aggregation.kind} sum would "
@@ -324,12 +348,17 @@ def _check_hidden(found: Disclosure, aggregation: SecureSum, because: str) -> No
             )
 
 
-def _at_least(asked: int, aggregation: SecureSum, privacy: DP | None) -> int:
-    """Silos that a total of `asked` silos has after losses."""
+def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
+    """Silos that a total has after losses."""
+    asked = sums.asked
     if isinstance(aggregation, Plain):
         return 1
+    if sums.besides:
+        return asked
     least: int = getattr(aggregation, "min_cohort", 1)
     missing: int | None = getattr(aggregation, "max_missing", None)
+    if not getattr(aggregation, "max_differences", 0):
+        missing = 0
     if privacy is not None:
         missing = privacy.dropouts if privacy.noise == "distributed" else None
     if missing is not None:
@@ -359,6 +388,7 @@ def _phase_json(p: Phase, privacy: DP | None) -> dict[str, Any]:
     return {
         "phase": p.phase,
         "sums_at_most": p.at_most,
+        "besides_rounds": p.besides,
         "retries_at_most": 0 if privacy is None else privacy.retries,
         "term_of_a_silo": p.what,
         "silos_asked": p.asked,
@@ -385,10 +415,12 @@ _COHORTS = {
 
 
 def _lines(d: Disclosure) -> Iterator[str]:
-    yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}"
+    besides = f" and {_many(d.besides, 'sum')} besides: {d.rounds + d.besides} in all" if d.besides else ""
+    yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}{besides}"
     for p in d.phases:
-        retries = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
-        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{retries}"
+        more = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
+        more += ", besides the rounds" if p.besides else ""
+        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{more}"
         over = _COHORTS[p.cohort].format(asked=p.asked, silos=d.silos)
         yield f"  each over {over}" + (f"; after losses over {p.at_least} at least" if p.at_least < p.asked else "")
         yield f"  of a silo: {p.what}"
@@ -407,6 +439,11 @@ def _lines(d: Disclosure) -> Iterator[str]:
                 f"  noise: {mechanism}, {p.terms.noise_multiplier:.4g} times the clipping norm "
                 f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee)"
             )
+    if d.differences:
+        yield (
+            f"{_many(d.differences, 'exact sum')} of its rounds may lack up to {_many(d.missing, 'silo')}: their "
+            "differences from others come close to the terms of these"
+        )
     if d.kind == "plain":
         yield "the server sees each silo's own contribution: a plain sum hides nothing"
     yield f"who learns a total: {'; '.join(d.learn)}"

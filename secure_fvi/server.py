@@ -7,11 +7,14 @@ the replies of those that answered.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
-from secure_fvi.algorithms.base import CLIP, ITERATION, ServerProgram, Step
+from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, ServerProgram, Step
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.noise import NoiseSource, curated
 
@@ -96,6 +99,8 @@ class Server:
             message = message._replace(scalars={**message.scalars, CLIP: state.clip})
         body = encode_broadcast(message)
         replies = yield dict.fromkeys(message.cohort, ROUND + body)
+        if self.program.order.phases[message.phase].ends and len(replies) < len(message.cohort):
+            return self._lost(message, len(replies))
         total = yield from _wrapped(
             self._sum.total(index, message.cohort, table, replies, hashlib.sha256(body).digest())
         )
@@ -115,6 +120,15 @@ class Server:
         accepted = {**state.accepted, **dict.fromkeys(total.survivors, index)}
         answered = {**state.answered, **dict.fromkeys(total.survivors, said)}
         self.state = ServerState(algorithm, index, accepted, records, clip, answered)
+        return step
+
+    def _lost(self, message: Broadcast, answered: int) -> Step:
+        """After a sum that ends the job and is not made, since no silo signs it without all: the algorithm hears of a
+        total that lacks silos, and has no use for one."""
+        scale = len(message.cohort) / answered if answered else math.inf
+        nothing = np.zeros(self.program.tables[message.phase].size)
+        algorithm, step = self.program.update(self.state.algorithm, message, nothing, scale)
+        self.state = self.state._replace(algorithm=algorithm)
         return step
 
     def _absent(

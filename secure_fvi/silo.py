@@ -29,7 +29,17 @@ import numpy.typing as npt
 import torch
 
 from secure_fvi.aggregation.base import FloatArray, SumSilo
-from secure_fvi.algorithms.base import BEFORE_ALL, CLIP, Broadcast, Pending, Problem, Question, SiloProgram, SiloView
+from secure_fvi.algorithms.base import (
+    BEFORE_ALL,
+    CLIP,
+    Broadcast,
+    Pending,
+    Phase,
+    Problem,
+    Question,
+    SiloProgram,
+    SiloView,
+)
 from secure_fvi.contracts import read_at_silo
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
@@ -56,8 +66,8 @@ _MAKES_UP = 10
 class Limits(NamedTuple):
     """What a site lets a server do within the job's order. None: no limit of the site's own."""
 
-    rounds: int | None = None  # answered
-    missing: int = 0  # silos that a cohort may lack of those that the job asks in a round
+    rounds: int | None = None  # answered, and sums besides them
+    missing: int = 0  # silos that a cohort may lack of those that the job asks in a round; in sums besides them, none
     differences: int = 0  # rounds with such a cohort, or, where `lacking`, with such a total
     lacking: bool = False  # whether a total that lacks silos of its cohort counts as one over a smaller cohort
     left_out: int | None = None  # answers of this silo that the server did not use, one more for every ten that it did
@@ -71,7 +81,7 @@ class Past(NamedTuple):
     claimed: str = ""  # digest of that question
     asked: Question = BEFORE_ALL  # the last one answered
     answers: tuple[int, ...] = ()  # by phase
-    rounds: int = 0  # answered
+    rounds: int = 0  # answered, and sums besides them
     used: int = 0  # the last sum of which it knows that it was used with its term
     settled: Question = BEFORE_ALL  # which that sum answered
     together: tuple[str, ...] = ()  # who was asked it
@@ -351,7 +361,8 @@ class Silo:
                 f"silo '{self.name}': the server says that sum {newest} was not used, and has shown that silos signed "
                 "it, with this one among its survivors: the others may be told that it was"
             )
-        local = self.program.commit(self.local, pending, accepted)
+        # What ends a job brings the last q, which a silo's own state follows whether the sum came about or not.
+        local = self.program.commit(self.local, pending, newest if self._phase_of(past).ends else accepted)
         if accepted == newest:
             absent, seen = self._sum.absent_from(question), past.seen
             if absent is not None:
@@ -364,7 +375,7 @@ class Silo:
     def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:
         """The past with this question in it. Raises ProtocolError where it is not its turn, or is past a limit."""
         limits, phases = self.limits, self.program.order.phases
-        ended = past.answers and list(phases.values())[past.asked.place].ends
+        ended = past.answers and self._phase_of(past).ends
         after = question.round == past.asked.round and phases[broadcast.phase].ends
         if question <= past.asked or (ended and not after):
             raise ProtocolError(
@@ -378,7 +389,8 @@ class Silo:
             raise ProtocolError(
                 f"silo '{self.name}': phase '{broadcast.phase}' was answered {phase.most} times, as agreed"
             )
-        rounds = past.rounds + (phase.counts and (question.round > past.asked.round or not past.rounds))
+        begins = question.round > past.asked.round or not self._phase_of(past).counts
+        rounds = past.rounds + (begins or not phase.counts)
         if limits.rounds is not None and rounds > limits.rounds:
             raise ProtocolError(
                 f"silo '{self.name}': {limits.rounds} rounds were answered, and its site allows no more"
@@ -399,21 +411,24 @@ class Silo:
         return past.left_out > self.past.left_out or bool(self._sum.absent_from(bytes.fromhex(past.answered)))
 
     def _skipped(self, past: Past, question: Question) -> int:
-        """In how many rounds since its last answer this silo was not asked, though the job asks it: they are
-        differences as well, which others count. Raises ProtocolError for more than its own site allows."""
-        limits, order = self.limits, self.program.order
+        """How many questions of the job's rounds since its last answer this silo was not asked, though the job asks it:
+        they are differences as well, which others count. Raises ProtocolError for more than its own site allows."""
+        limits, order, skipped = self.limits, self.program.order, 0
         if not limits.lacking:
             return 0
-        phases, skipped = [(name, phase) for name, phase in order.phases.items() if phase.counts], 0
         most = limits.differences - past.differences if limits.missing else 0
-        for at in range(past.asked.round + 1, question.round):
-            skipped += any(at in phase.rounds and self.name in order.cohort(at, name) for name, phase in phases)
+        for at, phase in order.between(past.asked, question):
+            skipped += self.name in order.cohort(at.round, phase)
             if skipped > max(most, 0):
                 raise ProtocolError(
-                    f"silo '{self.name}': it was not asked in round {at}, and the job asks it: a total without it, "
-                    f"past the {limits.differences} that its site allows (max_missing, max_differences)"
+                    f"silo '{self.name}': it was not asked in round {at.round}, and the job asks it: a total without "
+                    f"it, past the {limits.differences} that its site allows (max_missing, max_differences)"
                 )
         return skipped
+
+    def _phase_of(self, past: Past) -> Phase:
+        """That of the last question answered."""
+        return list(self.program.order.phases.values())[past.asked.place]
 
     def _may_lack(self, past: Past, broadcast: Broadcast) -> int | None:
         """How many of the cohort the total may lack, by this site's limits; None for as many as its sums allow. Cohort
@@ -421,6 +436,8 @@ class Silo:
         limits = self.limits
         if not limits.lacking:
             return None
+        if not self.program.order.phases[broadcast.phase].counts:
+            return 0
         short = len(self.program.order.cohort(broadcast.round, broadcast.phase)) - len(broadcast.cohort)
         return max(0, limits.missing - short) if short or past.differences < limits.differences else 0
 
@@ -433,6 +450,11 @@ class Silo:
         missing = len(asked) - len(cohort)
         if len(set(cohort)) != len(cohort) or not set(cohort) <= set(asked) or not missing:
             raise ProtocolError(f"silo '{self.name}': the cohort is not the one that the job asks in this round")
+        if not self.program.order.phases[broadcast.phase].counts:
+            raise ProtocolError(
+                f"silo '{self.name}': the cohort lacks {missing} silos, and phase '{broadcast.phase}' is asked of all "
+                "or of none, whatever its site lets rounds lack"
+            )
         if missing > limits.missing:
             raise ProtocolError(
                 f"silo '{self.name}': the cohort lacks {missing} silos of those that the job asks; its site allows "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secure_fvi.dictionary import Column, Dictionary, parse_dictionary, read_dictionary
+from secure_fvi.dictionary import MOST_BYTES, MOST_COLUMNS, Column, Dictionary, parse_dictionary, read_dictionary
 from secure_fvi.errors import InputError
+from secure_fvi.runs.config import parse
 
 FILE = """
 format = 1
@@ -46,6 +48,38 @@ at_most = "n"
 kind = "integer"
 low = 1
 """
+
+
+def test_a_dictionary_of_another_is_read_in_bounded_time(tmp_path: Path) -> None:
+    """Levels were counted one by one over all: 200,000 took an hour. A file has a length, and a number of columns, from
+    which on nothing of it is parsed. The control is one just below."""
+    levels = tuple(f"level {k}" for k in range(200_000))
+    began = time.process_time()
+    assert len(Column("category", levels=levels).levels) == 200_000
+    assert time.process_time() - began < 20
+    with pytest.raises(InputError, match="level 'level 7' stands twice"):
+        Column("category", levels=(*levels, "level 7"))
+    path = tmp_path / "d.toml"
+    path.write_text(FILE + "#" * (MOST_BYTES - len(FILE)))
+    assert "age" in read_dictionary(path).columns
+    path.write_text(FILE + "#" * (MOST_BYTES - len(FILE) + 1))
+    with pytest.raises(InputError, match=r"d\.toml: longer than the 4194304 bytes"):
+        read_dictionary(path)
+    many = "".join(f'[columns.c{k}]\nkind = "id"\n' for k in range(MOST_COLUMNS + 1))
+    with pytest.raises(InputError, match="10001 columns, of which a dictionary may have 10000"):
+        parse_dictionary(f"format = 1\n{many}", "theirs")
+
+
+def test_a_formula_of_a_job_has_a_length() -> None:
+    """The control is one that is as long as it may be."""
+    table = {
+        "model": {"formula": "y ~ x" + " " * 9_995, "dictionary": "d.toml"},
+        "silo": [{"id": "a", "data": "a.csv"}],
+    }
+    assert len(parse(table, "job").model.formula or "") == 10_000
+    table["model"] = {"formula": "y ~ x" + " " * 9_996, "dictionary": "d.toml"}
+    with pytest.raises(InputError, match="10000 characters"):
+        parse(table, "job")
 
 
 def test_a_file_reads_as_it_says_and_writes_back_the_same(tmp_path: Path) -> None:

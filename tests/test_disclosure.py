@@ -20,26 +20,29 @@ from secure_fvi.privacy.gate import Gate
 from secure_fvi.runs.config import Engine
 
 RECORD = {"noise_multiplier": 2.0, "delta": 1e-7}
+#: Sums from which single silos' terms are solved for, as the job says.
+OPEN = sf.PVI(schedule="asynchronous", reveal_changes=True)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "aggregation", "privacy", "kinds"),
     [
-        (sf.SFVI(), sf.Masked(), None, ()),
-        (sf.SFVI(sampling_rate=0.1), sf.Masked(), None, ("sampled_records",)),
+        (sf.SFVI(), sf.Masked(), None, ("final_likelihood",)),
+        (sf.SFVI(iterations=5), sf.Masked(), None, ()),
+        (sf.SFVI(sampling_rate=0.1), sf.Masked(), None, ("final_likelihood", "sampled_records")),
         (sf.SFVI(sampling_rate=0.1, iterations=5), sf.Masked(), sf.RecordDP(**RECORD), ()),
-        (sf.SFVI(participation=0.5), sf.Masked(), None, ("changing_cohorts",)),
-        (sf.SFVI(participation=0.01), sf.Plain(), None, ("single_silos",)),
+        (sf.SFVI(participation=0.5), sf.Masked(), None, ("changing_cohorts", "final_likelihood")),
+        (sf.SFVI(participation=0.01), sf.Plain(), None, ("single_silos", "final_likelihood")),
         (sf.FedAvg(sampling_rate=0.01, local_steps=1), sf.Masked(), None, ("sampled_records",)),
         (sf.FedAvg(sampling_rate=0.01, local_steps=500), sf.Masked(), None, ("sampled_records",)),
-        (sf.SFVIAvg(sampling_rate=0.1), sf.Masked(), None, ("sampled_records",)),
-        (sf.PVI(sampling_rate=0.1), sf.Masked(), None, ("sampled_records",)),
+        (sf.SFVIAvg(sampling_rate=0.1), sf.Masked(), None, ("final_likelihood", "sampled_records")),
+        (sf.PVI(sampling_rate=0.1), sf.Masked(), None, ("final_likelihood", "sampled_records")),
         (sf.FedVI(), sf.Masked(), None, ("sampled_records",)),
-        (sf.SFVIAvg(barycenter="trusted"), sf.Plain(), None, ("per_silo_rows",)),
-        (sf.PVI(schedule="asynchronous"), sf.Masked(), None, ("single_silos", "changing_cohorts")),
-        (sf.PVI(schedule="asynchronous", buffer=6), sf.Masked(), None, ()),
+        (sf.SFVIAvg(barycenter="trusted"), sf.Plain(), None, ("per_silo_rows", "final_likelihood")),
+        (OPEN, sf.Masked(), None, ("single_silos", "changing_cohorts", "final_likelihood")),
+        (sf.PVI(schedule="asynchronous", buffer=6), sf.Masked(), None, ("final_likelihood",)),
         (sf.PVI(schedule="asynchronous", rounds=5), sf.Masked(), sf.SiloDP(**RECORD), ()),
-        (sf.PVI(schedule="sequential", reveal_changes=True), sf.Plain(), None, ("single_silos",)),
+        (sf.PVI(schedule="sequential", reveal_changes=True), sf.Plain(), None, ("single_silos", "final_likelihood")),
         (sf.VCL(reveal_changes=True), sf.Plain(), None, ("single_silos",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(public_counts=True, **RECORD), ("exact_counts",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(objective_share=0.2, **RECORD), ("objective",)),
@@ -67,6 +70,8 @@ def test_a_policy_may_list_each_disclosure_and_nothing_else() -> None:
         (sf.SFVIAvg(barycenter="trusted"), sf.Homomorphic(), None, "hide it in name only"),
         (sf.PVI(schedule="sequential", reveal_changes=True), sf.Masked(), None, "schedule = 'sequential'"),
         (sf.PVI(schedule="asynchronous", buffer=1), sf.Masked(), None, "buffer = 1"),
+        (sf.PVI(schedule="asynchronous"), sf.Masked(), None, "equations for each silo's own term"),
+        (sf.PVI(schedule="asynchronous"), sf.Homomorphic(), None, "Say reveal_changes = true to accept this"),
         (sf.VCL(reveal_changes=True), sf.Masked(), None, "reveal_changes = true"),
         (sf.SFVI(participation=0.1), sf.Masked(), None, "participation = 0.1"),
         (sf.SFVI(participation=0.4), sf.Masked(), None, "asks 2 of 6 silos .* min_cohort = 3"),
@@ -95,6 +100,26 @@ def test_sums_are_counted_by_phase_with_their_iterations() -> None:
     assert warm.rounds == 11
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "most"), [(sf.SFVIAvg(rounds=7), 5), (sf.SFVI(), 4), (sf.PVI(), 4), (sf.PVI(rounds=2), 1),
+    (sf.BCM(prior="split"), 1), (sf.SFVI(iterations=5), 0)], ids=lambda a: str(a)[:9],
+)  # fmt: skip
+def test_sums_besides_the_rounds_are_counted_and_said(algorithm: Any, most: int) -> None:
+    """As the program's order has them, which silos go by. They lack nobody, whatever rounds may lack."""
+    problem, sums = make_intercepts(), sf.Masked(min_cohort=2, max_missing=1, max_differences=9)
+    found = disclose(algorithm, sums, None, 3)
+    assert found.besides == most
+    assert {p.at_least for p in found.phases if p.besides} <= {3}
+    assert [line.count("besides the rounds") for line in found.lines()].count(1) == sum(p.besides for p in found.phases)
+    assert (f"{found.rounds + most} in all" in found.lines()[0]) is bool(most)
+    server, _, _ = build_parties(problem.model, problem.silos, algorithm, sums, compile=False)
+    counted = {name: phase.counts for name, phase in server.program.order.phases.items()}
+    assert counted == {p.phase: not p.besides for p in found.phases if p.phase in counted}
+    assert (found.missing, found.differences) == (1, 9)
+    assert any("9 exact sums of its rounds may lack up to 1 silo" in line for line in found.lines())
+    assert disclose(algorithm, sf.Masked(min_cohort=2, max_missing=1), None, 3).missing == 0
+
+
 def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
     settings = sf.RecordDP(dropouts=2, **RECORD)
     assert disclose(sf.SFVI(iterations=3), sf.Masked(), settings, 10).at_least == 8
@@ -103,8 +128,10 @@ def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
 
 def test_a_silo_is_not_dropped_where_no_sum_may_lack_one() -> None:
     drop = Engine(on_loss="drop")
-    with pytest.raises(InputError, match="on_loss = 'drop': no sum of this job may lack a silo"):
-        check_carried(disclose(sf.SFVI(), sf.Masked(min_cohort=3), None, 3), drop)
+    for sums in (sf.Masked(min_cohort=3), sf.Masked(min_cohort=2, max_missing=1)):
+        with pytest.raises(InputError, match="on_loss = 'drop': no sum of this job may lack a silo"):
+            check_carried(disclose(sf.SFVI(), sums, None, 3), drop)
+    check_carried(disclose(sf.SFVI(), sf.Masked(min_cohort=2, max_missing=1, max_differences=1), None, 3), drop)
     check_carried(disclose(sf.SFVI(), sf.Plain(), None, 3), drop)
     check_carried(disclose(sf.SFVI(iterations=3), sf.Masked(), sf.RecordDP(**RECORD), 3), drop)
 

@@ -162,6 +162,19 @@ def test_rounds_come_to_an_end() -> None:
         engine.run(server.round())
 
 
+@pytest.mark.parametrize("most", [3, 4])
+def test_sums_besides_the_rounds_count_as_answers(most: int) -> None:
+    """A count, two merges with an iteration each, and an end: four, of which a site that says 3 makes no last one."""
+    algorithm = sf.SFVIAvg(rounds=2, local_steps=2, bures_iterations=2, tolerance=0.0, family="full")
+    server, engine, silo = parties(algorithm)
+    silo.limits = Limits(rounds=most)
+    for _ in range(5):
+        engine.run(server.round())
+    with pytest.raises(ProtocolError, match="3 rounds were answered") if most == 3 else nullcontext():
+        engine.run(server.round())
+    assert silo.past.rounds == most
+
+
 def test_phases_come_in_their_order_and_number() -> None:
     """SFVI-Avg: one count, merges with their iterations, one end, and nothing after it."""
     problem = make_intercepts()

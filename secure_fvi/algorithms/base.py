@@ -7,7 +7,7 @@ of the driver builds its own program, so the server's never meets data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -89,7 +89,14 @@ class Phase(NamedTuple):
     most: int
     iterations: range = range(1)  # a round's, by the scalar "iteration" of the broadcast
     ends: bool = False  # whether nothing is asked after it, but phases of the same round that end the job too
-    counts: bool = True  # whether its rounds are rounds of the job: not those of a sum before or after them
+    #: Whether its rounds are rounds of the job. A sum before or after them is of all silos or of none: no later round
+    #: shows a silo that it was left out.
+    counts: bool = True
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its broadcasts name an iteration."""
+        return len(self.iterations) > 1 or bool(self.iterations[0])
 
 
 #: Scalar of a broadcast whose phase repeats within a round.
@@ -153,7 +160,8 @@ def form(
 
 
 class Order(NamedTuple):
-    """The questions of a job, the same at every party: what a silo answers, once each and in this order."""
+    """The questions of a job, the same at every party: what a silo answers, once each and in this order. In its rounds
+    every phase is asked, and every iteration."""
 
     phases: Mapping[str, Phase]  # in their order within a round
     cohort: Callable[[int, str], tuple[str, ...]]  # the silos that are asked in a round, by phase; a public coin
@@ -169,11 +177,23 @@ class Order(NamedTuple):
         phase = self.phases.get(message.phase)
         if phase is None:
             raise ProtocolError("the algorithm has no phase of the given name")
-        iteration = message.scalars.get(ITERATION, 0) if len(phase.iterations) > 1 or phase.iterations[0] else 0
+        iteration = message.scalars.get(ITERATION, 0) if phase.repeats else 0
         if message.round not in phase.rounds or iteration not in phase.iterations:
             raise ProtocolError(f"the job has no round {message.round} with this phase, or no such iteration of it")
         self.forms[message.phase].check(message)
         return Question(message.round, list(self.phases).index(message.phase), int(iteration))
+
+    def between(self, last: Question, following: Question) -> Iterator[tuple[Question, str]]:
+        """The questions of the job's rounds after one and before another, with their phases."""
+        phases = list(self.phases.items())
+        stop = (
+            following.round + phases[following.place][1].counts
+        )  # of a round in which a job ends nothing else is asked
+        for round_ in range(max(last.round, 0), stop):
+            for place, (name, phase) in enumerate(phases):
+                if phase.counts and round_ in phase.rounds:
+                    asked = (Question(round_, place, k if phase.repeats else 0) for k in phase.iterations)
+                    yield from ((question, name) for question in asked if last < question < following)
 
     def answered(self, message: Broadcast) -> dict[int, Question]:
         """The question that each sum named in `message` answered, by index; 0 stands for none. Raises ProtocolError for
@@ -317,6 +337,11 @@ class ServerProgram(Protocol):
     @property
     def terms(self) -> Mapping[str, Terms]:
         """What each phase releases under differential privacy, the same at every party; empty without."""
+        ...
+
+    @property
+    def order(self) -> Order:
+        """The questions that silos answer."""
         ...
 
     def init(self) -> Any:

@@ -120,7 +120,7 @@ class BCM(Baseline):
     def declare(self, silos: int, private: bool) -> Declaration:
         sums = [Sums(ROUND_PHASE, 1, _WHAT, silos)]
         if self.splits and self.total_records is None and not private:
-            sums.insert(0, Sums(COUNT, 1, "its number of records", silos))
+            sums.insert(0, Sums(COUNT, 1, "its number of records", silos, besides=True))
         return Declaration(1, tuple(sums), _KEEPS, share=self.sampling_rate)
 
 

@@ -104,7 +104,7 @@ def averaged_sums(config: Any, silos: int, private: bool) -> tuple[Sums, ...]:
     what = "the change of its own copy of the point, times its weight, its part of the objective, its number of records"
     sums = (Sums(AVERAGE, config.rounds, what, *drawn(silos, config.participation)),)
     if config.prior and config.total_records is None and not private:
-        return (Sums(COUNT, 1, "its number of records", silos), *sums)
+        return (Sums(COUNT, 1, "its number of records", silos, besides=True), *sums)
     return sums
 
 

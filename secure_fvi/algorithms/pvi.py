@@ -108,7 +108,8 @@ class PVI(LocalFitOptions):
     `buffer` that are done first answer. A change fitted against the q of `a` rounds ago counts 1 / (1 + a). 0: fits end
     within a round, and the silos of a round are drawn."""
     reveal_changes: bool = False
-    """Accepts what a sequential schedule shows."""
+    """Accepts what a sequential schedule shows, or what exact sums of an asynchronous one tell, masked or not: they are
+    equations for each silo's changes."""
     damping: Damping = "auto"
     """Share of the change that is taken. "auto" begins at one over the silos asked, which keeps q proper whatever they
     send, grows while successive changes point the same way and halves when they turn; a step after which q is improper
@@ -154,15 +155,14 @@ class PVI(LocalFitOptions):
         if not private:
             counts = "; whether it could fit, tempered its cavity, or would move q further"
             final = f"{DISCLOSED if self.rounds is None else DISCLOSED_OF_SLOPE}; its number of records"
-            sums = (dataclasses.replace(sums[0], what=what + counts), Sums(FINISH, 1, final, silos))
+            sums = (dataclasses.replace(sums[0], what=what + counts), Sums(FINISH, 1, final, silos, besides=True))
         if not private and self.rounds is None:
-            more = f"{refining.DISCLOSED}; its number of records"
-            sums = (*sums, Sums(REFINE, refining.SUMS, more, silos))
+            sums = (*sums, refining.declared(silos))
         because = f"schedule = '{self.schedule}'"
         if self.schedule == "asynchronous":
             because += f", buffer = {self.buffer}"
         keeps = "its site and its own latents' posterior"
-        return Declaration(self.most_rounds, sums, keeps, False, self.sampling_rate, because)
+        return Declaration(self.most_rounds, sums, keeps, False, self.sampling_rate, because, self.reveal_changes)
 
     def server(self, problem: Problem) -> PVIProgram:
         """Raises InputError for what the model or its privacy do not allow."""
@@ -753,17 +753,18 @@ class PVIProgram(Program):
 
     def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After the final sum."""
-        whole = int(present.sum()) == len(self.problem.silos)
-        rest = stationarity.at_rest(
-            self.problem, state.q, state.theta, self._log_prior(state), self._final_draws(), sums, self.config.bound
-        )
-        state = state._replace(phase=ROUND_PHASE, rest=rest if whole else Rest(), checked=whole)
+        whole, rest = int(present.sum()) == len(self.problem.silos), Rest()
+        if whole:
+            rest = stationarity.at_rest(
+                self.problem, state.q, state.theta, self._log_prior(state), self._final_draws(), sums, self.config.bound
+            )
+        state = state._replace(phase=ROUND_PHASE, rest=rest, checked=whole)
         refines = REFINE in self.tables and whole and (not state.theta or self.at_rest(state))
         if refines and self.refiner.fits and refining.worthwhile(rest):
             begun = self.refiner.begun(state.q, rest, self._of_q(state).converged is True)
             state = state._replace(phase=REFINE, refining=begun)
         finished = state.phase == ROUND_PHASE
-        return state, Step(rest.objective if whole else math.nan, state.damping, None, FINISH, finished)
+        return state, Step(rest.objective, state.damping, None, FINISH, finished)
 
     def _refined(self, state: PVIState, message: Broadcast, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After one more sum at draws near q."""

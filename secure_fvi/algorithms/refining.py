@@ -36,6 +36,7 @@ from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.weighing import CLOSE, UP_TO_NATS, Weigher, errors, points, reported
 from secure_fvi.compiled import over_draws
+from secure_fvi.disclosure import Sums
 from secure_fvi.errors import ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.families.gaussian import LOG_2PI
@@ -47,7 +48,7 @@ REFINE, REFINED = "refine", "refined"
 PROPOSAL = "proposal"
 #: Sums at most, draws of each, and each how many-eth is evaluated on other nodes too.
 SUMS, DRAWS, _AGAIN = 3, 1024, 4
-DISCLOSED = (
+_DISCLOSED = (
     f"the log-likelihood at q's mean, and, relative to that, at {DRAWS} draws of a wider distribution near q, which "
     "all parties derive from the broadcast; of numbers out of range, that they are"
 )
@@ -188,6 +189,11 @@ def start() -> Refining:
     """Before there is anything to refine."""
     none = torch.zeros(0, dtype=torch.float64)
     return Refining(0, none, none, none, none, none, math.nan, Found(none), "", False)
+
+
+def declared(silos: int) -> Sums:
+    """The sums, as an algorithm declares them."""
+    return Sums(REFINE, SUMS, f"{_DISCLOSED}; its number of records", silos, besides=True)
 
 
 def worthwhile(rest: Rest) -> bool:

@@ -204,13 +204,13 @@ class SFVIAvg:
         sums = [Sums(MERGE, self.rounds, f"{merged}; {bound}", asked, cohort)]
         if not private:
             if self.total_records is None:
-                sums.insert(0, Sums(COUNT, 1, bound, silos))
+                sums.insert(0, Sums(COUNT, 1, bound, silos, besides=True))
             if self.bures_iterations > 1 and self.family != "diagonal":
                 again = self.rounds * (self.bures_iterations - 1)
                 what = "its covariance, as one iteration sees it; its weight, which is its number of records"
                 sums.append(Sums(BURES, again, what, asked, cohort))
-            sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos))
-            sums.append(Sums(REFINE, refining.SUMS, f"{refining.DISCLOSED}; its number of records", silos))
+            sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos, besides=True))
+            sums.append(refining.declared(silos))
         keeps = "its own latents' posterior and its optimiser's state"
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
         return Declaration(self.rounds, tuple(sums), keeps, self.reveals_silos, self.sampling_rate, because)

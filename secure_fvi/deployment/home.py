@@ -18,10 +18,12 @@ The folder belongs to one user; group and others may not write to it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Literal
@@ -57,13 +59,15 @@ class _Accepted(Table):
 
 
 class Home:
-    """The folder of one site. Everything is read anew when asked for, so that installed files count at once."""
+    """The folder of one site. Everything is read anew when asked for, so that installed files count at once; of the
+    roster in force, and the identity in it, what was checked is kept for as long as no file of it has changed."""
 
     def __init__(self, path: Path, passphrase: str | None = None) -> None:
         """Raises InputError where there is no site, or where others may write to its folder."""
         self.path, self.passphrase = path, passphrase
         site = parse_table(read_bytes(path / "site.toml", "the site's file"), _Site, f"'{path / 'site.toml'}'")
         self.id, self.role, self.addresses = site.id, site.role, site.addresses
+        self._checked: tuple[_Files, ConsortiumRoster, Identity] | None = None
         check_private(path)
 
     def __repr__(self) -> str:
@@ -149,6 +153,8 @@ class Home:
 
     def identity_in(self, roster: ConsortiumRoster) -> Identity:
         """The present identity, or the one that is being rotated in, whichever `roster` names for this site."""
+        if self._checked is not None and self._checked[1] is roster and self._checked[0] == self._files():
+            return self._checked[2]
         named = roster.member(self.id).identity_key
         for path in (self.path / "identity.pem", self.path / "next" / "identity.pem"):
             if path.exists():
@@ -226,10 +232,30 @@ class Home:
         Raises ProtocolError that names the reason: a signature, the time, this site's own entry, or that it is not the
         roster that this site has accepted.
         """
-        serial = self.in_force
+        files = self._files()
+        if self._checked is not None and self._checked[0] == files:
+            self._checked[1].check_time(now)
+            return self._checked[1]
+        serial, self._checked = self.in_force, None
         if not serial:
             raise InputError(f"no roster is in force in '{self.path}'; put one in force with `keys roster verify`")
-        return self.check_roster(self.roster_file(serial), now)
+        found = self.check_roster(self.roster_file(serial), now)
+        if max(seen[-1] for seen in files) + _TICK < time.time_ns():
+            self._checked = files, found, self.identity_in(found)
+        return found
+
+    def _files(self) -> _Files:
+        """Which files `roster` was read from: a replaced, added or altered one shows."""
+        own = ("accepted.json", *(f"{f}{n}" for f in ("", "next/") for n in ("identity.pem", "tls.key", "tls.crt")))
+        paths = [self.path / name for name in own]
+        for folder in sorted((self.path / "rosters").glob("*")):
+            paths += [folder, *(sorted(folder.iterdir()) if folder.is_dir() else ())]
+        found = []
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                seen = path.stat()
+                found.append((str(path), seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns))
+        return tuple(found)
 
     def check_roster(self, path: Path, now: datetime.datetime) -> ConsortiumRoster:
         """The roster in `path`, checked in the same ways."""
@@ -277,6 +303,12 @@ class Home:
         write_bytes(
             self.path / "accepted.json", self._accepted().model_copy(update=news).model_dump_json(indent=2).encode()
         )
+
+
+#: Path, inode, size, and when it was written and changed, nanoseconds.
+_Files = tuple[tuple[str, int, int, int, int], ...]
+#: Two changes of one file within so many nanoseconds may bear the same time.
+_TICK = 100_000_000
 
 
 def make_tls(

@@ -24,6 +24,7 @@ Allowed = Literal[
     "per_silo_rows",
     "single_silos",
     "changing_cohorts",
+    "final_likelihood",
     "sampled_records",
     "exact_counts",
     "objective",
@@ -43,7 +44,7 @@ rosters = []        # hashes of the rosters that this site accepts: secure-fvi k
 algorithms = []     # such as "sfvi", "sfvi-avg", "pvi"
 aggregations = []   # such as "masked", "homomorphic"; "plain" shows the server each silo's numbers
 min_cohort = 3      # fewer silos in a sum, losses counted: refused
-max_rounds = 0      # more rounds than this in a job: refused
+max_rounds = 0      # more rounds than this in a job, sums before and after them counted: refused
 sandbox = "required"  # "off" runs a model's own code in the process that holds keys and data
 package = "same"    # the server's secure_fvi has to be this site's, file by file; "any", or digests of both
 # silos = "all"        # or a share such as 0.5: a job that asks fewer of the roster's silos is refused

@@ -57,8 +57,8 @@ _JUDGED = {
     "Conditional": "scale coupling varying_scale",
     "Amortised": "encoder features see_global block",
     "Plain": "",
-    "Masked": "min_cohort max_missing bits consistency_check batch corrupt lost",
-    "Homomorphic": "scheme masks min_cohort max_missing batch corrupt lost",
+    "Masked": "min_cohort max_missing max_differences bits consistency_check batch corrupt lost",
+    "Homomorphic": "scheme masks min_cohort max_missing max_differences batch corrupt lost",
     "RecordDP": _OF_DP + "objective_share objective_bound public_counts",
     "SiloDP": _OF_DP + "target_quantile quantile_rate quantile_share",
     "Config": "seed model data partition silo response alignment algorithm aggregation privacy run engine",
@@ -78,6 +78,7 @@ _FOLLOWS_FROM = {
     "per_silo_rows": "barycenter",
     "single_silos": "schedule reveal_changes passes buffer participation",
     "changing_cohorts": "schedule buffer participation",
+    "final_likelihood": "iterations rounds",
     "sampled_records": "sampling_rate batch_size",
     "exact_counts": "public_counts",
     "objective": "objective_share",
@@ -160,8 +161,9 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
         return
     yield from _sums(found, sums, policy)
     yield from _silos(offer, policy, roster)
-    if found.rounds > policy.max_rounds:
-        yield f"it may run {found.rounds} rounds (at most {policy.max_rounds})"
+    if found.rounds + found.besides > policy.max_rounds:
+        besides = f" and {found.besides} sums besides" if found.besides else ""
+        yield f"it may run {found.rounds} rounds{besides} (at most {policy.max_rounds})"
     for p in found.phases:
         if p.at_most > max(policy.max_rounds, found.rounds):
             yield f"its phase '{p.phase}' may take {p.at_most} sums (at most {policy.max_rounds})"
@@ -248,6 +250,11 @@ def _sums(found: Disclosure, sums: SecureSum, policy: SitePolicy) -> Iterator[st
     if bounded and allowed is not None and found.missing > allowed:
         option = "privacy.dropouts" if found.privacy is not None else "aggregation.max_missing"
         yield f"its sums may lack {found.missing} of the silos asked, by {option} (max_missing: at most {allowed})"
+    if found.differences > policy.max_differences:
+        yield (
+            f"{found.differences} of its sums may lack silos, by aggregation.max_differences (max_differences: at most "
+            f"{policy.max_differences})"
+        )
 
 
 def _silos(offer: JobOffer, policy: SitePolicy, roster: ConsortiumRoster | None) -> Iterator[str]:

@@ -295,14 +295,14 @@ class SiteJob:
     def _silo(self, secure_sum: SumSilo) -> Silo:
         policy, private = self.decision.policy, bool(self.program.terms)
         # Under privacy the gate asks for whole cohorts: the noise was planned for them. Other sites may allow less than
-        # this one: what the job says that its sums may lack is what they agreed to.
+        # this one: what the job says that its sums may lack, and how many of them, is what all agreed to.
         missing = min(policy.max_missing(private) or 0, self.disclosed.missing)
         # In a plain sum the server has every term anyway.
         plain = isinstance(self.aggregation, Plain)
         unused = None if plain else policy.max_missing(private)
         # Under privacy totals have noise, planned for those that may be missing: their differences tell no more.
         lacking = not private and not plain
-        limits = Limits(policy.max_rounds, missing, policy.max_differences, lacking, _LEFT_OUT, unused)
+        limits = Limits(policy.max_rounds, missing, self.disclosed.differences, lacking, _LEFT_OUT, unused)
         name, gate, released = self.home.id, self.guards.gates[self.home.id], self.guards.released(self.home.id)
         with _of_data(name):  # the algorithm's own start
             silo = Silo(name, self.program, self.view, secure_sum, gate, limits, released)

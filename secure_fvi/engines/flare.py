@@ -37,6 +37,7 @@ from secure_fvi.engines.flare_kits import (
     DATA_VARIABLE,
     REPEATABLE_VARIABLE,
     Job,
+    ended_file,
     job_file,
 )
 from secure_fvi.engines.remote import Patience, Remote, shown
@@ -160,7 +161,7 @@ class FlareCarrier(Remote):
                     flying[site] = self._threads.submit(self._send, site, letters[site][0])
             wait(flying.values(), _PAUSE, FIRST_COMPLETED)
             for site in [s for s, asked in flying.items() if asked.done()]:
-                reply = flying.pop(site).result()
+                reply = self._said(flying.pop(site))
                 self._take(site, reply, letters[site][1])
                 again[site] = time.monotonic() + (0 if reply.get(BUSY) else _PAUSE)
             self._check(began)
@@ -170,6 +171,15 @@ class FlareCarrier(Remote):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _said(asked: Future[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What FLARE brought back. Whatever its network makes it raise is nobody's word: nothing came back."""
+        try:
+            return asked.result()
+        except Exception as error:
+            _log.warning("FLARE could not bring a letter (%s)", type(error).__name__)
+            return {}
 
     def _letter(self, site: str, body: bytes) -> tuple[bytes, bytes]:
         return write_letter(Letter(self._home.id, site, self._job, secrets.token_bytes(32), 0, body), self._home)
@@ -230,10 +240,10 @@ def _said() -> Callable[[Progress], None]:
     return note
 
 
-def left(name: str, again: bool, text: str) -> None:
-    """What the launcher reads: whether the job may be submitted again, and why it has ended."""
+def left(name: str, incarnation: str, again: bool, text: str) -> None:
+    """What the launcher reads of its own job of FLARE: whether the job may be submitted again, and why it has ended."""
     with contextlib.suppress(OSError, SecureFVIError):
-        path = job_file(home_of_environment().path, name).with_suffix(".ended")
+        path = ended_file(home_of_environment().path, name, incarnation)
         write_atomically(path, f"{'again' if again else 'over'}\n{text}".encode())
 
 

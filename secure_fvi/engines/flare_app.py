@@ -69,7 +69,7 @@ class ServerController(Controller):  # type: ignore[misc]
         except SecureFVIError as error:
             text = shown(str(error).encode())
             _log.error("%s", text)
-            left(self.job, isinstance(error, Ended), text)
+            left(self.job, str(fl_ctx.get_job_id()), isinstance(error, Ended), text)
             self.system_panic(text, fl_ctx)
 
 

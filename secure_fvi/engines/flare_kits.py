@@ -149,6 +149,12 @@ def job_file(home: Path, name: str) -> Path:
     return home / "flare" / "jobs" / f"{name}.toml"
 
 
+def ended_file(home: Path, name: str, incarnation: str) -> Path:
+    """What a job's controller leaves, in this job of FLARE alone: one that FLARE had begun before may end later."""
+    plain = "".join(c for c in incarnation if c.isalnum() or c in "-_")
+    return job_file(home, name).with_suffix(f".{plain}.ended")
+
+
 def write_job(home: Path, name: str, job: Job) -> None:
     path = job_file(home, name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -253,7 +259,6 @@ def launch(
     name = out.resolve().name
     job = Job(config=str(config.resolve()), out=str(out.resolve()), overrides=overrides, sandbox=sandbox)
     write_job(home.path, name, job)
-    told = job_file(home.path, name).with_suffix(".ended")
     roster = home.roster(now())
     silos = silo_ids(job_table) or tuple(m.id for m in roster.of_role("silo"))
     sites = [*silos, *(m.id for m in roster.of_role("holder") if job_table.aggregation.kind == "homomorphic")]
@@ -261,13 +266,12 @@ def launch(
     with tempfile.TemporaryDirectory() as work, _Session(admin) as session:
         definition = job_folder(Path(work), name, sites)
         while True:
-            told.unlink(missing_ok=True)
-            began = time.monotonic()
-            say(f"job '{name}' is submitted to FLARE as {session.submit(definition)}")
+            began, incarnation = time.monotonic(), session.submit(definition)
+            say(f"job '{name}' is submitted to FLARE as {incarnation}")
             status = session.wait()
             if RunDirectory(out).state == "finished":
                 return
-            again, why = _told(told, status)
+            again, why = _told(ended_file(home.path, name, incarnation), status)
             if not again:
                 raise SecureFVIError(why)
             before, reached = reached, latest_round(RunDirectory(out).checkpoints) or 0
@@ -283,6 +287,7 @@ def _told(path: Path, status: str) -> tuple[bool, str]:
     if not path.exists():
         return True, f"FLARE has ended the job ({status})"
     again, _, why = path.read_text().partition("\n")
+    path.unlink()
     return again == "again", why
 
 

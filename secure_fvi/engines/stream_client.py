@@ -43,13 +43,10 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _PROBE_SECONDS = 10.0
 
-#: Handshakes in a row that must fail for a reason before it is believed.
-_MOST_DOUBTED = 4
-
 
 class Doubtful(ConnectionError):
-    """A handshake failed in a way that tells of a wrong server, or of a network that spoilt a packet, or of a server
-    that was just being stopped. Says what it would tell."""
+    """A handshake failed in a way that tells of a wrong server, or of somebody on the way to the right one, or of a
+    server that was just being stopped. Says what it would tell: nobody has signed it, so it ends nothing."""
 
 
 #: Job and message in, answer out; raises SecureFVIError to refuse, SessionLost where its session cannot go on.
@@ -94,25 +91,24 @@ class StreamClient:
             call.cancel()
 
     def run(self) -> None:
-        """Answer until stopped. Raises ProtocolError, naming the reason, where either end refuses the other."""
-        pause, said, doubted = _FIRST_PAUSE, False, 0
+        """Answer until stopped. Raises ProtocolError, naming the reason, where either end refuses the other: this one
+        by its own files, the server through TLS. Who is anybody's guess is waited out, and stands in the log."""
+        pause, said = _FIRST_PAUSE, ""
         while not self._stop.is_set():
             try:
                 self._check_peer()
-                doubted = 0
                 began = time.monotonic()
                 self._connected()
                 pause = _FIRST_PAUSE if time.monotonic() - began > 1 else pause
-                said = False
+                said = ""
             except (OSError, grpc.RpcError) as error:
                 if isinstance(error, grpc.RpcError) and error.code() == grpc.StatusCode.PERMISSION_DENIED:
                     raise ProtocolError(f"the server refused this silo: {error.details()}") from None
-                doubted = doubted + 1 if isinstance(error, Doubtful) else 0
-                if doubted >= _MOST_DOUBTED:
-                    raise ProtocolError(f"the server at {self._address} {error}") from None
-                if not said:
-                    _log.info("no connection to %s yet; trying again", self._address)
-                    said = True
+                what = f"the server {error}" if isinstance(error, Doubtful) else "no connection yet"
+                if what != said:
+                    level = logging.WARNING if isinstance(error, Doubtful) else logging.INFO
+                    _log.log(level, "%s: %s; trying again", self._address, what)
+                    said = what
             # Half of the pause is random, so that silos do not come back all at once.
             self._stop.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -149,7 +145,10 @@ class StreamClient:
                 outgoing.put(None)
 
     def _converse(self, frames: Iterator[bytes], outgoing: queue.SimpleQueue[bytes | None], roster: bytes) -> None:
-        welcome = GREETINGS.unpack(next(frames), Welcome, GREETING)
+        greeting = next(frames, None)
+        if greeting is None:  # a server that was just being stopped
+            raise ConnectionError("the stream ended before its greeting")
+        welcome = GREETINGS.unpack(greeting, Welcome, GREETING)
         if welcome.roster != roster:
             raise ProtocolError(f"the server goes by roster {welcome.roster.hex()[:16]}..., not by this silo's")
         agreed({"the server": [welcome.protocol], "this silo": PROTOCOLS})
@@ -217,8 +216,8 @@ def split_address(address: str) -> tuple[str, int]:
 def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
     """The certificate (PEM) with which the server proves itself in a TLS 1.3 handshake.
 
-    Raises ProtocolError where it is not a trusted one or not of the key `name`, OSError where nobody is there, of
-    which Doubtful where the other end speaks no TLS 1.3 or closes: the first bytes of a handshake are not protected.
+    Raises OSError where nobody is there, of which Doubtful where the certificate is not a trusted one or not of the key
+    `name`, or the other end speaks no TLS 1.3, or closes: whoever is on the way can do all of that.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -234,9 +233,7 @@ def peer_certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
             seen = secured.getpeercert(binary_form=True)
             _await_word(secured)
     except ssl.SSLCertVerificationError as error:
-        raise ProtocolError(
-            f"the server at {host}:{port} is not the one in the roster: {error.verify_message}"
-        ) from None
+        raise Doubtful(f"is not the one in the roster: {error.verify_message}") from None
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"):
             raise Doubtful(f"speaks no TLS 1.3 ({error.reason})") from None

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
@@ -92,7 +93,7 @@ class StreamServer(Remote):
         self._logins: dict[bytes, tuple[float, float]] = {}  # by certificate: streams it may open, and since when
         self._number = 0
         self._closing = threading.Event()
-        self.refused: list[str] = []  # why connections were turned away, newest last
+        self.refused: deque[str] = deque(maxlen=1000)  # why connections were turned away, newest last
         self._grpc = grpc.server(
             futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, *self._options())
         )
@@ -149,7 +150,10 @@ class StreamServer(Remote):
 
     def _keep_checking(self) -> None:
         while not self._closing.wait(RECHECK):
-            self.check_links()
+            try:
+                self.check_links()
+            except OSError as error:  # a file that was just being replaced: whether certificates count is looked at on
+                _log.warning("certificates were not looked at again (%s)", error.strerror)
 
     # ---- an exchange ----
 

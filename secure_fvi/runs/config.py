@@ -18,6 +18,8 @@ from secure_fvi.runs.wording import first_error
 VERTICAL = ("soul", "vertical")
 
 Name = Annotated[str, Field(min_length=1)]
+#: A job's may be another's: as long as anybody writes one.
+Formula = Annotated[str, Field(min_length=1, max_length=10_000)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -37,7 +39,7 @@ class Model(Table):
     record_plate: Name | None = None
     silo_sites: tuple[Name, ...] | None = None
     start: dict[Name, float] = Field(default_factory=dict)
-    formula: Name | None = None
+    formula: Formula | None = None
     family: Name | None = None
     dictionary: Name | None = None
     likelihood: Name | None = None

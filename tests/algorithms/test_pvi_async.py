@@ -19,7 +19,7 @@ from secure_fvi.algorithms.pvi import after_turn, delays, first_turns, next_coho
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 
-LATE: dict[str, Any] = {"schedule": "asynchronous", "buffer": 3, "delay": 3}
+LATE: dict[str, Any] = {"schedule": "asynchronous", "buffer": 3, "delay": 3, "reveal_changes": True}
 EXACT: dict[str, Any] = {"local_optimizer": "closed_form", "family": "full"}
 SIZES = (7, 30, 12, 20, 9)
 

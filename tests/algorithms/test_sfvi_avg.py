@@ -212,6 +212,21 @@ def test_a_silo_lost_in_the_first_sum_of_a_merge_has_no_weight_in_the_rest() -> 
     assert server.state.algorithm.records == 60
 
 
+def test_latents_refer_to_the_last_merge_where_the_last_sum_is_not_made() -> None:
+    """A silo is lost there, so that nobody's answer is used. The control is that silo, which did not hear of the last
+    q."""
+    server, engine = _parties(make_slopes(), sf.SFVIAvg(rounds=1, local_steps=20, tolerance=0.0))
+    lossy = _Lossy(engine.silos)
+    while server.state.algorithm.phase != "finish":
+        lossy.run(server.round())
+    lossy.away = ("silo-2",)
+    assert lossy.run(server.round()).finished
+    merged = server.program.posterior(server.state.algorithm).eta["loc"]
+    for name, silo in engine.silos.items():
+        silo.settle(server.state.accepted)
+        assert torch.equal(silo.local.anchor, merged) is (name != "silo-2")
+
+
 @pytest.mark.slow
 def test_a_merge_of_a_drawn_cohort_is_that_cohorts() -> None:
     """Three of six silos a round, at a constant rate: the mean of their own optima, within 0.02.

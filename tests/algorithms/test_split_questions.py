@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyro.distributions as dist
 import pytest
 import torch
 from pvi_world import NOISE, REGRESSION, make_regression
@@ -28,7 +29,7 @@ import secure_fvi as sf
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import RevealRequest, unpack_any
-from secure_fvi.algorithms import pvi
+from secure_fvi.algorithms import hiding, pvi, refining
 from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question, choose_cohort
 from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import ProtocolError
@@ -52,7 +53,8 @@ class Liar:
             silo.limits = limits
         message = self.server.program.broadcast(self.server.state.algorithm, 1, {})
         self.first: Broadcast = message._replace(accepted=dict.fromkeys(self.names, 0))
-        self.table = self.server.program.tables["round"]
+        tables = self.server.program.tables
+        self.table = tables.get("round", tables[self.first.phase])
         self.unshown: set[str] = set()  # who is asked to sign, and not shown who did
 
     def exchange(self, messages: Any) -> dict[str, bytes]:
@@ -352,9 +354,109 @@ def summed(liar: Liar, round_: int, used: dict[str, int], lost: str = "") -> dic
     return total
 
 
+# ---- sums besides the rounds, after which a silo that was left out hears nothing ----
+
+REFINES = sf.PVI(max_rounds=4, family="full", local_optimizer="closed_form")
+LENIENT = Limits(rounds=1000, missing=1, differences=9, lacking=True, left_out=9, unused=1)
+
+
+def near_q(liar: Liar, iteration: int, cohort: tuple[str, ...]) -> Broadcast:
+    """After one round: the likelihood at draws near q, sum `iteration` + 2. The proposal is the same in each."""
+    program: Any = liar.server.program
+    state: Any = liar.server.state.algorithm
+    q, last = state.q, iteration + 1
+    ready = state.refining._replace(proposal=refining.packed(q.mean(), q.factor()), sums=iteration)
+    message: Broadcast = program.broadcast(state._replace(phase="refine", refining=ready), iteration + 2, {})
+    said = (last, 1, "refine", iteration - 1) if iteration else (1, 0, "round", 0)
+    return message._replace(cohort=cohort, accepted=dict.fromkeys(cohort, last), sums=(said,))
+
+
+@pytest.mark.parametrize("way", ["not asked", "lost"])
+@pytest.mark.parametrize("held", [True, False])
+def test_a_sum_after_the_rounds_lacks_nobody(held: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds may lack a silo. Two sums that refine differ by one, which hears of no round any more: the difference is
+    the exact log-likelihood of its records at q's mean. The control: silos for whom that is a sum as others."""
+    liar = Liar(REFINES, LENIENT, max_missing=1)
+    if not held:
+        for silo in liar.silos.values():
+            phases = {n: p._replace(counts=True) for n, p in silo.program.order.phases.items()}
+            order = silo.program.order._replace(phases=phases)
+            monkeypatch.setattr(silo, "program", Reordered(silo.program, order))
+    carry(liar.server.round(), liar.deliver)
+    program: Any = liar.server.program
+    liar.table, others = program.tables["refine"], tuple(s for s in liar.names if s != ALONE)
+    first = near_q(liar, 0, liar.names)
+    whole = liar.total(first, liar.ask(first))
+    second = near_q(liar, 1, others if way == "not asked" else liar.names)
+    refusal = "asked of all or of none" if way == "not asked" else "1 of the 5 silos asked are missing"
+    with pytest.raises(ProtocolError, match=refusal) if held else nullcontext():
+        replies = liar.ask(second, *second.cohort)
+        without = liar.total(second, {s: replies[s] for s in others})
+    if not held:
+        at_mean = [hiding.read(sums["refined"], program.refiner.block)[0] for sums in (whole, without)]
+        data, mean = liar.data[liar.names.index(ALONE)], liar.server.state.algorithm.q.mean()
+        own = dist.Normal(data["x"].double() @ mean, NOISE).log_prob(data["y"].double()).sum()
+        assert at_mean[0] - at_mean[1] == pytest.approx(float(own), abs=1e-3)
+
+
+class Reordered:
+    """A silo's program that goes by another order."""
+
+    def __init__(self, inner: Any, order: Order) -> None:
+        self._inner, self.order = inner, order
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("lost", ["", ALONE])
+def test_an_honest_server_ends_the_job_without_a_sum_that_would_lack_a_silo(lost: str) -> None:
+    """Its last sum is not made, nothing is claimed of q, and the silos that did answer can be told of the end. The
+    control loses nobody, and looks at q."""
+    liar = Liar(REFINES, LENIENT, max_missing=1)
+    server, ended = liar.server, list[str]()
+
+    def deliver(messages: Any) -> dict[str, bytes]:
+        ending = server.state.algorithm.phase == "finish"
+        return liar.deliver({s: m for s, m in messages.items() if not (ending and s == lost)})
+
+    while not ended or ended[-1] != "finish":
+        step = carry(server.round(), deliver)
+        ended.append(step.phase)
+    assert step.finished is bool(lost)
+    assert cast(Any, server.state.algorithm).checked is not bool(lost)
+    assert not server.program.verdict(server.state.algorithm).converged
+    for silo in liar.silos.values():
+        silo.settle(server.state.accepted)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_an_iteration_of_a_round_that_a_silo_is_not_asked_counts(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the round it was asked, in that round's second sum it was not. The control counts rounds."""
+    algorithm = sf.SFVIAvg(rounds=3, local_steps=2, bures_iterations=2, tolerance=0.0, family="full")
+    liar = Liar(algorithm, LENIENT, max_missing=1)
+    liar.silos[ALONE].limits = STRICT
+    if not held:
+        between = Order.between
+        monkeypatch.setattr(Order, "between", lambda *a: (q for q in between(*a) if q[0].round < a[2].round - 1))
+    others, server = tuple(s for s in liar.names if s != ALONE), liar.server
+
+    def deliver(messages: Any) -> dict[str, bytes]:
+        asked = {s: m for s, m in messages.items() if server.state.algorithm.phase != "bures" or s in others}
+        return liar.deliver(asked)
+
+    monkeypatch.setattr(liar.server.program, "asked", lambda r, p: others if p == "bures" else liar.names)
+    for phase in ("count", "merge", "bures"):
+        assert server.state.algorithm.phase == phase
+        carry(server.round(), deliver)
+    with pytest.raises(ProtocolError, match="it was not asked in round 0") if held else nullcontext():
+        carry(server.round(), deliver)
+
+
 # ---- cohorts that change from sum to sum ----
 
-DRAWN = sf.PVI(rounds=9, family="full", local_optimizer="closed_form", schedule="asynchronous", buffer=3)
+DRAWN = sf.PVI(rounds=9, family="full", local_optimizer="closed_form", schedule="asynchronous", buffer=3,
+               reveal_changes=True)  # fmt: skip
 
 
 def drawn(limits: Limits, max_missing: int = 0) -> tuple[Liar, str, tuple[str, ...]]:

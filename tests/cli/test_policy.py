@@ -32,12 +32,14 @@ def test_a_job_is_explained_in_words_and_for_programs(line: CommandLine) -> None
         "its blocks follow from the model",
     ):
         assert words in text
-    assert "a policy has to list" not in text
+    assert text.count("a policy has to list") == 1
+    assert "a policy has to list 'final_likelihood'" in text
+    assert "phase 'refine': at most 3 sums, besides the rounds" in text
     text = _explain(line, "--set", "algorithm.barycenter=trusted")
     assert "the server sees each silo's own contribution" in text
     assert "a policy has to list 'per_silo_rows'" in text
     text = _explain(line, "--set", "algorithm.barycenter=trusted", "--json")
-    assert json.loads(text)["disclosures"] == ["per_silo_rows"]
+    assert json.loads(text)["disclosures"] == ["per_silo_rows", "final_likelihood"]
     answer = line(
         "policy", "explain", line.config, "--set", "algorithm.barycenter=trusted", "--set", "aggregation.kind=masked"
     )

@@ -64,6 +64,7 @@ class Job:
             "aggregations": [self.config.aggregation.kind],
             "min_cohort": 3,
             "max_rounds": 100_000,
+            "disclosures": ["final_likelihood"],
             "privacy": {**privacy, "noise": ["distributed", "silo"]},
             "model": [{"hash": manifest(self.config).hash.hex()}],
             "data": [{"id": "data"} if self.config.silo else {"id": "data", "from_job": ["partition", "data"]}],

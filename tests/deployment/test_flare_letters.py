@@ -9,6 +9,7 @@ import functools
 import json
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,14 +17,15 @@ from typing import Any
 
 import pytest
 from consortium_run import SILOS, Job
-from deployment_world import World, new_world
+from deployment_world import DAY, NOW, World, new_world
 
+from secure_fvi.deployment import signatures
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines import flare, flare_kits
 from secure_fvi.engines.flare import BUSY, LETTER, Ended, FlareCarrier, Letter, SiteParty, read_letter, write_letter
 from secure_fvi.engines.remote import Patience
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIWarning
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
 SFVI = {"name": "sfvi", "iterations": 6}
 _APP = "nvflare.app_common"
@@ -142,6 +144,75 @@ def test_a_roster_that_was_replaced_ends_the_job(network: Network, tmp_path: Pat
     with pytest.raises(ProtocolError, match=r"refused: .*roster"):
         network.serve(_job(network.world, tmp_path), tmp_path / "remote")
     assert n[0] < 30
+
+
+def test_letters_rest_on_a_roster_that_was_checked_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each letter read and checked it, every member's signature with it, and the site's own keys. It is checked again
+    where a file of it has changed, which the control below does: a roster accepted since, a signature that is gone."""
+    hub, east, checks = world.homes["hub"], world.homes["east"], list[str]()
+    check_signatures = signatures.check_signatures
+    monkeypatch.setattr(signatures, "check_signatures", lambda r, f: (checks.append(f.parent.parent.name),
+                                                                      check_signatures(r, f)))  # fmt: skip
+
+    def letters(count: int) -> int:
+        before = len(checks)
+        for _ in range(count):
+            content, _ = write_letter(Letter("hub", "east", "job", bytes(32), 0, b"x"), hub)
+            read_letter(content, east, "server", most=MOST)
+        return len(checks) - before
+
+    time.sleep(0.2)  # files that were written just now are looked at again
+    letters(1)
+    assert letters(20) == 0
+    world.sign(world.write(world.roster))
+    for home in (hub, east):
+        world.put_in_force(home)
+    assert letters(1) > 0
+    time.sleep(0.2)
+    letters(1)
+    assert letters(20) == 0
+    with pytest.raises(ProtocolError, match="expired"):
+        east.roster(NOW + 4000 * DAY)
+    next(east.roster_file(2).with_suffix(".sig").glob("north*")).unlink()
+    with pytest.raises(ProtocolError, match="is not signed by north"):
+        letters(1)
+
+
+def test_what_another_job_of_flare_left_ends_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE ends a job and begins another; the first one's controller, late, says that it was refused. The launcher
+    believed it and gave up. The control is the same word of its own."""
+    home, told = world.homes["hub"], list[str]()
+    monkeypatch.setenv("SECURE_FVI_HOME", str(home.path))
+
+    class Session:
+        """FLARE, whose jobs all end before their time. Before the second one does, the first has its late word."""
+
+        def __init__(self, admin: Path) -> None:
+            self.jobs = 0
+
+        def __enter__(self) -> Session:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, definition: Path) -> str:
+            self.jobs += 1
+            return f"incarnation-{self.jobs}"
+
+        def wait(self) -> str:
+            if self.jobs == 2:
+                flare.left("remote", "incarnation-1", False, "refused, long ago")
+            if self.jobs == 3:
+                flare.left("remote", "incarnation-3", False, "refused, just now")
+            return "FINISHED:ABORTED"
+
+    monkeypatch.setattr(flare_kits, "_Session", Session)
+    monkeypatch.setattr(flare_kits, "_BETWEEN", 0.0)
+    with pytest.raises(SecureFVIError, match="refused, just now"):
+        flare_kits.launch(home, _job(world, tmp_path).path, tmp_path / "remote", tmp_path, say=told.append)
+    assert [line for line in told if "submitted" in line][-1].endswith("incarnation-3")
 
 
 def test_an_end_by_flare_is_no_end_of_ours(network: Network, tmp_path: Path) -> None:

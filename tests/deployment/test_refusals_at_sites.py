@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from consortium_run import Job
+from consortium_run import SILOS, Job
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from deployment_world import DAY, NOW, World
@@ -404,6 +404,29 @@ def test_a_site_before_its_session_is_open(world: World, tmp_path: Path) -> None
     for message in (ROUND + b"any", END + CODEC.pack(End("finished", 0, b""))):
         with raises(SessionLost, "no session is open here"):
             fresh._open_job(job).handle(message) if message[:1] == ROUND else fresh.handle(job, message)
+
+
+def test_a_silo_lets_as_many_sums_lack_silos_as_the_job_says(world: World, tmp_path: Path) -> None:
+    """Its own site allows more, and others may allow less."""
+    members = [world.request(home) for home in world.homes.values()]
+    world.distribute(write_roster("study", members, NOW, Sums(min_cohort=2), world.homes["hub"].roster(NOW)))
+    sums = {"kind": "masked", "min_cohort": 2, "max_missing": 1, "max_differences": 2}
+    made = Job(world, tmp_path, allow=False, algorithm={"name": "sfvi", "iterations": 5}, aggregation=sums)
+    for name in SILOS:
+        made.allow(name, min_cohort=2, max_missing=2, max_differences=9)
+    hub = world.homes["hub"]
+    offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW)
+    signed = JOIN + sign_offer(offer, hub.identity())
+    sites = [Site(world.homes[name], Local(data_dir=DATA)) for name in SILOS]
+    joined = [CODEC.unpack(site.handle(offer.job, signed), Joined) for site in sites]
+    opened = Open(list(SILOS), [j.nonce for j in joined], schema_digest(unpack_schema(joined[0].schema)), 0, b"", 2, 1)
+    sites[0].handle(offer.job, OPEN + CODEC.pack(opened))
+    party = sites[0]._open_job(offer.job).party
+    assert party is not None
+    limits = party.silo.limits
+    assert (limits.missing, limits.differences, limits.lacking) == (1, 2, True)
+    for site in sites:
+        site.close()
 
 
 def test_a_sites_state_and_its_ledger_agree(world: World, tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_rows_of_silos_are_refused_whatever_the_policy_allows_of_masked_sums(sit
         "algorithms": ["sfvi-avg"],
         "aggregations": ["masked", "plain"],
         "privacy": {**site.table["privacy"], "dp": "optional"},
+        "disclosures": ["final_likelihood"],
     }
 
     def job(barycenter: str, kind: str = "masked") -> tuple[JobOffer, list[dict[str, str]]]:
@@ -191,10 +192,11 @@ def test_rows_of_silos_are_refused_whatever_the_policy_allows_of_masked_sums(sit
     check(offer, site.policy(model=model, **everything))
     offer, model = job("trusted")
     words = ("each silo's own term (barycenter = 'trusted'", "no engine runs it")
-    site.refused(offer, *words, model=model, disclosures=["per_silo_rows"], **everything)
+    listed = {"disclosures": ["per_silo_rows", "final_likelihood"]}
+    site.refused(offer, *words, model=model, **{**everything, **listed})
     offer, model = job("trusted", "plain")
-    site.refused(offer, "'per_silo_rows' by barycenter = 'trusted'", "none is allowed", model=model, **everything)
-    check(offer, site.policy(model=model, disclosures=["per_silo_rows"], **everything))
+    site.refused(offer, "'per_silo_rows' by barycenter = 'trusted'", "(disclosures: final", model=model, **everything)
+    check(offer, site.policy(model=model, **{**everything, **listed}))
 
 
 @pytest.mark.parametrize(
@@ -253,9 +255,48 @@ def test_iterations_within_a_round_count(site: Site) -> None:
         "model": [{"hash": offer.model.hex(), "function": "model.py:mean"}],
         "algorithms": ["sfvi-avg"],
         "privacy": {**site.table["privacy"], "dp": "optional"},
+        "disclosures": ["final_likelihood"],
     }
     site.refused(offer, "phase 'bures' may take 178 sums (at most 100)", **rules)
     check(offer, site.policy(**rules, **{"max_rounds": 178}))
+
+
+def test_all_sites_of_a_job_let_as_many_of_its_sums_lack_silos(site: Site) -> None:
+    """Each counted by its own policy. A strict site that was left out of the last rounds is asked no more: it was
+    missing in as many of them as the most lenient of the others allows. Now the job says how many, and each site has to
+    allow it. The controls allow that, or lack none."""
+    rules: dict[str, Any] = {
+        "privacy": {**site.table["privacy"], "dp": "optional"}, "min_cohort": 2, "max_missing": 1,
+    }  # fmt: skip
+
+    def job(**sums: int) -> JobOffer:
+        options, kind = {"name": "sfvi", "iterations": 5}, {"kind": "masked", "max_missing": 1, "min_cohort": 2}
+        offer = site.offer(config(algorithm=options, aggregation={**kind, **sums}, privacy=None), data_set="cohort")
+        rules["model"] = [{"hash": offer.model.hex(), "function": "model.py:mean"}]
+        return offer
+
+    says = "3 of its sums may lack silos, by aggregation.max_differences (max_differences: at most 2)"
+    site.refused(job(max_differences=3), says, **rules, max_differences=2)
+    check(job(max_differences=3), site.policy(**rules, max_differences=3))
+    check(job(), site.policy(**rules))
+
+
+def test_sums_after_the_rounds_count_and_have_to_be_listed(site: Site) -> None:
+    """They were outside `max_rounds` and outside what a policy lists: up to 4 x 1000 exact values of the likelihood.
+    The control is a run of fixed length, which makes none."""
+    rules: dict[str, Any] = {"privacy": {**site.table["privacy"], "dp": "optional"}, "algorithms": ["pvi"]}
+
+    def job(**options: Any) -> tuple[JobOffer, dict[str, Any]]:
+        offer = site.offer(config(algorithm={"name": "pvi", **options}, privacy=None), data_set="cohort")
+        return offer, {**rules, "model": [{"hash": offer.model.hex(), "function": "model.py:mean"}]}
+
+    offer, allowed = job(max_rounds=10)
+    listed = {"disclosures": ["final_likelihood"]}
+    site.refused(offer, "'final_likelihood' by rounds = None", **allowed, max_rounds=14)
+    site.refused(offer, "it may run 10 rounds and 4 sums besides (at most 13)", **allowed, **listed, max_rounds=13)
+    check(offer, site.policy(**allowed, **listed, max_rounds=14))
+    offer, allowed = job(rounds=10)
+    check(offer, site.policy(**allowed, max_rounds=11))
 
 
 def test_a_server_may_not_choose_who_is_asked(site: Site, world: World) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from secure_fvi import wire
 from secure_fvi.deployment.home import Home
 from secure_fvi.engines import stream_client
 from secure_fvi.engines.remote import SessionLost, TlsFiles
-from secure_fvi.engines.stream_client import Doubtful, StreamClient, peer_certificate
+from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Hello, Welcome, Whole, parts
 from secure_fvi.engines.stream_server import Patience, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -37,14 +39,16 @@ def tls_of(home: Home) -> TlsFiles:
 
 
 @contextmanager
-def serving(world: World, patience: Patience | None = None, names: tuple[str, ...] = SILOS) -> Iterator[StreamServer]:
+def serving(
+    world: World, patience: Patience | None = None, names: tuple[str, ...] = SILOS, listen: str = "127.0.0.1:0"
+) -> Iterator[StreamServer]:
     hub = world.homes["hub"]
     roster = hub.roster(NOW).hash
 
     def admit(certificate: bytes) -> str:
         return hub.roster(NOW).whose(certificate, NOW, "silo").id
 
-    server = StreamServer(names, "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", patience)
+    server = StreamServer(names, listen, tls_of(hub), admit, roster, "job-1", patience)
     try:
         yield server
     finally:
@@ -216,7 +220,17 @@ def test_a_refusal_names_its_reason_and_no_data(world: World) -> None:
         assert server.exchange({"north": b"x"}) == {}
 
 
-def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_path: Path) -> None:
+def doubted(caplog: pytest.LogCaptureFixture, what: str) -> None:
+    """Waits for the line of the log that says so."""
+    until = time.monotonic() + 20
+    while what not in caplog.text:
+        assert time.monotonic() < until, caplog.text
+        time.sleep(0.02)
+
+
+def test_who_is_not_admitted_is_told_why_and_the_others_go_on(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = ("east", "north")
     with serving(world, names=names) as server, dialed(world, server, echo, ("east",)):
         Dialer(world, server, "south", echo).refused("'south' takes no part in this job")
@@ -243,7 +257,9 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(world: World, tmp_
         dialer.error = None
         dialer.thread = threading.Thread(target=dialer._run, daemon=True)
         dialer.thread.start()
-        dialer.refused("does not take this silo's certificate")
+        doubted(caplog, "does not take this silo's certificate")  # nobody has signed that: it is tried again
+        assert dialer.thread.is_alive()
+        dialer.stop()
 
         world.without("north")
         world.put_in_force(world.homes["hub"])
@@ -277,51 +293,68 @@ def test_a_silo_leaves_a_server_whose_certificate_was_taken_back(world: World, m
         dialer.refused("'hub' is for another TLS key than roster 2 names")
 
 
-def test_a_silo_refuses_a_server(world: World) -> None:
-    """One whose certificate was taken back, one of another key, one in plaintext."""
+def imposter(port: int, folder: Path, kind: str) -> tuple[socket.socket, list[int]]:
+    """Somebody at the server's address: with a certificate of its own that signs itself, in plaintext, or closing. The
+    second is how often it was dialled."""
+    mallory, calls = Home.create(folder / kind, "hub", "server", ("127.0.0.1",), unsealed=True), [0]
+    files = mallory.credentials([])
+    (folder / "chain.pem").write_bytes(files.private_key + files.certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "chain.pem")
+    listening = socket.create_server(("127.0.0.1", port))
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                calls[0] += 1
+                with connection, contextlib.suppress(OSError):
+                    if kind == "forged":
+                        context.wrap_socket(connection, server_side=True).recv(1)
+                    elif kind == "plaintext":
+                        connection.recv(1000)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    return listening, calls
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    ("forged", "is not the one in the roster"), ("plaintext", "speaks no TLS 1.3"), ("closing", "no connection yet"),
+])  # fmt: skip
+def test_who_is_not_the_server_ends_no_silo(
+    world: World, tmp_path: Path, kind: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One forged certificate ended a silo's process for good, as did four spoilt handshakes. It is said in the log, and
+    dialled again until the server itself is there: the control."""
+    caplog.set_level(logging.INFO)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    listening, calls = imposter(port, tmp_path, kind)
+    dialer = Dialer(world, SimpleNamespace(port=port), "north", echo)  # type: ignore[arg-type]
+    doubted(caplog, says)
+    while calls[0] < 6:
+        assert dialer.thread.is_alive(), dialer.error
+        time.sleep(0.02)
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    with serving(world, names=("north",), listen=f"127.0.0.1:{port}") as server:
+        assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
+        dialer.stop()
+    assert caplog.text.count(says) <= 2
+
+
+def test_a_silo_waits_for_a_server_that_its_roster_names(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A server whose certificate was taken back proves itself to nobody who has the next roster."""
     north = world.homes["north"]
     with serving(world, names=("north",)) as server:
-        wrong = north.roster(NOW).tls_name("east")
-        client = StreamClient(
-            f"127.0.0.1:{server.port}", lambda: tls_of(north), lambda: wrong,
-            lambda certificate: None, lambda: north.roster(NOW).hash, echo,
-        )  # fmt: skip
-        with pytest.raises(ProtocolError, match="is not the one in the roster"):
-            client.run()
         world.without("hub")
         world.put_in_force(north)
-        Dialer(world, server, "north", echo).refused("is not the one in the roster")
-    with socket.create_server(("127.0.0.1", 0)) as plain:
-
-        def answer() -> None:
-            for _ in range(4):
-                connection, _ = plain.accept()
-                connection.recv(1000)
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                connection.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        client = StreamClient(
-            f"127.0.0.1:{plain.getsockname()[1]}", lambda: tls_of(north), lambda: wrong,
-            lambda certificate: None, lambda: north.roster(NOW).hash, echo,
-        )  # fmt: skip
-        with pytest.raises(ProtocolError, match=r"speaks no TLS 1\.3"):
-            client.run()
-
-
-def test_spoilt_handshakes_do_not_turn_a_silo_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three in a row that look like a server without TLS, as a packet does that was spoilt on its way."""
-    spoilt = iter([Doubtful("speaks no TLS 1.3 (WRONG_VERSION_NUMBER)")] * 3)
-
-    def certificate(host: str, port: int, tls: TlsFiles, name: str) -> bytes:
-        for error in spoilt:
-            raise error
-        return peer_certificate(host, port, tls, name)
-
-    monkeypatch.setattr("secure_fvi.engines.stream_client.peer_certificate", certificate)
-    with serving(world, names=("north",)) as server, dialed(world, server, echo, ("north",)):
-        assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
-        assert next(spoilt, None) is None
+        dialer = Dialer(world, server, "north", echo)
+        doubted(caplog, "is not the one in the roster")
+        assert dialer.error is None
+        assert not server.connected
+        dialer.stop()
 
 
 def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:

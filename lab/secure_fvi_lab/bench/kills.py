@@ -197,7 +197,7 @@ def table(kind: Kind, on_loss: str, deadline: float) -> dict[str, Any]:
         "engine": {"on_loss": on_loss, "deadline": deadline},
     }
     if on_loss == "drop" and kind.aggregation.get("kind") != "plain":
-        found["aggregation"]["max_missing"] = 1
+        found["aggregation"] |= {"max_missing": 1, "max_differences": 10**6}
     return found if kind.privacy is None else {**found, "privacy": dict(kind.privacy)}
 
 

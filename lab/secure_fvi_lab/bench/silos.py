@@ -116,7 +116,7 @@ def _parties(root: Path, names: list[str], length: int, deadline: float) -> Part
         "model": {"function": f"{model}:model", "record_plate": "records"},
         "silo": silos,
         "algorithm": {"name": "sfvi", "iterations": _ROUNDS, "family": "diagonal"},
-        "aggregation": {"kind": "masked", "max_missing": len(names) // 3},
+        "aggregation": {"kind": "masked", "max_missing": len(names) // 3, "max_differences": _ROUNDS},
         "run": {"compile": False, "threads": 1},
         "engine": {"on_loss": "drop", "deadline": deadline},
     }

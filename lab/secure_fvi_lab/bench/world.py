@@ -23,6 +23,7 @@ from secure_fvi.checkpoints import latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.consortium import write_roster
 from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.job import silo_ids
 from secure_fvi.deployment.keeping import accept, install, request_text, sign
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Role
@@ -77,6 +78,8 @@ def allow(home: Home, config: Config, **changes: Any) -> None:
         "aggregations": ["masked", "plain", "homomorphic"],
         "min_cohort": 3,
         "max_rounds": 10**6,
+        "disclosures": ["final_likelihood"],
+        **({"max_missing": len(silo_ids(config) or ()), "max_differences": 10**6} if config.privacy is None else {}),
         "privacy": {"dp": "optional", "max_epsilon": 10.0, "max_delta": 1e-4, "min_noise_multiplier": 0.1},
         "model": [{"hash": manifest(config).hash.hex()}],
         "data": [{"id": "data"} if config.silo else {"id": "data", "from_job": ["partition", "data"]}],
