@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,15 @@ from torch import Tensor
 
 from secure_fvi.contracts import check_repeats
 from secure_fvi.dictionary import Column, Dictionary, read_dictionary
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, opened, read_coded
+from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, read_coded
+
+if TYPE_CHECKING:
+    from secure_fvi.mixed_model import MixedModel
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def read_silo(silo: SiloFile, key: str) -> dict[str, Tensor]:
     if silo.dictionary is None:
         return read_table(path, key)
     tables = {name: Path(other) for name, other in silo.tables.items()}
-    return _coded(path, key, read_dictionary(Path(silo.dictionary)), tables, silo.query, silo.missing)
+    return _coded(path, key, read_dictionary(Path(silo.dictionary)), tables, silo.query, silo.missing or "refuse")
 
 
 def _coded(
@@ -187,18 +190,6 @@ def _formula(model: Model) -> FederatedModel:
     return glmm(str(model.formula), model.family or "gaussian", dictionary=model.dictionary, **model.options)
 
 
-def read_texts(silo: SiloFile, key: str) -> dict[str, list[str]]:
-    """The columns of a silo's table as text, for a formula's dictionary to code; `key` is the configuration key."""
-    path = Path(silo.data)
-    with _named(path, key), opened({TABLE: path, **{n: Path(p) for n, p in silo.tables.items()}}, silo.query) as table:
-        names = list(table.types)
-        cells = ", ".join(f"coalesce(CAST(c{i} AS VARCHAR), '') AS c{i}" for i in range(len(names)))
-        found = table.fetch(f"SELECT {cells} FROM {table.rows}")
-        if not len(found["c0"]):
-            raise DataError("it has no records; leave the silo out")
-        return {name: found[f"c{i}"].tolist() for i, name in enumerate(names)}
-
-
 def python_function(path: Path, name: str, key: str) -> Any:
     """The attribute `name` of the Python file `path`, which is run as any module is on import; `key` names it."""
     if not path.is_file():
@@ -260,12 +251,16 @@ def _even(total: int, count: int) -> tuple[int, ...]:
     return tuple(total // count + (j < total % count) for j in range(count))
 
 
-def _tables(config: Config, model: FederatedModel) -> Parts:
-    """Silos' tables as a formula's program takes them, with records numbered on from silo to silo."""
-    texts = {s.id: read_texts(s, f"silo[{j}].data") for j, s in enumerate(config.silo)}
-    laid = model.prepared(texts)
-    ids = tuple(torch.arange(a, b) for a, b in _starts([len(rows["y"]) for rows in laid.values()]))
-    return tuple(laid), tuple(laid.values()), ids
+def _tables(config: Config, model: MixedModel) -> tuple[tuple[str, ...], tuple[dict[str, Tensor], ...]]:
+    """Silos' tables as a formula's program takes them."""
+    of, read = model.of, {}
+    for j, silo in enumerate(config.silo):
+        path = Path(silo.data)
+        with _named(path, f"silo '{silo.id}' (silo[{j}].data)"):
+            files = {TABLE: path, **{name: Path(other) for name, other in silo.tables.items()}}
+            read[silo.id] = read_coded(files, of.dictionary, silo.query, of.missing, of.needed)
+    laid = model.prepared(read)
+    return tuple(laid), tuple(laid.values())
 
 
 def _from_files(config: Config) -> Parts:
