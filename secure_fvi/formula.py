@@ -139,21 +139,23 @@ _WORD = 0x4E00
 
 def _check_once(text: str, begin: int) -> None:
     """Refuse a power of one term and a product of a term with itself, which in a formula are that term alone."""
-    own, opened = list(text), [False]
+    own, opened, quote = list(text), [False], ""
     for at in range(begin, len(text)):
         char = text[at]
-        if char in "'\"`":
-            opened.pop() if opened[-1] == char else opened.append(char)  # type: ignore[arg-type, comparison-overlap]
-        elif char in _OPEN:
-            opened.append(any(opened) or char != "(" or text[at - 1].isalnum() or text[at - 1] in "_.")
-        if any(opened) or char in "`.":
+        if quote or char in "'\"`":
+            inner, quote = True, ("" if char == quote else quote or char)
+        else:
+            if char in _OPEN:
+                opened.append(any(opened) or char != "(" or text[at - 1].isalnum() or text[at - 1] in "_.")
+            inner = any(opened) or char == "."
+            if char in _CLOSE:
+                opened.pop()
+        if inner:
             own[at] = char if char.isalnum() else chr(_WORD + ord(char))
-        if char in _CLOSE:
-            opened.pop()
     for pattern in (_POWER, _PRODUCT):
         if found := pattern.search("".join(own), begin):
             base, said = text[slice(*found.span("base"))], text[slice(*found.span())]
-            base = base[1:-1].strip() if base[0] in "({" else base
+            base = base[1:-1].strip() if base[0] == "(" else f"({base[1:-1].strip()})" if base[0] == "{" else base
             power = found.groupdict().get("power") or 2
             why = f"'{said}' is '{base}' itself in a formula, as in R; its power is I({base}**{power}),"
             raise _error(text, found.start(), why)

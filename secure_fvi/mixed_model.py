@@ -393,11 +393,11 @@ class MixedModel(FederatedModel):
         return any(t.place == "record" for t in self.of.terms) and not self.fn.integrated  # type: ignore[attr-defined]
 
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
-        """Tables (dicts of columns, pandas, polars, Arrow) as the program takes them. Raises DataError, which names the
-        silo, the column and the number of rows."""
+        """Tables (dicts of columns, pandas, polars, Arrow, or coded ones) as the program takes them. Raises DataError,
+        which names the silo, the column and the rows, and InputError where two silos hold the same rows."""
         if all(isinstance(table, Laid) for table in silos.values()):
             return dict(silos)
-        read = {name: _read(self.of, table, name) for name, table in silos.items()}
+        read = {name: _read(self.of, self.columns, table, name) for name, table in silos.items()}
         _check_rows_differ(read)
         _check_names_differ(self.of, read)
         sizes = {
@@ -424,7 +424,7 @@ class MixedModel(FederatedModel):
         groups are drawn from their prior: nobody but their silo knows them."""
         weighed = {n: e for n, e in self.of.additions.items() if scored or n != "weights"}
         of = self.of._replace(additions=weighed, most={})
-        names = of.needed if scored else sorted(of.used)
+        names = sorted({*of.used, *([of.response.name] if scored else [])})
         try:
             found = code_columns(data, of.dictionary, "refuse", names)
         except InputError as error:
@@ -439,6 +439,11 @@ class MixedModel(FederatedModel):
             return {of.response.name: y * of.response.scale + of.response.centre + of.response.low}
 
         return self if scored else self.with_latents(), laid, read
+
+    @property
+    def columns(self) -> list[str]:
+        """Of a silo's table, those that are read."""
+        return sorted({self.of.response.name, *self.of.used})
 
     def summary(self, result: Result, draws: int = _DRAWS) -> Summary:
         """The posterior in the user's units."""
@@ -468,13 +473,8 @@ class Parts(NamedTuple):
     counts: dict[str, dict[str, Any]]
 
     @property
-    def needed(self) -> list[str]:
-        """Columns of the table."""
-        return sorted({self.response.name, *self.used})
-
-    @property
     def used(self) -> set[str]:
-        """Those but for the response."""
+        """Columns of a silo's table that are read, but for the response."""
         names = {*self.fixed.columns, *(c for t in self.terms for c in (*t.design.columns, *t.of.group))}
         return names | {c for e in (*self.offsets, *self.additions.values()) for c in e.columns}
 
@@ -541,7 +541,7 @@ def glmm(
         dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
         dict(most or {}), {},
     )  # fmt: skip
-    dictionary.check_reviewed(of.needed)
+    dictionary.check_reviewed(sorted({response.name, *of.used}))
     program = Program(family, response, terms, prior, of.kept)
     silo_sites = tuple(t.name for t in terms if t.place == "silo")
     start = {f"cor_{t.name}": torch.eye(t.design.size, dtype=torch.float64) for t in terms if t.correlated}
@@ -583,10 +583,10 @@ class _Table(NamedTuple):
     named: dict[str, set[int]]  # codes of levels that name local groups
 
 
-def _read(of: Parts, table: Any, silo: str) -> _Table:
+def _read(of: Parts, columns: list[str], table: Any, silo: str) -> _Table:
     """Columns coded from the dictionary, rows with gaps refused or left out, groups counted."""
     try:
-        found = table if isinstance(table, Coded) else code_columns(table, of.dictionary, of.missing, of.needed)
+        found = table if isinstance(table, Coded) else code_columns(table, of.dictionary, of.missing, columns)
     except InputError as error:  # DataError is one
         raise type(error)(f"silo '{silo}': {error}") from None
     rows = len(found.columns[of.response.name])

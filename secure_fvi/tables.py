@@ -131,7 +131,7 @@ def _fitting(found: Coded, missing: Missing) -> Coded:
         whole[finding.rows - 1] = False
     if not whole.any():
         raise DataError(
-            f"none of its {found.read} rows is without a gap" if found.read else "it has no records; leave the silo out"
+            f"no row without a gap, of {found.read}" if found.read else "it has no records; leave the silo out"
         )
     if whole.all():
         return found
@@ -425,7 +425,7 @@ def _held(table: Any, wanted: Sequence[str]) -> Iterator[Opened]:
     cells = {f"c{i}": _cells(table[name], name) for i, name in enumerate(names) if name in wanted}
     sizes = {names[int(c[1:])]: len(values) for c, values in cells.items()}
     if len(set(sizes.values())) > 1:
-        raise DataError(f"columns of other lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
+        raise DataError(f"columns of different lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
     config = {"python_enable_replacements": "false"}
     duckdb = _duckdb()
     with _in_other_words(SECONDS, MEMORY), duckdb.connect(":memory:", config=config) as connection:
@@ -447,9 +447,9 @@ def _cells(values: Any, name: str) -> npt.NDArray[Any]:
     found = values.to_numpy() if hasattr(values, "to_numpy") else values.numpy() if hasattr(values, "numpy") else values
     found = found if isinstance(found, np.ndarray) else np.array(found, dtype=object)
     if found.ndim != 1:
-        raise DataError(f"column '{name}' has not one cell a row")
+        raise DataError(f"column '{name}' has more than one cell a row")
     if np.ma.isMaskedArray(found):
-        found = found.astype(object).filled(None)
+        found = np.ma.filled(found.astype(object), None)
     if found.dtype.kind in "biuf":
         return np.ascontiguousarray(found, np.float64 if found.dtype.kind == "f" else None)
     cells = found.astype("datetime64[us]").astype(object) if found.dtype.kind == "M" else found

@@ -210,15 +210,16 @@ class Config(Table):
         return self
 
     def _check_coding(self, silo: SiloFile) -> None:
-        if self.model.formula is not None:
-            if silo.dictionary is not None or silo.missing is not None:
-                raise ValueError(
-                    f"silo '{silo.id}': all silos of a formula have [model] dictionary and [model.options] missing; "
-                    "leave its own out"
-                )
-        elif silo.dictionary is None and (silo.query or silo.tables or silo.missing is not None):
+        if silo.dictionary is not None:
+            return
+        if self.model.formula is None and (silo.query or silo.tables or silo.missing is not None):
             needs = "query, tables and missing need a dictionary, which `secure-fvi data describe` drafts"
             raise ValueError(f"silo '{silo.id}': {needs}")
+        if silo.missing is not None:
+            raise ValueError(
+                f"silo '{silo.id}': missing of a formula is one for all silos, in [model.options], but for a silo that "
+                "has a dictionary of its own"
+            )
 
     @property
     def vertical(self) -> bool:

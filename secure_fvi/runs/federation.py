@@ -166,7 +166,8 @@ def _horizontal(
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
     elif isinstance(model, MixedModel):
-        (ids, silos), record_ids = _tables(config, model), None
+        laid = _tables(config, model)
+        ids, silos, record_ids = tuple(laid), tuple(laid.values()), None
     else:
         ids, silos, record_ids = _from_files(config)
     threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads

@@ -29,7 +29,7 @@ from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, read_coded
+from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coded, Coding, Missing, check_table, read_coded
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
@@ -251,16 +251,21 @@ def _even(total: int, count: int) -> tuple[int, ...]:
     return tuple(total // count + (j < total % count) for j in range(count))
 
 
-def _tables(config: Config, model: MixedModel) -> tuple[tuple[str, ...], tuple[dict[str, Tensor], ...]]:
+def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
     """Silos' tables as a formula's program takes them."""
-    of, read = model.of, {}
-    for j, silo in enumerate(config.silo):
-        path = Path(silo.data)
-        with _named(path, f"silo '{silo.id}' (silo[{j}].data)"):
-            files = {TABLE: path, **{name: Path(other) for name, other in silo.tables.items()}}
-            read[silo.id] = read_coded(files, of.dictionary, silo.query, of.missing, of.needed)
-    laid = model.prepared(read)
-    return tuple(laid), tuple(laid.values())
+    return model.prepared({s.id: _formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
+
+
+def _formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
+    path, dictionary, missing = Path(silo.data), model.of.dictionary, model.of.missing
+    with _named(path, f"silo '{silo.id}' ({key})"):
+        if silo.dictionary is not None:  # whether a gap may be left out is then its owner's to say
+            own = read_dictionary(Path(silo.dictionary))
+            if unlike := dictionary.differences(own):
+                raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
+            dictionary, missing = own, silo.missing or "refuse"
+        files = {TABLE: path, **{name: Path(other) for name, other in silo.tables.items()}}
+        return read_coded(files, dictionary, silo.query, missing, model.columns)
 
 
 def _from_files(config: Config) -> Parts:
