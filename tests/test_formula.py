@@ -574,8 +574,8 @@ def _log_p(data: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> to
 def fitted() -> tuple[MixedModel, sf.Result]:
     of = model("pressure ~ age + (1 | child)", "gaussian")
     tables_ = [table(seed=k, pressure=130 + 0.5 * (table(seed=k)["age"] - 50)) for k in range(3)]
-    with pytest.warns(sf.SecureFVIWarning, match="iterations = 60"):
-        return of, sf.fit(of, tables_, sf.SFVI(iterations=60), compile=False)
+    with pytest.warns(sf.SecureFVIWarning, match="iterations = 20"):
+        return of, sf.fit(of, tables_, sf.SFVI(iterations=20), compile=False)
 
 
 def test_a_result_speaks_in_the_users_names_and_units(fitted: tuple[MixedModel, sf.Result]) -> None:
@@ -599,14 +599,14 @@ def test_new_rows_are_the_users_table(fitted: tuple[MixedModel, sf.Result]) -> N
     within 5 standard errors (a false alarm in 10^6 a row)."""
     of, result = fitted
     new = {"age": ["70", "25.5", "50", "33"], "child": ["b", "a", "b", "c"]}
-    draws = result.predict(new, n=400)
+    draws = result.predict(new, n=150)
     assert list(draws) == ["pressure"]
-    assert draws["pressure"].shape == (400, 4)
+    assert draws["pressure"].shape == (150, 4)
     found = user_draws(of, result.sample(20_000))
     for at, age in enumerate((70.0, 25.5, 50.0, 33.0)):
         column = draws["pressure"][:, at]
         expected = found["(Intercept)"] + found["age"] * age
-        assert abs(float(column.mean() - expected.mean())) < 5 * float(column.std()) / 20
+        assert abs(float(column.mean() - expected.mean())) < 5 * float(column.std()) / 150**0.5
     together = torch.corrcoef(draws["pressure"].T)[0, 2]  # two rows of one child
     assert float(together) > float(torch.corrcoef(draws["pressure"].T)[0, 1])
     scored = result.log_predictive({**new, "pressure": [150, 120, 130, 119]}, n=20)
