@@ -294,21 +294,28 @@ class Result(RunSummary):
         return personalise(self.problem, self.variational, unlabelled)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of result.json: `RunSummary`'s, and what `sf.load` needs: sites, shapes and types, no value."""
+        """The content of result.json: `RunSummary`'s, of a formula its parameters by the user's names, and what
+        `sf.load` needs: sites, shapes and types, no value."""
         problem, layout, identity = self.problem, self.problem.layout, self.problem.model.identity
-        return super().to_json() | {
-            "saved": ({} if identity is None else {"model": identity})
+        read = self._readable()
+        named = {} if read is None else {"parameters": of_draws(self, *read).to_dict()}
+        return (
+            super().to_json()
+            | named
             | {
-                "format": FORMAT,
-                "family": self.variational.family.name,
-                "dtype": str(problem.dtype),
-                "sites": [list(site) for site in layout.sites],
-                "theta": [list(point) for point in layout.theta],
-                "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
-                "shared": sorted(problem.schema.constants),
-                "refined": refined_numbers(self.variational),
+                "saved": ({} if identity is None else {"model": identity})
+                | {
+                    "format": FORMAT,
+                    "family": self.variational.family.name,
+                    "dtype": str(problem.dtype),
+                    "sites": [list(site) for site in layout.sites],
+                    "theta": [list(point) for point in layout.theta],
+                    "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
+                    "shared": sorted(problem.schema.constants),
+                    "refined": refined_numbers(self.variational),
+                }
             }
-        }
+        )
 
     def save(self, directory: str | Path) -> None:
         """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically; `sf.load` opens

@@ -579,6 +579,8 @@ def fitted() -> tuple[MixedModel, sf.Result]:
 
 
 def test_a_result_speaks_in_the_users_names_and_units(fitted: tuple[MixedModel, sf.Result]) -> None:
+    from secure_fvi.runs.marginals import posterior_rows
+
     of, result = fitted
     rows = {row.name: row for row in result.summary().rows}
     assert list(rows) == ["(Intercept)", "age", "sd(child) (Intercept)", "sigma"]
@@ -589,6 +591,7 @@ def test_a_result_speaks_in_the_users_names_and_units(fitted: tuple[MixedModel, 
         # Two sets of 20,000 draws: a difference of .06 sds is six standard errors.
         assert row.mean == pytest.approx(line.estimate, abs=0.06 * line.sd)
     assert rows["(Intercept)"].mean > 50 > float(result.posterior["b"].mean[0])  # the design's own is standardised
+    assert [row.label for row in posterior_rows(result.to_json())] == list(rows)  # of reports and of the command
     assert result.correlations(["age", "sigma"]).names == ["age", "sigma"]
     with pytest.raises(InputError, match=r"no global site 'b'; there are: \(Intercept\), age"):
         result.correlations(["b"])
