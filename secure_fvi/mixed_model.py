@@ -16,6 +16,7 @@ import copy
 import hashlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -412,7 +413,12 @@ class MixedModel(FederatedModel):
     def identity(self) -> dict[str, str]:
         """Formula, family, and a digest of all that gives its parameters their meaning."""
         of = self.of
-        told = [self.text, self.family, of.dictionary.digest.hex(), of.missing, *of.local, *self.describe()]
+        # Without what is of no consequence for the meaning of a parameter.
+        columns = [
+            (name, replace(of.dictionary[name], missing=(), description="", review="", at_most=""))
+            for name in self.columns
+        ]
+        told = [self.text, self.family, columns, self.describe()]
         return {"formula": self.text, "family": self.family, "digest": hashlib.sha256(repr(told).encode()).hexdigest()}
 
     def readable(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -617,10 +623,12 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
 def _check_rows_differ(read: Mapping[str, _Table]) -> None:
     """Refuse two silos with the same rows, which would count twice. Narrow tables may be alike by chance, so with few
     different rows it is a warning: eight and more at two silos of 40 rows are in one of a million pairs."""
+    sizes = Counter(table.rows for table in read.values())
     seen: dict[bytes, str] = {}
     for silo, table in read.items():
-        digest = cohort_digest(table.frame)
-        other = seen.setdefault(digest, silo)
+        if sizes[table.rows] == 1:  # a digest of a large table takes its time
+            continue
+        other = seen.setdefault(cohort_digest(table.frame), silo)
         if other == silo:
             continue
         said = f"silos '{other}' and '{silo}' hold the same {table.rows} rows, which would count twice"

@@ -649,6 +649,11 @@ def test_a_result_is_not_opened_as_another_models(
     result.save(tmp_path)
     again = sf.load(tmp_path, of)
     assert [row.name for row in again.summary().rows][1] == "age"
+    spare = Dictionary({**COLUMNS, "sex": Column("boolean"), "child": Column("id")})  # unused, and how gaps are written
+    assert sf.load(tmp_path, glmm(of.text, of.family, dictionary=spare, missing="drop")).silos == result.silos
+    wide = Dictionary({**COLUMNS, "age": Column("number", low=10, high=90, centre=50, scale=15)})
+    with pytest.raises(InputError, match="of another dictionary"):
+        sf.load(tmp_path, glmm(of.text, of.family, dictionary=wide))
     assert again.predict({"age": [30], "child": ["a"]}, n=3)["pressure"].shape == (3, 1)
     other = model("pressure ~ visits + (1 | child)", "gaussian")
     with pytest.raises(InputError, match=r"is of 'pressure ~ age \+ .*given is 'pressure ~ visits"):
