@@ -268,7 +268,17 @@ def _formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
         return read_coded(files, dictionary, silo.query, missing, model.columns)
 
 
+def _check_files_differ(silos: Sequence[SiloFile]) -> None:
+    """Refuse one file for two silos, where both read all of it or the same of it: its records would count twice."""
+    seen: dict[tuple[Path, str | None], str] = {}
+    for silo in silos:
+        other = seen.setdefault((Path(silo.data).resolve(), silo.query), silo.id)
+        if other != silo.id:
+            raise InputError(f"silos '{other}' and '{silo.id}' have the same data, '{silo.data}': it would count twice")
+
+
 def _from_files(config: Config) -> Parts:
+    _check_files_differ(config.silo)
     tables = [read_silo(s, f"silo[{j}].data") for j, s in enumerate(config.silo)]
     given = [table.pop(RECORD_ID, None) for table in tables]
     if any(ids is None for ids in given):

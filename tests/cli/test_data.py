@@ -194,6 +194,11 @@ def test_a_run_in_one_process_reads_tables_likewise(folder: Path, caplog: pytest
     assert found.silos[0]["wheeze"].tolist() == [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
     assert found.silos[1]["wheeze"].tolist() == [[0.0, 1.0, 0.0, 1.0]]
     assert "those with a gap in 'smoke', 1, are left out" in caplog.text
+    twice = {"id": "again", "data": str(folder / "sub" / ".." / "two.csv")}
+    (folder / "job.toml").write_text(wording.dumps({"model": {"program": "six-cities"}, "silo": [*silos, twice]}))
+    (folder / "sub").mkdir()
+    with pytest.raises(InputError, match="silos 'two' and 'again' have the same data"):
+        federate(read(folder / "job.toml"))
 
 
 @pytest.mark.parametrize(
