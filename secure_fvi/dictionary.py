@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ DAY_ZERO = datetime.date(1970, 1, 1)
 #: Kinds that have a range, a centre and a scale.
 MEASURED = ("number", "integer", "date")
 #: What a site may say in its own way: it changes how cells are written, not what they mean.
-_SITES_OWN = ("missing", "description")
+_SITES_OWN = ("missing", "description", "review")
 _FORMAT = 1
 #: Of a dictionary's file, which may be another's: some hundred thousand levels, read in seconds.
 MOST_BYTES, MOST_COLUMNS = 4 << 20, 10_000
@@ -48,7 +48,8 @@ class Column:
     low, high: the least and greatest value allowed, a date's in days since 1970-01-01. centre, scale: what
     standardises it, in its own unit. missing: texts that stand for a value that is not there, beside the empty cell.
     shared: its groups span silos. unique: no value stands twice. at_most: another column, which bounds it in each row
-    (successes by trials). Raises InputError that names the field.
+    (successes by trials). review: what somebody who knows the table has to look at before the column is used.
+    Raises InputError that names the field.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class Column:
     shared: Flag = False
     unique: Flag = False
     at_most: Text = ""
+    review: Text = ""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
@@ -137,6 +139,14 @@ class Dictionary:
             raise InputError(f"the dictionary has no column '{name}'{nearest(name, self.columns)}")
         return self.columns[name]
 
+    def check_reviewed(self, names: Iterable[str]) -> None:
+        """Raise InputError where one of these columns is a draft that nobody has looked at."""
+        drafts = [f"'{name}' ({self[name].review})" for name in names if self[name].review]
+        if drafts:
+            raise InputError(
+                f"the dictionary is a draft in {'; '.join(drafts)}: mend what is wrong and delete the line 'review'"
+            )
+
     def differences(self, other: Dictionary) -> list[str]:
         """Columns of this dictionary that `other` lacks or means otherwise, with what differs, for a message: a job's
         dictionary against a site's. What is each site's own does not count."""
@@ -199,8 +209,14 @@ def parse_dictionary(text: str, source: str) -> Dictionary:
         raise InputError(f"{source}: it needs a table [columns.NAME] for each column")
     if len(columns) > MOST_COLUMNS:
         raise InputError(f"{source}: {len(columns)} columns, of which a dictionary may have {MOST_COLUMNS}")
+    return as_dictionary(columns, source)
+
+
+def as_dictionary(columns: Mapping[str, Any], source: str) -> Dictionary:
+    """The dictionary of columns by name, each a `Column` or a dict of its fields. Raises InputError, prefixed with
+    `source`."""
     try:
-        return Dictionary({name: _column(name, given) for name, given in columns.items()})
+        return Dictionary({n: c if isinstance(c, Column) else _column(n, c) for n, c in columns.items()})
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
 

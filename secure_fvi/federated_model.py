@@ -97,6 +97,21 @@ class FederatedModel:
         most = most if self.most_rows is None else self.most_rows
         return {silo: _laid(record, columns, most, silo) for silo, (record, columns) in read.items()}
 
+    @property
+    def identity(self) -> dict[str, str] | None:
+        """What a saved result says of its model, and `sf.load` holds the model that it is given against; None: sites
+        and moments have to do."""
+        return None
+
+    def readable(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Draws (S, ...) of the global sites under the names and in the units that users read; None: the sites' own."""
+        return None
+
+    def for_new(self, data: Any, scored: bool) -> tuple[FederatedModel, Any, Callable[[dict[str, Tensor]], Any]]:
+        """For new records: the program to run, `data` as it takes them, and what makes of its draws what users read.
+        scored: whether their density is asked for, and not draws."""
+        return self, data, lambda draws: draws
+
 
 class Laid(dict[str, Any]):
     """A silo's data as a program takes them, groups of rows laid out."""
@@ -105,11 +120,16 @@ class Laid(dict[str, Any]):
 def laid_out(values: npt.NDArray[Any], record: npt.NDArray[np.int64], most: int, fill: float = 0) -> npt.NDArray[Any]:
     """Rows (rows, ...) as (N, most, ...), in their order within each record; `fill` where there is none. `record`:
     whose row each is, 0 to N - 1, none of whom has more than `most`."""
+    out = np.full((len(np.bincount(record)), most, *values.shape[1:]), fill, dtype=values.dtype)
+    out[record, places(record)] = values
+    return out
+
+
+def places(record: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(rows,) of each row, its place among those of its record."""
     counts = np.bincount(record)
-    order = np.argsort(record, kind="stable")
-    place = np.arange(len(record)) - np.repeat(np.cumsum(counts) - counts, counts)
-    out = np.full((len(counts), most, *values.shape[1:]), fill, dtype=values.dtype)
-    out[record[order], place] = values[order]
+    out = np.empty(len(record), dtype=np.int64)
+    out[np.argsort(record, kind="stable")] = np.arange(len(record)) - np.repeat(np.cumsum(counts) - counts, counts)
     return out
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,6 +79,7 @@ def parse(text: str) -> Parsed:
     tildes = [at for at, char in _outside(text) if char == "~"]
     if len(tildes) != 1:
         raise _error(text, tildes[1] if tildes else len(text), "a formula has one '~', after its response")
+    _check_once(text, tildes[0] + 1)
     response, additions = _left(text, tildes[0])
     fixed, offsets, random = [], [], []
     for sign, begin, end in _summands(text, tildes[0] + 1):
@@ -126,6 +128,37 @@ def _outside(text: str, begin: int = 0, end: int | None = None, depth: int = 0) 
     if quote >= 0 or opened:
         at = quote if quote >= 0 else opened[-1]
         raise _error(text, at, f"'{text[at]}' is not closed")
+
+
+_TERM = r"(?<!\w)(?P<base>[^\W\d]\w*|\(\s*[^\W\d]\w*\s*\))\s*"
+_POWER = re.compile(_TERM + r"(\*\*|\^)\s*(?P<power>\d*)")
+_PRODUCT = re.compile(_TERM + r"(\*(?!\*)|:)\s*(?P=base)(?!\w)")
+#: Letters that stand for other characters, so that a call is one word.
+_WORD = 0x4E00
+
+
+def _check_once(text: str, begin: int) -> None:
+    """Refuse a power of one term and a product of a term with itself, which in a formula are that term alone."""
+    own, opened, quote = list(text), [False], ""
+    for at in range(begin, len(text)):
+        char = text[at]
+        if quote or char in "'\"`":
+            inner, quote = True, ("" if char == quote else quote or char)
+        else:
+            if char in _OPEN:
+                opened.append(any(opened) or char != "(" or text[at - 1].isalnum() or text[at - 1] in "_.")
+            inner = any(opened) or char == "."
+            if char in _CLOSE:
+                opened.pop()
+        if inner:
+            own[at] = char if char.isalnum() else chr(_WORD + ord(char))
+    for pattern in (_POWER, _PRODUCT):
+        if found := pattern.search("".join(own), begin):
+            base, said = text[slice(*found.span("base"))], text[slice(*found.span())]
+            base = base[1:-1].strip() if base[0] == "(" else f"({base[1:-1].strip()})" if base[0] == "{" else base
+            power = found.groupdict().get("power") or 2
+            why = f"'{said}' is '{base}' itself in a formula, as in R; its power is I({base}**{power}),"
+            raise _error(text, found.start(), why)
 
 
 def _wraps(text: str, begin: int, end: int) -> bool:
@@ -334,7 +367,7 @@ class Design:
         known = {e: standard(e, self.dictionary[e]) for e in plain}
         scales = np.array([math.prod((known[f][1] for f in self._plain_of(j)), start=1.0) for j in range(self.size)])
         to_user = np.diag(1 / scales)
-        if centred:
+        if centred and self.size:
             found = self._centred(terms, made, x, known)
             to_user = to_user if found is None else found
         for at in self._transformed():
@@ -393,11 +426,10 @@ class Expression:
         terms = _terms("0 + {" + text + "}", formula)
         self.text, self.dictionary = text, dictionary
         self.columns = tuple(sorted({n for t in terms for f in t.factors for n in _columns_of(f, dictionary, formula)}))
-        calls = {
-            n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-        }
+        calls = [n.func for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+        self.calls = {f.id for f in calls if isinstance(f, ast.Name)}
         kinds = {dictionary[name].kind for name in self.columns}
-        if calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
+        if self.calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
             raise _error(formula, max(formula.find(text), 0), f"'{text}' must be one number a row, of numeric columns,")
         self._formula = _formulaic().Formula(_written(terms, {}))
         self._context = _context(dictionary)
@@ -410,6 +442,17 @@ class Expression:
         if bad := int((~np.isfinite(out)).sum()):
             raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
         return out
+
+
+def columns_of(formula: str, dictionary: Dictionary) -> list[str]:
+    """The table's columns that a formula uses. Raises InputError."""
+    parsed = parse(formula)
+    names = {parsed.response, *(c for r in parsed.random for c in r.group)}
+    for text in (parsed.fixed, *(r.design for r in parsed.random)):
+        names.update(Design(text, formula, dictionary).columns)
+    for text in (*parsed.offsets, *parsed.additions.values()):
+        names.update(Expression(text, formula, dictionary).columns)
+    return sorted(names)
 
 
 def _terms(text: str, formula: str) -> Any:

@@ -13,7 +13,10 @@ A record is a group of rows, of any number: rows are laid out (N, M, ...) with `
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,10 +28,9 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from secure_fvi.coding import cells_of, code, names_of
-from secure_fvi.dictionary import Column, Dictionary, read_dictionary
-from secure_fvi.errors import DataError, InputError
-from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out
+from secure_fvi.dictionary import Column, Dictionary, as_dictionary, read_dictionary
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places
 from secure_fvi.formula import ADDITIONS, Design, Expression, Frame, Parsed, Random, parse, standard
 from secure_fvi.quadrature import (
     MORE_STEPS,
@@ -37,10 +39,12 @@ from secure_fvi.quadrature import (
     binomial_slopes,
     count_slopes,
     marginal,
+    ordinal_logits,
     ordinal_slopes,
     student_slopes,
 )
 from secure_fvi.runs.wording import nearest
+from secure_fvi.tables import Coded, Missing, code_columns, cohort_digest
 
 if TYPE_CHECKING:
     from secure_fvi.results import Result
@@ -54,6 +58,8 @@ _SAMPLES = 20
 #: Of a local fit without latents, whose steps have the noise of one draw of Z_G alone.
 _STEPS = 200
 _DRAWS = 20_000
+#: Different rows from which two equal tables are one table.
+_TOLD_APART = 8
 
 
 # ---- families ----
@@ -157,8 +163,6 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
                 raise InputError(f"formula: group of (... | {random.label}): {error}") from None
             if column.kind in ("number", "date"):
                 raise InputError(f"formula: '{name}' is a {column.kind} and names no groups")
-    for name in shared:
-        dictionary[name]
     spans = {r.label: all(n in shared or dictionary[n].shared for n in r.group) for r in parsed.random}
     local = [r.label for r in parsed.random if not spans[r.label]]
     ids = [r.label for r in parsed.random if not spans[r.label] and dictionary[r.group[-1]].kind == "id"]
@@ -328,7 +332,8 @@ class Program:
         if family == "ordinal":
             cuts = self._cuts(like)
             return Given(
-                lambda eta, data: dist.OrderedLogistic(eta, cuts), lambda eta, y, data: ordinal_slopes(eta, y, cuts)
+                lambda eta, data: dist.Categorical(logits=ordinal_logits(eta, cuts)),
+                lambda eta, y, data: ordinal_slopes(eta, y, cuts),
             )
         sigma = pyro.sample("sigma", _half_t(self.priors.aux, like))
         if family == "gaussian":
@@ -389,11 +394,12 @@ class MixedModel(FederatedModel):
         return any(t.place == "record" for t in self.of.terms) and not self.fn.integrated  # type: ignore[attr-defined]
 
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
-        """Tables (dicts of columns, pandas, polars, Arrow) as the program takes them. Raises DataError, which names the
-        silo, the column and the number of rows."""
+        """Tables (dicts of columns, pandas, polars, Arrow, or coded ones) as the program takes them. Raises DataError,
+        which names the silo, the column and the rows, and InputError where two silos hold the same rows."""
         if all(isinstance(table, Laid) for table in silos.values()):
             return dict(silos)
-        read = {name: _read(self.of, table, name) for name, table in silos.items()}
+        read = {name: _read(self.of, self.columns, table, name) for name, table in silos.items()}
+        _check_rows_differ(read)
         _check_names_differ(self.of, read)
         sizes = {
             t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"
@@ -402,6 +408,48 @@ class MixedModel(FederatedModel):
         for name, r in read.items():
             self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups}
         return {name: _laid(self.of, r, name, rows, sizes) for name, r in read.items()}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Formula, family, and a digest of all that gives its parameters their meaning."""
+        of = self.of
+        # Without what is of no consequence for the meaning of a parameter.
+        columns = [
+            (name, replace(of.dictionary[name], missing=(), description="", review="", at_most=""))
+            for name in self.columns
+        ]
+        told = [self.text, self.family, columns, self.describe()]
+        return {"formula": self.text, "family": self.family, "digest": hashlib.sha256(repr(told).encode()).hexdigest()}
+
+    def readable(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Draws (S,) of every parameter by the user's names, in the user's units."""
+        return user_draws(self, draws)
+
+    def for_new(self, data: Any, scored: bool) -> tuple[MixedModel, Laid, Any]:
+        """`data`: the user's table, without gaps; the response need not be there where it is drawn. Effects of local
+        groups are drawn from their prior: nobody but their silo knows them."""
+        weighed = {n: e for n, e in self.of.additions.items() if scored or n != "weights"}
+        of = self.of._replace(additions=weighed, most={})
+        names = sorted({*of.used, *([of.response.name] if scored else [])})
+        try:
+            found = code_columns(data, of.dictionary, "refuse", names)
+        except InputError as error:
+            raise type(error)(f"predict: {error}") from None
+        frame = {of.response.name: np.zeros(found.read, dtype=np.int64), **found.columns}
+        table = _grouped(of, frame, found.read, 0)
+        record = np.arange(found.read) if table.record is None else table.record
+        laid = _laid(of, table, "predict", int(np.bincount(record).max()), table.groups)
+
+        def read(draws: dict[str, Tensor]) -> dict[str, Tensor]:
+            y = draws["y"][:, record, places(record)]
+            return {of.response.name: y * of.response.scale + of.response.centre + of.response.low}
+
+        return self if scored else self.with_latents(), laid, read
+
+    @property
+    def columns(self) -> list[str]:
+        """Of a silo's table, those that are read."""
+        return sorted({self.of.response.name, *self.of.used})
 
     def summary(self, result: Result, draws: int = _DRAWS) -> Summary:
         """The posterior in the user's units."""
@@ -424,11 +472,17 @@ class Parts(NamedTuple):
     family: str
     offsets: tuple[Expression, ...]
     additions: Mapping[str, Expression]
-    missing: str
+    missing: Missing
     local: tuple[str, ...]
     most: Mapping[str, int]
     #: Of each silo that was read in this process: rows, rows left out, groups by label.
     counts: dict[str, dict[str, Any]]
+
+    @property
+    def used(self) -> set[str]:
+        """Columns of a silo's table that are read, but for the response."""
+        names = {*self.fixed.columns, *(c for t in self.terms for c in (*t.design.columns, *t.of.group))}
+        return names | {c for e in (*self.offsets, *self.additions.values()) for c in e.columns}
 
     @property
     def kept(self) -> list[int]:
@@ -440,35 +494,44 @@ def glmm(
     formula: str,
     family: str = "gaussian",
     priors: Mapping[str, Any] | None = None,
-    dictionary: Dictionary | str | Path | None = None,
+    dictionary: Dictionary | Mapping[str, Any] | str | Path | None = None,
     *,
     shared: Sequence[str] = (),
     local: Sequence[str] = (),
     record: str | None = None,
-    missing: str = "refuse",
+    missing: Missing = "refuse",
     most: Mapping[str, int] | None = None,
 ) -> MixedModel:
     """A mixed model as `sf.fit` takes it, with silos as tables.
 
     `formula` as in lme4 and brms; `family`: gaussian, student, bernoulli, binomial, poisson, negbinomial or ordinal.
-    `dictionary`: what all parties know of the columns, or the path of its file. `shared`, `local`: columns that name
-    groups of several silos, or other groups at each under the same names. `record`: the group that is a record, for
-    sums and for privacy. `missing`: "refuse" rows with a gap, or "drop" them. `most`: "rows" of a record and groups of
-    a silo, by label, at most; needed where parties do not share a process. `priors`: by coefficient (mean, sd) in the
-    user's units, and "sd_<group>", "sigma" (scales of half-t(3)), "lkj". Raises InputError.
+    `dictionary`: what all parties know of the columns, the path of its file, or a dict of columns. `shared`, `local`:
+    columns that name groups of several silos, or other groups at each under the same names. `record`: the group
+    that is a record, for sums and for privacy. `missing`: "refuse" rows with a gap, or "drop" them. `most`: "rows" of a
+    record and groups of a silo, by label, at most; needed where parties do not share a process. `priors`: by
+    coefficient (mean, sd) in the user's units, and "sd_<group>", "sigma" (scales of half-t(3)), "lkj". Raises
+    InputError.
     """
     if dictionary is None:
         raise InputError("glmm needs the job's dictionary: columns are coded from it, never from data")
     if isinstance(dictionary, (str, Path)):
         dictionary = read_dictionary(Path(dictionary))
-    family = _OTHER_NAMES.get(family, family)
+    elif isinstance(dictionary, Mapping):
+        dictionary = as_dictionary(dictionary, "dictionary")
+    if not isinstance(dictionary, Dictionary):
+        raise InputError(f"dictionary is a path, a Dictionary or a dict of columns, not {type(dictionary).__name__}")
+    family = _OTHER_NAMES.get(str(family), str(family))
     if family not in FAMILIES:
         raise InputError(
             f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})"
         )
     if missing not in ("refuse", "drop"):
         raise InputError(f"missing='{missing}' must be 'refuse' or 'drop'")
+    if priors is not None and not isinstance(priors, Mapping):
+        raise InputError(f"priors is a dict by name, such as {{'age': (0, 0.5)}}, not {type(priors).__name__}")
     parsed = parse(formula)
+    for option, names in (("shared", shared), ("local", local)):
+        _check_groups(option, names, parsed)
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
     response = _response(parsed, family, dictionary)
@@ -478,14 +541,37 @@ def glmm(
     if parsed.response in {*fixed.columns, *(c for t in terms for c in (*t.design.columns, *t.of.group))}:
         raise InputError(f"formula: the response '{parsed.response}' stands on both sides")
     offsets = tuple(Expression(text, formula, dictionary) for text in parsed.offsets)
+    _check_offsets(offsets, family)
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
     of = Parts(
         dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
         dict(most or {}), {},
     )  # fmt: skip
+    dictionary.check_reviewed(sorted({response.name, *of.used}))
     program = Program(family, response, terms, prior, of.kept)
     silo_sites = tuple(t.name for t in terms if t.place == "silo")
-    return MixedModel(program, _PLATE, silo_sites, text=formula, family=family, of=of)
+    start = {f"cor_{t.name}": torch.eye(t.design.size, dtype=torch.float64) for t in terms if t.correlated}
+    return MixedModel(program, _PLATE, silo_sites, start=start, text=formula, family=family, of=of)
+
+
+def _check_groups(option: str, names: Any, parsed: Parsed) -> None:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise InputError(f"{option}={names!r} must be a list of columns, such as {option}=['region']")
+    groups = list(dict.fromkeys(name for random in parsed.random for name in random.group))
+    for name in names:
+        if name not in groups:
+            raise InputError(f"{option}: '{name}' names no groups in the formula{nearest(str(name), groups)}")
+
+
+def _check_offsets(offsets: Sequence[Expression], family: str) -> None:
+    """Where the link is a logarithm, an exposure enters by its logarithm; as it stands it would be a factor e^hours."""
+    for found in offsets if FAMILIES[family].link == "log" else ():
+        if not found.calls & {"log", "I"}:
+            raise InputError(
+                f"formula: offset({found.text}) is added to the logarithm of the mean: an exposure (hours watched, "
+                f"people at risk) is offset(log({found.text})); where it is a logarithm already, write "
+                f"offset(I({found.text}))"
+            )
 
 
 # ---- a silo's table ----
@@ -503,37 +589,14 @@ class _Table(NamedTuple):
     named: dict[str, set[int]]  # codes of levels that name local groups
 
 
-def _needed(of: Parts) -> list[str]:
-    names = {of.response.name, *of.fixed.columns}
-    names |= {c for t in of.terms for c in (*t.design.columns, *t.of.group)}
-    return sorted(names | {c for e in (*of.offsets, *of.additions.values()) for c in e.columns})
-
-
-def _read(of: Parts, table: Any, silo: str) -> _Table:
+def _read(of: Parts, columns: list[str], table: Any, silo: str) -> _Table:
     """Columns coded from the dictionary, rows with gaps refused or left out, groups counted."""
-    have = names_of(table, silo)
-    columns: dict[str, np.ndarray[Any, Any]] = {}
-    gaps: dict[str, np.ndarray[Any, Any]] = {}
-    for name in _needed(of):
-        if name not in have:
-            raise DataError(f"silo '{silo}': its table has no column '{name}'{nearest(name, have)}")
-        columns[name], gaps[name] = code(cells_of(table[name]), of.dictionary[name], f"silo '{silo}': '{name}'")
-    sizes = {name: len(values) for name, values in columns.items()}
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"silo '{silo}': columns of other lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
-    rows = next(iter(sizes.values()))
-    gap = np.any(list(gaps.values()), axis=0)
-    if of.missing == "refuse" and gap.any():
-        where = ", ".join(f"'{n}' in {int(g.sum())}" for n, g in gaps.items() if g.any())
-        raise DataError(
-            f"silo '{silo}': no value of {where} of {rows} rows; impute them, or say missing='drop' to leave "
-            f"{int(gap.sum())} rows out"
-        )
-    if gap.all():
-        raise DataError(f"silo '{silo}': no row without a gap, of {rows}")
-    frame = {name: values[~gap] for name, values in columns.items()}
-    left = int(gap.sum())
-    return _grouped(of, frame, rows - left, left)
+    try:
+        found = table if isinstance(table, Coded) else code_columns(table, of.dictionary, of.missing, columns)
+    except InputError as error:  # DataError is one
+        raise type(error)(f"silo '{silo}': {error}") from None
+    rows = len(found.columns[of.response.name])
+    return _grouped(of, found.columns, rows, found.read - rows)
 
 
 def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
@@ -555,6 +618,24 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
         if term.place == "record":
             record = at[label]
     return _Table(frame, rows, left_out, record, at, groups, named)
+
+
+def _check_rows_differ(read: Mapping[str, _Table]) -> None:
+    """Refuse two silos with the same rows, which would count twice. Narrow tables may be alike by chance, so with few
+    different rows it is a warning: eight and more at two silos of 40 rows are in one of a million pairs."""
+    sizes = Counter(table.rows for table in read.values())
+    seen: dict[bytes, str] = {}
+    for silo, table in read.items():
+        if sizes[table.rows] == 1:  # a digest of a large table takes its time
+            continue
+        other = seen.setdefault(cohort_digest(table.frame), silo)
+        if other == silo:
+            continue
+        said = f"silos '{other}' and '{silo}' hold the same {table.rows} rows, which would count twice"
+        cells = np.stack([np.asarray(values, dtype=np.float64) for values in table.frame.values()], 1)
+        if len(np.unique(cells, axis=0)) >= _TOLD_APART:
+            raise InputError(f"{said}: is one file given for both?")
+        warnings.warn(f"{said}, unless they are alike by chance", SecureFVIWarning, stacklevel=4)
 
 
 def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:
@@ -770,9 +851,8 @@ def _counted(of: Parts) -> list[str]:
 def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
     of, family = model.of, FAMILIES[model.family]
     theirs = getattr(getattr(result, "problem", None), "model", None)
-    of_theirs = (theirs.text, theirs.family, theirs.of.dictionary) if isinstance(theirs, MixedModel) else None
-    if of_theirs not in (None, (model.text, model.family, of.dictionary)):
-        raise InputError("the result is of another model: another formula, family or dictionary")
+    if isinstance(theirs, MixedModel) and theirs.identity != model.identity:
+        raise InputError("the result is of another model: another formula, family, dictionary, priors or options")
     found = user_draws(model, result.sample(draws))
     lines = {name: _line(name, d, bool(family.ratio) and name != "(Intercept)") for name, d in found.items()}
     effects = [n for n in lines if n in of.fixed.names or "|" in n]

@@ -177,6 +177,7 @@ def _problem(
         return Problem(absent, schema, layout, density, start, silos, found["seed"], dtype, loc.device, "eager")
     if saved.get("likelihood") is not None:
         raise InputError("this run's silos hold columns: its predictors are at the silos, and a model is of no use")
+    _check_identity(directory, saved.get("model"), getattr(model, "identity", None))
     constants = {name: v.tensor if isinstance(v, Shared) else v for name, v in (shared or {}).items()}
     if sorted(constants) != saved["shared"]:
         want = ", ".join(saved["shared"]) or "none"
@@ -196,6 +197,19 @@ def _problem(
         raise InputError(f"the model is not that of the run in '{directory}': it has other sites")
     density = LogDensity(model, have, schema)
     return Problem(model, schema, have, density, start, silos, found["seed"], dtype, loc.device, "eager")
+
+
+def _check_identity(directory: Path, theirs: Mapping[str, str] | None, mine: Mapping[str, str] | None) -> None:
+    """Raise InputError, naming both, where the model is not that of the run: its numbers would get other names."""
+    if theirs == mine:
+        return
+    names = [_named_model(said) for said in (theirs, mine)]
+    also = ", of another dictionary, other priors or other options" if names[0] == names[1] else ""
+    raise InputError(f"the run in '{directory}' is of {names[0]}, and the model given is {names[1]}{also}")
+
+
+def _named_model(said: Mapping[str, str] | None) -> str:
+    return "no formula" if said is None else f"'{said['formula']}', family {said['family']}"
 
 
 def _check_moments(directory: Path, result: Result, given: bool) -> None:

@@ -40,6 +40,17 @@ def count_slopes(eta: Tensor, y: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]
     return (y - mu) / (1 + mu / shape), mu / (1 + mu / shape)
 
 
+def ordinal_logits(eta: Tensor, cuts: Tensor) -> Tensor:
+    """(..., K) log p of each level: sigmoid(a) - sigmoid(b) = sigmoid(a) sigmoid(-b) (1 - e^(b - a)) does not cancel.
+
+    Nothing is written in place, as in Pyro's OrderedLogistic, which PyTorch cannot map over draws.
+    """
+    at = cuts - eta.unsqueeze(-1)
+    below, above = torch.nn.functional.logsigmoid(at), torch.nn.functional.logsigmoid(-at)
+    gaps = torch.log(-torch.expm1(cuts[:-1] - cuts[1:]))
+    return torch.cat([below[..., :1], below[..., 1:] + above[..., :-1] + gaps, above[..., -1:]], -1)
+
+
 def ordinal_slopes(eta: Tensor, y: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.cat([cuts.new_full((1,), -_FAR), cuts, cuts.new_full((1,), _FAR)])
     below, above = torch.sigmoid(ends[y] - eta), torch.sigmoid(ends[y + 1] - eta)

@@ -22,7 +22,7 @@ from secure_fvi.compiled import over_draws
 from secure_fvi.density import Params
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.families import conditional as gaussian_rows
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.files import write_atomically
 from secure_fvi.silo import Silo
 from secure_fvi.summary import (
@@ -31,6 +31,7 @@ from secure_fvi.summary import (
     Summary,
     correlated,
     heading,
+    of_draws,
     quantiles,
     summarised,
     to_arviz,
@@ -105,7 +106,9 @@ class RunSummary:
         sites and by 20,000 draws for others (standard error of the 5% quantile: .015 sd). Latents of silos and records
         have no row: they stay at their silos. What is shown follows from broadcasts and totals; everyone may see it.
         """
-        refined = getattr(self, "refined", None)
+        refined, read = getattr(self, "refined", None), self._readable()
+        if read is not None:
+            return of_draws(self, *read, refined)
         if refined is not None:
             spread: Params | None = {site: quantiles(d, refined.weights) for site, d in refined.draws.items()}
         else:
@@ -118,18 +121,30 @@ class RunSummary:
         From the draws of `summary`; standard error .007 or less where these are 20,000. Raises InputError for a site
         that there is not, a point, which has none, and more than 2,000 scalars. Everyone may see them.
         """
-        names = list(self.posterior) if sites is None else list(sites)
+        read = self._readable()
+        known = self.posterior if read is None else SitePosteriors(dict.fromkeys(read[0], None))  # type: ignore[arg-type]
+        names = list(known) if sites is None else list(sites)
         for name in names:
-            self.posterior[name]  # raises for one that there is not
-        draws, weights = self._weighted(names)
+            known[name]  # raises for one that there is not
+        draws, weights = self._weighted(names) if read is None else ({name: read[0][name] for name in names}, read[1])
         return correlated(draws, weights)
+
+    def _readable(self) -> tuple[Params, Tensor] | None:
+        """Draws of a formula's parameters by the user's names, in the user's units, and weights; None for a model whose
+        sites users know, and for a point."""
+        return None
 
     def to_arviz(self, n: int = 4000, seed: int = 0) -> Any:
         """An `arviz.InferenceData` with `n` draws of the global sites, as one chain: `arviz.plot_posterior` and others
         take it. No data are in it. Raises InputError without arviz (`pip install 'arviz<1'`). Everyone may see it.
         """
         about = {"algorithm": self.algorithm, "converged": str(self.converged), "summary": heading(self)}
-        return to_arviz(self.sample(n, seed), about)
+        draws = self.sample(n, seed)
+        return to_arviz(self._named(draws), about)
+
+    def _named(self, draws: Params) -> Params:
+        """Draws under the names that users read."""
+        return draws
 
     def _quantiles(self) -> Params | None:
         """`summary.LEVELS` of each site, (3, *shape); None where the posterior is a point."""
@@ -198,6 +213,19 @@ class Result(RunSummary):
         Everyone may see them."""
         return draw_global(self.problem, self.variational, n, seed)
 
+    def _named(self, draws: Params) -> Params:
+        found = self.problem.model.readable(draws)
+        return draws if found is None else found
+
+    def _readable(self) -> tuple[Params, Tensor] | None:
+        if self.variational.family.noise_size == 0 or not self.posterior:
+            return None
+        one = {site: moments.mean.unsqueeze(0) for site, moments in self.posterior.items()}
+        if self.problem.model.readable(one) is None:
+            return None
+        draws, weights = self._weighted(list(self.posterior))
+        return self._named(draws), weights
+
     def _quantiles(self) -> Params | None:
         if self.variational.family.noise_size == 0:
             return None
@@ -227,22 +255,34 @@ class Result(RunSummary):
 
         `data` holds the program's columns. What the program observes is replaced by draws: its values do not matter,
         and it may be left out, or None, where the program takes its sizes from other columns (`obs=y` with y None).
+        Of a formula it is a table as silos have it, and the draws are (n, rows), of the response alone, in its unit, of
+        a category the places of its levels.
         The records' own latents are drawn from their prior given the global draw. Raises InputError for columns of
         other shapes than the fit's. Whoever has the columns sees the draws; nothing is sent.
         """
         from secure_fvi.prediction import predict
 
-        return predict(self.problem, self.variational, data, n, seed)
+        problem, rows, read = self._for_new(data, False)
+        found: Params = read(predict(problem, self.variational, rows, n, seed))
+        return found
+
+    def _for_new(self, data: Any, scored: bool) -> tuple[Problem, Any, Callable[[Params], Params]]:
+        model, rows, read = self.problem.model.for_new(data, scored)
+        if rows is data:
+            return self.problem, data, read
+        schema = read_data(rows, "predict", self.problem.dtype)[0].to(self.problem.device)
+        return self.problem._replace(model=model, schema=schema), rows, read
 
     def log_predictive(self, data: Mapping[str, Any], n: int = 200, seed: int = 0) -> Tensor:
         """Log predictive density of each record of `data`, in nats (N,): log of the mean over `n` draws.
 
         Latent sites of a record or a silo are drawn from their priors given the global sites; discrete ones are summed
-        out. All columns of the fit are needed.
+        out. All columns of the fit are needed. Records of a formula stand in the order of their groups' names.
         """
         from secure_fvi.prediction import log_predictive
 
-        return log_predictive(self.problem, self.variational, data, n, seed)
+        problem, rows, _ = self._for_new(data, True)
+        return log_predictive(problem, self.variational, rows, n, seed)
 
     def personalise(self, unlabelled: Mapping[str, Tensor]) -> Personal:
         """The model as one client sees it, from its records without labels; for fits by FedVI.
@@ -254,20 +294,28 @@ class Result(RunSummary):
         return personalise(self.problem, self.variational, unlabelled)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of result.json: `RunSummary`'s, and what `sf.load` needs: sites, shapes and types, no value."""
-        problem, layout = self.problem, self.problem.layout
-        return super().to_json() | {
-            "saved": {
-                "format": FORMAT,
-                "family": self.variational.family.name,
-                "dtype": str(problem.dtype),
-                "sites": [list(site) for site in layout.sites],
-                "theta": [list(point) for point in layout.theta],
-                "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
-                "shared": sorted(problem.schema.constants),
-                "refined": refined_numbers(self.variational),
+        """The content of result.json: `RunSummary`'s, of a formula its parameters by the user's names, and what
+        `sf.load` needs: sites, shapes and types, no value."""
+        problem, layout, identity = self.problem, self.problem.layout, self.problem.model.identity
+        read = self._readable()
+        named = {} if read is None else {"parameters": of_draws(self, *read).to_dict()}
+        return (
+            super().to_json()
+            | named
+            | {
+                "saved": ({} if identity is None else {"model": identity})
+                | {
+                    "format": FORMAT,
+                    "family": self.variational.family.name,
+                    "dtype": str(problem.dtype),
+                    "sites": [list(site) for site in layout.sites],
+                    "theta": [list(point) for point in layout.theta],
+                    "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
+                    "shared": sorted(problem.schema.constants),
+                    "refined": refined_numbers(self.variational),
+                }
             }
-        }
+        )
 
     def save(self, directory: str | Path) -> None:
         """Write posterior.safetensors (eta_G, theta and site moments) and result.json, each atomically; `sf.load` opens

@@ -195,6 +195,16 @@ def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined:
     return Summary(heading(result) + ("; a point, without spread" if spread is None else ""), rows, *found)
 
 
+def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor, refined: Any = None) -> Summary:
+    """The table of weighted draws (S,) of scalars by name."""
+    rows = []
+    for name, values in draws.items():
+        mean, sd = weighted_moments(values, weights)
+        rows.append(Row(name, float(mean), float(sd), *quantiles(values, weights).tolist()))
+    found = (float(refined.khat), float(refined.ess), len(weights)) if refined is not None else (None, None, None)
+    return Summary(heading(result), rows, *found)
+
+
 def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:
     """Of the scalars of draws (S, *shape) a site, by weights (S,) that add up to 1."""
     names = [name for site, value in draws.items() for name in labels(site, tuple(value.shape[1:]))]

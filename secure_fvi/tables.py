@@ -1,8 +1,9 @@
 """The data door: tables as an institution keeps them, read by DuckDB and coded by a dictionary.
 
-CSV, Parquet, JSON, SQLite and DuckDB files, and one SELECT over them. Nothing is written, no file is read but those
-that are named, no network is used and no extension is loaded, whatever the query says: external access is off but for
-those paths, the configuration is locked, and a query is looked through before it runs (`_check_query`).
+CSV, Parquet, JSON, SQLite and DuckDB files, and one SELECT over them; columns in memory are coded by the same routine.
+Nothing is written, no file is read but those that are named, no network is used and no extension is loaded, whatever
+the query says: external access is off but for those paths, the configuration is locked, and a query is looked through
+before it runs (`_check_query`).
 
 A cell that does not fit its dictionary is refused before any round. What says so names the column, counts rows and
 gives their numbers, and is for the site alone; it holds no cell's content, and errors of DuckDB, whose texts do, are
@@ -115,7 +116,11 @@ def read_coded(
     files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted.
     """
-    found = check_table(files, dictionary, query, only, memory, seconds)
+    return _fitting(check_table(files, dictionary, query, only, memory, seconds), missing)
+
+
+def _fitting(found: Coded, missing: Missing) -> Coded:
+    """The rows that fit. Raises DataError, which names columns and rows, where one is wrong or none is left."""
     wrong = [f for f in found.findings if missing == "refuse" or f.what != GAP]
     if wrong:
         gaps = all(f.what == GAP for f in wrong)
@@ -126,7 +131,7 @@ def read_coded(
         whole[finding.rows - 1] = False
     if not whole.any():
         raise DataError(
-            f"none of its {found.read} rows is without a gap" if found.read else "it has no records; leave the silo out"
+            f"no row without a gap, of {found.read}" if found.read else "it has no records; leave the silo out"
         )
     if whole.all():
         return found
@@ -146,17 +151,29 @@ def check_table(
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
     cannot be read at all or lacks a column."""
     with opened(files, query, memory, seconds) as table:
-        if not isinstance(dictionary, Dictionary):
-            dictionary = dictionary(table.types)
-        wanted = list(dictionary.columns if only is None else only)
-        for name in wanted:
-            dictionary[name]
-        for name in wanted:
-            if name not in table.types:
-                raise DataError(f"the table has no column '{name}'{nearest(name, table.types)}")
-            if _NESTED.fullmatch(table.types[name]):
-                raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
-        values, status = _fetched(table, {name: dictionary[name] for name in wanted})
+        return _checked(table, dictionary, only)
+
+
+def code_columns(
+    table: Any, dictionary: Dictionary, missing: Missing = "refuse", only: Iterable[str] | None = None
+) -> Coded:
+    """As `read_coded`, of a table in memory: a dict of columns, or a pandas, polars or Arrow table."""
+    with _held(table, list(dictionary.columns if only is None else only)) as held:
+        return _fitting(_checked(held, dictionary, only), missing)
+
+
+def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded:
+    dictionary = coding if isinstance(coding, Dictionary) else coding(table.types)
+    wanted = list(dictionary.columns if only is None else only)
+    for name in wanted:
+        dictionary[name]
+    for name in wanted:
+        if name not in table.types:
+            raise DataError(f"the table has no column '{name}'{nearest(name, table.types)}")
+        if _NESTED.fullmatch(table.types[name]):
+            raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
+    dictionary.check_reviewed(wanted)
+    values, status = _fetched(table, {name: dictionary[name] for name in wanted})
     findings = [f for name in wanted for f in _findings(name, dictionary[name], status[name])]
     names: dict[str, list[str]] = {}
     for name in wanted:
@@ -169,8 +186,7 @@ def check_table(
     for name in wanted:
         if dictionary[name].kind == "id":
             values[name], names[name] = _coded_ids(values[name])
-    read = len(status[wanted[0]])
-    return Coded(values, names, read, {}, tuple(findings))
+    return Coded(values, names, len(status[wanted[0]]), {}, tuple(findings))
 
 
 #: The optional column with the records' own ids: whole numbers, all different, over all silos.
@@ -393,6 +409,67 @@ def opened(
             raise InputError("two columns of the query's result have the same name")
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types)
+
+
+@contextmanager
+def _held(table: Any, wanted: Sequence[str]) -> Iterator[Opened]:
+    """Columns in memory as a table of DuckDB's: numbers as they are, all else as text. Raises InputError for what is no
+    table."""
+    names = getattr(table, "column_names", None) or (list(table) if isinstance(table, Mapping) else None)
+    names = names if names is not None else getattr(table, "columns", None)
+    if names is None or hasattr(table, "collect"):
+        raise InputError(
+            f"a table is a dict of columns, or a pandas, polars or Arrow table, not {type(table).__name__}"
+        )
+    names = [str(name) for name in names]
+    cells = {f"c{i}": _cells(table[name], name) for i, name in enumerate(names) if name in wanted}
+    sizes = {names[int(c[1:])]: len(values) for c, values in cells.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"columns of different lengths: {', '.join(f'{n} {s}' for n, s in sizes.items())}")
+    config = {"python_enable_replacements": "false"}
+    duckdb = _duckdb()
+    with _in_other_words(SECONDS, MEMORY), duckdb.connect(":memory:", config=config) as connection:
+        connection.execute("SET enable_progress_bar = false")
+        types = dict.fromkeys(names, "")
+        if cells:
+            connection.register("held", cells)
+            described = connection.execute("DESCRIBE SELECT * FROM held").fetchall()
+            types |= {names[int(row[0][1:])]: str(row[1]) for row in described}
+        text = {c: "" if values.dtype.kind != "O" else "::VARCHAR" for c, values in cells.items()}
+        columns = ", ".join(f"{c}{cast} AS {c}" for c, cast in text.items())
+        types |= {names[int(c[1:])]: "VARCHAR" for c, cast in text.items() if cast}
+        yield Opened(connection, f"(SELECT {columns} FROM held)", types)
+
+
+def _cells(values: Any, name: str) -> npt.NDArray[Any]:
+    """A column in memory (rows,): numbers and truth values as they are, all else as text, None for a gap."""
+    values = values.detach().cpu() if hasattr(values, "detach") else values  # a tensor
+    found = values.to_numpy() if hasattr(values, "to_numpy") else values.numpy() if hasattr(values, "numpy") else values
+    found = found if isinstance(found, np.ndarray) else np.array(found, dtype=object)
+    if found.ndim != 1:
+        raise DataError(f"column '{name}' has more than one cell a row")
+    if np.ma.isMaskedArray(found):
+        found = np.ma.filled(found.astype(object), None)
+    if found.dtype.kind in "biuf":
+        return np.ascontiguousarray(found, np.float64 if found.dtype.kind == "f" else None)
+    cells = found.astype("datetime64[us]").astype(object) if found.dtype.kind == "M" else found
+    out = np.empty(len(cells), dtype=object)
+    out[:] = [None if _is_nothing(c) else _written(c) for c in cells]
+    return out
+
+
+def _is_nothing(cell: Any) -> bool:
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or bool(cell != cell)
+
+
+def _written(cell: Any) -> str:
+    """A cell as its table would write it."""
+    if isinstance(cell, (bool, np.bool_)):
+        return "true" if cell else "false"
+    if isinstance(cell, (float, np.floating)):
+        number = float(cell)
+        return str(int(number)) if number.is_integer() and abs(number) < _TOLD_APART else repr(number)
+    return str(cell)
 
 
 def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Iterable[str]) -> None:

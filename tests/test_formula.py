@@ -4,6 +4,7 @@ the marginal likelihood that brute force finds."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.formula import Design, parse
 from secure_fvi.mixed_model import FAMILIES, MixedModel, glmm, user_draws
+from secure_fvi.tables import code_columns, read_coded
 
 COLUMNS = {
     "y": Column("boolean"),
@@ -84,9 +86,7 @@ def test_the_control_formulaic_alone_takes_levels_and_knots_from_data() -> None:
 
 
 def coded(given: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    from secure_fvi.coding import code
-
-    return {name: code(np.asarray(v), DICTIONARY[name], name)[0] for name, v in given.items()}
+    return code_columns(given, DICTIONARY).columns
 
 
 @pytest.mark.parametrize("formula", ["smoke * age", "sex * pressure + age", "bs(age, df=4) + log(pressure)", "0 + age"])
@@ -208,12 +208,14 @@ def prepared(of: MixedModel, *tables_: Any) -> list[Any]:
 
 
 ROWS_WRONG = [
-    ({"sex": ["f"] * 38 + ["q77", "z77"]}, "silo 'site-0': 'sex' holds a level that the dictionary has not in 2 of"),
-    ({"age": [300.0] + [40.0] * 39}, "'age' is above the dictionary's high in 1 of 40 rows"),
-    ({"age": ["elderly"] + [40.0] * 39}, "'age' holds what is no number in 1 of 40 rows"),
-    ({"age": [math.nan] * 3 + [40.0] * 37, "sex": [None] + ["f"] * 39}, "no value of 'age' in 3, 'sex' in 1 of"),
-    ({"y": [2] + [1] * 39}, "'y' holds what is neither true nor false in 1 of 40 rows"),
-    ({"child": ["unknown"] * 2 + ["k"] * 38}, "no value of 'child' in 2 of 40 rows"),
+    ({"sex": ["f"] * 38 + ["q77", "z77"]}, "'sex': a level that the dictionary lacks in 2 rows (39, 40)"),
+    ({"age": [300.0] + [40.0] * 39}, "'age': a value outside its range in 1 row (1)"),
+    ({"age": ["elderly"] + [40.0] * 39}, "'age': no number in 1 row (1)"),
+    ({"age": [math.nan] * 3 + [40.0] * 37, "sex": [None] + ["f"] * 39}, "'age': a gap in 3 rows (1, 2, 3); column 'se"),
+    ({"y": [2] + [1] * 39}, "'y': neither of its two values in 1 row (1)"),
+    ({"child": ["unknown"] * 2 + ["k"] * 38}, "'child': a gap in 2 rows (1, 2)"),
+    ({"age": [40.0] * 39}, "columns of different lengths: "),
+    ({"age": np.ones((40, 2))}, "column 'age' has more than one cell a row"),
 ]  # fmt: skip
 
 
@@ -222,6 +224,7 @@ def test_rows_that_do_not_fit_are_refused_by_silo_column_and_number(columns: Any
     of = model("y ~ sex + age + (1 | child)")
     with pytest.raises(DataError) as caught:
         prepared(of, table(**columns))
+    assert str(caught.value).startswith("silo 'site-0': ")
     assert why in str(caught.value)
     assert not any(value in str(caught.value) for value in ("q77", "z77", "300", "elderly"))
     assert prepared(of, table())  # the control
@@ -242,18 +245,49 @@ def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None
     assert of.of.counts["site-0"] == {"rows": 37, "left out": 3, "groups": of.of.counts["site-0"]["groups"]}
 
 
-def test_tables_of_every_kind_are_laid_out_alike() -> None:
+def test_tables_of_every_kind_are_laid_out_alike(tmp_path: Path) -> None:
+    """Arrays, texts, frames and a file go through one routine: the same rows are the same design."""
     pd = pytest.importorskip("pandas")
     of, given = model("y ~ sex * age + (1 | child)"), table()
     as_text = {name: [str(v) for v in values] for name, values in given.items()}
     frame = pd.DataFrame(given)
-    first, *others = [prepared(of, t)[0] for t in (given, as_text, frame, frame.astype({"sex": "category"}))]
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    held = [given, as_text, frame, frame.astype({"sex": "category"}), frame.convert_dtypes()]
+    held.append(read_coded(tmp_path / "t.csv", DICTIONARY, only=of.columns))
+    first, *others = [prepared(of, t)[0] for t in held]
     for other in others:
         assert all(torch.allclose(first[n], other[n]) for n in first)
-    with pytest.raises(InputError, match="a table is a dict of columns"):
+    with pytest.raises(InputError, match="silo 'site-0': a table is a dict of columns"):
         prepared(of, 3)
     with pytest.raises(DataError, match=r"no column 'sex'.*"):
         prepared(of, {n: v for n, v in given.items() if n != "sex"})
+
+
+CELLS = [
+    (Column("boolean"), [True, 0, "1", "FALSE", "yes"], [1, 0, 1, 0, None]),
+    (Column("boolean", levels=("1", "2")), [1, "2", 0], [0, 1, None]),
+    (Column("category", levels=("1", "2")), [1, 2, " 1 ", "1.0"], [0, 1, 0, None]),
+    (Column("integer", missing=("-9",)), [3, 3.0, -9, "-9.0", 1.5, "1_0"], [3, 3, math.nan, math.nan, None, None]),
+    (Column("number", low=0), [1, "2.5", math.nan, None, "", -1, math.inf], [1, 2.5, *[math.nan] * 3, None, None]),
+    (Column("date"), ["1970-01-03", np.datetime64("1970-01-02"), "03/01/1970"], [2, 1, None]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "cells", "codes"), CELLS)
+def test_a_cell_is_coded_alike_in_memory_and_in_a_file(
+    tmp_path: Path, column: Column, cells: list[Any], codes: list[Any]
+) -> None:
+    """None: refused; NaN: a gap. One cell a table, so that none hides another."""
+    of = Dictionary({"x": column, "who": Column("id")})
+    for cell, code in zip(cells, codes, strict=True):
+        (tmp_path / "t.csv").write_text(f'x,who\n"{"" if cell is None or cell != cell else cell}",1\n')
+        for read in (partial(code_columns, {"x": [cell], "who": [1]}), partial(read_coded, tmp_path / "t.csv")):
+            if code is None or code != code:
+                with pytest.raises(DataError) as caught:
+                    read(of, missing="drop")
+                assert ("no row without a gap" in str(caught.value)) == (code is not None)
+            else:
+                assert read(of, missing="drop").columns["x"].tolist() == [code]
 
 
 def test_groups_that_stand_in_two_silos_must_be_said() -> None:
@@ -344,6 +378,35 @@ def test_every_family_is_tried() -> None:
     assert {family for family, _ in CASES} == set(FAMILIES)
 
 
+@pytest.mark.parametrize(("family", "formula"), CASES)
+def test_the_prior_of_every_family_is_mapped_over_draws(family: str, formula: str) -> None:
+    """As `natural.Prior` does hundreds of times before the first round: draw by draw an ordinal took minutes."""
+    from secure_fvi.building import Machine, build_problem
+    from secure_fvi.federated_model import read_data
+
+    of = model(formula, family)
+    (laid,) = prepared(of, table(24))
+    schema = read_data(laid, "a", torch.float64)[0]
+    found = build_problem(of, schema, of.default_algorithm, ["a"], 0, None, Machine(compile=False))
+    z = found.start.z_global + torch.linspace(-0.2, 0.2, 3, dtype=torch.float64).unsqueeze(1)
+    at_once = torch.func.vmap(lambda one: found.density.log_prior(one, {}))(z)
+    torch.testing.assert_close(at_once, torch.stack([found.density.log_prior(one, {}) for one in z]))
+
+
+def test_the_control_pyros_ordered_logistic_cannot_be_mapped() -> None:
+    from pyro.distributions import OrderedLogistic
+
+    from secure_fvi.quadrature import ordinal_logits
+
+    cuts, eta = torch.tensor([-1.0, 0.5, 2.0]).double(), torch.linspace(-3, 3, 5).double()
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(lambda e: OrderedLogistic(e, cuts).logits)(eta)
+    torch.testing.assert_close(ordinal_logits(eta, cuts), OrderedLogistic(eta, cuts).logits)
+    far = torch.tensor([60.0, -60.0]).double()
+    assert torch.isfinite(ordinal_logits(far, cuts)).all()
+    assert not torch.isfinite(OrderedLogistic(far, cuts, validate_args=False).probs.log()).all()
+
+
 @pytest.mark.slow
 def test_a_fit_from_tables_to_a_table_of_odds_ratios() -> None:
     """The whole way, masked, with ragged groups; a dictionary in months gives the same design, and so the same fit."""
@@ -417,7 +480,7 @@ def test_python_command_and_file_make_the_same_model(tmp_path: Path) -> None:
     assert (there.text, there.family, there.of.dictionary, there.describe(), there.silo_sites) == (
         here.text, here.family, here.of.dictionary, here.describe(), here.silo_sites
     )  # fmt: skip
-    assert found.algorithm == here.default_algorithm
+    assert (found.algorithm, found.config.seed, found.record_ids) == (here.default_algorithm, 0, None)
     mine = here.prepared({p.stem: table(30, seed=k) for k, p in enumerate(paths)})
     for silo, laid in zip(found.silo_ids, found.silos, strict=True):
         assert all(torch.allclose(laid[n], mine[silo][n], atol=1e-9) for n in mine[silo])
@@ -442,7 +505,8 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     assert "sd(child) (Intercept)" in done.output
     paths[1].write_text(paths[1].read_text().replace(",f,", ",q77,"))
     done = CliRunner().invoke(cli, [*words, *data, *quick])
-    assert "silo 'site1': 'sex' holds a level that the dictionary has not in" in str(done.exception)
+    assert "silo 'site1' (silo[1].data): " in str(done.exception)
+    assert "column 'sex': a level that the dictionary lacks in" in str(done.exception)
     assert "q77" not in str(done.exception)
 
 
@@ -501,3 +565,227 @@ def _log_p(data: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> to
     run = poutine.trace(poutine.condition(visits, values)).get_trace(**data)
     run.compute_log_prob()
     return run.nodes["pressure"]["log_prob"].sum(1)
+
+
+# ---- what is read of a result ----
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[MixedModel, sf.Result]:
+    of = model("pressure ~ age + (1 | child)", "gaussian")
+    tables_ = [table(seed=k, pressure=130 + 0.5 * (table(seed=k)["age"] - 50)) for k in range(3)]
+    with pytest.warns(sf.SecureFVIWarning, match="iterations = 20"):
+        return of, sf.fit(of, tables_, sf.SFVI(iterations=20), compile=False)
+
+
+def test_a_result_speaks_in_the_users_names_and_units(fitted: tuple[MixedModel, sf.Result]) -> None:
+    from secure_fvi.runs.marginals import posterior_rows
+
+    of, result = fitted
+    rows = {row.name: row for row in result.summary().rows}
+    assert list(rows) == ["(Intercept)", "age", "sd(child) (Intercept)", "sigma"]
+    mine = of.summary(result)
+    for line in (*mine.effects, *mine.groups, *mine.own):
+        row = rows[line.name]
+        assert row.sd is not None
+        # Two sets of 20,000 draws: a difference of .06 sds is six standard errors.
+        assert row.mean == pytest.approx(line.estimate, abs=0.06 * line.sd)
+    assert rows["(Intercept)"].mean > 50 > float(result.posterior["b"].mean[0])  # the design's own is standardised
+    assert [row.label for row in posterior_rows(result.to_json())] == list(rows)  # of reports and of the command
+    assert result.correlations(["age", "sigma"]).names == ["age", "sigma"]
+    with pytest.raises(InputError, match=r"no global site 'b'; there are: \(Intercept\), age"):
+        result.correlations(["b"])
+
+
+def test_new_rows_are_the_users_table(fitted: tuple[MixedModel, sf.Result]) -> None:
+    """In its order and in its units: the mean of a row's draws is the mean of intercept + slope age over the posterior,
+    within 5 standard errors (a false alarm in 10^6 a row)."""
+    of, result = fitted
+    new = {"age": ["70", "25.5", "50", "33"], "child": ["b", "a", "b", "c"]}
+    draws = result.predict(new, n=150)
+    assert list(draws) == ["pressure"]
+    assert draws["pressure"].shape == (150, 4)
+    found = user_draws(of, result.sample(20_000))
+    for at, age in enumerate((70.0, 25.5, 50.0, 33.0)):
+        column = draws["pressure"][:, at]
+        expected = found["(Intercept)"] + found["age"] * age
+        assert abs(float(column.mean() - expected.mean())) < 5 * float(column.std()) / 150**0.5
+    together = torch.corrcoef(draws["pressure"].T)[0, 2]  # two rows of one child
+    assert float(together) > float(torch.corrcoef(draws["pressure"].T)[0, 1])
+    scored = result.log_predictive({**new, "pressure": [150, 120, 130, 119]}, n=20)
+    assert scored.shape == (3,)  # children
+    with pytest.raises(DataError, match=r"predict: .*'age': a value outside its range in 1 row"):
+        result.predict({**new, "age": [70, 25, 50, 330]})
+    with pytest.raises(DataError, match="the table has no column 'pressure'"):
+        result.log_predictive(new)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_predicts_a_table(family: str) -> None:
+    """Draws of the program under values of its sites: in the response's own unit, whole where it is a count."""
+    from pyro import poutine
+
+    response = {"gaussian": "pressure", "student": "pressure", "bernoulli": "y", "ordinal": "grade",
+                "binomial": "count | trials(n)"}.get(family, "count")  # fmt: skip
+    of = model(f"{response} ~ age + (1 | child)", family)
+    given = {"age": [30, 70, 50.0], "child": ["a", "b", "a"], "n": [5, 6, 7]}
+    program, laid, read = of.for_new(given, scored=False)
+    torch.manual_seed(0)
+    y = poutine.trace(program.fn).get_trace(**{k: v for k, v in laid.items() if k != "y"}, y=None).nodes["y"]["value"]
+    found = read({"y": y.unsqueeze(0).double()})
+    (drawn,) = found.values()
+    assert drawn.shape == (1, 3)
+    assert list(found) == [of.of.response.name]
+    if family not in ("gaussian", "student"):
+        assert (drawn % 1 == 0).all()
+        assert (drawn >= 0).all()
+
+
+def test_a_result_is_not_opened_as_another_models(
+    tmp_path: Path, fitted: tuple[MixedModel, sf.Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same sites, so that nothing else tells them apart: the control reads the slope of age as one of visits."""
+    of, result = fitted
+    result.save(tmp_path)
+    again = sf.load(tmp_path, of)
+    assert [row.name for row in again.summary().rows][1] == "age"
+    spare = Dictionary({**COLUMNS, "sex": Column("boolean"), "child": Column("id")})  # unused, and how gaps are written
+    assert sf.load(tmp_path, glmm(of.text, of.family, dictionary=spare, missing="drop")).silos == result.silos
+    wide = Dictionary({**COLUMNS, "age": Column("number", low=10, high=90, centre=50, scale=15)})
+    with pytest.raises(InputError, match="of another dictionary"):
+        sf.load(tmp_path, glmm(of.text, of.family, dictionary=wide))
+    assert again.predict({"age": [30], "child": ["a"]}, n=3)["pressure"].shape == (3, 1)
+    other = model("pressure ~ visits + (1 | child)", "gaussian")
+    with pytest.raises(InputError, match=r"is of 'pressure ~ age \+ .*given is 'pressure ~ visits"):
+        sf.load(tmp_path, other)
+    with pytest.raises(InputError, match="of another dictionary, other priors or other options"):
+        sf.load(tmp_path, model("pressure ~ age + (1 | child)", "gaussian", priors={"sigma": 3.0}))
+    monkeypatch.setattr("secure_fvi.opening._check_identity", lambda *_: None)
+    assert [row.name for row in sf.load(tmp_path, other).summary().rows][1] == "visits"
+
+
+@pytest.mark.slow
+def test_the_command_and_python_give_the_same_fit(tmp_path: Path) -> None:
+    """By partitioned VI, whose silos draw from secrets of their own: rounds, and the posterior to its last bit."""
+    from secure_fvi.runs.config import parse as parse_config
+    from secure_fvi.runs.federation import Federation, federate
+
+    written, paths = files(tmp_path)
+    said = {"formula": FORMULA, "family": "bernoulli", "dictionary": str(written)}
+    silos = [{"id": p.stem, "data": str(p)} for p in paths]
+    quick: dict[str, Any] = {"rounds": 1, "local_steps": 2}
+    found = federate(parse_config({"model": said, "silo": silos, "algorithm": quick}, "a test"))
+    assert isinstance(found, Federation)
+    assert found.config.algorithm.name == "pvi"
+    tables_ = [table(30, seed=k) for k in range(3)]
+    with pytest.warns(sf.SecureFVIWarning):
+        theirs = found.fit(seed=0, compile=False)
+    with pytest.warns(sf.SecureFVIWarning):
+        mine = sf.fit(model(FORMULA), tables_, sf.PVI(**quick), silo_ids=[p.stem for p in paths], compile=False)
+    assert mine.rounds == theirs.rounds
+    for name, moments in mine.posterior.items():
+        torch.testing.assert_close(moments.mean, theirs.posterior[name].mean, rtol=1e-9, atol=1e-12)
+
+
+# ---- slips ----
+
+
+@pytest.mark.parametrize(
+    ("term", "said"),
+    [
+        ("age**2", "'age**2' is 'age' itself in a formula, as in R; its power is I(age**2)"),
+        ("age^2", "I(age**2)"), ("log(age)**3", "I(log(age)**3)"), ("smoke + (age)**2", "I(age**2)"),
+        ("age*age", "'age*age' is 'age' itself"), ("age:age", "I(age**2)"), ("(1 + age**2 | child)", "I(age**2)"),
+    ],
+)  # fmt: skip
+def test_a_power_that_would_be_its_base_is_refused(term: str, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        model(f"y ~ {term}")
+    assert said in str(caught.value)
+
+
+def test_the_control_a_power_is_its_base_for_formulaic_and_not_within_I() -> None:
+    from formulaic import Formula
+
+    assert list(Formula("age**2")) == list(Formula("age"))
+    for formula in ("I(age**2)", "{age**2}", "(age + smoke)**2", "age * pressure", "log(age) * log(pressure)"):
+        assert Design(formula, f"y ~ {formula}", DICTIONARY).size > 1
+        assert model(f"y ~ {formula}")
+
+
+def test_the_same_table_twice_is_refused() -> None:
+    of = model("y ~ age + (1 | child)")
+    with pytest.raises(InputError, match="silos 'site-0' and 'site-2' hold the same 40 rows, which would count twice"):
+        prepared(of, table(), table(seed=1), {n: np.asarray(v)[::-1] for n, v in table().items()})
+    narrow = model("y ~ 1")
+    with pytest.warns(sf.SecureFVIWarning, match="unless they are alike by chance"):
+        assert prepared(narrow, {"y": [0, 1, 1]}, {"y": [1, 1, 0]})
+    assert prepared(of, table(), table(seed=1))  # the control
+
+
+SLIPS = [
+    ({"dictionary": {"y": {"kind": "bolean"}}}, "dictionary: columns.y"),
+    ({"dictionary": [1]}, "dictionary is a path, a Dictionary or a dict of columns, not list"),
+    ({"shared": "region"}, "shared='region' must be a list of columns, such as shared=['region']"),
+    ({"local": ("wards",)}, "local: 'wards' names no groups in the formula; did you mean 'ward'?"),
+    ({"priors": [1]}, "priors is a dict by name"), ({"family": ["poisson"]}, "family '['poisson']' is not there"),
+    ({"dictionary": Dictionary({**COLUMNS, "ward": Column("category", ("a",), review="look")})}, "in 'ward' (look)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "said"), SLIPS)
+def test_a_slip_in_an_argument_is_one_line(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        glmm(**{"formula": "y ~ (1 | ward)", "family": "bernoulli", "dictionary": DICTIONARY, **more})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dictionary_may_be_a_dict_of_columns() -> None:
+    plain = {"y": {"kind": "boolean"}, "age": {"kind": "number", "low": 20, "high": 80}}
+    assert glmm("y ~ age", "bernoulli", dictionary=plain).of.dictionary["age"] == Column("number", low=20, high=80)
+
+
+def test_an_exposure_enters_by_its_logarithm() -> None:
+    for family in ("poisson", "negbinomial"):
+        with pytest.raises(InputError, match=r"an exposure \(.*\) is offset\(log\(age\)\)"):
+            model("count ~ smoke + offset(age)", family)
+        assert model("count ~ smoke + offset(log(age))", family)
+        assert model("count ~ smoke + offset(I(age))", family)
+    assert model("pressure ~ smoke + offset(age)", "gaussian")  # the control: there a unit is a unit
+
+
+def test_a_formula_of_random_terms_alone_is_a_model() -> None:
+    of = model("pressure ~ 0 + (1 | child)", "gaussian")
+    (laid,) = prepared(of, table())
+    values = {"sd_child": torch.tensor([1.0]).double(), "sigma": torch.tensor(1.0).double()}
+    assert torch.isfinite(terms(of, laid, values)).all()
+    assert [line.split(":")[0] for line in of.describe()][2:] == ["prior of sd(child)", "prior of sigma"]
+
+
+def test_gaps_are_left_out_where_one_place_says_so(tmp_path: Path) -> None:
+    """And not where another contradicts it: a silo that says "refuse" beside a job that says "drop" was not heard."""
+    from secure_fvi.runs.config import parse as parse_config
+    from secure_fvi.runs.federation import Federation, federate
+
+    written, paths = files(tmp_path)
+    lines = paths[0].read_text().splitlines()
+    paths[0].write_text("\n".join([lines[0], lines[1].replace(lines[1].split(",")[5], ""), *lines[2:]]) + "\n")
+    said = {"formula": "y ~ age", "family": "bernoulli", "dictionary": str(written), "options": {"missing": "drop"}}
+    silo = {"id": "a", "data": str(paths[0])}
+    with pytest.raises(InputError, match="missing of a formula is one for all silos"):
+        parse_config({"model": said, "silo": [{**silo, "missing": "refuse"}]}, "a test")
+    config = parse_config({"model": said, "silo": [{**silo, "query": "SELECT * FROM data"}]}, "a test")
+    assert config.to_toml().count("missing") == 1
+    found = federate(config)
+    assert isinstance(found, Federation)
+    assert len(found.silos[0]["y"]) == 29
+    own = {**silo, "dictionary": str(written)}
+    with pytest.raises(InputError, match=r"silo 'a' \(silo\[0\].data\): .*'age': a gap in 1 row \(1\)"):
+        federate(parse_config({"model": said, "silo": [own]}, "a test"))
+    months = Dictionary({**COLUMNS, "age": Column("number", low=240, high=960, centre=600, scale=180)})
+    (tmp_path / "months.toml").write_text(months.to_toml())
+    with pytest.raises(InputError, match="its dictionary is not that of the formula: 'age' differs in low, high"):
+        federate(
+            parse_config({"model": said, "silo": [{**own, "dictionary": str(tmp_path / "months.toml")}]}, "a test")
+        )

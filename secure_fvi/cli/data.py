@@ -40,7 +40,8 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
     outward; units are left blank.
 
     Levels and ranges are the table's own: whoever gets the draft learns them. Put what the study protocol says in their
-    place.
+    place. What is guessed (the order of levels, ids, codes for missing values) has a line 'review' that says so, and is
+    not used until somebody has looked at it and deleted that line.
     """
     from secure_fvi.dictionary import Dictionary
     from secure_fvi.errors import InputError
@@ -64,7 +65,9 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
         raise InputError(f"'{output}' is there already") from None
     except OSError as error:
         raise InputError(f"cannot write '{output}': {error.strerror}") from None
-    click.echo(f"{output}: {len(drafted)} columns; try it: secure-fvi data check {table} --dictionary {output}")
+    guessed = [name for name, column in drafted.items() if column.review]
+    look = f"look at {', '.join(guessed)} and delete their lines 'review', then" if guessed else "try it:"
+    click.echo(f"{output}: {len(drafted)} columns; {look} secure-fvi data check {table} --dictionary {output}")
 
 
 @data.command()
@@ -74,21 +77,33 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
 @_tables
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--rows", type=click.IntRange(1), default=20, show_default=True, help="Row numbers to print a line.")
+@click.option("--formula", help="Look at the columns that it uses alone, as its fit does.")
 @_debug
 def check(
-    table: Path, coding: Path, query: str | None, tables: tuple[str, ...], missing: str, rows: int, debug: bool
+    table: Path,
+    coding: Path,
+    query: str | None,
+    tables: tuple[str, ...],
+    missing: str,
+    rows: int,
+    formula: str | None,
+    debug: bool,
 ) -> None:
     """Say which rows of TABLE do not fit the dictionary, by column, without printing what they hold. Exits 2 where a
-    job would be refused."""
+    job would be refused: one that reads every column of the dictionary, or the fit of --formula."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError
+    from secure_fvi.formula import columns_of
     from secure_fvi.tables import GAP, check_table, opened
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
-    found = check_table(files, dictionary, query)
+    used = list(dictionary.columns) if formula is None else columns_of(formula, dictionary)
+    found = check_table(files, dictionary, query, used)
     with opened(files, query) as held:
         others = [name for name in held.types if name not in dictionary.columns]
     click.echo(f"{found.read} rows, {len(dictionary.columns)} columns in the dictionary {dictionary.digest.hex()[:16]}")
+    if formula is not None:
+        click.echo(f"of these the formula uses {', '.join(used)}")
     if others:
         click.echo(f"not in the dictionary, so never read: {', '.join(others)}")
     for finding in found.findings:
@@ -96,12 +111,11 @@ def check(
     wrong = {f.column for f in found.findings if missing == "refuse" or f.what != GAP}
     gaps = {int(row) for f in found.findings if f.what == GAP for row in f.rows}
     if wrong:
-        raise DataError(
-            f"{table}: {len(wrong)} of {len(dictionary.columns)} columns do not fit: {', '.join(sorted(wrong))}"
-        )
+        raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}")
     if len(gaps) == found.read:
         raise DataError(f"{table}: no row is without a gap")
-    click.echo(f"it fits; {len(gaps)} rows with a gap are left out" if gaps else "it fits")
+    many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
+    click.echo(f"it fits; {many} left out" if gaps else "it fits")
 
 
 def _files(table: Path, others: tuple[str, ...]) -> dict[str, Path]:
@@ -119,9 +133,16 @@ def _files(table: Path, others: tuple[str, ...]) -> dict[str, Path]:
 
 # ---- a draft ----
 
+#: Numbers that other programs write for a value that is not there: -1, and sevens, eights and nines of either sign.
+_SENTINELS = (-1.0, *(sign * float(digit * length) for sign in (-1, 1) for digit in "789" for length in range(1, 6)))
+#: How far from the others such a number lies, in their range, and one of a single digit, which may be a count; and any
+#: other number, in the range of their middle half.
+_APART, _APART_DIGIT, _FAR = 0.25, 2.0, 20.0
+
 
 def _draft(table: Opened, cell: str) -> Column:
-    """A column as it seems. What the cells are is seen by DuckDB; levels and ends of ranges alone come out."""
+    """A column as it seems. What the cells are is seen by DuckDB; levels, ends of ranges and codes for missing values
+    alone come out."""
     from secure_fvi.dictionary import Column
 
     text = f"trim(CAST({cell} AS VARCHAR))"
@@ -130,34 +151,89 @@ def _draft(table: Opened, cell: str) -> Column:
     number = f"CASE WHEN NOT contains({text}, '_') AND isfinite({parsed}) THEN {parsed} END"
     is_day = rf"regexp_full_match({text}, '\d{{4}}-\d{{2}}-\d{{2}}( 00:00:00)?')"
     day = f"CASE WHEN {is_day} THEN TRY_CAST({text} AS DATE) END"
-    seen = table.fetch(
-        f"""SELECT count(t) AS cells, count(n) AS numbers, count(d) AS days, count(DISTINCT t) AS different,
-            coalesce(bool_and(n = trunc(n) AND abs(n) < 1e15), false) AS whole, min(n) AS low, max(n) AS high,
-            CAST(min(d) - DATE '1970-01-01' AS DOUBLE) AS first, CAST(max(d) - DATE '1970-01-01' AS DOUBLE) AS last,
-            count(DISTINCT lower(t)) FILTER (lower(t) NOT IN ('true', 'false', '0', '1')) AS others
-            FROM (SELECT t, n, d FROM (SELECT {text} AS t, {number} AS n, {day} AS d FROM {table.rows})
-                  WHERE t <> '' AND t NOT IN ({codes}))"""
-    )
-    about: dict[str, Any] = {name: values[0] for name, values in seen.items()}
+    other_day = r"regexp_full_match(t, '\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}[./]\d{1,2}[./]\d{1,2}')"
+    rows = f"""(SELECT t, n, d FROM (SELECT {text} AS t, {number} AS n, {day} AS d FROM {table.rows})
+                WHERE t <> '' AND t NOT IN ({codes}))"""
     used = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} IN ({codes}) ORDER BY ALL")["t"]
-    missing = tuple(map(str, used))
+    stray = _stray(table, rows)
+    missing = (*map(str, used), *(f"{code:g}" for code in stray))
+    left = f"WHERE n IS NULL OR n NOT IN ({', '.join(map(repr, stray))})" if stray else ""
+    about: dict[str, Any] = {
+        name: values[0]
+        for name, values in table.fetch(
+            f"""SELECT count(t) AS cells, count(n) AS numbers, count(d) AS days, count(DISTINCT t) AS different,
+            count(DISTINCT n) AS kinds, coalesce(bool_and(n = trunc(n) AND abs(n) < 1e15), false) AS whole,
+            min(n) AS low, max(n) AS high, quantile_cont(n, 0.25) AS lower, quantile_cont(n, 0.75) AS upper,
+            CAST(min(d) - DATE '1970-01-01' AS DOUBLE) AS first, CAST(max(d) - DATE '1970-01-01' AS DOUBLE) AS last,
+            count(t) FILTER ({other_day}) AS other_days,
+            count(DISTINCT lower(t)) FILTER (lower(t) NOT IN ('true', 'false', '0', '1')) AS others
+            FROM {rows} {left}"""
+        ).items()
+    }
+    review = f"{' and '.join(f'{c:g}' for c in stray)} taken for codes of a missing value" if stray else ""
     cells, different = int(about["cells"]), int(about["different"])
     if not cells:
-        return Column("id", missing=missing, description="empty in this table")
+        return Column("id", missing=missing, review="empty in this table")
     if not about["others"] and different <= 2:
-        return Column("boolean", missing=missing)
+        return Column("boolean", missing=missing, review=review)
     if about["days"] == cells:
         low, high = _years(float(about["first"]), float(about["last"]))
         return Column("date", low=low, high=high, missing=missing)
     if about["numbers"] == cells:
-        low, high = _outward(float(about["low"]), float(about["high"]))
-        if about["whole"] and different == cells > _MOST_LEVELS:
-            return Column("id", missing=missing, unique=True)
-        return Column("integer" if about["whole"] else "number", low=low, high=high, missing=missing)
+        return _number(about, missing, review)
+    if about["other_days"] == cells:
+        return Column("id", missing=missing, review="dates in another form: write them as 2024-12-31 in a query")
     if different <= 3 or (different <= _MOST_LEVELS and 2 * different < cells):
         levels = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} <> '' ORDER BY ALL")["t"]
-        return Column("category", tuple(str(v) for v in levels if str(v) not in missing), missing=missing)
-    return Column("id", missing=missing, unique=different == cells)
+        order = "levels are in the order of the alphabet: put them in theirs, the level to compare with first"
+        found = tuple(str(v) for v in levels if str(v) not in missing)
+        return Column("category", found, missing=missing, review=order if len(found) > 2 else "")
+    guess = "taken for an id: it may be text, or numbers with texts among them"
+    return Column("id", missing=missing, unique=different == cells, review=guess)
+
+
+def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Column:
+    """A column of numbers alone."""
+    from secure_fvi.dictionary import Column
+
+    whole, low, high = bool(about["whole"]), float(about["low"]), float(about["high"])
+    kind: Any = "integer" if whole else "number"
+    lower, upper = float(about["lower"]), float(about["upper"])
+    middle = upper - lower
+    if whole and about["different"] == about["cells"] > _MOST_LEVELS:
+        guess = "taken for an id, since no number stands twice"
+        return Column("id", missing=missing, unique=True, review="; ".join(filter(None, (review, guess))))
+    if middle > 0 and (low < lower - _FAR * middle or high > upper + _FAR * middle):
+        ends = "low" if high <= upper + _FAR * middle else "high" if low >= lower - _FAR * middle else "low and high"
+        far = f"{ends} left out, since the table's lies far from the rest: a code, or a slip? Give low and high"
+        return Column(kind, missing=missing, review="; ".join(filter(None, (review, far))))
+    if whole and about["kinds"] == 2:
+        review = "; ".join(filter(None, (review, "two values: a boolean or a category with levels, or a number?")))
+    if whole and low >= 19_000_101 and high <= 21_001_231:
+        review = "; ".join(filter(None, (review, "dates without marks? Write them as 2024-12-31 in a query")))
+    low, high = _outward(low, high)
+    return Column(kind, low=low, high=high, missing=missing, review=review)
+
+
+def _stray(table: Opened, rows: str) -> list[float]:
+    """Of `_SENTINELS` those that stand beside the other numbers: below 0 where nothing else is, or further from the
+    next than a part of the others' range."""
+    listed = ", ".join(map(repr, _SENTINELS))
+    seen = table.fetch(f"SELECT DISTINCT n FROM {rows} WHERE n IN ({listed})")["n"]
+    rest = table.fetch(f"SELECT min(n) AS low, max(n) AS high, count(n) AS n FROM {rows} WHERE n NOT IN ({listed})")
+    if not len(seen) or not rest["n"][0]:
+        return []
+    low, high = float(rest["low"][0]), float(rest["high"][0])
+    found = []
+    for side, end in ((1, high), (-1, low)):
+        beyond = [v for v in sorted(map(float, seen), key=lambda v: side * v) if side * (v - end) > 0]
+        for k, value in enumerate(beyond):
+            apart = (_APART_DIGIT if 0 < value < 10 else _APART) * (high - low)
+            if side * (value - end) > max(1.0, apart) or value < 0 <= low:
+                found += beyond[k:]  # and whatever lies beyond it
+                break
+            end = value
+    return found
 
 
 def _outward(low: float, high: float) -> tuple[float, float]:

@@ -14,14 +14,12 @@ import click
 @click.option("--data", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="A site's table.")
 @click.option("--dictionary", required=True, type=click.Path(path_type=Path), help="What the columns are (TOML).")
 @click.option("--shared", multiple=True, metavar="COLUMN", help="Its groups span sites.")
-@click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True)
+@click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of a run's file, such as seed=7.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the results, if they are to be kept.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-@click.pass_context
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def fit(
-    context: click.Context,
     formula: str,
     family: str,
     files: tuple[Path, ...],
@@ -31,7 +29,6 @@ def fit(
     overrides: tuple[str, ...],
     out: Path | None,
     quiet: bool,
-    debug: bool,
 ) -> None:
     """Fit FORMULA, as in lme4 and brms, to one table a site; all parties run in this process.
 
@@ -67,4 +64,4 @@ def fit(
     print_result(result)
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
-    context.exit(exit_code(result.to_json()))
+    click.get_current_context().exit(exit_code(result.to_json()))

@@ -100,7 +100,7 @@ class Partition(Table):
 class SiloFile(Table):
     """One silo with its data: a table (`secure_fvi.tables.ENDINGS`), or arrays (.npz, .safetensors); in a vertical run
     also its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
-    `tables` names. missing: whether rows with a gap are refused or left out."""
+    `tables` names. missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
 
     id: Name
     data: Name
@@ -108,13 +108,7 @@ class SiloFile(Table):
     dictionary: Name | None = None
     query: Name | None = None
     tables: dict[Name, Name] = Field(default_factory=dict)
-    missing: Literal["refuse", "drop"] = "refuse"
-
-    @model_validator(mode="after")
-    def _coded(self) -> Self:
-        if self.dictionary is None and (self.query or self.tables or self.missing != "refuse"):
-            raise ValueError("query, tables and missing need a dictionary, which `secure-fvi data describe` drafts")
-        return self
+    missing: Literal["refuse", "drop"] | None = None
 
 
 class Response(Table):
@@ -213,7 +207,21 @@ class Config(Table):
         if self.silo and self.data:
             raise ValueError("[data] is for a program's loader; [[silo]] tables name their own files")
         _differ([silo.id for silo in self.silo])
+        for silo in self.silo:
+            self._check_coding(silo)
         return self
+
+    def _check_coding(self, silo: SiloFile) -> None:
+        if silo.dictionary is not None:
+            return
+        if self.model.formula is None and (silo.query or silo.tables or silo.missing is not None):
+            needs = "query, tables and missing need a dictionary, which `secure-fvi data describe` drafts"
+            raise ValueError(f"silo '{silo.id}': {needs}")
+        if silo.missing is not None:
+            raise ValueError(
+                f"silo '{silo.id}': missing of a formula is one for all silos, in [model.options], but for a silo that "
+                "has a dictionary of its own"
+            )
 
     @property
     def vertical(self) -> bool:

@@ -24,6 +24,7 @@ from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
 from secure_fvi.fitting import fit
+from secure_fvi.mixed_model import MixedModel
 from secure_fvi.models.base import VERTICAL
 from secure_fvi.models.vertical_programs import VerticalDataset, vertical_program
 from secure_fvi.privacy.settings import DP
@@ -111,9 +112,11 @@ class Federation(FederationBase):
     model: FederatedModel
     silo_ids: tuple[str, ...]
     silos: tuple[dict[str, Tensor], ...]
-    record_ids: tuple[Tensor, ...]
+    record_ids: tuple[Tensor, ...] | None  # None: each silo numbers its own, as in `sf.fit` without them
 
     def digest(self) -> str:
+        if self.record_ids is None:
+            return digest_of(dict(zip(self.silo_ids, self.silos, strict=True)))
         parts = zip(self.silo_ids, self.silos, self.record_ids, strict=True)
         return digest_of({silo: {**data, RECORD_ID: ids} for silo, data, ids in parts})
 
@@ -138,10 +141,20 @@ class Federation(FederationBase):
 
 def federate(config: Config, data_dir: Path | None = None) -> FederationBase:
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
+    config = _with_default(config)
     algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
         return federate_vertical(config, data_dir, algorithm, aggregation, privacy)
     return _horizontal(config, data_dir, algorithm, aggregation, privacy)
+
+
+def _with_default(config: Config) -> Config:
+    """With the algorithm by which a formula is fitted, and what is said of it, where no other is named."""
+    if config.model.formula is None or "name" in config.algorithm.model_fields_set:
+        return config
+    own = model_of(config)[0].default_algorithm
+    options = {**resolved(own), **config.algorithm.options}
+    return config.model_copy(update={"algorithm": type(config.algorithm)(name=own.name, **options)})
 
 
 def _horizontal(
@@ -153,13 +166,12 @@ def _horizontal(
             "algorithm.name = 'vertical'"
         )
     model, description = model_of(config)
+    record_ids: tuple[Tensor, ...] | None
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
-    elif config.model.formula is not None:
-        ids, silos, record_ids = _tables(config, model)
-        if "algorithm" not in config.model_fields_set:
-            algorithm = model.default_algorithm
-            config = config.model_copy(update={"algorithm": type(config.algorithm)(name=algorithm.name)})
+    elif isinstance(model, MixedModel):
+        laid = _tables(config, model)
+        ids, silos, record_ids = tuple(laid), tuple(laid.values()), None
     else:
         ids, silos, record_ids = _from_files(config)
     threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads
@@ -172,6 +184,7 @@ def disclosure_of(config: Config, data_dir: Path | None = None, traced: bool = F
 
     Raises InputError for a job that no engine runs.
     """
+    config = _with_default(config)
     algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
         if traced:

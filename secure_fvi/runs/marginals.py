@@ -105,7 +105,9 @@ def reason(result: dict[str, Any]) -> str:
 
 
 def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
-    """One row for each element of each global site."""
+    """One row for each parameter of a formula, or each element of each global site."""
+    if "parameters" in result:
+        return [PosteriorRow(name, row["mean"], row["sd"]) for name, row in result["parameters"].items()]
     rows = []
     for site, moments in result["posterior"].items():
         names = labels(site, shape_of(moments["mean"]))

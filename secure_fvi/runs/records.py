@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,15 @@ from torch import Tensor
 
 from secure_fvi.contracts import check_repeats
 from secure_fvi.dictionary import Column, Dictionary, read_dictionary
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coding, Missing, check_table, opened, read_coded
+from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coded, Coding, Missing, check_table, read_coded
+
+if TYPE_CHECKING:
+    from secure_fvi.mixed_model import MixedModel
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def read_silo(silo: SiloFile, key: str) -> dict[str, Tensor]:
     if silo.dictionary is None:
         return read_table(path, key)
     tables = {name: Path(other) for name, other in silo.tables.items()}
-    return _coded(path, key, read_dictionary(Path(silo.dictionary)), tables, silo.query, silo.missing)
+    return _coded(path, key, read_dictionary(Path(silo.dictionary)), tables, silo.query, silo.missing or "refuse")
 
 
 def _coded(
@@ -187,18 +190,6 @@ def _formula(model: Model) -> FederatedModel:
     return glmm(str(model.formula), model.family or "gaussian", dictionary=model.dictionary, **model.options)
 
 
-def read_texts(silo: SiloFile, key: str) -> dict[str, list[str]]:
-    """The columns of a silo's table as text, for a formula's dictionary to code; `key` is the configuration key."""
-    path = Path(silo.data)
-    with _named(path, key), opened({TABLE: path, **{n: Path(p) for n, p in silo.tables.items()}}, silo.query) as table:
-        names = list(table.types)
-        cells = ", ".join(f"coalesce(CAST(c{i} AS VARCHAR), '') AS c{i}" for i in range(len(names)))
-        found = table.fetch(f"SELECT {cells} FROM {table.rows}")
-        if not len(found["c0"]):
-            raise DataError("it has no records; leave the silo out")
-        return {name: found[f"c{i}"].tolist() for i, name in enumerate(names)}
-
-
 def python_function(path: Path, name: str, key: str) -> Any:
     """The attribute `name` of the Python file `path`, which is run as any module is on import; `key` names it."""
     if not path.is_file():
@@ -260,15 +251,34 @@ def _even(total: int, count: int) -> tuple[int, ...]:
     return tuple(total // count + (j < total % count) for j in range(count))
 
 
-def _tables(config: Config, model: FederatedModel) -> Parts:
-    """Silos' tables as a formula's program takes them, with records numbered on from silo to silo."""
-    texts = {s.id: read_texts(s, f"silo[{j}].data") for j, s in enumerate(config.silo)}
-    laid = model.prepared(texts)
-    ids = tuple(torch.arange(a, b) for a, b in _starts([len(rows["y"]) for rows in laid.values()]))
-    return tuple(laid), tuple(laid.values()), ids
+def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
+    """Silos' tables as a formula's program takes them."""
+    return model.prepared({s.id: _formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
+
+
+def _formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
+    path, dictionary, missing = Path(silo.data), model.of.dictionary, model.of.missing
+    with _named(path, f"silo '{silo.id}' ({key})"):
+        if silo.dictionary is not None:  # whether a gap may be left out is then its owner's to say
+            own = read_dictionary(Path(silo.dictionary))
+            if unlike := dictionary.differences(own):
+                raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
+            dictionary, missing = own, silo.missing or "refuse"
+        files = {TABLE: path, **{name: Path(other) for name, other in silo.tables.items()}}
+        return read_coded(files, dictionary, silo.query, missing, model.columns)
+
+
+def _check_files_differ(silos: Sequence[SiloFile]) -> None:
+    """Refuse one file for two silos, where both read all of it or the same of it: its records would count twice."""
+    seen: dict[tuple[Path, str | None], str] = {}
+    for silo in silos:
+        other = seen.setdefault((Path(silo.data).resolve(), silo.query), silo.id)
+        if other != silo.id:
+            raise InputError(f"silos '{other}' and '{silo.id}' have the same data, '{silo.data}': it would count twice")
 
 
 def _from_files(config: Config) -> Parts:
+    _check_files_differ(config.silo)
     tables = [read_silo(s, f"silo[{j}].data") for j, s in enumerate(config.silo)]
     given = [table.pop(RECORD_ID, None) for table in tables]
     if any(ids is None for ids in given):

@@ -37,9 +37,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_a_draft_codes_its_own_table_and_says_that_it_discloses(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, said = run(capsys, "describe", "t.csv", "--output", "d.toml")
+    code, out, said = run(capsys, "describe", "t.csv", "--output", "d.toml")
     assert code == 0
     assert "whoever gets the draft learns them" in said
+    assert "look at person, number, smoke and delete their lines 'review', then secure-fvi data check" in out
+    code, out, said = run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--missing", "drop")
+    assert (code, out) == (2, "")
+    assert "'smoke' (levels are in the order of the alphabet" in said
+    review(folder / "d.toml")
     drafted = read_dictionary(folder / "d.toml")
     assert {name: column.kind for name, column in drafted.columns.items()} == {
         "person": "id", "number": "id", "age": "number", "visits": "integer", "smoke": "category", "wheeze": "boolean",
@@ -54,14 +59,76 @@ def test_a_draft_codes_its_own_table_and_says_that_it_discloses(
     assert len(read_coded(folder / "t.csv", drafted, missing="drop").columns["age"]) == 59
     assert run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--missing", "drop")[:2] == (
         0, f"60 rows, 9 columns in the dictionary {drafted.digest.hex()[:16]}\n"
-        "column 'siblings': a gap in 1 row (6)\nit fits; 1 rows with a gap are left out\n",
+        "column 'siblings': a gap in 1 row (6)\nit fits; 1 row with a gap is left out\n",
     )  # fmt: skip
     code, _, said = run(capsys, "describe", "t.csv", "--output", "d.toml")
     assert (code, "is there already" in said) == (2, True)
 
 
+def review(path: Path) -> None:
+    """As somebody does who finds nothing to mend."""
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith("review")) + "\n")
+
+
+STRAY = [
+    ([20, 45.5, 80, 61, 33] * 6, [999, -9], ("-9", "999"), (20, 80)),
+    ([20, 45.5, 80, 61, 33] * 6, [-99], ("-99",), (20, 80)),
+    ([0, 1, 1, 0] * 5, [9], ("9",), (None, None)),  # a boolean with its code
+    ([0, 3, 6, 4, 1] * 5, [77, 99], ("77", "99"), (0, 6)),
+    ([*range(0, 99, 2)] * 2, [99], (), (0, 100)),  # the control: nothing stands apart
+    ([-12, 3.5, 20, 31] * 5, [-9], (), (-20, 40)),
+    ([0, 1, 2, 3] * 5, [7], (), (0, 7)),  # a count may be
+    ([5, 6, 7, 8, 9, 10] * 3, [], (), (5, 10)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "stray", "missing", "ends"), STRAY)
+def test_codes_for_missing_values_do_not_stretch_a_range(
+    folder: Path, capsys: pytest.CaptureFixture[str], values: list[float], stray: list[float], missing: Any, ends: Any
+) -> None:
+    """With them in the range, an age in years has a prior as wide as if 999 were one, and its effect is gone."""
+    (folder / "s.csv").write_text("\n".join(["x,who", *(f"{v},p{i}" for i, v in enumerate([*values, *stray, *stray]))]))
+    assert run(capsys, "describe", "s.csv", "--output", "s.toml")[0] == 0
+    drafted = read_dictionary(folder / "s.toml")["x"]
+    assert set(drafted.missing) == set(missing)
+    assert (drafted.low, drafted.high) == ends
+    assert ("codes of a missing value" in drafted.review) == bool(missing)
+    with pytest.raises(
+        InputError, match=r"draft in 'who' \(taken" if not missing else r"draft in 'x' \(.* taken for codes"
+    ):
+        read_coded(folder / "s.csv", read_dictionary(folder / "s.toml"), missing="drop")
+    review(folder / "s.toml")
+    kept = read_coded(folder / "s.csv", read_dictionary(folder / "s.toml"), missing="drop").columns["x"]
+    assert sorted(kept) == sorted([*values, *([] if missing else [*stray, *stray])])
+
+
+def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grades = ["mild", "none", "severe"]
+    rows = [
+        f"{5 + i % 7}.{i % 10},{1 + i % 2},2024{1 + i % 9:02}15,{1 + i % 28}/3/2024,{grades[i % 3]}" for i in range(40)
+    ]
+    rows[4] = rows[4].replace("9.4", "51234")
+    (folder / "g.csv").write_text("\n".join(["dose,arm,plain,day,grade", *rows]))
+    run(capsys, "describe", "g.csv", "--output", "g.toml")
+    drafted = read_dictionary(folder / "g.toml").columns
+    assert (drafted["dose"].low, drafted["dose"].high) == (None, None)
+    words = {"dose": "high left out", "arm": "two values", "plain": "dates without marks", "day": "another form",
+             "grade": "order of the alphabet"}  # fmt: skip
+    assert all(said in drafted[name].review for name, said in words.items())
+
+
+def test_a_check_by_a_formula_looks_at_what_its_fit_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "describe", "t.csv", "--output", "d.toml")
+    review(folder / "d.toml")
+    (folder / "t.csv").write_text(TABLE.replace("NA", "many"))
+    assert run(capsys, "check", "t.csv", "--dictionary", "d.toml")[0] == 2
+    code, out, _ = run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--formula", "wheeze ~ age + (1 | person)")
+    assert (code, out.splitlines()[1:]) == (0, ["of these the formula uses age, person, wheeze", "it fits"])
+
+
 def test_a_check_names_columns_and_rows_and_no_cells(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "describe", "t.csv", "--output", "d.toml")
+    review(folder / "d.toml")
     lines = TABLE.splitlines()
     lines[3] = lines[3].replace("current", "Quixote77")
     lines[8] = lines[8].replace("never", "Quixote77").replace("former", "Quixote77").replace("current", "Quixote77")
@@ -127,6 +194,11 @@ def test_a_run_in_one_process_reads_tables_likewise(folder: Path, caplog: pytest
     assert found.silos[0]["wheeze"].tolist() == [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]]
     assert found.silos[1]["wheeze"].tolist() == [[0.0, 1.0, 0.0, 1.0]]
     assert "those with a gap in 'smoke', 1, are left out" in caplog.text
+    twice = {"id": "again", "data": str(folder / "sub" / ".." / "two.csv")}
+    (folder / "job.toml").write_text(wording.dumps({"model": {"program": "six-cities"}, "silo": [*silos, twice]}))
+    (folder / "sub").mkdir()
+    with pytest.raises(InputError, match="silos 'two' and 'again' have the same data"):
+        federate(read(folder / "job.toml"))
 
 
 @pytest.mark.parametrize(

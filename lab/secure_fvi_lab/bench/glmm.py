@@ -253,7 +253,8 @@ def lines(found: dict[str, Any]) -> list[str]:
             f"{low:.2f} to {high:.2f}, {row['fit']['rounds']} rounds, converged {row['fit']['converged']}, "
             f"{row['fit']['seconds']:.0f} s; meta-analysis {row['meta_analysis']:.2f} sds, "
             f"{row['meta_analysis_failures']} sites without a fit; NUTS {row['nuts']['seconds']:.0f} s, R-hat "
-            f"{row['nuts']['r_hat']:.3f}, ESS {row['nuts']['ess']:.0f}"
+            f"{row['nuts']['r_hat']:.3f}, ESS {row['nuts']['ess']:.0f}, by which its own standard errors are "
+            f"{row['nuts']['ess'] ** -0.5:.2f} sds of a mean and {50 * (2 / row['nuts']['ess']) ** 0.5:.0f}% of an sd"
         )
     design = found["design"]
     cost = f"{design['seconds']} s ({design['cpu_seconds']} s of a processor), {design['gb_in_all']} GB"
