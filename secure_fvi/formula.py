@@ -76,6 +76,7 @@ def parse(text: str) -> Parsed:
     """The parts of a formula. Raises InputError that marks the character at which it does not parse."""
     if not isinstance(text, str) or not text.strip():
         raise InputError("formula: write one such as 'wheeze ~ smoke * age + (1 | child)'")
+    _check_letters(text)
     tildes = [at for at, char in _outside(text) if char == "~"]
     if len(tildes) != 1:
         raise _error(text, tildes[1] if tildes else len(text), "a formula has one '~', after its response")
@@ -128,6 +129,27 @@ def _outside(text: str, begin: int = 0, end: int | None = None, depth: int = 0) 
     if quote >= 0 or opened:
         at = quote if quote >= 0 else opened[-1]
         raise _error(text, at, f"'{text[at]}' is not closed")
+
+
+#: What has a meaning to Python or to formulaic that a formula has no need of: where they read it differently, what was
+#: checked is not what is evaluated.
+_NO_LETTER = {"{": "write I(...)", "}": "write I(...)"}
+_IN_QUOTES = re.compile(r"[\w \-.,:;+*/%&<>=!?°²³µ]*")
+
+
+def _check_letters(text: str) -> None:
+    """Refuse letters outside of quotes that no formula needs, and in quotes all that could end them or open another."""
+    quote = -1
+    for at, char in enumerate(text):
+        if quote >= 0:
+            if char == text[quote]:
+                if not _IN_QUOTES.fullmatch(text, quote + 1, at):
+                    raise _error(text, quote, "quotes hold letters, digits, blanks and - . , : ; + * / % & < > = alone")
+                quote = -1
+        elif char in "'\"`":
+            quote = at
+        elif not (char.isalnum() or char.isspace() or char in "_~+-*/^:|()[],.=<>!%"):
+            raise _error(text, at, f"no '{char}' is read{', ' * (char in '{}')}{_NO_LETTER.get(char, '')}")
 
 
 _TERM = r"(?<!\w)(?P<base>[^\W\d]\w*|\(\s*[^\W\d]\w*\s*\))\s*"
@@ -316,11 +338,7 @@ class Design:
         self._context = _context(dictionary)
         frame = _pandas(made.frame, dictionary)
         try:
-            first = (
-                _formulaic()
-                .Formula(_written(terms, {}))
-                .get_model_matrix(frame, context=self._context, output="numpy", na_action="ignore")
-            )
+            first = _again(terms, {}).get_model_matrix(frame, context=self._context, output="numpy", na_action="ignore")
         except InputError:
             raise
         except Exception as error:
@@ -386,9 +404,7 @@ class Design:
         frame = _pandas(made.frame, self.dictionary)
         for name, alias in moved.items():
             frame[alias] = (made.frame[name] - known[name][0]) / known[name][1]
-        z = _formulaic().Formula(_written(terms, moved)).get_model_matrix(
-            frame, context=self._context, output="numpy", na_action="ignore"
-        )  # fmt: skip
+        z = _again(terms, moved).get_model_matrix(frame, context=self._context, output="numpy", na_action="ignore")
         z = np.asarray(z, dtype=np.float64)
         if z.shape != x.shape:
             return None
@@ -431,7 +447,7 @@ class Expression:
         kinds = {dictionary[name].kind for name in self.columns}
         if self.calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
             raise _error(formula, max(formula.find(text), 0), f"'{text}' must be one number a row, of numeric columns,")
-        self._formula = _formulaic().Formula(_written(terms, {}))
+        self._formula = _again(terms, {})
         self._context = _context(dictionary)
 
     def __call__(self, frame: Frame, rows: int) -> Floats:
@@ -494,6 +510,18 @@ def _one_line(error: Exception) -> str:
 
 def _kind(factor: Any) -> str:
     return str(factor.eval_method).rpartition(".")[2].lower()
+
+
+def _again(terms: Any, aliases: Mapping[str, str]) -> Any:
+    """formulaic's formula of terms whose factors were checked, plain columns under other names. It goes through text,
+    so it is refused if a factor is read back that was not checked."""
+    made = _formulaic().Formula(_written(terms, aliases))
+    checked = {(_kind(f), aliases.get(f.expr, f.expr)) for term in terms for f in term.factors}
+    literals = {("literal", "0"), ("literal", "1")}
+    found = {(_kind(f), f.expr) for term in made for f in term.factors}
+    if not found <= checked | literals:
+        raise InputError(f"formula: it is read as another when it is written again: {_written(terms, {})}")
+    return made
 
 
 def _written(terms: Any, aliases: Mapping[str, str]) -> str:

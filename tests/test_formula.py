@@ -3,6 +3,8 @@ the marginal likelihood that brute force finds."""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import math
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import secure_fvi as sf
+from secure_fvi import formula
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.formula import Design, parse
@@ -135,7 +138,11 @@ WRONG = {
     "y smoke": (8, "one '~'"),
     "y ~ smoke +": (12, "missing"),
     "y ~ smoke *": (11, "Operator `*`"),
-    "y ~ smoke $ age": (11, "Unknown operator"),
+    "y ~ smoke $ age": (11, "no '$' is read"),
+    "y ~ {age}": (5, "no '{' is read, write I(...)"),
+    "y ~ I(age == 'a\\\\')": (None, "quotes hold letters"),
+    "y ~ I(age == 'f(age)')": (14, "quotes hold letters"),
+    "y ~ age # + sex": (9, "no '#' is read"),
     "y ~ age sex": (5, "Missing operator"),
     "y ~ age + .": (11, "'.' stands for no column"),
     "y ~ cs(age, df=3)": (5, "quantiles of the data"),
@@ -144,14 +151,14 @@ WRONG = {
     "y ~ C(age)": (5, "has no levels"),
     "y ~ mean(age)": (5, "no function 'mean'"),
     "y ~ I(age.mean())": (5, "no attribute"),
-    "y ~ age + {[a for a in [1]]}": (None, "more than functions and arithmetic"),
-    "y ~ {__import__('os')}": (None, "no function '__import__'"),
-    "y ~ {age + contr.__getattribute__(contr, '__base__')}": (None, "no attribute"),
-    "y ~ {age + contr.treatment.__globals__}": (None, "no attribute"),
-    "y ~ {age + I(I)(1)}": (None, "what is called is no function"),
-    "y ~ {age + contr}": (None, "no column 'contr'"),
-    "y ~ {age * 9 ** 9 ** 9}": (None, "an exponent is a number"),
-    "y ~ {age * 1e300}": (None, "at most 1e+12"),
+    "y ~ age + I([a for a in [1]])": (None, "more than functions and arithmetic"),
+    "y ~ I(__import__('os'))": (None, "no function '__import__'"),
+    "y ~ I(age + contr.__getattribute__(contr, '__base__'))": (None, "no attribute"),
+    "y ~ I(age + contr.treatment.__globals__)": (None, "no attribute"),
+    "y ~ I(age + I(I)(1))": (None, "what is called is no function"),
+    "y ~ I(age + contr)": (None, "no column 'contr'"),
+    "y ~ I(age * 9 ** 9 ** 9)": (None, "an exponent is a number"),
+    "y ~ I(age * 1e300)": (None, "at most 1e+12"),
     "y ~ age * (1 | child)": (14, "stands by itself"),
     "y ~ age - (1 | child)": (11, "taken out"),
     "y ~ (1 | age)": (None, "names no groups"),
@@ -162,7 +169,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("formula", ["y ~ {age + RUN}", "y | weights(age + RUN) ~ sex", "y ~ age + offset(RUN)"])
+@pytest.mark.parametrize("formula", ["y ~ I(age + RUN)", "y | weights(age + RUN) ~ sex", "y ~ age + offset(RUN)"])
 def test_a_formula_reaches_no_other_python(formula: str) -> None:
     """formulaic evaluates a factor as Python: from `contr`, a class, one would come to `eval`."""
     base = "contr.__getattribute__(contr.__getattribute__(contr,'__base__'),'__base__')"
@@ -171,6 +178,31 @@ def test_a_formula_reaches_no_other_python(formula: str) -> None:
     run = f"{get}({get}({names},'get')('__builtins__'),'get')('eval')('1/0')"
     with pytest.raises(InputError, match=r"no attribute|what is called"):
         model(formula.replace("RUN", run))
+
+
+#: formulaic unescapes strings and then counts brackets in them: as text for it again, this one ends a brace and opens
+#: one. The call stands in escapes, which a reader does not see.
+HIDDEN = "".join(rf"\x{ord(char):02x}" for char in "'`'] == []))} + {ran() + age} + {age #")
+UNSEEN = f"y ~ I(age + 0 * (['\\\\', '\\x58\\x60', '{HIDDEN}'] == [])) + (1 | child)"
+
+
+def test_what_is_evaluated_is_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the rule of letters the second reading meets a factor that nobody checked, and is refused;
+    without either, the call runs."""
+    ran: list[int] = []
+    monkeypatch.setattr(builtins, "ran", lambda: ran.append(1) or 0.0, raising=False)
+    with pytest.raises(InputError, match="quotes hold letters"):
+        model(UNSEEN, "gaussian")
+    monkeypatch.setattr(formula, "_check_letters", lambda _: None)
+    with pytest.raises(InputError, match="read as another when it is written again"):
+        model(UNSEEN, "gaussian")
+    assert not ran
+    monkeypatch.setattr(
+        formula, "_again", lambda terms, aliases: formula._formulaic().Formula(formula._written(terms, aliases))
+    )
+    with contextlib.suppress(Exception):
+        model(UNSEEN, "gaussian")
+    assert ran
 
 
 @pytest.mark.parametrize("formula", WRONG)
@@ -708,9 +740,9 @@ def test_the_control_a_power_is_its_base_for_formulaic_and_not_within_I() -> Non
     from formulaic import Formula
 
     assert list(Formula("age**2")) == list(Formula("age"))
-    for formula in ("I(age**2)", "{age**2}", "(age + smoke)**2", "age * pressure", "log(age) * log(pressure)"):
-        assert Design(formula, f"y ~ {formula}", DICTIONARY).size > 1
-        assert model(f"y ~ {formula}")
+    for fixed in ("I(age**2)", "(age + smoke)**2", "age * pressure", "log(age) * log(pressure)"):
+        assert Design(fixed, f"y ~ {fixed}", DICTIONARY).size > 1
+        assert model(f"y ~ {fixed}")
 
 
 def test_the_same_table_twice_is_refused() -> None:
