@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from secure_fvi.aggregation.base import FloatArray, Total, carry
+from secure_fvi.aggregation.base import FloatArray, Total
 from secure_fvi.aggregation.homomorphic import WithHolder
 from secure_fvi.aggregation.key_holder import KEY_HOLDER
 from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
@@ -76,40 +76,3 @@ class Recorder:
         """Called by the server."""
         self._sums[-1] = self._sums[-1]._replace(released=values.copy())
         self._phase = SET_UP
-
-
-class _Released:
-    """A `server.Observer` that keeps what the algorithm was given."""
-
-    def __init__(self) -> None:
-        self.values: list[FloatArray] = []
-
-    def total(self, index: int, total: Total) -> None:
-        pass
-
-    def released(self, index: int, values: FloatArray) -> None:
-        self.values.append(values.copy())
-
-
-def replay(transcript: Transcript, server: Server) -> list[FloatArray]:
-    """Feed a fresh server the recorded replies; the totals it arrives at.
-
-    Raises InputError where it asks for something else than was recorded: with keys drawn at random, which is every sum
-    but the plain one, only the server that was recorded asks for the same.
-    """
-    recorded = [e for e in transcript.entries if e.party != KEY_HOLDER]
-    found = _Released()
-    server.observe(found)
-    at = 0
-
-    def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
-        nonlocal at
-        down, up = recorded[at : at + len(messages)], recorded[at + len(messages) : at + 2 * len(messages)]
-        at += 2 * len(messages)
-        if {e.party: e.body for e in down if e.direction == "down"} != dict(messages):
-            raise InputError("the server asks for something else than was recorded; give it the same start")
-        return {e.party: e.body for e in up}
-
-    for _ in transcript.sums:
-        carry(server.round(), exchange)
-    return found.values

@@ -352,3 +352,36 @@ class Writer(Generic[C]):
                 f"the {self._whose} was rolled back: a witness has seen rows that it does not hold; "
                 f"restore the newest copy, or {self.chain.kind.otherwise}"
             )
+
+
+class Book(Generic[C]):
+    """One party's chain, to write to and to have countersigned. For one thread at a time, while other processes may
+    write the same file."""
+
+    def __init__(self, writer: Writer[C]) -> None:
+        self._writer = writer
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._writer.file.path)!r}, {self._writer.chain!r})"
+
+    @property
+    def chain(self) -> C:
+        """What the chain says by now, the rows of other processes included. For reading only."""
+        self._writer.catch_up()
+        return self._writer.chain
+
+    def statement(self, since: int = 0) -> bytes:
+        """What a witness countersigns: `Writer.statement`."""
+        return self._writer.statement(since)
+
+    def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
+        """Keep a witness's receipt: `Writer.add_receipt`."""
+        self._writer.add_receipt(receipt, witness_key)
+
+    def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
+        """Refuse all writes if a receipt shows rows that this chain does not have: `Writer.check_receipts`."""
+        self._writer.check_receipts(receipts, witness_keys)
+
+    def close(self) -> None:
+        """Let go of the file; what was written stays."""
+        self._writer.file.close()

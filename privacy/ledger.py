@@ -22,7 +22,7 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError
 from secure_fvi.privacy.accounting import admitted, job_curve, refusal
 from secure_fvi.privacy.chain import Row
-from secure_fvi.privacy.chain_file import ChainFile, Writer, shown_by, verify_chain
+from secure_fvi.privacy.chain_file import Book, ChainFile, Writer, shown_by, verify_chain
 from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain, JobRecord
 from secure_fvi.privacy.ledger_terms import (
@@ -42,11 +42,8 @@ from secure_fvi.privacy.witness import check_receipt
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
 
 
-class Ledger:
-    """One silo's chain in a ledger file. Made by `open`; for one thread at a time."""
-
-    def __init__(self, writer: Writer[Chain]) -> None:
-        self._writer = writer
+class Ledger(Book[Chain]):
+    """One silo's chain in a ledger file. Made by `open`."""
 
     @classmethod
     def open(
@@ -74,15 +71,6 @@ class Ledger:
 
         missing = f"'{path}' holds no ledger of silo '{silo}'; `secure-fvi budget set` makes one"
         return cls(Writer.open(path, Chain(silo), signer, missing, create=create, clock=clock))
-
-    def __repr__(self) -> str:
-        return f"Ledger({str(self._writer.file.path)!r}, {self._writer.chain!r})"
-
-    @property
-    def chain(self) -> Chain:
-        """What the chain says by now, the rows of other processes included. For reading only."""
-        self._writer.catch_up()
-        return self._writer.chain
 
     def set_budget(self, budget: Budget, records: int | None = None) -> None:
         """Set, raise or lower what a data set may spend. What was spent stays spent; the unit cannot change.
@@ -121,22 +109,6 @@ class Ledger:
         """Raise what `open_job` would raise by now, and write nothing: to ask all silos before one is charged."""
         with self._asking(job):
             self._admit(job, default_budget)
-
-    def statement(self, since: int = 0) -> bytes:
-        """What a witness countersigns: `Writer.statement`."""
-        return self._writer.statement(since)
-
-    def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
-        """Keep a witness's receipt: `Writer.add_receipt`."""
-        self._writer.add_receipt(receipt, witness_key)
-
-    def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
-        """Refuse all writes if a receipt shows rows that this ledger does not have: `Writer.check_receipts`."""
-        self._writer.check_receipts(receipts, witness_keys)
-
-    def close(self) -> None:
-        """Let go of the file; what was written stays."""
-        self._writer.file.close()
 
     def _admit(self, job: Job, default_budget: Budget | None) -> Budget | None:
         """The budget under which `job` fits; None for a job that is charged already."""

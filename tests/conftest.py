@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 torch.set_default_dtype(torch.float64)
 # Small kernels on few cores: more threads only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final q is weighed and refined once, by an eighth of the draws: where a test asks nothing of it."""
+    monkeypatch.setattr("secure_fvi.algorithms.weighing.HALF", 32)
+    monkeypatch.setattr("secure_fvi.algorithms.refining.DRAWS", 128)
+    monkeypatch.setattr("secure_fvi.algorithms.refining.SUMS", 1)

@@ -4,6 +4,7 @@ as one that was not, and under differential privacy nothing leaves a silo but un
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -164,6 +165,25 @@ def test_privacy_that_is_not_tested_here_is_refused(case: Case) -> None:
             case.build(sf.Plain(), privacy)
 
 
+class Ended(NamedTuple):
+    """A whole run, looked at by several tests."""
+
+    parties: Parties
+    sent: list[FloatArray]  # what silo 1 handed to its half of the sum, sum by sum
+
+
+@functools.cache
+def ended(at: int, sums: str, privacy: Any, scale: float = 1.0, key: bytes = KEY) -> Ended:
+    """Case `at`, run to its end under sums of this kind."""
+    parties, sent = CASES[at].build({"plain": sf.Plain(), "masked": sf.Masked()}[sums], privacy, scale, key), []
+    half = parties.engine.silos[sorted(parties.engine.silos)[0]]._sum
+    contribute = half.contribute
+    half.contribute = lambda i, cohort, table, values, *rest: (
+        sent.append(np.array(values)) or contribute(i, cohort, table, values, *rest)
+    )
+    return Ended(parties.run(ROUNDS), sent)
+
+
 def _apart(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float(((a - b).abs() / (1 + a.abs())).max()) for a, b in zip(one, other, strict=True) if a.numel())
 
@@ -171,9 +191,12 @@ def _apart(one: list[Tensor], other: list[Tensor]) -> float:
 @cases(secret=True)
 def test_masks_change_nothing(case: Case) -> None:
     """But for the rounding of what is sent. The control: other data at one silo do."""
-    plain = case.build(sf.Plain()).run(ROUNDS).state()
-    assert _apart(plain, case.build(sf.Masked()).run(ROUNDS).state()) < 1e-5
-    assert _apart(plain, case.build(sf.Masked(), scale=1.5).run(ROUNDS).state()) > 1e-4
+    plain, masked, other = (
+        ended(CASES.index(case), *how).parties.state()
+        for how in (("plain", None), ("masked", None), ("masked", None, 1.5))
+    )
+    assert _apart(plain, masked) < 1e-5
+    assert _apart(plain, other) > 1e-4
 
 
 def _lose(parties: Parties, silo: str) -> tuple[str, ...]:
@@ -206,7 +229,7 @@ ALL_NEEDED = {"vertical", "soul"}
 @cases(secret=True)
 def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
     """The total lacks its term, masked or not, and it goes on from the state before; by default no sum does without."""
-    ended = []
+    ends = []
     with pytest.raises(InputError, match="predicts nobody") if case.name in ALL_NEEDED else contextlib.nullcontext():
         case.build(sf.Masked(max_missing=1))
     for sums in (sf.Plain(), sf.Masked(max_missing=int(case.name not in ALL_NEEDED))):
@@ -225,9 +248,9 @@ def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
             silo.settle(parties.server.state.accepted)
         if case.name not in WARM:
             assert all(torch.equal(a, b) for a, b in zip(local, _numbers(silo.local), strict=True))
-        ended.append(parties.run(0 if case.name == "bcm" else ROUNDS).state())
-    assert all(torch.isfinite(v).all() for v in ended[0])
-    assert _apart(*ended) < 1e-4  # the final sum has steps of 2^-17 nats a silo
+        ends.append(parties.run(0 if case.name == "bcm" else ROUNDS).state())
+    assert all(torch.isfinite(v).all() for v in ends[0])
+    assert _apart(*ends) < 1e-4  # the final sum has steps of 2^-17 nats a silo
     alone = case.build(sf.Masked())
     with pytest.raises(AggregationError, match="max_missing = 0"):
         _lose(alone, lost)
@@ -236,7 +259,7 @@ def test_a_lost_answer_leaves_its_silo_as_it_was(case: Case) -> None:
 @cases()
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: Path) -> None:
     for at, privacy in enumerate((None, *case.privacies[:1])):
-        whole = case.build(sf.Plain(), privacy).run(ROUNDS)
+        whole = ended(CASES.index(case), "plain", privacy).parties
         first, again = case.build(sf.Plain(), privacy), case.build(sf.Plain(), privacy)
         kept = FolderCheckpoints(tmp_path / str(at), 0.0)
         next(Run(Built(*first), ROUNDS, lambda _: None, kept))
@@ -247,21 +270,10 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(case: Case, tmp_path: P
             assert torch.equal(one, other)
 
 
-def _sent(parties: Parties) -> list[FloatArray]:
-    """What silo 1 hands to its half of the sum, sum by sum."""
-    sent, half = [], parties.engine.silos[sorted(parties.engine.silos)[0]]._sum
-    contribute = half.contribute
-    half.contribute = lambda i, cohort, table, values, *rest: (
-        sent.append(np.array(values)) or contribute(i, cohort, table, values, *rest)
-    )
-    parties.run(ROUNDS)
-    return sent
-
-
 def _bare(case: Case, privacy: Any) -> int:
     """Numbers that follow a silo's data and no noise: equal under two keys of the noise, other with other data."""
     one, other, moved = (
-        _sent(case.build(sf.Plain(), privacy, scale, key)) for scale, key in ((1.0, KEY), (1.0, b"o" * 32), (1.5, KEY))
+        ended(CASES.index(case), "plain", privacy, *how).sent for how in ((), (1.0, b"o" * 32), (1.5,))
     )
     return sum(int(((a == b) & (a != c)).sum()) for a, b, c in zip(one, other, moved, strict=True))
 
@@ -285,14 +297,11 @@ GOLDEN = Path(__file__).parent / "wire" / "runs.json"
 
 def _runs(number: int) -> dict[str, list[float]]:
     case = CASES[number]
-    kinds = {"plain": (sf.Plain(), None)}
+    kinds: dict[str, tuple[Any, ...]] = {"plain": ("plain", None)}
     if not case.one_by_one:
-        kinds["masked"] = (sf.Masked(), None)
-    kinds |= {type(p).__name__: (sf.Plain(), p) for p in case.privacies}
-    return {
-        f"{number} {case.name} {kind}": _few(case.build(*options).run(ROUNDS).state())
-        for kind, options in kinds.items()
-    }
+        kinds["masked"] = ("masked", None)
+    kinds |= {type(p).__name__: ("plain", p) for p in case.privacies}
+    return {f"{number} {case.name} {kind}": _few(ended(number, *how).parties.state()) for kind, how in kinds.items()}
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[c.name for c in CASES])

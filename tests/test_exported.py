@@ -21,7 +21,10 @@ from secure_fvi.errors import InputError
 from secure_fvi.exported import Program, _framed, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema, read_data
 
-pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")  # short fits
+#: Short fits.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning"), pytest.mark.usefixtures("few_draws")
+]  # fmt: skip
 
 
 class Traced:
@@ -47,8 +50,8 @@ def fitted(model: Any, made: programs.Conjugate, algorithm: Any, **options: Any)
 @pytest.mark.parametrize(
     ("make", "algorithm"),
     [
-        (programs.make_intercepts, sf.SFVI(iterations=40)),
-        (programs.make_clinics, sf.SFVI(iterations=40, importance_samples=3)),
+        (programs.make_intercepts, sf.SFVI(iterations=24)),
+        (programs.make_clinics, sf.SFVI(iterations=24, importance_samples=3)),
         (programs.make_rate, sf.SFVIAvg(rounds=2, local_steps=25)),
         (programs.make_slopes, sf.PVI(rounds=2, local_steps=25)),
     ],

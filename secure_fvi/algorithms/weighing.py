@@ -70,15 +70,15 @@ _BETWEEN = (0.25, 0.5, 0.75, 1.0)
 #: small or too large, of two latents 3 times.
 _GRIDS = {1: (32, 0.25), 2: (12, 0.6)}
 #: Newton's steps to where such a latent has its mode, their length at most, in sds there, and the shares of one that
-#: are tried: of a logistic likelihood whole ones may go to and fro.
-_NEWTON, _STRIDE, _SHARES = 12, 5.0, (1.0, 0.4, 0.1, 0.0)
+#: are tried before none is taken: of a logistic likelihood whole ones may go to and fro.
+_NEWTON, _STRIDE, _SHARES = 12, 5.0, (1.0, 0.4, 0.1)
 #: More latents by draws, of two spreads in sds of q(Z_L | Z_G) by half, since that one may be too narrow, or beside the
 #: place; by fewer where those of records are nested in a silo's.
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
 #: And by so many along lines: there means of draws are right, or too small, however far off q(Z_L | Z_G) is.
 _ALONG_LINES = 32
-#: Numbers of all evaluations together that fit well into a processor's cache.
-_AT_ONCE = 300_000
+#: Numbers of all evaluations together: fewer are many calls, each of which costs milliseconds; more leave the cache.
+_AT_ONCE = 1_200_000
 #: Nats of all silos together that are told, as a power of two.
 _TOLD = 36
 UP_TO_NATS = math.ldexp(1.0, _TOLD)
@@ -398,15 +398,16 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
 
     index = [torch.tensor([k], device=loc.device) for k in range(n)]
     before = log_scale.exp().unsqueeze(-1) * moments.get("lower", torch.eye(n, dtype=loc.dtype, device=loc.device))
-    at, factor = loc, before.expand(len(loc), n, n)
+    at, height = loc, log_density(loc).nan_to_num(nan=-math.inf)
     for _ in range(_NEWTON):
         g, factor = curved(at)
         white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
         length = white.norm(dim=-1, keepdim=True)
         step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
-        tried = torch.stack([at + share * step for share in _SHARES])
-        heights = torch.stack([log_density(z).nan_to_num(nan=-math.inf) for z in tried.unbind()])
-        at = torch.take_along_dim(tried, heights.argmax(0)[None, :, None], 0)[0]
+        tried = torch.stack([*(at + share * step for share in _SHARES), at])
+        heights = torch.cat([over_draws(log_density, tried[:-1]).nan_to_num(nan=-math.inf), height[None]])
+        best = heights.argmax(0, keepdim=True)
+        at, height = torch.take_along_dim(tried, best[..., None], 0)[0], torch.take_along_dim(heights, best, 0)[0]
     _, factor = curved(at)
     good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
     scale = factor.diagonal(dim1=-2, dim2=-1)

@@ -15,14 +15,14 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.privacy.chain import ChainKind, ChainReader, Row, check_keys
-from secure_fvi.privacy.chain_file import Writer
+from secure_fvi.privacy.chain_file import Book, Writer
 
 SYNC_ROWS, SYNC_SECONDS = 100, 1.0
 #: Rows a day, of jobs and notes together, that a server can make by asking: it does not fill a site's disk.
@@ -59,11 +59,11 @@ class JobEntry:
     delta: float | None = None
 
 
-class Trail:
-    """One party's log. Made by `open`; for one thread at a time, while other processes may write the same file."""
+class Trail(Book["TrailChain"]):
+    """One party's log. Made by `open`."""
 
     def __init__(self, writer: Writer[TrailChain]) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._unsynced, self._synced_at = 0, time.monotonic()
         self._more, self._more_since = 0, 0  # refusals without a row, and the day of the first
 
@@ -89,15 +89,6 @@ class Trail:
 
         missing = f"'{path}' holds no audit log of '{party}'"
         return cls(Writer.open(path, TrailChain(party), signer, missing, create=create, clock=clock))
-
-    def __repr__(self) -> str:
-        return f"Trail({str(self._writer.file.path)!r}, {self._writer.chain!r})"
-
-    @property
-    def chain(self) -> TrailChain:
-        """What the log says by now. For reading only."""
-        self._writer.catch_up()
-        return self._writer.chain
 
     def roster(self, serial: int, roster: bytes) -> None:
         """The roster that is in force."""
@@ -155,24 +146,15 @@ class Trail:
             self._unsynced, self._synced_at = 0, now
 
     def statement(self, since: int = 0) -> bytes:
-        """For a witness: `Writer.statement`."""
         self._sync()
-        return self._writer.statement(since)
-
-    def add_receipt(self, receipt: bytes, witness_key: bytes) -> None:
-        """Keep a witness's receipt: `Writer.add_receipt`."""
-        self._writer.add_receipt(receipt, witness_key)
-
-    def check_receipts(self, receipts: Iterable[bytes], witness_keys: Iterable[bytes]) -> None:
-        """Refuse all writes if a receipt shows rows that this log does not have: `Writer.check_receipts`."""
-        self._writer.check_receipts(receipts, witness_keys)
+        return super().statement(since)
 
     def close(self) -> None:
         """Force what was written to the disk and let go of the file."""
         with contextlib.suppress(SecureFVIError, OSError):
             self._tell_more()
         self._sync()
-        self._writer.file.close()
+        super().close()
 
     def _asked(self, kind: str, body: dict[str, Any]) -> None:
         """A row that a server's message makes; once the day has `MOST_ASKED`, one that says so, and afterwards how many

@@ -117,12 +117,6 @@ class StreamServer(Remote):
             ("grpc.max_connection_idle_ms", int(3000 * LOGIN)),
         )
 
-    @property
-    def connected(self) -> set[str]:
-        """The silos that have a stream."""
-        with self._changed:
-            return set(self._links)
-
     def wait_for(self, silos: Sequence[str], seconds: float | None = None) -> bool:
         """Whether all `silos` have connected, within `seconds` where given."""
         with self._changed:

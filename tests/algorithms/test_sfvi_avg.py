@@ -66,6 +66,7 @@ def test_uneven_silos_come_near_the_posterior_and_know_their_own_latents() -> No
         assert ((drawn - exact).abs() < 0.08).all()  # sd of a posterior 0.29, of a mean of draws 0.005
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_final_local_steps_fit_latents_to_the_last_merge_and_move_nothing_else() -> None:
     """After one round of five local steps they are far from their exact conditionals; 300 final steps take them there.
     Posterior sds: 0.29."""
@@ -337,6 +338,7 @@ def test_theta_is_averaged_near_what_sfvi_finds() -> None:
 # ---- the run ----
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.slow), {"bures_iterations": 3, "persistent": False}]
 )
@@ -370,6 +372,7 @@ def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], t
         assert torch.equal(resumed.variational.eta[name], value)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_run_that_has_not_settled_says_so() -> None:
     problem = make_intercepts()
     with pytest.warns(sf.SecureFVIWarning, match="without converging"):

@@ -11,7 +11,7 @@ import torch
 from secure_fvi.errors import InputError
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.uci_credit import feature_names, load
-from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, clusters, label_shards, size_and_label, take
+from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, label_shards, size_and_label, take
 
 # Adult as in the paper's Table 2: 39,074 rows, .24 positive; credit 520 rows, .55.
 ADULT = (torch.arange(39_074) < round(0.2398 * 39_074)).double()
@@ -50,14 +50,6 @@ def test_shards_hold_few_labels() -> None:
     parts = label_shards(labels, 100, 2)
     assert all(len(labels[p].unique()) <= 2 for p in parts)
     assert sorted(torch.cat(parts).tolist()) == list(range(6000))
-
-
-def test_clusters_are_clusters() -> None:
-    rng = torch.Generator().manual_seed(0)
-    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
-    x = torch.cat([c + torch.randn(20 * (k + 1), 2, generator=rng) for k, c in enumerate(centres)])
-    assert [len(p) for p in clusters(x, 3)] == [20, 40, 60]
-    assert torch.equal(clusters(x, 3)[0], torch.arange(20))
 
 
 def test_impossible_splits_are_refused() -> None:

@@ -79,7 +79,7 @@ def test_batched_rounds_are_the_silos_one_by_one(model: Any, auxiliary: Any) -> 
     rows, weights = problem.silos, torch.ones(12)
     x = torch.stack([s["x"] for s in rows])
     config = Vertical(model=model, rho=0.5, auxiliary=auxiliary, family="full")
-    batched = VerticalRound(config, Gaussian(), x, problem.response, 0.05, "eager")
+    batched = VerticalRound(config, Gaussian(), {"x": x}, problem.response, 0.05, "eager")
     generator = torch.Generator().manual_seed(0)
     state, scale, silo, known = batched.init(generator), torch.tensor(0.7), batched.silo, problem.response
     own = [silo.init(12, generator)[1] for _ in rows]
@@ -122,8 +122,8 @@ def test_pooled_rounds_are_vi_of_the_pooled_model() -> None:
     x = torch.randn(2, 80, 2, generator=rng)
     y = torch.bernoulli(torch.sigmoid(x.sum((0, 2))), generator=rng)
     response = Response(y, torch.zeros(80))
-    fit = VerticalRound(Vertical(), Bernoulli(), x, response, 0.05, "traced", pooled=True).fit(500)
-    near = VerticalRound(Vertical(rho=0.02), Bernoulli(), x, response, 0.05, "traced").fit(500)
+    fit = VerticalRound(Vertical(), Bernoulli(), {"x": x}, response, 0.05, "traced", pooled=True).fit(500)
+    near = VerticalRound(Vertical(rho=0.02), Bernoulli(), {"x": x}, response, 0.05, "traced").fit(500)
     assert float(((fit.mean - near.mean) / fit.sd).abs().max()) < 0.15
     assert float((fit.sd / near.sd - 1).abs().max()) < 0.15
     assert float(fit.bounds[-20:].mean()) >= float(near.bounds[-20:].mean()) - 0.5

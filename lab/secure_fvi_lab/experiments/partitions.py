@@ -126,31 +126,6 @@ def label_shards(labels: Tensor, silos: int, shards: int = 2, seed: int = 0) -> 
     return [torch.cat([pieces[k] for k in drawn[j::silos]]).sort().values for j in range(silos)]
 
 
-def clusters(features: Tensor, silos: int, seed: int = 0, iterations: int = 100) -> list[Tensor]:
-    """k-means on `features` (N, D) as they are scaled, one silo a cluster, in order of size (Appendix E.2).
-
-    Clusters come out uneven; none is empty.
-    """
-    _check(silos, len(features))
-    rng = torch.Generator().manual_seed(seed)
-    x = features.double()
-    centres = x[torch.randint(len(x), (1,), generator=rng)]
-    while len(centres) < silos:  # k-means++
-        distance = torch.cdist(x, centres).amin(1).square()
-        centres = torch.cat([centres, x[torch.multinomial(distance, 1, generator=rng)]])
-    nearest = torch.cdist(x, centres).argmin(1)
-    for _ in range(iterations):
-        counts = torch.bincount(nearest, minlength=silos)
-        if bool((counts == 0).any()):
-            raise InputError(f"k-means leaves a cluster of {silos} empty; use fewer silos or another seed")
-        centres = torch.zeros_like(centres).index_add_(0, nearest, x) / counts.unsqueeze(1)
-        before, nearest = nearest, torch.cdist(x, centres).argmin(1)
-        if torch.equal(before, nearest):
-            break
-    parts = [torch.nonzero(nearest == j).squeeze(1) for j in range(silos)]
-    return sorted(parts, key=len)
-
-
 def take(dataset: Dataset, parts: list[Tensor]) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
     """Silos' data and record ids for row indices by silo: what `fit` takes."""
     silos = [{name: tensor[rows] for name, tensor in dataset.records.items()} for rows in parts]

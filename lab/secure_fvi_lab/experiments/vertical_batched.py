@@ -58,27 +58,27 @@ class Known(NamedTuple):
 
 
 class VerticalRound:
-    """Rounds of `Vertical` with one local step, for J silos with columns x (J, N, D).
+    """Rounds of `Vertical` with one local step, for J silos with `rows` (J, N, ...) each.
 
-    With `pooled`, z_j is eta_j itself: no augmentation. `program` is the silos' predictor, linear by default, `more`
-    (J, N, ...) what it takes beside x. `like`, of equal arguments but for the data, lends its compiled step.
+    With `pooled`, z_j is eta_j itself: no augmentation. `program` is the silos' predictor, by default linear in x.
+    `like`, of equal arguments but for the data, lends its compiled step.
     """
 
     def __init__(
         self,
         config: Vertical,
         likelihood: Likelihood,
-        x: Tensor,
+        rows: Params,
         response: Response,
         rate: float,
         mode: Mode,
         pooled: bool = False,
         program: Program | None = None,
-        more: Params | None = None,
         like: VerticalRound | None = None,
     ) -> None:
         self.config, self.likelihood, self.pooled = config, likelihood, pooled
-        self.known, self.count, self.records = Known({"x": x, **(more or {})}, response), x.shape[0], x.shape[1]
+        x = next(iter(rows.values()))
+        self.known, self.count, self.records = Known(rows, response), x.shape[0], x.shape[1]
         first = {name: value[0] for name, value in self.known.rows.items()}
         predictor = Predictor(program or linear(likelihood.columns), first, likelihood.columns)
         self.optimizer = Optimizer("adam", rate)

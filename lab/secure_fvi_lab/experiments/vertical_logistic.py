@@ -185,9 +185,9 @@ def pooled_vi(effort: Effort, data: Data, silos: int) -> tuple[Fit, float]:
     """VI of the pooled model, q(theta) factorised over the silos as in the others."""
     began = time.monotonic()
     response = Response(data.y, torch.zeros_like(data.y))
-    fit = VerticalRound(Vertical(), Bernoulli(), data.by_silo(silos), response, 0.02, effort.mode, pooled=True).fit(
-        effort.rounds
-    )
+    fit = VerticalRound(
+        Vertical(), Bernoulli(), {"x": data.by_silo(silos)}, response, 0.02, effort.mode, pooled=True
+    ).fit(effort.rounds)
     return fit, time.monotonic() - began
 
 
@@ -200,7 +200,9 @@ def fit_one(
     if method == "integrated":
         likelihood = marginal(Bernoulli(), math.sqrt(silos) * rho)
         assert likelihood is not None
-        fit = VerticalRound(Vertical(), likelihood, x, response, 0.02, effort.mode, pooled=True).fit(effort.rounds)
+        fit = VerticalRound(Vertical(), likelihood, {"x": x}, response, 0.02, effort.mode, pooled=True).fit(
+            effort.rounds
+        )
     elif method == "soul":
         soul = Soul(model=model, rho=rho)
         fit = SoulRound(soul, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.soul_rounds)
@@ -212,7 +214,7 @@ def fit_one(
             response="shared" if model == "power" else "private",
             auxiliary=Amortised() if method == "amortised" else MeanField(),
         )
-        fit = VerticalRound(config, Bernoulli(), x, response, 0.02, effort.mode).fit(effort.rounds)
+        fit = VerticalRound(config, Bernoulli(), {"x": x}, response, 0.02, effort.mode).fit(effort.rounds)
     return fit, time.monotonic() - began
 
 
@@ -370,7 +372,7 @@ def step_times(x: Tensor, y: Tensor, steps: int, rho: float = 1.0) -> dict[str, 
         ("vertical_amortised", Vertical(rho=rho, response="private", auxiliary=Amortised())),
         ("vertical_power_amortised", Vertical(model="power", rho=rho, auxiliary=Amortised())),
     ):
-        rounds = VerticalRound(config, Bernoulli(), x, Response(y, torch.zeros_like(y)), 0.02, "compiled")
+        rounds = VerticalRound(config, Bernoulli(), {"x": x}, Response(y, torch.zeros_like(y)), 0.02, "compiled")
         generator = torch.Generator().manual_seed(0)
         state, scale = rounds.init(generator), torch.tensor(1.0)
         for r, (noise, eps) in enumerate(rounds.noises(_WARM + steps, generator)):

@@ -298,13 +298,12 @@ class Fits:
         rounds = VerticalRound(
             config,
             likelihood,
-            data.x,
+            {"x": data.x, "level": level},
             Response(data.y, data.offset),
             _RATE,
             self.mode,
             pooled=pooled,
             program=program,
-            more={"level": level},
             like=self._known.get((variant, rho)),
         )
         self._known[variant, rho] = rounds

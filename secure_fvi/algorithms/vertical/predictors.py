@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -244,23 +244,6 @@ def _mean(fn: Any) -> Tensor | None:
 
 
 # ---- Variational families for the auxiliary variables, q(z_j | theta_j); their parameters never leave the silo ----
-
-
-class AuxiliaryFamily(Protocol):
-    """Pure functions for fixed sizes; N records of C columns."""
-
-    @property
-    def integrated(self) -> bool:
-        """Whether z is integrated out elsewhere, so that the silo sends eta itself."""
-        ...
-
-    def init(self, records: int, generator: torch.Generator, dtype: torch.dtype) -> tuple[Params, Params]:
-        """Parameters of the silo, and parameters with one row a record."""
-        ...
-
-    def moments(self, shared: Params, record: Params, eta: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log scale (N, C) of z, given the predictor eta (N, C) and the response's features (N, k)."""
-        ...
 
 
 @dataclass(frozen=True)
