@@ -30,8 +30,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
 
-#: More than the calls after which a step is traced.
-ROUNDS, CLIP, NOISE, KEY = 24, 1.0, 2.0, b"k" * 32
+ROUNDS, CLIP, NOISE, KEY = 50, 1.0, 2.0, b"k" * 32
 
 
 class Parties(NamedTuple):
