@@ -296,7 +296,7 @@ def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
     """An array of Python objects as numbers: truth values or whole numbers where all are; what is missing is NaN,
     which `read_data` counts."""
 
-    def number(entry: Any) -> float | None:
+    def number(entry: Any) -> Any:
         if entry is None or type(entry).__name__ in ("NAType", "NaTType"):
             return math.nan
         if isinstance(entry, Decimal):
