@@ -1083,6 +1083,26 @@ def test_masks_reach_q() -> None:
     assert float(locals_[:, silos[0]["seen"]].std()) == pytest.approx(1.0, rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_a_reparametrised_program_is_the_one_written_so_by_hand() -> None:
+    def by_hand(y: Tensor) -> None:
+        mu = 10 * pyro.sample("mu_decentered", dist.Normal(0.0, 1.0))
+        tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("r", len(y)):
+            theta = mu + tau * pyro.sample("theta_decentered", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+    config = {"mu": LocScaleReparam(0.0), "theta": LocScaleReparam(0.0)}
+    fits = [
+        sf.fit(program, PLAIN, sf.SFVI(iterations=5), sf.Plain(), compile=False)
+        for program in (poutine.reparam(_centred, config), by_hand)
+    ]
+    for site in ("mu_decentered", "tau"):
+        torch.testing.assert_close(fits[0].posterior[site].mean, fits[1].posterior[site].mean, rtol=1e-9, atol=0)
+        torch.testing.assert_close(fits[0].posterior[site].sd, fits[1].posterior[site].sd, rtol=1e-9, atol=0)
+    assert fits[0].elbo == pytest.approx(fits[1].elbo)
+
+
 def test_a_start_that_is_not_finite() -> None:
     def program(y: Tensor) -> None:
         variance = pyro.sample("variance", dist.InverseGamma(0.001, 0.001))
