@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from secure_fvi.dictionary import DAY_ZERO, MEASURED, Column
+from secure_fvi.dictionary import DATE, DAY_ZERO, MEASURED, NUMBER, TOLD_APART, Column
 from secure_fvi.errors import DataError, InputError
 
 
@@ -70,8 +71,9 @@ def code(cells: np.ndarray[Any, Any], column: Column, where: str) -> tuple[np.nd
 
 
 _WRONG = {
-    "number": "what is no number", "integer": "what is no whole number", "date": "what is no date",
-    "category": "a level that the dictionary has not", "boolean": "what is neither true nor false",
+    "number": "what is no number", "integer": "what is no whole number of at most 15 digits",
+    "date": "what is no date such as 2024-12-31", "category": "a level that the dictionary has not",
+    "boolean": "what is neither true nor false",
 }  # fmt: skip
 
 
@@ -79,10 +81,8 @@ def _text(cell: Any) -> str:
     """A cell as its table would write it."""
     if isinstance(cell, (bool, np.bool_)):
         return "true" if cell else "false"
-    if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(float(cell)) < 2**53:
+    if isinstance(cell, (float, np.floating)) and float(cell).is_integer() and abs(float(cell)) < TOLD_APART:
         return str(int(float(cell)))
-    if isinstance(cell, np.datetime64):
-        return str(cell.astype("datetime64[D]"))
     return repr(float(cell)) if isinstance(cell, (float, np.floating)) else str(cell).strip()
 
 
@@ -96,12 +96,15 @@ def _reader(column: Column) -> Callable[[str], float]:
         return lambda text: both.get(text.lower(), math.inf)
 
     def number(text: str) -> float:
-        try:
-            if column.kind == "date":
-                return float((np.datetime64(text[:10], "D") - np.datetime64(DAY_ZERO, "D")).astype(int))
-            found = float(text.replace("_", "no digit"))
-        except ValueError:
+        """As a file's cells are read (`tables`): NumPy takes "today" for a date, and Python 1_2 for a number."""
+        if not re.fullmatch(DATE if column.kind == "date" else NUMBER, text, re.ASCII):
             return math.inf
-        return found if column.kind == "number" or found % 1 == 0 else math.inf
+        if column.kind == "date":
+            try:
+                return float((np.datetime64(text[:10], "D") - np.datetime64(DAY_ZERO, "D")).astype(int))
+            except ValueError:  # 30 February
+                return math.inf
+        found = float(text)
+        return found if column.kind == "number" or (found % 1 == 0 and abs(found) < TOLD_APART) else math.inf
 
     return number
