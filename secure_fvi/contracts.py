@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
 from torch.nn import functional
@@ -231,7 +232,7 @@ def _check_gradients(point: _Point, rows: Params) -> None:
     problem = point.problem
     latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
     theta = {name: value.detach().clone().requires_grad_() for name, value in point.theta.items()}
-    with torch.enable_grad():
+    with torch.enable_grad(), _Edges():
         run = problem.density.run(latents, theta, rows)
         total = _others(run)
     for name, leaf in latents.items():
@@ -245,6 +246,25 @@ def _check_gradients(point: _Point, rows: Params) -> None:
             hint = "; a PyroModule's own torch parameters stay as they are: declare them with PyroParam or PyroSample"
             hint = "; give pyro.module(..., update_module_params=True)" if "$$$" in name else hint
             raise InputError(f"pyro.param '{name}' does not reach the log density{hint}")
+
+
+class _Edges(Messenger):  # type: ignore[misc]
+    """Refuses what is observed within bounds that latents move: log p falls off an edge there, which no gradient tells
+    of, and no normal q stays on one side of it."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if has_no_density(msg) or not msg["is_observed"]:
+            return
+        try:
+            bounds = vars(_base(msg["fn"].support)).values()
+        except Exception:  # a distribution of the user's own, without one
+            return
+        if any(bound.requires_grad for bound in _tensors(bounds)):
+            raise InputError(
+                f"observed site '{msg['name']}': what {kind_of(msg['fn'])} can take depends on latent sites, and its "
+                "density ends where they say, which no gradient tells of. Take one with a tail, or make the bound a "
+                "number"
+            )
 
 
 def _others(run: Evaluation, site: str | None = None) -> Tensor:

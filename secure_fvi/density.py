@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import MaskedDistribution
+from pyro.distributions import Delta, MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -180,8 +180,11 @@ def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def has_no_density(msg: Any) -> bool:
-    """Whether a sample statement is a plate or a `pyro.deterministic`, which add nothing to log p."""
-    return isinstance(msg["fn"], _Subsample) or bool((msg["infer"] or {}).get("_deterministic"))
+    """Whether a sample statement is a plate, a `pyro.deterministic` or what `poutine.reparam` puts in a latent site's
+    place (a masked Delta, whose value follows from another site), which add nothing to log p."""
+    fn = msg["fn"]
+    follows = isinstance(fn, MaskedDistribution) and fn._mask is False and isinstance(fn.base_dist, Delta)
+    return isinstance(fn, _Subsample) or follows or bool((msg["infer"] or {}).get("_deterministic"))
 
 
 def choice(fn: Any, k: int) -> Tensor:

@@ -31,6 +31,11 @@ Spread = Annotated[float, Field(gt=0, allow_inf_nan=False), Says("must be positi
 
 #: Dates are coded as days since this one.
 DAY_ZERO = datetime.date(1970, 1, 1)
+#: What a cell's text has to be, in ASCII, to be a number or a date.
+NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+DATE = r"\d{4}-\d{2}-\d{2}([ T]00:00(:00(\.0+)?)?)?"
+#: Whole numbers from here on are not told apart as floating point ones.
+TOLD_APART = 2**53
 #: Kinds that have a range, a centre and a scale.
 MEASURED = ("number", "integer", "date")
 #: What a site may say in its own way: it changes how cells are written, not what they mean.
@@ -253,7 +258,7 @@ def _written(column: Column, blank: Sequence[str]) -> dict[str, Any]:
     }
     for name in ("low", "high", "centre"):
         value = said.get(name)
-        if value is not None and value.is_integer() and abs(value) < 2**53:
+        if value is not None and value.is_integer() and abs(value) < TOLD_APART:
             said[name] = _as_date(value) if column.kind == "date" else int(value)
     return said
 

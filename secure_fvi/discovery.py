@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions import Delta, MaskedDistribution, Unit
-from pyro.distributions.torch_distribution import TorchDistributionMixin
+from pyro.distributions import Delta, Independent, MaskedDistribution, Unit
+from pyro.distributions.torch_distribution import ExpandedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
@@ -88,11 +88,8 @@ class Discovery(Messenger):  # type: ignore[misc]
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
-        if isinstance(fn, _Subsample):
-            if fn.subsample_size not in (None, fn.size):
-                raise InputError(f"plate '{name}' subsamples; leave minibatches to the algorithm (sampling_rate)")
-            return
         if has_no_density(msg):
+            _check_whole(msg)
             return
         _check_kind(msg)
         if name in self.names:
@@ -236,6 +233,13 @@ class Discovery(Messenger):  # type: ignore[misc]
         return torch.cat(parts, -1) if parts else empty
 
 
+def _check_whole(msg: Any) -> None:
+    """A plate takes all of its records."""
+    fn = msg["fn"]
+    if isinstance(fn, _Subsample) and fn.subsample_size not in (None, fn.size):
+        raise InputError(f"plate '{msg['name']}' subsamples; leave minibatches to the algorithm (sampling_rate)")
+
+
 def _check_kind(msg: Any) -> None:
     fn = msg["fn"]
     if isinstance(fn, torch.distributions.Distribution) and not isinstance(fn, TorchDistributionMixin):
@@ -327,7 +331,7 @@ def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: 
 
 
 class _Plates(Discovery):
-    """Notes the plates around each observed site; refuses nothing."""
+    """Notes the plates around each observed site; refuses what it could not read these from."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -335,6 +339,7 @@ class _Plates(Discovery):
 
     def _pyro_sample(self, msg: Any) -> None:
         if has_no_density(msg):
+            _check_whole(msg)
             return
         _check_kind(msg)
         if msg["is_observed"]:
@@ -508,8 +513,8 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def kind_of(fn: Any) -> str:
-    """What a distribution is called, without the wrappers around it."""
-    while hasattr(fn, "base_dist"):
+    """What a distribution is called, without the wrappers around it; LogNormal, of a normal's draws, is none."""
+    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
         fn = fn.base_dist
     return type(fn).__name__
 

@@ -212,7 +212,7 @@ def read_data(data: Data, silo: str, dtype: torch.dtype) -> tuple[Schema, Record
         else:
             constants[name] = value
     if not rows:
-        lists = [f"'{name}'" for name, value in constants.items() if isinstance(value, list)]
+        lists = [f"'{name}'" for name, value in constants.items() if isinstance(value, (list, tuple, range))]
         hint = f" ({', '.join(lists)}: a list is a shared value; use torch.tensor or numpy.array)" if lists else ""
         raise InputError(
             f"silo '{silo}': no tensor in its data; each record needs one row of at least one tensor{hint}"
@@ -289,9 +289,11 @@ def is_array(value: Any) -> bool:
 
 def as_tensor(value: Any, where: str) -> Tensor:
     """A tensor of numbers. Raises DataError, which counts rows, for text, dates and empty entries."""
-    if isinstance(value, Tensor):
-        if value.is_complex() or value.is_meta or value.is_quantized or value.layout != torch.strided:
-            raise InputError(f"{where} is a tensor of {value.dtype}, {value.layout}; give plain dense numbers")
+    if isinstance(value, Tensor) and value.dtype != torch.uint64:
+        odd = value.is_complex() or value.is_meta or value.is_quantized or value.is_nested
+        if odd or value.layout != torch.strided:
+            kind = "nested" if value.is_nested else f"{value.dtype}, {value.layout}"
+            raise InputError(f"{where} is a tensor of {kind}; give plain dense numbers")
         return value.detach()
     if np.ma.is_masked(value):
         bad = int(np.ma.getmaskarray(value).reshape(len(value), -1).any(1).sum())
@@ -300,32 +302,41 @@ def as_tensor(value: Any, where: str) -> Tensor:
     if array.dtype.kind == "O":  # numbers with gaps, as frames keep them, or text
         array = _numbers(array, where)
     if array.dtype.kind not in "biuf":
-        kind = {"U": "text", "S": "text", "M": "dates", "m": "times", "c": "complex numbers"}.get(
-            array.dtype.kind, "such"
-        )
-        rows = len(array) if array.ndim else 1
+        kinds = {"U": "text", "S": "text", "M": "dates", "m": "times", "c": "complex numbers"}
+        kind, rows = kinds.get(array.dtype.kind, "several fields a row"), len(array) if array.ndim else 1
         raise DataError(f"{where} holds {kind} in {rows} of {rows} rows; code it as numbers")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8:  # to be whole numbers with a sign, which end at 2^63
+        _refuse_entries(array >= 2**63, where, "whole numbers of 2^63 and more")
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
-    """An array of Python objects as numbers; what is missing is NaN, which `read_data` counts."""
+    """An array of Python objects as numbers: truth values or whole numbers where all are; what is missing is NaN,
+    which `read_data` counts."""
 
-    def number(entry: Any) -> float | None:
+    def number(entry: Any) -> Any:
         if entry is None or type(entry).__name__ in ("NAType", "NaTType"):
             return math.nan
-        return float(entry) if isinstance(entry, (int, float, Decimal, np.number, np.bool_)) else None
+        if isinstance(entry, Decimal):
+            return float(entry)
+        return entry if isinstance(entry, (int, float, np.number, np.bool_)) else None
 
     flat = [number(entry) for entry in array.reshape(-1)]
-    bad = np.array([entry is None for entry in flat]).reshape(array.shape)
+    _refuse_entries(
+        np.array([entry is None for entry in flat]).reshape(array.shape), where, "entries that are no numbers"
+    )
+    large = [isinstance(entry, int) and not -(2**63) <= entry < 2**63 for entry in flat]
+    _refuse_entries(np.array(large).reshape(array.shape), where, "whole numbers of 2^63 and more")
+    return np.array(flat).reshape(array.shape)
+
+
+def _refuse_entries(bad: npt.NDArray[np.bool_], where: str, what: str) -> None:
+    """bad: by entry (N, ...)."""
     if bad.any():
         count = int(bad.reshape(len(bad), -1).any(1).sum())
-        raise DataError(
-            f"{where} holds entries that are no numbers in {count} of {len(bad)} rows; code them as numbers"
-        )
-    return np.array(flat, dtype=np.float64).reshape(array.shape)
+        raise DataError(f"{where} holds {what} in {count} of {len(bad)} rows; code them as numbers")
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -349,7 +360,7 @@ def check_schemas_agree(schemas: Mapping[str, Schema]) -> Schema:
             if mine != theirs:
                 raise InputError(
                     f"'{mine[0]}' has shape {mine[1]} a record and type {mine[2]} at silo '{first_id}', "
-                    f"but {theirs[1]} and {theirs[2]} at silo '{silo}'"
+                    f"but {theirs[1]} and {theirs[2]} at silo '{silo}'; give it as one at all silos"
                 )
         for name in first.constants.keys() | schema.constants.keys():
             if not _same(first.constants.get(name), schema.constants.get(name)):

@@ -251,7 +251,8 @@ class Silo:
             return ""
         return (
             f". Of its columns {', '.join(raw)} are far from 0 or wide: subtract from each a centre and divide it by a "
-            "spread that all silos share (in age, say, 50 and 10 years)"
+            "spread that all silos share (in age, say, 50 and 10 years); counts stay, and their rate gets a factor of "
+            "their size"
         )
 
     def _contribution(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any]:

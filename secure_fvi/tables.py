@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.dictionary import DATE, NUMBER, TOLD_APART, Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.runs.wording import nearest
 
@@ -49,10 +49,6 @@ _FUNCTIONS = {"unnest", "range", "generate_series"}
 _MARKS = ",;\t|"
 #: Rows that a message names.
 _NAMED = 5
-#: Whole numbers from here on are not told apart as floating point ones.
-_TOLD_APART = 2**53
-_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
-_DATE = r"\d{4}-\d{2}-\d{2}([ T]00:00(:00(\.0+)?)?)?"
 #: SQL for the characters that may stand about a cell's text.
 _BLANKS = "' ' || chr(9) || chr(10) || chr(13) || chr(160)"
 _NUMERIC = re.compile(r"U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL.*")
@@ -249,7 +245,7 @@ def _fetched(
 def _text(cell: str, kind: str) -> str:
     """SQL for a cell as text without blanks at its ends; whole numbers have no point, however they are stored."""
     if _NUMERIC.fullmatch(kind):
-        whole = f"{cell} = trunc({cell}) AND abs({cell}) < {_TOLD_APART}"
+        whole = f"{cell} = trunc({cell}) AND abs({cell}) < {TOLD_APART}"
         return f"CASE WHEN {whole} THEN CAST(CAST({cell} AS BIGINT) AS VARCHAR) ELSE CAST({cell} AS VARCHAR) END"
     return f"trim(CAST({cell} AS VARCHAR), {_BLANKS})"
 
@@ -271,7 +267,7 @@ def _gap(cell: str, column: Column, kind: str) -> str:
         gap.append(f"{_text(cell, kind)} = ''")
     if column.missing:
         gap.append(f"{_text(cell, kind)} IN ({', '.join(map(_quoted, column.missing))})")
-    codes = [f"{float(code)!r}::DOUBLE" for code in column.missing if re.fullmatch(_NUMBER, code)]
+    codes = [f"{float(code)!r}::DOUBLE" for code in column.missing if re.fullmatch(NUMBER, code)]
     if codes and column.kind not in ("id", "category"):
         gap.append(f"coalesce({_number(cell, kind)} IN ({', '.join(codes)}), false)")
     return " OR ".join(f"({g})" for g in gap)
@@ -290,7 +286,7 @@ def _value(cell: str, column: Column, kind: str) -> str:
         levels = ", ".join(map(_quoted, column.levels))
         return f"CAST(enum_code(TRY_CAST({text} AS ENUM({levels}))) AS BIGINT)"
     if column.kind == "date":
-        dated = f"regexp_full_match({text}, {_quoted(_DATE)})"
+        dated = f"regexp_full_match({text}, {_quoted(DATE)})"
         return f"CASE WHEN {dated} THEN CAST(TRY_CAST(left({text}, 10) AS DATE) - DATE '1970-01-01' AS DOUBLE) END"
     if column.kind == "boolean":
         if column.levels and kind != "BOOLEAN":
@@ -300,7 +296,7 @@ def _value(cell: str, column: Column, kind: str) -> str:
         return f"CASE WHEN {no} THEN 0 WHEN {yes} THEN 1 END"
     if column.kind == "number":
         return f"CASE WHEN isfinite({number}) THEN {number} END"
-    whole = f"isfinite({number}) AND {number} = trunc({number}) AND abs({number}) < {_TOLD_APART}"
+    whole = f"isfinite({number}) AND {number} = trunc({number}) AND abs({number}) < {TOLD_APART}"
     return f"CASE WHEN {whole} THEN CAST({number} AS BIGINT) END"
 
 

@@ -191,6 +191,7 @@ def test_what_columns_on_raw_scales_did_is_said_with_their_names_and_what_to_do(
     with pytest.raises(AggregationError) as raised:
         sf.fit(counts, raw, sf.SFVI(max_iterations=200), compile=False)
     assert "Of its columns 'income', 'age' are far from 0 or wide: subtract from each a centre" in str(raised.value)
+    assert "counts stay, and their rate gets a factor of their size" in str(raised.value)
     fine = [{"income": s["income"] / 100 - 6, "age": s["age"] / 10 - 5, "y": s["y"]} for s in raw]
     assert sf.fit(counts, fine, sf.SFVI(iterations=2), compile=False).rounds == 2  # the remedy
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from secure_fvi.coding import code
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.tables import check_table, cohort_digest, opened, read_coded
@@ -202,6 +203,28 @@ def test_a_malformed_cell_is_refused_by_column_and_row_and_never_quoted(tmp_path
     if what != "a gap":
         with pytest.raises(DataError, match=f"column '{name}'"):
             read_coded(path, DICTIONARY, missing="drop")
+
+
+IN_MEMORY = [
+    case for case in CELLS.values() if case[2] in ("no number", "no whole number", "no date") and case[1] != "NA"
+] + [("seen", cell, "no date") for cell in ("today", "now", "NaT", "2020", "2020-01", "2020-01-01x")]
+
+
+@pytest.mark.parametrize(("name", "cell", "what"), IN_MEMORY)
+def test_columns_in_memory_are_held_to_what_files_are(name: str, cell: str, what: str) -> None:
+    """NumPy knows today, and a float of 1e300 as a whole number: -2^63, which was taken."""
+    right = {"age": "40", "visits": "2", "seen": "2020-01-01"}[name]
+    with pytest.raises(DataError, match=f"^here holds what is {what}.* in 1 of 3 rows$"):
+        code(np.array([right, cell, right], dtype=object), DICTIONARY[name], "here")
+    assert not code(np.array([right] * 3, dtype=object), DICTIONARY[name], "here")[1].any()
+
+
+def test_times_of_day_are_no_dates() -> None:
+    """Of a frame's column as of a file's: they were cut off without a word."""
+    days = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[ns]")
+    assert code(days, DICTIONARY["seen"], "here")[0].tolist() == [18262.0, 18263.0]
+    with pytest.raises(DataError, match="here holds what is no date such as 2024-12-31 in 2 of 2 rows"):
+        code(days + np.timedelta64(1, "h"), DICTIONARY["seen"], "here")
 
 
 FILES: dict[str, tuple[bytes, str]] = {
@@ -534,6 +557,7 @@ _MILLION = """
 import resource, sys, time
 from pathlib import Path
 import duckdb
+from secure_fvi.coding import code
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.tables import cohort_digest, read_coded
 

@@ -684,7 +684,7 @@ class PVIProgram(Program):
 
     def verdict(self, state: PVIState) -> Verdict:
         """What the last rounds and the final sums say together."""
-        return refining.verdict(self._of_q(state), state.refining)
+        return refining.verdict(self._of_q(state), state.refining, self.refiner.fits)
 
     def _of_q(self, state: PVIState) -> Verdict:
         config, rest, details = self.config, state.rest, {**self._counts(state), **state.rest.details()}

@@ -74,6 +74,11 @@ _MOVED, _WIDENED = 4.0, 5.0
 _FROM_Q, _LIKE_Q = 2 * _MOVED, 10.0
 #: The effective sample size, a dimension, that a proposal's moments rest on; weights are evened out until it is so.
 _ENOUGH = 6
+#: Why some models' q stays as it is.
+_NESTED = (
+    "q is not refined where silos have latents above those of records; integrate one of the two out in the program, if "
+    "that can be"
+)
 #: How much nearer to its mean the next proposal is, where of the last one's draws some were out of range.
 _NEARER = 0.5
 #: Weights below the largest by more than so many nats count as that.
@@ -202,8 +207,10 @@ def worthwhile(rest: Rest) -> bool:
     return seen is not None and seen.apart is None and bool(torch.isfinite(seen.log_weights).any())
 
 
-def verdict(of_q: Verdict, state: Refining) -> Verdict:
-    """Of a run whose q was judged as `of_q`."""
+def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
+    """Of a run whose q was judged as `of_q`. fits: `Refiner.fits`."""
+    if of_q.converged is False and not fits:
+        return of_q._replace(reason=f"{of_q.reason}; {_NESTED}")
     details = {**of_q.details, **state.details()}
     if state.answer is not None:
         own = "" if of_q.converged else f"; q and the silos' own latents given Z_G are less than that: {of_q.reason}"

@@ -419,7 +419,7 @@ class SFVIProgram(StructuredProgram):
     def verdict(self, state: SFVIState) -> Verdict:
         """Of a run that stops by itself: whether the stopping rule was met with all silos, and q is stationary, or was
         refined."""
-        return refining.verdict(self._of_q(state), state.refining)
+        return refining.verdict(self._of_q(state), state.refining, self._refiner.fits)
 
     def _of_q(self, state: SFVIState) -> Verdict:
         config, r_hat = self.config, state.monitor.r_hat

@@ -430,7 +430,7 @@ class SFVIAvgProgram(StructuredProgram):
     def verdict(self, state: SFVIAvgState) -> Verdict:
         """Merges that have settled are at this algorithm's own fixed point, an average of posteriors; whether that is
         the posterior of all records is measured by the slope of the bound there, and by weighed draws."""
-        return refining.verdict(self._of_q(state), state.refining)
+        return refining.verdict(self._of_q(state), state.refining, self._refiner.fits)
 
     def _of_q(self, state: SFVIAvgState) -> Verdict:
         config = self.config

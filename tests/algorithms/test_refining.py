@@ -339,6 +339,23 @@ def test_under_privacy_nothing_is_refined() -> None:
 # ---- through to the result ----
 
 
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("algorithm", [sf.PVI(local_steps=3, max_rounds=2), sf.SFVI(max_iterations=5)])
+def test_a_model_that_is_not_refined_says_why(nested: bool, algorithm: Any) -> None:
+    """Latents of silos above latents of records, and, for control, beside records without."""
+
+    def program(y: Tensor) -> None:
+        mu, own = pyro.sample("mu", dist.Normal(0.0, 2.0)), pyro.sample("own", dist.Normal(0.0, 1.0))
+        with pyro.plate("r", len(y)):
+            level = pyro.sample("level", dist.Normal(mu + own, 0.5)) if nested else mu + own
+            pyro.sample("y", dist.Normal(level, 0.5), obs=y)
+
+    result = _quiet(sf.FederatedModel(program, "r", silo_sites=("own",)), FEW, algorithm, sf.Plain())
+    assert result.converged is False or not nested
+    words = "q is not refined where silos have latents above those of records; integrate one of the two out"
+    assert (words in result.convergence["reason"]) == nested
+
+
 def _beta(y: Tensor) -> None:
     p = pyro.sample("p", dist.Beta(0.5, 0.5))
     with pyro.plate("r", len(y)):

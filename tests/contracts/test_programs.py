@@ -19,6 +19,7 @@ import pyro.nn
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 
 import secure_fvi as sf
@@ -265,6 +266,22 @@ def masked_within_an_event(y: Tensor) -> None:
 
 
 # ---- sites ----
+
+
+@mistake("observed site 'y': what Uniform can take depends on latent sites", [{"y": torch.rand(n)} for n in _SIZES])
+def uniform_up_to_a_latent(y: Tensor) -> None:
+    top = pyro.sample("top", dist.LogNormal(2.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Uniform(0.0, top), obs=y)
+
+
+@mistake(
+    "observed site 'y': what Pareto can take depends on latent sites", [{"y": torch.rand(n, 2) + 9} for n in _SIZES]
+)
+def pareto_from_a_latent_on(y: Tensor) -> None:
+    least = pyro.sample("least", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Pareto(least, 1.0).to_event(1), obs=y)
 
 
 @mistake("latent site 'k' is discrete (Poisson) and has no end of values to sum over")
@@ -741,6 +758,11 @@ def test_a_bare_function_that_conditions() -> None:
         build(pyro.condition(program, data={"mu": torch.tensor(1.0)}), PLAIN)
 
 
+def test_a_bare_function_that_subsamples() -> None:
+    with pytest.raises(InputError, match="plate 'r' subsamples; leave minibatches to the algorithm"):
+        build(subsamples, PLAIN)
+
+
 def test_a_bare_function_that_observes_nothing() -> None:
     with pytest.raises(InputError, match="forgets_obs observes nothing"):
         build(forgets_obs, PLAIN)
@@ -882,6 +904,20 @@ _schools = _Schools()
 @good(WIDE)
 def pyro_module(x: Tensor, y: Tensor | None = None) -> None:
     _schools(x, y)
+
+
+def _centred(y: Tensor) -> None:
+    mu, tau = _level(), pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+        pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+
+@good()
+def reparametrised(y: Tensor) -> None:
+    """Records' and global sites, as in Pyro's tutorial on reparametrisation; of tau its base has a posterior."""
+    config = {"mu": LocScaleReparam(0.0), "tau": TransformReparam(), "theta": LocScaleReparam()}
+    poutine.reparam(_centred, config)(y)
 
 
 @good([{"at_bats": torch.full((n,), 45.0), "y": torch.arange(n) + 5.0} for n in _SIZES])
@@ -1045,6 +1081,26 @@ def test_masks_reach_q() -> None:
     assert masked.elbo < reference.elbo + 0.1
     locals_ = masked.local["silo-1"].sample(400)["y_unobserved"]
     assert float(locals_[:, silos[0]["seen"]].std()) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_a_reparametrised_program_is_the_one_written_so_by_hand() -> None:
+    def by_hand(y: Tensor) -> None:
+        mu = 10 * pyro.sample("mu_decentered", dist.Normal(0.0, 1.0))
+        tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("r", len(y)):
+            theta = mu + tau * pyro.sample("theta_decentered", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+    config = {"mu": LocScaleReparam(0.0), "theta": LocScaleReparam(0.0)}
+    fits = [
+        sf.fit(program, PLAIN, sf.SFVI(iterations=5), sf.Plain(), compile=False)
+        for program in (poutine.reparam(_centred, config), by_hand)
+    ]
+    for site in ("mu_decentered", "tau"):
+        torch.testing.assert_close(fits[0].posterior[site].mean, fits[1].posterior[site].mean, rtol=1e-9, atol=0)
+        torch.testing.assert_close(fits[0].posterior[site].sd, fits[1].posterior[site].sd, rtol=1e-9, atol=0)
+    assert fits[0].elbo == pytest.approx(fits[1].elbo)
 
 
 def test_a_start_that_is_not_finite() -> None:

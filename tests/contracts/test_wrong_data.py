@@ -267,6 +267,13 @@ _Y = _u.numpy().astype(float)
         (np.where(np.arange(N) < 2, 1e300, 1.0), "'y' holds NaN or infinite values in 2 of 12 rows"),
         (np.array([f"{k},5" for k in range(N)]), "'y' holds text in 12 of 12 rows; code it as numbers"),
         (np.array([Decimal(1), "1.5", *range(10)], dtype=object), "no numbers in 1 of 12 rows"),
+        (np.array([10**400, *range(11)], dtype=object), "'y' holds whole numbers of 2^63 and more in 1 of 12 rows"),
+        (np.array([2**63] * N, dtype=np.uint64), "'y' holds whole numbers of 2^63 and more in 12 of 12 rows"),
+        (torch.tensor([2**63 + 5] * N, dtype=torch.uint64), "whole numbers of 2^63 and more in 12 of 12 rows"),
+        (np.array([(1.0, 2.0)] * N, dtype="f8,f8"), "'y' holds several fields a row in 12 of 12 rows"),
+        (torch.nested.nested_tensor([_u, _u], layout=torch.jagged), "'y' is a tensor of nested; give plain dense"),
+        (tuple(range(N)), "each record needs one row of at least one tensor ('y': a list"),
+        (range(N), "each record needs one row of at least one tensor ('y': a list"),
     ],
 )
 def test_malformed_column(column: Any, words: str) -> None:
@@ -288,6 +295,26 @@ class _Lazy:
 def test_decimals_are_numbers() -> None:
     """As databases give them."""
     _build(_normal, *[{"y": np.array([Decimal("0.25")] * N, dtype=object)}] * 3)
+
+
+def test_objects_are_the_numbers_that_they_are() -> None:
+    """As frames with gaps keep labels and truth values: whole numbers index, truth values mask."""
+
+    def masked(g: Tensor, seen: Tensor, y: Tensor) -> None:
+        level = pyro.sample("level", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("r", len(y)), pyro.poutine.mask(mask=seen):
+            pyro.sample("y", dist.Normal(level[g], 1.0), obs=y)
+
+    seen = np.array([True, False] * (N // 2), dtype=object)
+    _build(masked, *[{"g": np.array(_g.tolist(), dtype=object), "seen": seen, "y": _u}] * 3)
+
+
+def test_a_distribution_is_called_by_its_own_name() -> None:
+    """Not by that of what it is made from."""
+    wrong = {"y": torch.where(torch.arange(N) < BAD, -1.0, _u + 1.1)}
+    for make, name in [(dist.LogNormal, "LogNormal"), (dist.Pareto, "Pareto"), (dist.Weibull, "Weibull")]:
+        said = _refusal(_univariate(lambda m, make=make: make(torch.ones(()), m.exp())), *[wrong] * 3)
+        assert f"{name} takes numbers" in said
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ Program = Callable[..., None]
 
 class Entry(NamedTuple):
     """rows: all records. deal: the rows of each silo. marginal: the program without latents of records.
-    nodes: of the quadrature, a dimension. stated: moments of reference draws in `posteriordb.json`."""
+    nodes: of the quadrature, a dimension; 0: a grid, where the posterior is nowhere near normal. stated: moments of
+    reference draws in `posteriordb.json`."""
 
     program: Program
     rows: Rows
@@ -201,6 +202,116 @@ def _two_signs(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(a**2, 1.0), obs=y)
 
 
+def _product(y: Tensor) -> None:
+    """The posterior is a cross: either factor may be near zero, and both may change sign."""
+    a, b = pyro.sample("a", dist.Normal(0.0, 1.0)), pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a * b, 1.0), obs=y)
+
+
+def _banana(y: Tensor) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 2.0)), pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a + b**2, 0.7), obs=y)
+
+
+def _labels(y: Tensor) -> None:
+    """Two components in no order: which is which may change."""
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        second = pyro.sample("second", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(torch.where(second == 1, mean[..., 1], mean[..., 0]), 1.0), obs=y)
+
+
+def _labels_marginal(y: Tensor) -> None:
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    pyro.factor("y", torch.logaddexp(*(dist.Normal(mean[k], 1.0).log_prob(y) for k in range(2))).sum())
+
+
+def _two_camps(y: Tensor) -> None:
+    """A Cauchy's location between two groups of records: two modes."""
+    at = pyro.sample("at", dist.Normal(0.0, 10.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Cauchy(at, 1.0), obs=y)
+
+
+def _against_the_prior(y: Tensor) -> None:
+    """Beside where the records are, a mode where the prior is, with a scale that takes them for noise."""
+    mu, sigma = pyro.sample("mu", dist.Cauchy(0.0, 1.0)), pyro.sample("sigma", dist.HalfCauchy(1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+
+def _mostly_zeros(x: Tensor, y: Tensor) -> None:
+    """Zero-inflated counts, by a factor."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    gate = pyro.sample("gate", dist.Beta(1.0, 1.0))
+    with pyro.plate("r", len(y)):
+        seen = (1 - gate).log() + dist.Poisson((x @ beta).exp()).log_prob(y)
+        pyro.factor("counts", torch.where(y == 0, torch.logaddexp(seen, gate.log()), seen))
+
+
+def _autoregression(y: Tensor, present: Tensor) -> None:
+    """A short series a record, of its own length: each value follows from the one before it."""
+    phi, sigma = pyro.sample("phi", dist.Uniform(-1.0, 1.0)), pyro.sample("sigma", dist.HalfNormal(2.0))
+    with pyro.plate("r", len(y)):
+        step = dist.Normal(phi * y[..., :-1], sigma).mask(present[..., 1:].bool())
+        pyro.sample("y", step.to_event(1), obs=y[..., 1:])
+
+
+def _autoregression_marginal(y: Tensor, present: Tensor) -> None:
+    phi, sigma = pyro.sample("phi", dist.Uniform(-1.0, 1.0)), pyro.sample("sigma", dist.HalfNormal(2.0))
+    pyro.factor("y", (dist.Normal(phi * y[:, :-1], sigma).log_prob(y[:, 1:]) * present[:, 1:]).sum())
+
+
+def _weighted(x: Tensor, w: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+    sigma = pyro.sample("sigma", dist.HalfNormal(2.0))
+    with pyro.plate("r", len(y)), pyro.poutine.scale(scale=w):
+        pyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+
+def _dirichlet_multinomial(y: Tensor) -> None:
+    share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+    size = pyro.sample("size", dist.LogNormal(1.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.DirichletMultinomial(size * share, total_count=12), obs=y)
+
+
+def _shares(x: Tensor, y: Tensor) -> None:
+    """Beta regression."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    size, mean = pyro.sample("size", dist.Gamma(2.0, 0.1)), (x @ beta).sigmoid()
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Beta(mean * size, (1 - mean) * size), obs=y)
+
+
+def _tails(y: Tensor) -> None:
+    """How heavy a Student-t's tails are is to be found as well."""
+    mu, sigma = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("sigma", dist.HalfNormal(3.0))
+    nu = pyro.sample("nu", dist.Gamma(2.0, 0.1))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.StudentT(nu, mu, sigma), obs=y)
+
+
+def _visits(y: Tensor) -> None:
+    """Three visits a record, in a plate of their own, around the record's level."""
+    mu, tau = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("tau", dist.HalfNormal(1.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(2.0))
+    with pyro.plate("r", len(y), dim=-2):
+        level = pyro.sample("level", dist.Normal(mu, tau))
+        with pyro.plate("visits", y.shape[-1], dim=-1):
+            pyro.sample("y", dist.Normal(level, sigma), obs=y)
+
+
+def _visits_marginal(y: Tensor) -> None:
+    mu, tau = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("tau", dist.HalfNormal(1.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(2.0))
+    mean, visits = y.mean(1), y.shape[1]
+    within = -len(y) * (visits - 1) * sigma.log() - (y - mean[:, None]).square().sum() / (2 * sigma**2)
+    pyro.factor("y", dist.Normal(mu, (tau**2 + sigma**2 / visits).sqrt()).log_prob(mean).sum() + within)
+
+
 # ---- records ----
 
 
@@ -368,7 +479,49 @@ def _entries() -> dict[str, Entry]:
     _, x = _made(7, 40, 2)
     logistic = _glm(lambda eta, _: dist.Bernoulli(logits=eta))
     made["separation"] = Entry(logistic, {"x": x, "y": (x[:, 1] > 0).double()}, _every(40, 3), nodes=60)
+    for value in _other_kinds().items():
+        made.setdefault(*value)
     return {k: v._replace(rows={name: value.double() for name, value in v.rows.items()}) for k, v in made.items()}
+
+
+def _other_kinds() -> dict[str, Entry]:
+    """Posteriors far from a normal's, and programs with what the others have not: factors, masks, weights, plates."""
+    made, unit = {}, lambda seed, n: _random(seed, dist.Normal(torch.zeros(n), 1.0))
+    made["product of two"] = Entry(_product, {"y": 0.8 + unit(31, 9)}, _every(9, 3), nodes=0)
+    made["banana"] = Entry(_banana, {"y": 0.5 + unit(32, 9)}, _every(9, 3), nodes=0)
+    y = torch.cat([unit(33, 15) - 1.5, unit(34, 15) + 1.5])
+    made["labels switch"] = Entry(_labels, {"y": y}, _cut(y, 3), _labels_marginal, nodes=0)
+    y = torch.tensor([-6.0, -5.5, -5.0, 5.0, 5.5, 6.1])
+    made["two camps"] = Entry(_two_camps, {"y": y}, _every(6, 3), nodes=0)
+    y = torch.tensor([10.0, 10.5, 9.8, 10.2])
+    made["against the prior"] = Entry(_against_the_prior, {"y": y}, _every(4, 4), nodes=0)
+    _, x = _made(10, 60, 2)
+    y = _random(35, dist.Poisson((x @ torch.tensor([0.8, 0.5])).exp())) * _random(
+        36, dist.Bernoulli(torch.full((60,), 0.7))
+    )
+    made["zero-inflated by factor"] = Entry(_mostly_zeros, {"x": x, "y": y}, _cut(y + 0.01 * x[:, 1], 4))
+    steps = unit(37, 100).reshape(20, 5)
+    for t in range(1, 5):
+        steps[:, t] += 0.6 * steps[:, t - 1]
+    present = (torch.arange(5) < (2 + torch.arange(20) % 4)[:, None]).double()
+    rows = {"y": steps * present, "present": present}
+    made["autoregression, ragged"] = Entry(_autoregression, rows, _every(20, 3), _autoregression_marginal)
+    _, x = _made(11, 30, 2)
+    w = _random(38, dist.Uniform(torch.full((30,), 0.2), 3.0))
+    made["weights"] = Entry(_weighted, {"x": x, "w": w, "y": x.sum(1) + unit(39, 30)}, _every(30, 3))
+    chance = _random(40, dist.Dirichlet(torch.tensor([0.8, 1.2, 2.0]).expand(30, 3)))
+    y = _random(41, dist.Categorical(chance).expand([12, 30])).T
+    y = torch.nn.functional.one_hot(y, 3).sum(1)
+    made["Dirichlet-multinomial"] = Entry(_dirichlet_multinomial, {"y": y}, _every(30, 4))
+    mean = (x @ torch.tensor([0.5, 0.8])).sigmoid()
+    y = _random(42, dist.Beta(8 * mean, 8 * (1 - mean))).clamp(1e-4, 1 - 1e-4)
+    made["beta regression"] = Entry(_shares, {"x": x, "y": y}, _cut(x[:, 1], 3))
+    made["Student-t, its tails unknown"] = Entry(
+        _tails, {"y": 1 + _random(43, dist.StudentT(3.0, torch.zeros(40)))}, _every(40, 4)
+    )
+    y = 1 + 0.8 * unit(44, 18)[:, None] + unit(45, 54).reshape(18, 3)
+    made["visits in a plate"] = Entry(_visits, {"y": y}, _every(18, 3), _visits_marginal)
+    return made
 
 
 ENTRIES = _entries()
@@ -414,7 +567,8 @@ def _linear_moments(rows: Rows, width: float, scale: float) -> Moments:
 
 
 def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
-    """Gauss-Hermite in whitened unconstrained coordinates around the mode; over a fine grid in one dimension."""
+    """Gauss-Hermite in whitened unconstrained coordinates around the mode; over a fine grid in one dimension, and, with
+    `nodes` 0, in two."""
     with torch.random.fork_rng():
         trace = pyro.poutine.trace(program).get_trace(**rows)
     sites = {
@@ -438,9 +592,10 @@ def _quadrature(program: Program, rows: Rows, nodes: int) -> Moments:
         return pyro.poutine.trace(pyro.poutine.condition(program, values)).get_trace(**rows).log_prob_sum() + log_det
 
     d = sum(sizes)
-    if d == 1:
-        z = torch.linspace(-12, 12, 4801).double()[:, None]
-        log_w = torch.stack([log_joint(one).detach() for one in z])
+    if d == 1 or not nodes:
+        axis = torch.linspace(-12, 12, {1: 4801, 2: 961}[d]).double()
+        z = torch.cartesian_prod(*[axis] * d).reshape(-1, d)
+        log_w = torch.func.vmap(log_joint, chunk_size=20_000)(z).detach()
     else:
         mode = _mode(log_joint, d)
         factor = torch.linalg.cholesky(torch.linalg.inv(-torch.func.hessian(log_joint)(mode)))

@@ -1,5 +1,5 @@
 """Every model of the gallery, dealt to silos and fitted under masked sums: within tolerance of the exact posterior, or
-not called converged, with a reason. There is no third outcome and no known failure.
+not called converged, with a reason. There is no third outcome, and one known failure, a mode that no search meets.
 
 Tolerance: means within .2 posterior sds, sds within 15%. Refusing is not winning: an entry that ends converged today
 has to do so tomorrow, and those that do not stand in `NOT_YET`. `pytest -s` prints a line an entry.
@@ -12,9 +12,11 @@ import time
 import warnings
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
-from gallery import ENTRIES, HERE, POSTERIORDB, exact
+from gallery import ENTRIES, HERE, POSTERIORDB, _random, exact
 
 import secure_fvi as sf
 from secure_fvi.errors import AggregationError, SecureFVIWarning
@@ -27,12 +29,19 @@ NOT_YET = {
     "two modes": "a second mode is found, and q has one",
     "poisson GLMM": "in few rounds silos still move q, and k-hat of draws near it is at the limit",
     "six cities, 10 silos": "in few rounds silos still move q, which then is too narrow to be refined",
+    "banana": "k-hat of draws near q says that they miss much of the posterior",
+    "labels switch": "silos disagree on which is which: improper cavities, or a second mode",
+    "two camps": "a second mode is found, and q has one",
 }
 #: Entries that end with a refusal, each with its cause: a silo that sent a share of a change that is too large, as it
 #: did once, would let a server single it out.
 REFUSED = {"raw scales": "a prior sd of 1,000 beside a posterior sd of 1e-5: a first change of 1e15 units and more"}
-#: Ten seconds and more in the quick tier, or not right within its rounds.
-HEAVY = ("eight schools, centred", "surgical", "poisson GLMM", "normal mixture, cut by value", "six cities, 10 silos")
+#: Ten seconds and more in the quick tier, not right within its rounds, or much like one that is in it.
+HEAVY = (
+    "eight schools, centred", "surgical", "poisson GLMM", "normal mixture, cut by value", "six cities, 10 silos",
+    "labels switch", "visits in a plate", "Dirichlet-multinomial", "beta regression", "Student-t, its tails unknown",
+    "weights",
+)  # fmt: skip
 #: A twelfth of the default steps a fit, for seconds; `FULL` is what `sf.PVI()` says.
 QUICK, FULL = sf.PVI(local_steps=80, max_rounds=20), sf.PVI()
 
@@ -94,17 +103,43 @@ def test_right_or_not_called_converged_by_default(name: str) -> None:
     check(name, FULL)
 
 
+@pytest.mark.slow  # a minute
+@pytest.mark.xfail(strict=True, reason="converged at w = 2.94: a mode that lies on no line and where no draw falls")
+def test_a_frequency_far_from_the_start() -> None:
+    """A sinusoid's likelihood has a mode every half cycle of w. At w = 2.94 with small a and b q is at rest; that which
+    holds exp(17) times as much lies where w, a and b all differ. Moments: given w normal, a sum over w."""
+    t = torch.linspace(0, 10, 40, dtype=torch.float64)
+    y = (5.8 * t).sin() + 0.5 * _random(78, dist.Normal(torch.zeros(40, dtype=torch.float64), 1.0))
+
+    def program(t: torch.Tensor, y: torch.Tensor) -> None:
+        w, a, b = (
+            pyro.sample(name, prior)
+            for name, prior in (
+                ("w", dist.Uniform(0.5, 6.0)), ("a", dist.Normal(0.0, 2.0)), ("b", dist.Normal(0.0, 2.0))
+            )
+        )  # fmt: skip
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(a * (w * t).sin() + b * (w * t).cos(), 0.5), obs=y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecureFVIWarning)
+        result = sf.fit(program, [{"t": t[j::4], "y": y[j::4]} for j in range(4)], FULL, compile=False, threads=1)
+    assert not result.converged or abs(float(result.posterior["w"].mean) - 5.757) < 0.2 * 0.050
+
+
 def test_refusing_is_not_winning() -> None:
-    """The floor reached today, each of which the tests above assert to end converged: 23 of 25 quick entries, and 26 of
-    30 in all. The aim is four in five."""
-    assert len(ENTRIES) >= 30
+    """The floor reached today, each of which the tests above assert to end converged: 27 of 31 quick entries, and 35 of
+    42 in all. The aim is four in five."""
+    assert len(ENTRIES) >= 42
     assert set(NOT_YET) | set(HEAVY) | set(REFUSED) <= set(ENTRIES)
-    assert len(set(ENTRIES) - set(HEAVY)) >= 20
-    assert len(set(ENTRIES) - set(HEAVY) - set(NOT_YET) - set(REFUSED)) >= 23
-    assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 26
+    assert len(set(ENTRIES) - set(HEAVY)) >= 31
+    assert len(set(ENTRIES) - set(HEAVY) - set(NOT_YET) - set(REFUSED)) >= 27
+    assert len(set(ENTRIES) - set(NOT_YET) - set(REFUSED)) >= 35
 
 
-@pytest.mark.parametrize("name", ["eight schools", "funnel", "collinear columns", "beta-binomial"])
+@pytest.mark.parametrize(
+    "name", ["eight schools", "funnel", "collinear columns", "beta-binomial", "autoregression, ragged", "banana"]
+)
 def test_the_committed_moments_are_those_of_the_program(name: str) -> None:
     """Two ways that share no code: the quadrature again, and, of eight schools, posteriordb's reference draws."""
     for site, (mean, sd) in exact(name).items():
