@@ -510,16 +510,6 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     assert "q77" not in str(done.exception)
 
 
-def test_a_formula_is_refused_between_institutions() -> None:
-    from secure_fvi.deployment.model_hash import read_model
-    from secure_fvi.runs.config import parse as parse_config
-
-    said = {"formula": FORMULA, "family": "bernoulli", "dictionary": "d.toml"}
-    config = parse_config({"model": said, "silo": [{"id": "a", "data": "a.csv"}]}, "a test")
-    with pytest.raises(InputError, match="between institutions it is not run yet"):
-        read_model(config)
-
-
 # ---- groups of rows for a Pyro function ----
 
 
