@@ -795,7 +795,10 @@ def _axes(part: Any) -> int:
 
 def check_repeats(rows: Params, silo: str) -> None:
     """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
-    itself. Only where measured numbers, with fractions, say that it is no coincidence."""
+    itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
+    rows, which a column of the table names."""
+    if "present" in rows and rows["present"].shape[1:] > (1,):
+        return
     columns = [value.reshape(len(value), -1).double() for value in rows.values()]
     if not any(bool((column % 1 != 0).any()) for column in columns):
         return

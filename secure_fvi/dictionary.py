@@ -6,6 +6,7 @@ column all the same. Whoever gets a dictionary reads levels and ranges: what sta
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -154,14 +155,17 @@ class Dictionary:
 
     def differences(self, other: Dictionary) -> list[str]:
         """Columns of this dictionary that `other` lacks or means otherwise, with what differs, for a message: a job's
-        dictionary against a site's. What is each site's own does not count."""
+        dictionary against a site's. What is each site's own does not count, but for codes for missing: a site may have
+        more, and one that the job has and the site lacks would be read as a value there. No value is named, and of
+        `other` no column."""
         found = []
         for name, column in self.columns.items():
             if name not in other.columns:
-                found.append(f"'{name}' is not there{nearest(name, other.columns)}")
+                found.append(f"'{name}' is not there")
                 continue
             names = [f.name for f in dataclasses.fields(Column) if f.name not in _SITES_OWN]
             unlike = [n for n in names if getattr(column, n) != getattr(other.columns[name], n)]
+            unlike += [] if set(column.missing) <= set(other.columns[name].missing) else ["missing"]
             if unlike:
                 found.append(f"'{name}' differs in {', '.join(unlike)}")
         return found
@@ -181,6 +185,19 @@ class Dictionary:
         """The file that reads back to this dictionary; fields named `blank` stand in it to be filled in."""
         columns = {name: _written(column, blank) for name, column in self.columns.items()}
         return wording.dumps({"format": _FORMAT, "columns": columns})
+
+    def to_table(self) -> dict[str, Any]:
+        """What its file holds, in the one form that a job carries and a model's hash is over: names and codes for
+        missing sorted, dates in days, without descriptions."""
+        said = {name: dataclasses.asdict(column) for name, column in sorted(self.columns.items())}
+        default = {f.name: f.default for f in dataclasses.fields(Column)}
+        columns = {
+            name: {k: v for k, v in fields.items() if k != "description" and v != default[k]}
+            | ({"missing": tuple(sorted(fields["missing"]))} if fields["missing"] else {})
+            for name, fields in said.items()
+        }
+        listed = {n: {k: list(v) if isinstance(v, tuple) else v for k, v in c.items()} for n, c in columns.items()}
+        return {"format": _FORMAT, "columns": listed}
 
 
 def read_dictionary(path: Path) -> Dictionary:
@@ -204,6 +221,11 @@ def parse_dictionary(text: str, source: str) -> Dictionary:
         table = wording.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source}: not a TOML file: {str(error).splitlines()[0]}") from None
+    return dictionary_of(table, source)
+
+
+def dictionary_of(table: Mapping[str, Any], source: str) -> Dictionary:
+    """The dictionary in `table`, what a TOML file held. Raises InputError, prefixed with `source`."""
     for key in table:
         if key not in ("format", "columns"):
             raise InputError(f"{source}: {unknown_key('', key, ('format', 'columns'))}")
@@ -244,6 +266,9 @@ def _column(name: str, given: Any) -> Column:
 
 def _days(value: Any) -> Any:
     """Days since 1970-01-01, of a date as TOML writes it."""
+    if isinstance(value, str):  # as a job's configuration keeps it
+        with contextlib.suppress(ValueError):
+            value = datetime.date.fromisoformat(value)
     is_date = isinstance(value, datetime.date) and not isinstance(value, datetime.datetime)
     return float((value - DAY_ZERO).days) if is_date else value
 

@@ -37,6 +37,10 @@ ADDITIONS = ("trials", "weights")
 _MADE_ROWS = 1024
 #: Rows of a design that are made at once.
 _AT_ONCE = 65_536
+#: Characters, random terms, terms of fixed effects and columns of a design: a formula may come from a server, and past
+#: these nothing is made of it.
+_LONGEST, _MOST_RANDOM, _MOST_TERMS, _MOST_COLUMNS = 4000, 20, 1000, 1000
+_MOST_DEGREE = 40
 _STATEFUL = ("bs", "center", "poly", "scale", "standardize")
 _ROWWISE = ("C", "I", "abs", "exp", "log", "log10", "log1p", "log2", "sqrt")
 _REFUSED = {
@@ -76,6 +80,8 @@ def parse(text: str) -> Parsed:
     """The parts of a formula. Raises InputError that marks the character at which it does not parse."""
     if not isinstance(text, str) or not text.strip():
         raise InputError("formula: write one such as 'wheeze ~ smoke * age + (1 | child)'")
+    if len(text) > _LONGEST or not all(char.isprintable() or char in "\n\t" for char in text):
+        raise InputError(f"formula: it may have {_LONGEST} characters, each of which can be read")
     _check_letters(text)
     tildes = [at for at, char in _outside(text) if char == "~"]
     if len(tildes) != 1:
@@ -97,6 +103,8 @@ def parse(text: str) -> Parsed:
             offsets.append(term[7:-1].strip())
         else:
             fixed.append(f"{sign} {term}")
+    if len(random) > _MOST_RANDOM:
+        raise InputError(f"formula: {len(random)} random terms; at most {_MOST_RANDOM}")
     if len({(r.design, r.group) for r in random}) < len(random):
         raise InputError(f"formula: the same random term stands twice: {text}")
     return Parsed(text, response, additions, " ".join(fixed).removeprefix("+ ") or "1", tuple(offsets), tuple(random))
@@ -334,6 +342,9 @@ class Design:
         terms = _terms(text, formula)
         self._factors = {f.expr: f for term in terms for f in term.factors if _kind(f) != "literal"}
         self.columns = tuple(sorted({n for f in self._factors.values() for n in _columns_of(f, dictionary, formula)}))
+        columns = sum(math.prod(_width(f, dictionary) for f in term.factors) for term in terms)
+        if columns > _MOST_COLUMNS:
+            raise InputError(f"formula: {formula}: a design of some {columns:g} columns; at most {_MOST_COLUMNS}")
         made = Made.of(dictionary, self.columns)
         self._context = _context(dictionary)
         frame = _pandas(made.frame, dictionary)
@@ -478,12 +489,53 @@ def _terms(text: str, formula: str) -> Any:
            for at, char in _outside(text)):  # fmt: skip
         raise _error(formula, max(formula.find("."), 0), "'.' stands for no column: name them")
     try:
-        found = library.Formula(text)
+        count = _count(library.parser.DefaultFormulaParser().get_ast(text))
+        found = library.Formula(text) if count <= _MOST_TERMS else []
+    except RecursionError:
+        raise InputError(f"formula: too many terms: {formula[:200]}") from None
     except Exception as error:
         raise _marked(error, text, formula) from None
+    if count > _MOST_TERMS:
+        raise InputError(f"formula: {formula[:200]}: some {count:g} terms; at most {_MOST_TERMS}")
     if not hasattr(found, "__iter__") or type(found).__name__ != "SimpleFormula":
         raise _error(formula, max(formula.find("|"), 0), "'|' stands in brackets, as in (1 | child),")
     return list(found)
+
+
+def _count(node: Any) -> float:
+    """At most so many terms stand below a node of formulaic's syntax tree, which may make all of them to see."""
+    if not hasattr(node, "args"):
+        return 1.0
+    counts = [_count(arg) for arg in node.args]
+    name = str(node.operator.symbol)
+    if name in ("**", "^"):
+        power = str(node.args[1])
+        small = power.isdigit() and len(power) < 3 and int(power) <= _LARGEST_POWER
+        return min(1e12, counts[0] ** int(power)) if small else 1e12
+    joined = math.prod(counts) if name in ("*", "/", ":", "%in%") else 0.0
+    return min(1e12, joined + sum(counts))
+
+
+def _width(factor: Any, dictionary: Dictionary) -> float:
+    """About how many columns a factor that was checked (`_columns_of`) comes to, rather more than less."""
+    if _kind(factor) == "literal":
+        return 1.0
+    if _kind(factor) == "lookup":
+        return float(len(dictionary[factor.expr].levels) or 1)
+    found = 1.0
+    for node in ast.walk(ast.parse(str(factor.expr).strip(), mode="eval")):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id in ("bs", "poly"):
+            given = [*node.args[1:], *(k.value for k in node.keywords if k.arg in ("df", "degree", "knots"))]
+            sizes = [n.value for n in given if isinstance(n, ast.Constant) and isinstance(n.value, int | float)]
+            knots = sum(len(n.elts) for n in given if isinstance(n, ast.List | ast.Tuple))
+            found *= sum(sizes) + knots + 4 if max(sizes, default=0) <= _MOST_DEGREE else math.inf
+        for n in ast.walk(node) if node.func.id == "C" else ():
+            if isinstance(n, ast.Name) and n.id in dictionary.columns:
+                column = dictionary[n.id]
+                found *= len(column.levels) or (2 if column.kind == "boolean" else len(_span(n.id, column)))
+    return found
 
 
 def _marked(error: Exception, text: str, formula: str) -> InputError:
@@ -555,7 +607,7 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
         return {factor.expr}
     try:
         tree = ast.parse(str(factor.expr).strip(), mode="eval")
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _error(formula, max(formula.find(str(factor.expr)), 0), f"'{factor.expr}' does not parse") from None
     functions = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
     contrasts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

@@ -53,6 +53,8 @@ _PLATE = "records"
 #: Scale of the half-t(3) prior of sds, and sd of the normal prior of coefficients of standardised columns.
 _HALF_T, _NORMAL = 2.5, 2.5
 _LKJ = 1.0
+#: Of the groups of a global term, and cells of a silo's table once records are laid out.
+_MOST_EFFECTS, _MOST_CELLS = 100_000, 2**29
 #: Of a record's latents, by which the bound is tightened.
 _SAMPLES = 20
 #: Of a local fit without latents, whose steps have the noise of one draw of Z_G alone.
@@ -176,6 +178,8 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
         design = Design(r.design, parsed.text, dictionary, centred=r.correlated)
         place = "global" if spans[r.label] else "record" if r.label == chosen else "silo"
         levels = math.prod(len(_levels(n, dictionary[n])) for n in r.group) if place == "global" else 0
+        if levels * design.size > _MOST_EFFECTS:
+            raise InputError(f"formula: (... | {r.label}) has {levels} groups over all silos; at most {_MOST_EFFECTS}")
         name = r.label + "".join("'" for t in found if t.of.label == r.label)
         found.append(Term(r, name, design, place, levels))
     return found
@@ -451,6 +455,25 @@ class MixedModel(FederatedModel):
         """Of a silo's table, those that are read."""
         return sorted({self.of.response.name, *self.of.used})
 
+    def check_apart(self) -> None:
+        """Raises InputError where parties that share no process could not agree on what tables come to."""
+        of = self.of
+        sized = ["rows" if t.place == "record" else t.of.label for t in of.terms if t.place != "global"]
+        if lacking := [name for name in sized if name not in of.most]:
+            raise InputError(
+                f"model.options.most has no '{lacking[0]}': the most rows of a record, and the most groups of a silo, "
+                "which all lay out alike, are agreed on beforehand: [model.options.most]"
+            )
+        for term in of.terms:
+            name = term.of.group[0]
+            if term.place != "global" and of.dictionary[name].kind == "category" and name not in of.local:
+                raise InputError(
+                    f"'{name}' may name the same groups at several sites: say shared = true in the dictionary where "
+                    f'these are one, and local = ["{name}"] in [model.options] where they are others at each'
+                )
+        if told := [n for t in of.terms if t.place == "global" for n in t.of.group if not of.dictionary[n].shared]:
+            raise InputError(f"model.options.shared: sites' dictionaries have to say it: shared = true of '{told[0]}'")
+
     def summary(self, result: Result, draws: int = _DRAWS) -> Summary:
         """The posterior in the user's units."""
         return _summary(self, result, draws)
@@ -664,6 +687,9 @@ def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, in
     most = of.most.get("rows", rows)
     record = np.arange(table.rows) if table.record is None else table.record
     check_rows(record, most, silo)
+    records = table.rows if table.record is None else int(record.max()) + 1
+    if (cells := records * most * sum(math.prod(v.shape[1:]) for v in flat.values())) > _MOST_CELLS:
+        raise DataError(f"silo '{silo}': {records} records of {most} rows are {cells} cells; at most {_MOST_CELLS}")
     out = Laid()
     for name, values in flat.items():
         alone = table.record is None and most == 1  # no copy
@@ -883,7 +909,11 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
 def _described(model: MixedModel) -> list[str]:
     of = model.of
     where = {"record": "local, a record", "silo": "local, of a silo", "global": "global, it spans silos"}
-    said = [f"{model.text}  (family {model.family})"]
+    said = [f"{model.text}  (family {model.family})", f"columns that it reads: {', '.join(model.columns)}"]
+    own = next((t.of.label for t in of.terms if t.place == "record"), None)
+    said.append(
+        f"a record, by which sums and differential privacy count: {'a row' if own is None else f'all rows of a {own}'}"
+    )
     said += [f"(1 | {t.of.label}): {where[t.place]}" if t.design.constant else
              f"({t.of.design} | {t.of.label}): {where[t.place]}" for t in of.terms]  # fmt: skip
     for at in of.kept:

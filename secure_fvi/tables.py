@@ -464,7 +464,7 @@ def _written(cell: Any) -> str:
         return "true" if cell else "false"
     if isinstance(cell, (float, np.floating)):
         number = float(cell)
-        return str(int(number)) if number.is_integer() and abs(number) < _TOLD_APART else repr(number)
+        return str(int(number)) if number.is_integer() and abs(number) < TOLD_APART else repr(number)
     return str(cell)
 
 

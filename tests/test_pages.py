@@ -248,6 +248,16 @@ def test_links_lead_somewhere() -> None:
     assert _dead(ROOT / "docs" / "index.md", wrong) == ["nowhere.md", "glossary.md#nothing", "#nothing"]
 
 
+def test_an_institution_types_nine_commands_and_hands_over_two_files() -> None:
+    """Of the shortest way from nothing to a job by formula, as the page has it."""
+    (block,) = [b for b in _blocks(PAGES["docs/formula.md"].read_text(), "sh") if "silo start" in b]
+    lines = [line.strip() for line in block.splitlines()]
+    typed = [line for line in lines if line.startswith("secure-fvi ") and ("$site" in line or "explain" in line)]
+    assert [line.split()[1] for line in typed].count("silo") == 1
+    assert len(typed) <= 9
+    assert len([line for line in lines if line.startswith("hand $site/")]) == 2
+
+
 def test_no_page_promises_a_package_on_an_index() -> None:
     """`pip install secure-fvi` would fetch whatever another put there: there is no such release."""
     for name, page in PAGES.items():

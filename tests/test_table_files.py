@@ -18,10 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secure_fvi.coding import code
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.tables import check_table, cohort_digest, opened, read_coded
+from secure_fvi.tables import check_table, code_columns, cohort_digest, opened, read_coded
 
 DICTIONARY = Dictionary(
     {
@@ -214,17 +213,17 @@ IN_MEMORY = [
 def test_columns_in_memory_are_held_to_what_files_are(name: str, cell: str, what: str) -> None:
     """NumPy knows today, and a float of 1e300 as a whole number: -2^63, which was taken."""
     right = {"age": "40", "visits": "2", "seen": "2020-01-01"}[name]
-    with pytest.raises(DataError, match=f"^here holds what is {what}.* in 1 of 3 rows$"):
-        code(np.array([right, cell, right], dtype=object), DICTIONARY[name], "here")
-    assert not code(np.array([right] * 3, dtype=object), DICTIONARY[name], "here")[1].any()
+    with pytest.raises(DataError, match=f"'{name}': {what}.* in 1 row"):
+        code_columns({name: [right, cell, right]}, DICTIONARY, only=[name])
+    assert len(code_columns({name: [right] * 3}, DICTIONARY, only=[name]).columns[name]) == 3
 
 
 def test_times_of_day_are_no_dates() -> None:
     """Of a frame's column as of a file's: they were cut off without a word."""
     days = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[ns]")
-    assert code(days, DICTIONARY["seen"], "here")[0].tolist() == [18262.0, 18263.0]
-    with pytest.raises(DataError, match="here holds what is no date such as 2024-12-31 in 2 of 2 rows"):
-        code(days + np.timedelta64(1, "h"), DICTIONARY["seen"], "here")
+    assert code_columns({"seen": days}, DICTIONARY, only=["seen"]).columns["seen"].tolist() == [18262.0, 18263.0]
+    with pytest.raises(DataError, match="'seen': no date.* in 2 rows"):
+        code_columns({"seen": days + np.timedelta64(1, "h")}, DICTIONARY, only=["seen"])
 
 
 FILES: dict[str, tuple[bytes, str]] = {
@@ -557,7 +556,6 @@ _MILLION = """
 import resource, sys, time
 from pathlib import Path
 import duckdb
-from secure_fvi.coding import code
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.tables import cohort_digest, read_coded
 

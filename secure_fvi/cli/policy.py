@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,8 @@ from secure_fvi.cli.keys_shared import home_option, open_home
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.policy import SitePolicy
+    from secure_fvi.disclosure import Disclosure
+    from secure_fvi.runs.config import Config
 
 FILE = click.Path(path_type=Path)
 _installed = click.option(
@@ -23,7 +25,7 @@ _overrides = click.option(
 
 @click.group()
 def policy() -> None:
-    """A site's policy: begin one, check it, hash a model for it, and say what a job discloses."""
+    """A site's policy: begin one, allow a job, check it, hash a model for it, and say what a job discloses."""
 
 
 @policy.command()
@@ -56,6 +58,7 @@ def check(config: Path | None, home: Path, installed: str | None, overrides: tup
     for what, names in (
         ("rosters", [r.hex()[:16] for r in found.rosters]),
         ("models", [h.hex()[:16] for h in found.models]),
+        ("formulas", [text for rule in found.formulas for text in rule.formulas]),
         ("algorithms", found.algorithms),
         ("aggregations", found.aggregations),
         ("data sets", list(found.data)),
@@ -78,9 +81,8 @@ def _judge(home: Path, found: SitePolicy, config: Path, installed: str | None, o
     from secure_fvi.deployment.model_hash import manifest
     from secure_fvi.deployment.names import now
     from secure_fvi.deployment.policy_check import check as judge
-    from secure_fvi.runs.config import read
 
-    site, job = open_home(home), read(config, overrides).model_copy(update={"engine": None})
+    site, job = open_home(home), _job(config, overrides).model_copy(update={"engine": None})
     roster, model = site.roster(now()), manifest(job, installed).hash
     offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.stem, silos=silo_ids(job))
     judge(offer, found, site.role, roster)
@@ -101,13 +103,165 @@ def explain(
     import json
 
     from secure_fvi.disclosure import check_carried
-    from secure_fvi.runs.config import Engine, read
+    from secure_fvi.runs.config import Engine
     from secure_fvi.runs.federation import disclosure_of
 
-    job = read(config, overrides)
+    job = _job(config, overrides)
     found = disclosure_of(job, data_dir, with_data)
     check_carried(found, job.engine or Engine())
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+    if not as_json:
+        click.echo("\n".join([*_formula_lines(job), *found.lines()]))
+        return
+    words = {"formula": _formula_lines(job)} if job.model.formula is not None else {}
+    click.echo(json.dumps(found.to_json() | words, indent=2))
+
+
+def _job(config: Path, overrides: tuple[str, ...]) -> Config:
+    """The job in CONFIG as a server offers it."""
+    from secure_fvi.runs.config import read
+    from secure_fvi.runs.records import settled
+
+    return settled(read(config, overrides))
+
+
+def _formula_lines(job: Config) -> list[str]:
+    """A job's formula in words, and what a policy has to say to allow it; none for another model."""
+    from secure_fvi.deployment.policy import rule_of
+    from secure_fvi.runs import wording
+    from secure_fvi.runs.records import formula_model
+
+    if job.model.formula is None:
+        return []
+    rule = wording.dumps({"model": [rule_of(job.model)]}).strip().splitlines()
+    return [*formula_model(job.model).describe(), "a policy allows this formula, and no code, by:", *rule, ""]
+
+
+@policy.command()
+@click.argument("config", type=FILE)
+@home_option
+@click.option("--data", "table", type=FILE, help="This site's table or file for the job's data set.")
+@click.option("--dictionary", type=FILE, help="Its dictionary; that of a job by formula unless given.")
+@click.option("--query", metavar="SQL", help="One SELECT over the table, which it calls data.")
+@click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
+@click.option("--without-dp", is_flag=True, help="Let jobs without differential privacy in, as this one is.")
+@_installed
+@_overrides
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+def allow(
+    config: Path,
+    home: Path,
+    table: Path | None,
+    dictionary: Path | None,
+    query: str | None,
+    missing: str,
+    without_dp: bool,
+    installed: str | None,
+    overrides: tuple[str, ...],
+    yes: bool,
+    debug: bool,
+) -> None:
+    """Say what the job in CONFIG discloses, ask, and write into the policy what allows it: roster, algorithm, sums,
+    rounds, disclosures, model and data set.
+
+    Floors stay as they are (min_cohort, epsilon, noise, ...): a job below them is refused here, and nothing is written.
+    """
+    from secure_fvi.deployment.names import read_bytes, write_bytes
+    from secure_fvi.deployment.policy import read_policy
+    from secure_fvi.runs import wording
+    from secure_fvi.runs.federation import disclosure_of
+    from secure_fvi.runs.records import job_dictionary
+
+    job, path = _job(config, overrides), home / "policy.toml"
+    read_policy(path)
+    before, found = read_bytes(path, "the policy"), disclosure_of(job)
+    click.echo("\n".join([*_formula_lines(job), *found.lines()]))
+    rules = _allowing(wording.loads(before.decode()), home, job, found, installed)
+    if without_dp:
+        rules["privacy"]["dp"] = "optional"
+    how = {"query": query, "missing": None if missing == "refuse" else missing}
+    made = _offer_data(rules, home, job, table, dictionary, {k: v for k, v in how.items() if v is not None})
+    if not yes and not click.confirm("Is this site to take part in such jobs?"):
+        raise click.Abort
+    head = "# Written by `secure-fvi policy allow`; only this site edits it. docs/provisioning.md explains each key.\n"
+    try:
+        if made is not None:
+            write_bytes(made, job_dictionary(job.model).to_toml().encode())
+        _put(path, (head + wording.dumps(rules)).encode())
+        _judge(home, read_policy(path), config, installed, overrides)
+    except Exception:
+        _put(path, before)
+        if made is not None:
+            made.unlink(missing_ok=True)
+        raise
+
+
+def _put(path: Path, content: bytes) -> None:
+    from secure_fvi.deployment.names import write_bytes
+
+    write_bytes(path, content)
+    path.chmod(0o600)
+
+
+def _data_set(job: Config) -> str:
+    return job.privacy.data_set if job.privacy is not None else "data"
+
+
+def _allowing(
+    rules: dict[str, Any], home: Path, job: Config, found: Disclosure, installed: str | None
+) -> dict[str, Any]:
+    """The policy's `rules` with what the job needs in their lists, and as many rounds."""
+    from secure_fvi.deployment.model_hash import manifest
+    from secure_fvi.deployment.names import now
+    from secure_fvi.deployment.policy import rule_of
+
+    if job.model.formula is not None:
+        model = rule_of(job.model)
+    else:
+        model = {"hash": manifest(job, installed).hash.hex()}
+        if installed is not None:
+            file, _, name = installed.rpartition(":")
+            model["function"] = f"{Path(file).resolve()}:{name}"
+    for key, value in (
+        ("rosters", open_home(home).roster(now()).hash.hex()),
+        ("algorithms", job.algorithm.name),
+        ("aggregations", found.kind),
+        *(("disclosures", name) for name in found.kinds),
+        ("model", model),
+    ):
+        rules[key] = [*(v for v in rules.get(key, []) if v != value), value]
+    rules["max_rounds"] = max([rules["max_rounds"], found.rounds, *(p.at_most for p in found.phases)])
+    return rules
+
+
+def _offer_data(
+    rules: dict[str, Any], home: Path, job: Config, table: Path | None, dictionary: Path | None, how: dict[str, Any]
+) -> Path | None:
+    """Add the job's data set to `rules`, once its table fits; where the job's dictionary is to be written, if it is.
+    how: query and missing, where given."""
+    from secure_fvi.dictionary import read_dictionary
+    from secure_fvi.errors import InputError
+    from secure_fvi.runs.records import formula_model, job_dictionary
+    from secure_fvi.tables import TABLE, read_coded
+
+    name, by_formula = _data_set(job), job.model.formula is not None
+    if any(d["id"] == name for d in rules.get("data", [])):
+        if table is not None:
+            raise InputError(f"the policy has a data set '{name}' already; edit it there")
+        return None
+    made = home / f"{name}.dictionary.toml" if by_formula and dictionary is None else None
+    if made is not None and made.exists():
+        raise InputError(f"'{made}' is there already; name it as --dictionary, or remove it")
+    paths = {"path": table, "dictionary": dictionary or made}
+    said = {key: str(path.resolve()) for key, path in paths.items() if path is not None}
+    rules["data"] = [*rules.get("data", []), {"id": name, **said, **how}]
+    if by_formula and table is not None:
+        coding = job_dictionary(job.model) if dictionary is None else read_dictionary(dictionary)
+        columns = formula_model(job.model).columns
+        fits = read_coded({TABLE: table}, coding, how.get("query"), how.get("missing", "refuse"), columns)
+        left = fits.read - len(fits.columns[columns[0]])
+        click.echo(f"{table}: it fits its dictionary; {fits.read} rows, {left} of them left out")
+    return made
 
 
 @policy.command("hash-model")
@@ -121,9 +275,8 @@ def hash_model(config: Path, installed: str | None, overrides: tuple[str, ...], 
     import json
 
     from secure_fvi.deployment.model_hash import manifest
-    from secure_fvi.runs.config import read
 
-    found = manifest(read(config, overrides), installed)
+    found = manifest(_job(config, overrides), installed)
     if as_json:
         about = {
             "sources": found.sources,

@@ -56,7 +56,7 @@ def start(
     Waits until all silos have connected and accepted. Killed and started again with the same --out, it goes on.
     Exits 4 where the job ended without converging; the files are written all the same.
     """
-    from secure_fvi.cli.tables import exit_code, print_posterior
+    from secure_fvi.cli.tables import exit_code, print_result
     from secure_fvi.deployment.serving import remote_federation
     from secure_fvi.errors import InputError
     from secure_fvi.progress import RunProgress
@@ -76,7 +76,7 @@ def start(
     if result is None:
         click.echo(f"the job in '{out}' is finished; its results are in {out / 'result.json'}")
     elif not quiet:
-        print_posterior(result.to_json())
+        print_result(result)
         click.echo(f"report: {out / 'report.html'}")
     context.exit(exit_code(folder.read_result() if result is None else result.to_json()))
 

@@ -39,13 +39,16 @@ class Decision(NamedTuple):
 
     def local_config(self, site: str) -> Config:
         """The job's configuration with this site's own model, data and predictor in place of `AT_SITE`."""
-        config, rule = self.offer.config, self.policy.models[self.offer.model]
+        config, rule = self.offer.config, self.policy.models.get(self.offer.model)
         assert self.data is not None, "a key holder runs no model"
         own = {k: getattr(self.data, k) for k in ("predictor", "dictionary", "query", "tables", "missing")}
         silos = tuple(
             s.model_copy(update={"data": self.data.path or s.data, **own}) if s.id == site else s for s in config.silo
         )
-        model = config.model.model_copy(update={"function": rule.function}) if config.model.function else config.model
+        model = config.model
+        if model.function is not None:
+            assert rule is not None, "a function of a file is agreed to by its hash"
+            model = model.model_copy(update={"function": rule.function})
         return config.model_copy(update={"silo": silos, "model": model})
 
 

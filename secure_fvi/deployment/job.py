@@ -1,7 +1,8 @@
 """What a server asks of a site: a job offer, signed by the server's identity. It holds no code and no path.
 
 The configuration is a run's, in which silos have no files: a site reads its own, which its policy names by the data
-set's id, and the model is the site's own copy, which the offer names by its hash.
+set's id, and the model is the site's own copy, which the offer names by its hash, or a formula with its dictionary,
+which is data.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def silo_ids(config: Config) -> tuple[str, ...] | None:
 
 def portable(config: Config, data_set: str) -> Config:
     """`config` without anything of one machine: no path of data, dictionary, model, predictor or
-    ledger, and no query."""
+    ledger, and no query. A formula's dictionary is there as `settled` put it."""
     silos = tuple(
         SiloFile(id=s.id, data=AT_SITE, predictor=None if s.predictor is None else f"{AT_SITE}.py:predictor")
         for s in config.silo
@@ -160,6 +161,8 @@ def portable(config: Config, data_set: str) -> Config:
     model = config.model
     if model.function is not None:
         model = model.model_copy(update={"function": f"{AT_SITE}.py:{model.function.rpartition(':')[2]}"})
+    if isinstance(model.dictionary, str):
+        model = model.model_copy(update={"dictionary": None})
     response = config.response and config.response.model_copy(update={"data": AT_SITE})
     privacy = config.privacy and config.privacy.model_copy(update={"ledger": None, "data_set": data_set})
     return config.model_copy(update={"silo": silos, "model": model, "response": response, "privacy": privacy})

@@ -24,6 +24,7 @@ import secure_fvi
 from secure_fvi.deployment.names import read_bytes
 from secure_fvi.errors import InputError
 from secure_fvi.runs.config import Config
+from secure_fvi.runs.records import formula_said
 
 _LABEL = b"secure-fvi/model/2/"
 _PACKAGE_LABEL = b"secure-fvi/package/1/"
@@ -96,7 +97,8 @@ def read_model(config: Config, installed: str | None = None, package: bytes | No
         found = closure("<model>", Path(path))
         settings["function"] = name
     elif model.formula is not None:
-        raise InputError("model.formula: a formula is fitted in one process; between institutions it is not run yet")
+        found = _formulas()
+        settings |= formula_said(model)
     else:
         found = closure(_LIKELIHOODS)
         settings["likelihood"], settings["options"] = model.likelihood, dict(model.options)
@@ -122,6 +124,12 @@ def package_digest(folder: Path | None = None) -> bytes:
             if path.suffix in _COUNTED:
                 found[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
     return hashlib.sha256(_PACKAGE_LABEL + json.dumps(found, sort_keys=True).encode()).digest()
+
+
+@cache
+def _formulas() -> Closure:
+    """Of what makes models of formulas, none of which is a job's: read once, as `package_digest` is."""
+    return closure("secure_fvi.mixed_model")
 
 
 def _module_of(program: str) -> str:

@@ -16,6 +16,7 @@ from secure_fvi.deployment.home import check_private
 from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.ledger_terms import Budget
+from secure_fvi.runs.config import Model
 
 R = TypeVar("R", "ModelRule", "DataRule")
 
@@ -64,7 +65,13 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # min_colluders = 1    # silos that may know their shares of distributed noise: a job has to plan for as many
 # max_retries = 20     # sums beyond a job's rounds, paid for by the same epsilon
 
-# A model that was read and agreed to, by its hash: secure-fvi policy hash-model CONFIG
+# A formula that was read and agreed to, in the words of: secure-fvi policy explain JOB.toml
+# [[model]]
+# formula = "wheeze ~ smoke * age + (1 | child)"   # or a list; "any" allows all over the columns of the dictionary
+# family = "bernoulli"   # "gaussian" unless given; or a list, or "any"
+# record = "child"       # where the job names the group that is a record
+
+# Any other model, by its hash: secure-fvi policy hash-model CONFIG
 # [[model]]
 # hash = "64 hexadecimal digits"
 # function = "/srv/models/asthma.py:model"   # this site's copy; leave out for a program that secure-fvi ships
@@ -99,10 +106,56 @@ class PrivacyRules(Table):
 
 
 class ModelRule(Table):
-    """An agreed model. function: this site's copy, "path/to/file.py:name"; None for a shipped program."""
+    """An agreed model: by its hash, or by its formula, with the family and, where a job names it, the record's group
+    ("any" for all). function: this site's copy, "path/to/file.py:name"; None for a shipped program."""
 
-    hash: Hex32
+    hash: Hex32 | None = None
     function: Text | None = None
+    formula: Text | tuple[Text, ...] | None = None
+    family: Text | tuple[Text, ...] = "gaussian"
+    record: Text | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.hash is None) == (self.formula is None):
+            raise ValueError("a model is agreed to by its hash, or by its formula")
+        if self.hash is None and self.function is not None:
+            raise ValueError("a formula has no function")
+        if self.hash is not None and (self.family != "gaussian" or self.record is not None):
+            raise ValueError("family and record belong to a formula")
+        return self
+
+    @property
+    def formulas(self) -> tuple[str, ...]:
+        return _listed(self.formula) if self.formula is not None else ()
+
+    def allows(self, model: Model) -> bool:
+        """Whether a job's formula is agreed to. It is compared as text, and not read."""
+        if self.formula is None or model.formula is None:
+            return False
+        formulas = [_blanks(text) for text in self.formulas]
+        named = ((formulas, _blanks(model.formula)), (_listed(self.family), family_of(model)))
+        agreed = all("any" in allowed or text in allowed for allowed, text in named)
+        return agreed and self.record in ("any", model.options.get("record"))
+
+
+def rule_of(model: Model) -> dict[str, str]:
+    """The `[[model]]` of a policy that allows this job's formula and no other."""
+    said = {"formula": _blanks(str(model.formula)), "family": family_of(model)}
+    return said | ({"record": str(model.options["record"])} if "record" in model.options else {})
+
+
+def family_of(model: Model) -> str:
+    return model.family or "gaussian"
+
+
+def _listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _blanks(text: str) -> str:
+    """A formula with one blank for each run of them, but for what stands in quotes."""
+    return text if set(text) & set("'\"`") else " ".join(text.split())
 
 
 class DataRule(Table):
@@ -166,7 +219,8 @@ class _File(Table):
 
     @model_validator(mode="after")
     def _differ(self) -> Self:
-        for what, values in (("model hash", [m.hash for m in self.model]), ("data set", [d.id for d in self.data])):
+        hashes = [m.hash for m in self.model if m.hash is not None]
+        for what, values in (("model hash", hashes), ("data set", [d.id for d in self.data])):
             twice = next((v for v in values if values.count(v) > 1), None)
             if twice is not None:
                 raise ValueError(f"{what} '{twice}' stands twice")
@@ -186,7 +240,9 @@ class SitePolicy:
         self.share = 1.0 if file.silos == "all" else file.silos  # of the roster's silos that a job has to ask
         self.max_differences, self._max_missing = file.max_differences, file.max_missing
         self.max_unanswered = file.max_unanswered
-        self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): _located(m, folder) for m in file.model}
+        models = [_located(m, folder) for m in file.model]
+        self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): m for m in models if m.hash is not None}
+        self.formulas = tuple(m for m in models if m.formula is not None)
         self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
 
     def __repr__(self) -> str:

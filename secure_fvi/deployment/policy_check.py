@@ -7,7 +7,9 @@ refused, since nobody has said what it does.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,13 +20,17 @@ from secure_fvi.deployment.fence import check_fence
 from secure_fvi.deployment.job import JobOffer
 from secure_fvi.deployment.model_hash import manifest, package_digest
 from secure_fvi.deployment.names import Role, printable
-from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy
+from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy, rule_of
+from secure_fvi.dictionary import read_dictionary
 from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose, kind_of
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
+from secure_fvi.runs.records import formula_model, job_dictionary
+
+_log = logging.getLogger(__name__)
 
 _OF_LOCAL_FIT = (
     "family importance_samples start_spread local_steps local_optimizer optimizer_options learning_rate scale_rate "
@@ -172,10 +178,10 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
     if config.algorithm.name not in policy.algorithms:
         yield f"algorithm '{config.algorithm.name}' is not accepted ({_few(policy.algorithms)})"
     yield from _package(offer, policy)
-    yield from _model(offer, policy)
+    data = policy.data.get(offer.data_set)
+    yield from _model(offer, policy) if config.model.formula is None else _formula(offer, policy, data)
     yield from _disclosures(found, (algorithm, dp), policy)
     yield from _privacy(dp, policy.privacy)
-    data = policy.data.get(offer.data_set)
     if data is None:
         yield f"data set '{offer.data_set}' is not offered ({_few(policy.data)})"
         return
@@ -212,12 +218,45 @@ def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:
         return
     if offer.config.model.function is not None and policy.sandbox == "required":
         check_fence()
-    here = manifest(offer.config, rule.function, offer.package)
+    yield from _altered(offer, rule.function)
+
+
+def _altered(offer: JobOffer, function: str | None = None) -> Iterator[str]:
+    here = manifest(offer.config, function, offer.package)
     if here.hash != offer.model:
         yield (
             f"the model here hashes to {here.hash.hex()[:16]}..., not to the accepted {offer.model.hex()[:16]}...: "
             "source, an import, a bound or a version was altered; see `secure-fvi policy hash-model`"
         )
+
+
+def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iterator[str]:
+    """A formula that nobody agreed to is compared as text and not read; nor is one whose dictionary is not the
+    site's."""
+    model = offer.config.model
+    if offer.model not in policy.models and not any(rule.allows(model) for rule in policy.formulas):
+        wanted = rule_of(model)
+        record = f", record '{wanted['record']}'" if "record" in wanted else ""
+        allowed = [f"{text}, {rule.family}" for rule in policy.formulas for text in rule.formulas]
+        yield f"formula '{model.formula}', family {wanted['family']}{record}, is not accepted ({_few(allowed)})"
+        return
+    altered = list(_altered(offer))
+    yield from altered
+    if altered or data is None:
+        return
+    if data.dictionary is None:
+        yield f"data set '{data.id}' has no dictionary, by which a formula's columns are coded"
+        return
+    try:
+        own = read_dictionary(Path(data.dictionary))
+    except InputError as error:  # it names files
+        _log.warning("%s", error)
+        yield f"the dictionary of data set '{data.id}' cannot be read; see this site's log"
+        return
+    if unlike := job_dictionary(model).differences(own):
+        yield f"its dictionary is not this site's: {'; '.join(unlike)}"
+        return
+    formula_model(model).check_apart()
 
 
 def _package(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:

@@ -63,6 +63,7 @@ from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
 from secure_fvi.guarding import Books, Guards, strong_enough
 from secure_fvi.messages import ROUND, SUM
+from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Engine
@@ -70,6 +71,7 @@ from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.options import chosen
+from secure_fvi.runs.records import settled
 from secure_fvi.server import Server
 from secure_fvi.wire import agreed
 
@@ -91,11 +93,14 @@ def remote_federation(
     """
     if home.role != "server":
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
+    config = settled(config)
     algorithm, aggregation, privacy = chosen(config)
     check_supported(config, aggregation)
     disclosed = disclose(algorithm, aggregation, privacy, len(silo_ids(config) or ()))
     check_carried(disclosed, config.engine or Engine())
     model, description = model_for(config, sandbox, None, None, home.path)
+    if isinstance(model, MixedModel):
+        model.check_apart()
     threads = 1 if config.run.threads == "auto" else config.run.threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return RemoteFederation(

@@ -51,12 +51,13 @@ from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
+from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import LocalPosterior
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
-from secure_fvi.runs.records import silo_part
+from secure_fvi.runs.records import formula_part, silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
 from secure_fvi.tables import RECORD_ID, cohort_digest
 
@@ -115,11 +116,16 @@ class SiteJob:
         model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
         with _of_data(home.id):
-            rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
+            used: Mapping[str, Any]
+            if isinstance(model, MixedModel):
+                rows, found = formula_part(config, home.id, model)
+                ids, ids_are_own, used = torch.arange(len(rows["y"])), False, found.columns
+            else:
+                rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
+                used = {**rows, RECORD_ID: ids} if ids_are_own else rows
             self.schema, records = read_data(rows, home.id, dtype)
             if not ids_are_own:
                 check_repeats(records.rows, home.id)
-            used = {**rows, RECORD_ID: ids} if ids_are_own else rows
             self.cohort = Cohort(home, decision.offer, self.folder, used, decision.data)
         work, run = work_of([rows], algorithm), config.run
         self.threads = choose_threads(work) if run.threads == "auto" else run.threads
@@ -369,7 +375,7 @@ class Cohort:
     """
 
     def __init__(
-        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Tensor], rule: DataRule | None
+        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any], rule: DataRule | None
     ) -> None:
         key = hashlib.blake2b(b"secure-fvi/cohort/1", key=home.state_secret(), digest_size=32).digest()
         self.digest = cohort_digest(rows, key)

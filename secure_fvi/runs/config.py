@@ -31,8 +31,8 @@ class Table(BaseModel):
 
 class Model(Table):
     """A shipped program, a function `path/to/file.py:name` with the roles of its sites, a formula with its family and
-    the dictionary of its columns, or, where silos hold different columns of the same people, the likelihood of their
-    summed predictors. options: of a formula (as of `sf.glmm`) or a likelihood."""
+    the dictionary of its columns (a file, or what stands in one), or, where silos hold different columns of the same
+    people, the likelihood of their summed predictors. options: of a formula (as of `sf.glmm`) or a likelihood."""
 
     program: Name | None = None
     function: Name | None = None
@@ -41,7 +41,7 @@ class Model(Table):
     start: dict[Name, float] = Field(default_factory=dict)
     formula: Formula | None = None
     family: Name | None = None
-    dictionary: Name | None = None
+    dictionary: Name | dict[str, Any] | None = None
     likelihood: Name | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -343,6 +343,6 @@ def _absolute(config: Config, folder: Path) -> Config:
     model = config.model
     if model.function is not None:
         model = model.model_copy(update={"function": str(folder / model.function)})
-    if model.dictionary is not None:
+    if isinstance(model.dictionary, str):
         model = model.model_copy(update={"dictionary": str(folder / model.dictionary)})
     return config.model_copy(update={"silo": silos, "model": model, "response": response})

@@ -41,6 +41,7 @@ from secure_fvi.runs.records import (
     python_function,
     read_ids,
     read_table,
+    settled,
 )
 from secure_fvi.runs.wording import nearest, unknown_key
 from secure_fvi.tables import RECORD_ID
@@ -141,20 +142,11 @@ class Federation(FederationBase):
 
 def federate(config: Config, data_dir: Path | None = None) -> FederationBase:
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
-    config = _with_default(config)
+    config = settled(config)
     algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
         return federate_vertical(config, data_dir, algorithm, aggregation, privacy)
     return _horizontal(config, data_dir, algorithm, aggregation, privacy)
-
-
-def _with_default(config: Config) -> Config:
-    """With the algorithm by which a formula is fitted, and what is said of it, where no other is named."""
-    if config.model.formula is None or "name" in config.algorithm.model_fields_set:
-        return config
-    own = model_of(config)[0].default_algorithm
-    options = {**resolved(own), **config.algorithm.options}
-    return config.model_copy(update={"algorithm": type(config.algorithm)(name=own.name, **options)})
 
 
 def _horizontal(
@@ -184,7 +176,7 @@ def disclosure_of(config: Config, data_dir: Path | None = None, traced: bool = F
 
     Raises InputError for a job that no engine runs.
     """
-    config = _with_default(config)
+    config = settled(config)
     algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
         if traced:

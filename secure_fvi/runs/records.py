@@ -1,7 +1,7 @@
 """The records and the model that a configuration names, read at the machine that holds them: a silo reads its own.
 
 A silo's records are its own table (`secure_fvi.tables`), an npz of tensors, or the part of a program's records that
-`[partition]` gives it.
+`[partition]` gives it. A formula is data: its dictionary and options are read here, and no code of a job is.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +25,12 @@ from safetensors.torch import load
 from torch import Tensor
 
 from secure_fvi.contracts import check_repeats
-from secure_fvi.dictionary import Column, Dictionary, read_dictionary
+from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
+from secure_fvi.runs.options import build, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
 from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coded, Coding, Missing, check_table, read_coded
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
 
 _log = logging.getLogger(__name__)
+#: Rows of a record, or groups of a silo, that an option may name: each is laid out for as many.
+_MOST = 100_000
 
 
 def read_ids(path: Path, key: str, column: str) -> list[str | None]:
@@ -80,23 +85,29 @@ def read_silo(silo: SiloFile, key: str) -> dict[str, Tensor]:
     path = Path(silo.data)
     if silo.dictionary is None:
         return read_table(path, key)
-    tables = {name: Path(other) for name, other in silo.tables.items()}
-    return _coded(path, key, read_dictionary(Path(silo.dictionary)), tables, silo.query, silo.missing or "refuse")
+    return _coded(path, key, read_dictionary(Path(silo.dictionary)), silo)
 
 
-def _coded(
-    path: Path,
-    key: str,
-    coding: Coding,
-    tables: Mapping[str, Path] | None = None,
-    query: str | None = None,
-    missing: Missing = "refuse",
-) -> dict[str, Tensor]:
+def _coded(path: Path, key: str, coding: Coding, silo: SiloFile | None = None) -> dict[str, Tensor]:
     with _named(path, key):
-        found = read_coded({TABLE: path, **(tables or {})}, coding, query, missing)
-        for name, rows in found.left_out.items():
-            _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
+        found = _read(path, coding, silo)
         return side_by_side({name: torch.from_numpy(values) for name, values in found.columns.items()}, str(path))
+
+
+def _read(
+    path: Path,
+    coding: Coding,
+    silo: SiloFile | None = None,
+    only: Iterable[str] | None = None,
+    missing: Missing | None = None,
+) -> Coded:
+    """The columns of a table, of those `only`, and in this site's log how many rows were left out."""
+    files = {TABLE: path} | ({n: Path(other) for n, other in silo.tables.items()} if silo is not None else {})
+    query, said = (silo.query, silo.missing or "refuse") if silo is not None else (None, "refuse")
+    found = read_coded(files, coding, query, missing or said, only)
+    for name, rows in found.left_out.items():
+        _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
+    return found
 
 
 def _numbers(names: Iterable[str], leave_out: str | None) -> Dictionary:
@@ -169,7 +180,7 @@ def model_of(config: Config) -> tuple[FederatedModel, str]:
             raise InputError(f"model.program: {error}") from error
         return found.model, f"{found.name}: {found.description}"
     if config.model.formula is not None:
-        return _formula(config.model), config.model.formula
+        return formula_model(config.model), config.model.formula
     path, _, name = str(config.model.function).rpartition(":")
     roles: dict[str, Any] = {}
     if config.model.record_plate is not None:
@@ -180,14 +191,83 @@ def model_of(config: Config) -> tuple[FederatedModel, str]:
     return FederatedModel(python_function(Path(path), name, "model.function"), **roles), f"{name} in {Path(path).name}"
 
 
-def _formula(model: Model) -> FederatedModel:
+@dataclass(frozen=True)
+class FormulaOptions:
+    """What `[model.options]` of a formula may hold: see `secure_fvi.mixed_model.glmm`."""
+
+    priors: dict[str, float | tuple[float, float]] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    record: str | None = None
+    missing: Missing = "refuse"
+    most: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, most in self.most.items():
+            if not 1 <= most <= _MOST:
+                raise InputError(f"most.{name} = {most}: must be from 1 to {_MOST}")
+        given = [n for prior in self.priors.values() for n in (prior if isinstance(prior, tuple) else (prior,))]
+        if not all(map(math.isfinite, given)):
+            raise InputError("priors are finite numbers")
+
+
+def formula_model(model: Model) -> MixedModel:
+    """The mixed model of a formula and a dictionary. Nothing of it is run but listed functions of columns.
+
+    Raises InputError.
+    """
     from secure_fvi.mixed_model import glmm
 
-    known = [p for p in inspect.signature(glmm).parameters if p not in ("formula", "family", "dictionary")]
-    for key in model.options:
-        if key not in known:
-            raise InputError(unknown_key("model.options", key, known))
-    return glmm(str(model.formula), model.family or "gaussian", dictionary=model.dictionary, **model.options)
+    options: FormulaOptions = build(FormulaOptions, model.options, "model.options")
+    return glmm(str(model.formula), model.family or "gaussian", dictionary=job_dictionary(model), **vars(options))
+
+
+def job_dictionary(model: Model) -> Dictionary:
+    """The dictionary of a formula, from its file or as the job has it. Raises InputError."""
+    if isinstance(model.dictionary, dict):
+        return dictionary_of(model.dictionary, "model.dictionary")
+    return read_dictionary(Path(str(model.dictionary)))
+
+
+def formula_said(model: Model) -> dict[str, Any]:
+    """All that a formula's model follows from, in one form: what its hash is over. Raises InputError."""
+    options = resolved(build(FormulaOptions, model.options, "model.options"))
+    said = {"formula": model.formula, "family": model.family or "gaussian", "options": options}
+    return {**said, "dictionary": job_dictionary(model).to_table()}
+
+
+def settled(config: Config) -> Config:
+    """The job of a formula as it leaves this machine: with its dictionary in place of the file, and the algorithm that
+    its model chooses where nobody named one. Others stay as they are. Raises InputError."""
+    if config.model.formula is None:
+        return config
+    held = config.model.model_copy(update={"dictionary": job_dictionary(config.model).to_table()})
+    found = config.model_copy(update={"model": held})
+    if "name" in config.algorithm.model_fields_set:
+        return found
+    own = formula_model(held).default_algorithm
+    options = {**resolved(own), **config.algorithm.options}
+    return found.model_copy(update={"algorithm": type(config.algorithm)(name=own.name, **options)})
+
+
+def formula_part(config: Config, silo: str, model: MixedModel) -> tuple[dict[str, Any], Coded]:
+    """One silo's records as a formula's program takes them, and its rows as they were read: coded by the silo's own
+    dictionary, or the job's where it has none. Raises DataError, InputError."""
+    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
+    found = _formula_rows(config.silo[at], f"silo[{at}].data", model)
+    laid: dict[str, Any] = model.prepared({silo: found})[silo]
+    return laid, found
+
+
+def _formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
+    path, dictionary, missing = Path(silo.data), model.of.dictionary, model.of.missing
+    with _named(path, f"silo '{silo.id}' ({key})"):
+        if silo.dictionary is not None:  # whether a gap may be left out is then its owner's to say
+            own = read_dictionary(Path(silo.dictionary))
+            if unlike := dictionary.differences(own):
+                raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
+            dictionary, missing = own, silo.missing or "refuse"
+        return _read(path, dictionary, silo, model.columns, missing)
 
 
 def python_function(path: Path, name: str, key: str) -> Any:
@@ -254,18 +334,6 @@ def _even(total: int, count: int) -> tuple[int, ...]:
 def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
     """Silos' tables as a formula's program takes them."""
     return model.prepared({s.id: _formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
-
-
-def _formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
-    path, dictionary, missing = Path(silo.data), model.of.dictionary, model.of.missing
-    with _named(path, f"silo '{silo.id}' ({key})"):
-        if silo.dictionary is not None:  # whether a gap may be left out is then its owner's to say
-            own = read_dictionary(Path(silo.dictionary))
-            if unlike := dictionary.differences(own):
-                raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
-            dictionary, missing = own, silo.missing or "refuse"
-        files = {TABLE: path, **{name: Path(other) for name, other in silo.tables.items()}}
-        return read_coded(files, dictionary, silo.query, missing, model.columns)
 
 
 def _check_files_differ(silos: Sequence[SiloFile]) -> None:
