@@ -222,7 +222,7 @@ def test_times_of_day_are_no_dates() -> None:
     """Of a frame's column as of a file's: they were cut off without a word."""
     days = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[ns]")
     assert code_columns({"seen": days}, DICTIONARY, only=["seen"]).columns["seen"].tolist() == [18262.0, 18263.0]
-    with pytest.raises(DataError, match="'seen': no date.* in 2 rows"):
+    with pytest.raises(DataError, match=r"'seen': no date.* in 2 rows"):
         code_columns({"seen": days + np.timedelta64(1, "h")}, DICTIONARY, only=["seen"])
 
 
