@@ -102,6 +102,7 @@ def run(
         algorithm = getattr(model, "default_algorithm", None) or SFVI()
     seed = checked(_Arguments, {"algorithm": algorithm, "privacy": privacy, "seed": seed})["seed"]
     if isinstance(model, FederatedModel):  # once: tables are large
+        model.check_declared(privacy)
         names, _ = named_silos(options.get("silo_ids"), _count(silos))
         silos = list(model.prepared(dict(zip(names, silos, strict=True))).values())
     sums = aggregation if aggregation is not None else Masked()
@@ -220,6 +221,7 @@ def build_parties(
         return column_parties(model, names, silos, algorithm, aggregation, seed, privacy, of)
     rows: Mapping[str, Data] = dict(zip(names, silos, strict=True))
     if isinstance(model, FederatedModel):
+        model.check_declared(privacy)
         rows = model.prepared(rows)
     return _row_parties(model, rows, record_ids, algorithm, aggregation, seed, privacy, of)
 
@@ -319,7 +321,8 @@ def result_of(
             "elbo_sd": number_or_none(tail.std()),
             **metrics,
             "records": server.state.records,
-            "execution": problem.mode,
+            # By the size of the data, where it was left to the run.
+            "execution": problem.mode if problem.privacy is None else None,
         },
         aggregation={
             "kind": aggregation.kind,

@@ -149,6 +149,7 @@ def _horizontal(
             "algorithm.name = 'vertical'"
         )
     model, description = model_of(config)
+    model.check_declared(privacy)
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
     elif config.model.formula is not None:
