@@ -17,6 +17,7 @@ from secure_fvi.errors import AggregationError, BudgetError, InputError, Protoco
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.ledger import Budget, Ledger, verify
+from secure_fvi.privacy.report import read_report
 
 KEY = b"test"
 #: Runs this short and noisy say that they have not converged; what they are tested for is something else.
@@ -225,6 +226,8 @@ def test_a_job_is_charged_to_every_silos_ledger_and_a_second_one_does_not_fit(tm
     result = run("first")
     assert result.privacy is not None
     assert 0.9 * 3.0 < result.privacy["epsilon"] <= 3.0
+    assert result.privacy["record"] == "one row of the data"
+    assert "one record more: one row of the data. A person in several" in read_report(path, "silo-1").adjacency
     before = path.read_bytes()
     with pytest.raises(BudgetError, match=r"what would still fit|nothing of this kind"):
         run("second")
