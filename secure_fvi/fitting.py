@@ -112,6 +112,8 @@ def run(
         names, _ = named_silos(options.get("silo_ids"), len(silos))
         told = {"seed": repr(seed), "dtype": str(given["dtype"]), "silos": ", ".join(sorted(names))}
         told |= {"model": text_of(model), "record_ids": text_of(options.get("record_ids"))}
+        if privacy is not None:  # never the key
+            told["noise"] = NoiseSource(given["noise_key"]).status
         told |= options_of("algorithm", algorithm) | options_of("aggregation", sums) | options_of("privacy", privacy)
         return told | {f"data of silo '{name}'": text_of(data) for name, data in zip(names, silos, strict=True)}
 

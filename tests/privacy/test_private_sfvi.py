@@ -17,6 +17,7 @@ from secure_fvi.errors import AggregationError, BudgetError, InputError, Protoco
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.ledger import Budget, Ledger, verify
+from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.report import read_report
 
 KEY = b"test"
@@ -311,6 +312,31 @@ def test_a_private_run_goes_on_with_the_ledger_that_it_was_charged_to_alone(tmp_
     (kept / "ledger.sqlite").unlink()
     with pytest.raises(InputError, match="knows nothing of job 'job'"):
         run(resume=True)
+
+
+def test_noise_under_a_test_key_is_not_resumed_as_the_operating_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds whose noise can be replayed would be reported as protected. The control says nothing of the source, as
+    before, and reports them so."""
+    problem = make_intercepts()
+
+    def run(folder: str, **more: Any) -> Any:
+        return sf.run(
+            problem.model, problem.silos, sf.SFVI(iterations=4), privacy=sf.RecordDP(epsilon=1.0, delta=1e-3),
+            checkpoint_dir=tmp_path / folder, checkpoint_seconds=0.0, compile=False, **more,
+        )  # fmt: skip
+
+    next(run("kept", noise_key=KEY))
+    with pytest.raises(InputError, match=r"noise = TEST KEY: .*, not ChaCha20, keyed by the operating system"):
+        run("kept", resume=True)
+    assert "TEST KEY" in run("kept", resume=True, noise_key=KEY).result().privacy["rng"]
+    kept = {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert not any(KEY.hex().encode() in b or b"b'test'" in b for b in kept.values())
+    with monkeypatch.context() as patch:
+        patch.setattr(NoiseSource, "status", "ChaCha20")
+        next(run("silent", noise_key=KEY))
+        assert run("silent", resume=True).result().privacy["rng"] == "ChaCha20"
 
 
 def _files(folder: Path) -> set[str]:
