@@ -238,10 +238,10 @@ def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
         "Two data sets are neighbours if the values that this institution holds of one person differ: its columns, or "
         "the response. Who is in the data is known to all institutions."
     )
-    records = sorted({str(about["record"]) for about in described if "record" in about})
+    records = sorted({str(about["record"]) for about in described if "record" in about}) or ["a row or a group of rows"]
     added = (
-        f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records) or 'a row or a group'}."
-        " A person in several records counts as several."
+        f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records)}. A person in several "
+        "records counts as several."
     )
     if REPLACE not in declared:
         return added

@@ -235,7 +235,12 @@ def test_shapes_are_compared_before_anything_of_them_is_made(
     the control, the former is made where it takes no memory, and none of the latter is beyond a limit."""
     seen: list[str] = []
     init = Full.init
-    monkeypatch.setattr(Full, "init", lambda self, loc: (seen.append(loc.device.type), init(self, loc))[1])
+
+    def noted(family: Full, loc: Tensor) -> Any:
+        seen.append(loc.device.type)
+        return init(family, loc)
+
+    monkeypatch.setattr(Full, "init", noted)
     sf.load(folder, several, shared={"groups": 2})
     assert seen == ["meta"]
     _edit(fields=[["x", [], "torch.float64"], ["y", [10**12], "torch.float64"]])(folder)
