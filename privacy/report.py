@@ -240,8 +240,8 @@ def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
     )
     records = sorted({str(about["record"]) for about in described if "record" in about}) or ["a row or a group of rows"]
     added = (
-        f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records)}. A person in several "
-        "records counts as several."
+        f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records)}. "
+        "A person in several records counts as several."
     )
     if REPLACE not in declared:
         return added
