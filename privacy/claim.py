@@ -9,7 +9,7 @@ from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.events import Composed
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi.privacy.terms import Terms
+from secure_fvi.privacy.terms import ADD_OR_REMOVE, Terms
 
 #: Beyond this epsilon the guarantee is void, and the tighter accountant not worth its time.
 _MEANINGFUL = 100.0
@@ -36,10 +36,12 @@ def description(by_phase: Mapping[str, Terms], noise: NoiseSource) -> dict[str, 
     settings = terms.settings
     distributed = settings.noise == "distributed"
     public = ["number of silos", "silos that answered"]
+    by_record = settings.unit == "record" and terms.adjacency == ADD_OR_REMOVE
     if isinstance(settings, RecordDP) and settings.public_counts:
         public.append("number of records")
     return {
         "adjacency": terms.adjacency,
+        **({"record": terms.record} if by_record else {}),
         "noise": settings.noise,
         "mechanism": "skellam" if terms.resolution else "gaussian",
         "noise_multiplier": terms.noise_multiplier,

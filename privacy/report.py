@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -110,7 +110,7 @@ def make_report(of: Account) -> Report:
         data_set=of.data_set,
         silo=of.silo,
         unit=of.budget.unit,
-        adjacency=adjacency(of.budget.unit, {record.job.description.get("adjacency") for record in of.jobs}),
+        adjacency=adjacency(of.budget.unit, [record.job.description for record in of.jobs]),
         jobs=jobs,
         epsilon=of.epsilon,
         delta=of.budget.delta,
@@ -229,17 +229,19 @@ _ALWAYS = (
 )
 
 
-def adjacency(unit: str, declared: Collection[object] = ()) -> str:
-    """What neighbouring data sets are, for jobs that `declared` these adjacencies."""
+def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What neighbouring data sets are, for jobs that are `described` so in the ledger."""
+    declared = {about.get("adjacency") for about in described}
     if unit == "silo":
         return "Two federations are neighbours if one has one institution more, with everything in it."
     replaced = (
         "Two data sets are neighbours if the values that this institution holds of one person differ: its columns, or "
         "the response. Who is in the data is known to all institutions."
     )
+    records = sorted({str(about["record"]) for about in described if "record" in about}) or ["a row or a group of rows"]
     added = (
-        "Two data sets are neighbours if one has one record more: one individual with all of its rows. "
-        "A person entered twice counts as two."
+        f"Two data sets are neighbours if one has one record more: {' or, by job, '.join(records)}. "
+        "A person in several records counts as several."
     )
     if REPLACE not in declared:
         return added

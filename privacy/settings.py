@@ -57,7 +57,8 @@ def _check_scale(name: str, value: float, least: float = _LEAST, most: float = _
 
 @dataclass(frozen=True, kw_only=True)
 class RecordDP(DP):
-    """The unit is a record: an individual with all its rows and its own latent variables.
+    """The unit is a record with its own latent variables: a row of the data, or all rows that the model's group calls
+    one (`FederatedModel.group`, the record of a formula); an individual where that is what it stands for.
 
     objective_share: share of the squared sensitivity spent on releasing the bound (0: it is not released), of which
     each record's term is cut to +- objective_bound nats. public_counts: the numbers of records are declared

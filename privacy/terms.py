@@ -53,6 +53,7 @@ class Terms:
     extent: Extent
     resolution: int  # lattice steps a clipping norm; 0 off the lattice
     adjacency: str = ADD_OR_REMOVE
+    record: str = "one row of the data"  # what one record is, in words
 
     @property
     def releases(self) -> int:

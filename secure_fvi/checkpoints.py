@@ -74,8 +74,27 @@ class FolderCheckpoints:
     def __init__(self, directory: Path, seconds: float, begun: Begun | None = None) -> None:
         self.directory, self.seconds, self.begun = directory, seconds, begun
 
+    def check(self) -> None:
+        """Before anything is charged: raise InputError where the folder has a run that was begun with something else
+        than `begun`, and warn of one that does not say."""
+        latest = self.directory / _LATEST
+        if self.begun is None or not latest.exists():
+            return
+        first = min((self.directory / latest.read_text()).glob("*.safetensors"))  # by name: what it was begun with
+        with safe_open(first, framework="pt") as file:
+            metadata = file.metadata()
+        if metadata["party"] == _BEGUN:
+            _check_same(_put_together(json.loads(metadata["state"]), {}), self.begun, self.directory)
+            return
+        warnings.warn(
+            f"the checkpoint in {self.directory} does not say what its run was begun with, as those of older versions: "
+            "that it had these data, this model and these options is not checked",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
+
     def load(self, templates: Mapping[str, Any]) -> dict[str, Any] | None:
-        return load_checkpoint(self.directory, templates, self.begun)
+        return load_checkpoint(self.directory, templates)
 
     def save(self, round_: int, parties: Mapping[str, Any]) -> None:
         begun = {} if self.begun is None else {_BEGUN: dict(self.begun)}
@@ -135,38 +154,27 @@ def latest_round(directory: Path) -> int | None:
     return int(latest.read_text().removeprefix("round-").removesuffix(_PHASE)) if latest.exists() else None
 
 
-def load_checkpoint(directory: Path, templates: Mapping[str, Any], begun: Begun | None = None) -> dict[str, Any] | None:
+def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, Any] | None:
     """States by party, shaped like `templates`; None when there is no checkpoint.
 
-    Raises InputError when the checkpoint belongs to other parties, another configuration, or a run that was begun with
-    something else than `begun`. Warns of one that does not say.
+    Raises InputError when the checkpoint belongs to other parties or another configuration.
     """
     latest = directory / _LATEST
     if not latest.exists():
         return None
-    states, said = {}, None
+    states = {}
     for path in sorted((directory / latest.read_text()).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
         party = metadata["party"]
-        if party == _BEGUN:  # the first by name: of another run nothing else fits either
-            said = _put_together(json.loads(metadata["state"]), {})
-            if begun is not None:
-                _check_same(said, begun, directory)
+        if party == _BEGUN:
             continue
         if party not in templates:
             raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
         states[party] = _like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
     if states.keys() != templates.keys():
         raise InputError(f"the checkpoint in {directory} is of another set of silos")
-    if said is None and begun is not None:
-        warnings.warn(
-            f"the checkpoint in {directory} does not say what its run was begun with, as those of older versions: that "
-            "it had these data, this model and these options is not checked",
-            SecureFVIWarning,
-            stacklevel=2,
-        )
     return states
 
 

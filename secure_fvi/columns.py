@@ -37,7 +37,7 @@ from secure_fvi.building import check_common, derived_secret, device_named, numb
 from secure_fvi.compiled import choose_mode
 from secure_fvi.contracts import check_predictor, check_predictor_at_silo
 from secure_fvi.disclosure import disclose
-from secure_fvi.driving import Options, Parties, Run, books_of
+from secure_fvi.driving import Options, Parties, Run, books_of, goes_on
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Shared, as_tensor, data_columns, is_array
@@ -149,12 +149,7 @@ def column_parties(
     bare, noise = algorithm.program(problem), NoiseSource(options["noise_key"])
     disclosed.of_program(bare.tables, {p: t for p, t in bare.terms.items() if p in bare.tables}, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, bare.terms).local_parties(ordered)
-    books = books_of(options)
-    guards = build_guards(ordered, bare.tables, bare.terms, algorithm.name, books, noise)
-    if bare.terms and algorithm.response == "private":
-        holder = build_guards((RESPONSE_HOLDER,), *bare.of_holder(), algorithm.name, books, noise)
-        guards = guards._replace(holder=holder)
-    built: dict[str, Silo] = {}
+    views: dict[str, tuple[Any, VerticalView]] = {}
     shared: dict[Any, ColumnsProgram] = {}
     for name, program in zip(names, programs, strict=True):
         owner = b"silo/" + name.encode()
@@ -168,12 +163,16 @@ def column_parties(
             shared[key] = algorithm.program(problem, predictor)
         if not bare.terms:
             check_predictor_at_silo(shared[key].predictor, rows, name)
-        view, silo_program = _view(name, rows, seen, secret), shared[key]
-        released = guards.released(name)
-        built[name] = Silo(name, silo_program, view, silo_sums[name], guards.gates[name], released=released)
+        views[name] = shared[key], _view(name, rows, seen, secret)
+    books, on = books_of(options, bool(bare.terms)), goes_on(options)
+    guards = build_guards(ordered, bare.tables, bare.terms, algorithm.name, books, noise, going_on=on)
+    if bare.terms and algorithm.response == "private":
+        holder = build_guards((RESPONSE_HOLDER,), *bare.of_holder(), algorithm.name, books, noise, going_on=on)
+        guards = guards._replace(holder=holder)
+    built = {n: Silo(n, *views[n], silo_sums[n], guards.gates[n], released=guards.released(n)) for n in ordered}
     gate = guards.holder.gates[RESPONSE_HOLDER] if guards.holder is not None else None
     server = Server(problem, algorithm.program(problem, Held(known, gate)), server_sum, noise)
-    return Parties(server, LocalEngine({n: built[n] for n in ordered}), guards)
+    return Parties(server, LocalEngine(built), guards)
 
 
 def _check_aligned(columns: Mapping[str, Params], people: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypedDict, Type
 import torch
 
 from secure_fvi.algorithms.base import Step
-from secure_fvi.checkpoints import Begun, Checkpoints, FolderCheckpoints
+from secure_fvi.checkpoints import Begun, Checkpoints, FolderCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
@@ -20,6 +21,8 @@ from secure_fvi.guarding import Books, Guards
 from secure_fvi.options import Count, NotNegative, Says, checked
 from secure_fvi.server import Server
 
+#: In a folder of checkpoints, of a private run for which nobody named a ledger.
+_LEDGER = "ledger.sqlite"
 _OBJECTIVE_ROUNDS = 200  # the reported bound is the mean over so many last rounds
 R = TypeVar("R")
 E = TypeVar("E", bound=Transport)
@@ -46,7 +49,8 @@ class Options(TypedDict, total=False):
     resume: bool
     """Go on where the folder says that the run was."""
     books: Books | None
-    """Where a job under privacy is charged; None counts in memory, for this run alone."""
+    """Where a job under privacy is charged; without a ledger's path in `checkpoint_dir`, where there is one, and in
+    memory otherwise, for this run alone."""
     noise_key: bytes | None
     """For tests: what noise and batches under privacy follow from, in place of the operating system."""
 
@@ -67,9 +71,26 @@ def complete(given: Options) -> Options:
     return {**DEFAULTS, **checked(Options, given)}  # type: ignore[typeddict-item]
 
 
-def books_of(options: Options) -> Books:
-    """Where a run of complete `options` is charged."""
-    return options["books"] or Books()
+def books_of(options: Options, private: bool) -> Books:
+    """Where a run of complete `options` is charged: one that is kept needs a ledger, which outlives its process too.
+
+    Raises InputError where a run that begins anew would find the ledger of the one before it."""
+    books = options["books"] or Books()
+    folder = _folder(options) if private and books.path is None else None
+    if folder is None:
+        return books
+    if not options["resume"] and (folder / _LEDGER).exists():
+        raise InputError(
+            f"checkpoint_dir '{folder}' holds a private run and what it was charged: go on with it by resume=True, or "
+            "give another folder"
+        )
+    return dataclasses.replace(books, path=folder / _LEDGER)
+
+
+def goes_on(options: Options) -> bool:
+    """Whether a run of complete `options` goes on from a checkpoint."""
+    folder = options["checkpoint_dir"]
+    return options["resume"] and folder is not None and latest_round(Path(folder)) is not None
 
 
 class Parties(NamedTuple, Generic[E]):
@@ -199,9 +220,15 @@ class Run(Generic[R]):
         )
 
 
-def kept_in(options: Options, begun: Callable[[], Begun] | None = None) -> Checkpoints | None:
+def kept_in(options: Options, begun: Callable[[], Begun]) -> FolderCheckpoints | None:
     """The checkpoints that `options` ask for, of a run that is begun with `begun()`. Raises InputError for what cannot
     be a folder."""
+    where = _folder(options)
+    return None if where is None else FolderCheckpoints(where, options["checkpoint_seconds"], begun())
+
+
+def _folder(options: Options) -> Path | None:
+    """`checkpoint_dir`, made where it is not there."""
     folder = options["checkpoint_dir"]
     if options["resume"] and folder is None:
         raise InputError("resume needs checkpoint_dir, the folder that the run was kept in")
@@ -214,7 +241,7 @@ def kept_in(options: Options, begun: Callable[[], Begun] | None = None) -> Check
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"checkpoint_dir {folder!r}: {error.strerror}") from None
-    return FolderCheckpoints(where, options["checkpoint_seconds"], begun and begun())
+    return where
 
 
 class _Done(NamedTuple):

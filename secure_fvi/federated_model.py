@@ -65,7 +65,8 @@ class FederatedModel:
 
     `group`: the column by which rows are one record, of any number (visits of a patient). `fn` then gets every other
     column as (N, M, ...), 0 where there is no row, and `present` (N, M), 1 where there is one and 0 elsewhere, with
-    which it masks what it observes. M: `most_rows`, or that of the largest record where all silos are in one process.
+    which it masks what it observes. M: `most_rows`, or that of the largest record where all silos are in one process
+    and nothing is private.
     """
 
     fn: Callable[..., Any]
@@ -87,6 +88,25 @@ class FederatedModel:
     def default_algorithm(self) -> Any:
         """What fits it where nobody says otherwise; None: as `fit` has it."""
         return None
+
+    @property
+    def record(self) -> str:
+        """What one record is, for the claim of a private run."""
+        return "one row of the data" if self.group is None else f"all rows of one '{self.group}' at one silo"
+
+    @property
+    def undeclared(self) -> str | None:
+        """The option by which shapes would be said that are taken from data otherwise; None where there are none."""
+        return "most_rows=M" if self.group is not None and self.most_rows is None else None
+
+    def check_declared(self, privacy: object) -> None:
+        """Raise InputError where a private run would take a shape from data: who sees it in a message or in a result
+        can tell whether the record with most rows is there."""
+        if privacy is not None and (option := self.undeclared) is not None:
+            raise InputError(
+                f"under privacy the numbers of rows and groups that shapes follow from are said beforehand, not looked "
+                f"up in the data: give the model {option}, as large as they may become"
+            )
 
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
         """Each silo's data as `fn` takes them: records that are groups of rows laid out. Raises DataError."""

@@ -25,12 +25,12 @@ from secure_fvi.columns import Columns, VerticalResult, column_parties, column_r
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
-from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, kept_in
+from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, goes_on, kept_in
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
-from secure_fvi.guarding import build_guards, silo_secret, strong_enough, warn_of_large_delta
+from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
@@ -102,10 +102,24 @@ def run(
         algorithm = getattr(model, "default_algorithm", None) or SFVI()
     seed = checked(_Arguments, {"algorithm": algorithm, "privacy": privacy, "seed": seed})["seed"]
     if isinstance(model, FederatedModel):  # once: tables are large
+        model.check_declared(privacy)
         names, _ = named_silos(options.get("silo_ids"), _count(silos))
         silos = list(model.prepared(dict(zip(names, silos, strict=True))).values())
     sums = aggregation if aggregation is not None else Masked()
     given = complete(_of_run(options))
+
+    def begun() -> Begun:
+        names, _ = named_silos(options.get("silo_ids"), len(silos))
+        told = {"seed": repr(seed), "dtype": str(given["dtype"]), "silos": ", ".join(sorted(names))}
+        told |= {"model": text_of(model), "record_ids": text_of(options.get("record_ids"))}
+        if privacy is not None:  # never the key
+            told["noise"] = NoiseSource(given["noise_key"]).status
+        told |= options_of("algorithm", algorithm) | options_of("aggregation", sums) | options_of("privacy", privacy)
+        return told | {f"data of silo '{name}'": text_of(data) for name, data in zip(names, silos, strict=True)}
+
+    kept = kept_in(given, begun) if given["resume"] else None
+    if kept is not None:
+        kept.check()
     parties = build_parties(model, silos, algorithm, sums, seed, privacy, **options)
     threads = given["threads"]
     if threads == "auto":
@@ -117,16 +131,9 @@ def run(
             return column_result(done, algorithm, sums)
         return result_of(done.server, done.engine, algorithm, sums, done)
 
-    def begun() -> Begun:
-        names, _ = named_silos(options.get("silo_ids"), len(silos))
-        told = {"seed": repr(seed), "dtype": str(given["dtype"]), "silos": ", ".join(sorted(names))}
-        told |= {"model": text_of(model), "record_ids": text_of(options.get("record_ids"))}
-        told |= options_of("algorithm", algorithm) | options_of("aggregation", sums) | options_of("privacy", privacy)
-        return told | {f"data of silo '{name}'": text_of(data) for name, data in zip(names, silos, strict=True)}
-
     return Run(
-        parties, algorithm.most_rounds, conclude, kept_in(given, begun),
-        resume=given["resume"], block=books_of(given).block, threads=threads, began=began,
+        parties, algorithm.most_rounds, conclude, kept or kept_in(given, begun),
+        resume=given["resume"], block=(given["books"] or Books()).block, threads=threads, began=began,
     )  # fmt: skip
 
 
@@ -216,6 +223,7 @@ def build_parties(
         return column_parties(model, names, silos, algorithm, aggregation, seed, privacy, of)
     rows: Mapping[str, Data] = dict(zip(names, silos, strict=True))
     if isinstance(model, FederatedModel):
+        model.check_declared(privacy)
         rows = model.prepared(rows)
     return _row_parties(model, rows, record_ids, algorithm, aggregation, seed, privacy, of)
 
@@ -236,8 +244,11 @@ def _row_parties(
     disclosed = disclosed.of_program(program.tables, terms, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
-    guards = build_guards(ordered, program.tables, terms, algorithm.name, books_of(of), noise, disclosed.rows)
     ids = _record_ids(names, [records for _, records in read.values()], record_ids)
+    books = books_of(of, bool(terms))
+    guards = build_guards(
+        ordered, program.tables, terms, algorithm.name, books, noise, disclosed.rows, going_on=goes_on(of)
+    )
     silo_program = algorithm.silo(problem)  # one for all silos, so that they share traces; it holds no data
     built = {}
     for name in ordered:
@@ -312,7 +323,8 @@ def result_of(
             "elbo_sd": number_or_none(tail.std()),
             **metrics,
             "records": server.state.records,
-            "execution": problem.mode,
+            # By the size of the data, where it was left to the run.
+            "execution": problem.mode if problem.privacy is None else None,
         },
         aggregation={
             "kind": aggregation.kind,

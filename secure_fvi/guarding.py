@@ -14,7 +14,7 @@ from typing import NamedTuple
 from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.base import BlockTable, SecureSum
 from secure_fvi.aggregation.store import SqliteStore
-from secure_fvi.errors import BudgetError, SecureFVIWarning
+from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
 from secure_fvi.options import Count, check
 from secure_fvi.privacy.accounting import smallest_budget
 from secure_fvi.privacy.claim import description
@@ -31,7 +31,8 @@ from secure_fvi.privacy.witness import Witness
 class Books:
     """Where a job is charged.
 
-    path: the ledger's file; None keeps count in memory for this run alone. data_set: the id under which each silo's
+    path: the ledger's file; None stands for one in the folder that the run is kept in, and where it is kept nowhere for
+    a count in memory, of this run alone. data_set: the id under which each silo's
     policy knows the population; its budget holds across jobs, and where none was set the job brings its own. job: the
     job's id; a job that goes on after a crash has the same one. block: releases reserved by one durable row, and
     rounds between two checkpoints; a crash loses what is left of a block.
@@ -110,9 +111,11 @@ def build_guards(
     books: Books,
     noise: NoiseSource,
     rows_of_silos: bool = False,
+    going_on: bool = False,
 ) -> Guards:
     """One gate a silo. Raises BudgetError, and charges nothing, where the budget of any silo does not hold the job.
-    rows_of_silos: as the job's disclosure says (see `Gate`)."""
+    rows_of_silos: as the job's disclosure says (see `Gate`). going_on: the job has rounds behind it, which its ledger
+    must know of; raises InputError where it does not."""
 
     def gate(silo: str, charge: Charge | None) -> Gate:
         return Gate(silo, tables, terms, charge, noise, silos=silos, rows_of_silos=rows_of_silos)
@@ -122,7 +125,11 @@ def build_guards(
     if books.path is None:
         return Guards({silo: gate(silo, _in_memory(terms)) for silo in silos})
     job, own_budget = declared_job(books.job, books.data_set, terms, algorithm, noise)
-    ledgers = {silo: Ledger.open(books.path, silo, create=True) for silo in silos}
+    if going_on and not books.path.exists():
+        raise InputError(_unknown(books))
+    ledgers = {silo: Ledger.open(books.path, silo, create=not going_on) for silo in silos}
+    if going_on and any(books.job not in ledger.chain.jobs for ledger in ledgers.values()):
+        raise InputError(_unknown(books))
     countersign(books.path, ledgers)
     for ledger in ledgers.values():
         ledger.check_job(job, default_budget=own_budget)
@@ -131,6 +138,13 @@ def build_guards(
     }
     gates = {silo: gate(silo, jobs[silo].charge) for silo in silos}
     return Guards(gates, tuple(jobs.values()), ledgers, books.path)
+
+
+def _unknown(books: Books) -> str:
+    return (
+        f"the ledger '{books.path}' knows nothing of job '{books.job}', which has rounds behind it; resume with the "
+        "books that it was charged to, or begin anew in another folder"
+    )
 
 
 def declared_job(

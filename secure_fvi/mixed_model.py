@@ -397,6 +397,17 @@ class MixedModel(FederatedModel):
         """Whether records have any: effects that are not integrated out."""
         return any(t.place == "record" for t in self.of.terms) and not self.fn.integrated  # type: ignore[attr-defined]
 
+    @property
+    def record(self) -> str:
+        label = next((t.of.label for t in self.of.terms if t.place == "record"), None)
+        return "one row of the data" if label is None else f"all rows of one '{label}' at one silo"
+
+    @property
+    def undeclared(self) -> str | None:
+        needed = ["rows" if t.place == "record" else t.of.label for t in self.of.terms if t.place != "global"]
+        lacking = [f"'{label}': M" for label in needed if label not in self.of.most]
+        return f"most={{{', '.join(lacking)}}} (model.options.most of a configuration)" if lacking else None
+
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
         """Tables (dicts of columns, pandas, polars, Arrow, or coded ones) as the program takes them. Raises DataError,
         which names the silo, the column and the rows, and InputError where two silos hold the same rows."""
@@ -531,9 +542,9 @@ def glmm(
     `dictionary`: what all parties know of the columns, the path of its file, or a dict of columns. `shared`, `local`:
     columns that name groups of several silos, or other groups at each under the same names. `record`: the group
     that is a record, for sums and for privacy. `missing`: "refuse" rows with a gap, or "drop" them. `most`: "rows" of a
-    record and groups of a silo, by label, at most; needed where parties do not share a process. `priors`: by
-    coefficient (mean, sd) in the user's units, and "sd_<group>", "sigma" (scales of half-t(3)), "lkj". Raises
-    InputError.
+    record and groups of a silo, by label, at most; needed under privacy, or where parties do not share a
+    process. `priors`: by coefficient (mean, sd) in the user's units, and "sd_<group>", "sigma" (scales of half-t(3)),
+    "lkj". Raises InputError.
     """
     if dictionary is None:
         raise InputError("glmm needs the job's dictionary: columns are coded from it, never from data")
@@ -895,7 +906,7 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
     counted = () if records is None else (f"{records:g} records (a record is a {label}), over all silos",)
     foot = (
         *counted,
-        *_counted(of),
+        *(_counted(of) if result.privacy is None else ()),
         *_by_prior(of, lines),
         f"{state} after {result.rounds} rounds: {result.convergence['reason']}",
     )

@@ -34,6 +34,10 @@ from secure_fvi.results import ELSEWHERE, FORMAT, Result, SitePosterior, SitePos
 from secure_fvi.summary import weighted_moments
 from secure_fvi.trees import part
 
+#: What reading a file made to be too large or too deep raises, beside errors of values.
+_TOO_LARGE = (RecursionError, OverflowError, MemoryError)
+#: In one record of the data that a model is traced with.
+_MOST_NUMBERS = 1 << 24
 _DTYPES = {str(d): d for d in (
     torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool,
 )}  # fmt: skip
@@ -90,9 +94,9 @@ def load(
         )
     except FileNotFoundError:
         raise InputError(f"'{directory}' holds no posterior.safetensors beside its result.json") from None
-    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError, *_TOO_LARGE):
         raise InputError(f"'{directory}' is damaged: {path.name} or result.json is not as it was written") from None
     _check_moments(directory, result, given=model is not None)
     return result
@@ -114,7 +118,7 @@ def _read_json(directory: Path) -> dict[str, Any]:
         raise InputError(f"'{directory}' holds no run: there is no result.json")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, *_TOO_LARGE):  # UnicodeDecodeError is one
         raise InputError(f"{path}: damaged: no JSON") from None
     if not isinstance(found, dict):
         raise InputError(f"{path}: damaged: no table")
@@ -136,7 +140,7 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
         family = LowRank(n, eta["factor"].shape[1])
     else:
         family = global_family(name, n)
-    shapes = {k: v.shape for k, v in family.init(loc).items()}
+    shapes = {k: v.shape for k, v in family.init(loc.to("meta")).items()}  # no memory before they are compared
     if name == "auto" or {k: v.shape for k, v in eta.items()} != shapes or loc.dim() != 1:
         raise ValueError
     posterior = Posterior(family, eta, theta)
@@ -166,9 +170,11 @@ def _problem(
     saved = found["saved"]
     dtype = _DTYPES[saved["dtype"]]
     fields = tuple((name, tuple(shape), _DTYPES[kind]) for name, shape, kind in saved["fields"])
+    if sum(math.prod(shape) for _, shape, _ in fields) > _MOST_NUMBERS:  # made data of a few records are traced
+        raise ValueError
     loc, theta, silos = posterior.eta["loc"], posterior.theta, tuple(sorted(found["silos"]))
-    zeros = loc.new_zeros(2, layout.size("record"))
-    start = Start(loc, loc.new_zeros(layout.size("silo")), zeros, theta)
+    zero = loc.new_zeros(())  # seen as many times as the file says, without memory for it
+    start = Start(loc, zero.expand(layout.size("silo")), zero.expand(2, layout.size("record")), theta)
     if model is None:
         if shared is not None:
             raise InputError("shared is for a model; give both")

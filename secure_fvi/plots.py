@@ -50,7 +50,8 @@ def marginal_panels(
                 x, y = reference[name]["x"], reference[name]["density"]
                 axis.fill_between(x, y, color=_REFERENCE, alpha=0.45, lw=0, label=reference_name)
             axis.plot(run[name]["x"], run[name]["density"], color=_RUN, lw=1.8, label="federated run")
-            axis.set(title=name, yticks=[], ylim=(0, None))
+            axis.set_title(name, parse_math=False)  # a name is what somebody wrote
+            axis.set(yticks=[], ylim=(0, None))
             axis.spines["left"].set_visible(False)
             axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(4))
         for axis in axes.flat[len(names) :]:
@@ -104,7 +105,7 @@ def errors(rows: Sequence[ComparisonRow]) -> Figure:
         axis.axvspan(-0.15, 0.15, color=_REFERENCE, alpha=0.25, lw=0)
         axis.axvline(0, color=_MUTED, lw=0.8)
         axis.scatter([row.error for row in shown], positions, color=_RUN, s=28, zorder=3)
-        axis.set_yticks(list(positions), [row.label for row in shown])
+        axis.set_yticks(list(positions), [row.label for row in shown], parse_math=False)
         axis.invert_yaxis()
         reach = max(0.3, *(1.15 * abs(row.error) for row in shown))
         axis.set(xlim=(-reach, reach), xlabel="error of the mean in reference sds (band: 0.15)")

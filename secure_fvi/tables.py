@@ -46,6 +46,12 @@ MEMORY, SECONDS = "2GB", 600
 #: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
 _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _FUNCTIONS = {"unnest", "range", "generate_series"}
+#: Functions of a value that tell of DuckDB's own state, or change it; and what its own views' names begin with.
+_OF_ITSELF = {
+    "current_setting", "current_query", "current_database", "current_catalog", "current_schema", "current_schemas",
+    "current_user", "session_user", "user", "version", "getenv", "getvariable", "write_log", "nextval", "currval",
+}  # fmt: skip
+_OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
 #: Rows that a message names.
 _NAMED = 5
@@ -481,18 +487,22 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
         raise InputError(f"{only}; this is something else")
     parts = list(_parts(tree))
     own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
-    allowed = {name.lower() for name in {*known, *own}}
+    given, own = {name.lower() for name in known}, {name.lower() for name in own}
+    named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
     for part in parts:
         kind = part.get("type")
         if isinstance(kind, str) and kind.endswith("_NODE") and kind not in _NODES:
             raise InputError(f"{only}; this holds {kind.removesuffix('_NODE').replace('_', ' ')}")
+        if kind == "SHOW_REF" or str(part.get("function_name")).lower() in _OF_ITSELF:
+            raise InputError(f"{only}; this asks about DuckDB itself")
         if kind == "TABLE_FUNCTION":
             function = part.get("function", {}).get("function_name", "")
             if function not in _FUNCTIONS:
                 raise InputError(f"{only}; this reads from the function '{function}'")
         if kind == "BASE_TABLE":
             named = part["qualified_name"]["path"]
-            if named[0].lower() not in allowed:
+            first = named[0].lower()  # the name of a CTE is no schema, and stands for nothing outside its scope
+            if first not in given and (len(named) > 1 or first not in named_here):
                 raise InputError(f"{only}; this reads from '{'.'.join(named)}' (known: {', '.join(known)})")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -811,3 +812,67 @@ def test_gaps_are_left_out_where_one_place_says_so(tmp_path: Path) -> None:
         federate(
             parse_config({"model": said, "silo": [{**own, "dictionary": str(tmp_path / "months.toml")}]}, "a test")
         )
+
+
+# ---- under privacy ----
+
+
+def _seen(model: sf.FederatedModel, silos: Any) -> tuple[Any, Any]:
+    """What all parties see of the shapes of data, and what a private run claims."""
+    result = sf.fit(
+        model, silos, sf.SFVI(iterations=2), sf.Masked(), privacy=sf.RecordDP(epsilon=0.1, delta=1e-6), compile=False,
+    )  # fmt: skip
+    problem = result.problem
+    return (problem.schema.fields, [s.shape for s in problem.layout.sites]), result.privacy
+
+
+def _neighbours(name: str) -> list[list[dict[str, Any]]]:
+    """Three silos of eight patients with two visits each in two wards, without and with one more patient, of five
+    visits in a ward of its own."""
+    out = []
+    for extra in (0, 5):
+        patients, wards = [*np.repeat(np.arange(8), 2), *[9] * extra], [*np.tile([0, 1], 8), *[2] * extra]
+        y = np.linspace(-1.0, 1.0, len(patients))
+        first: dict[str, Any] = {name: patients, "ward": wards, "y": y}
+        others = [{n: values[:16] for n, values in first.items()} | {"y": y[:16] + k} for k in (1, 2)]
+        out.append([first, *others])
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+def test_no_shape_of_a_private_run_is_looked_up_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One patient of many visits, in a ward of its own, stands in the shapes that all see. A private run is refused
+    until these are said; with them neighbours have the same. The control looks them up, as runs without privacy do."""
+    dictionary = Dictionary({"y": Column("number", low=-4, high=4), "p": Column("id"), "ward": Column("id")})
+
+    def formula(**more: Any) -> sf.FederatedModel:
+        return sf.glmm("y ~ 1 + (1 | ward) + (1 | p)", dictionary=dictionary, **more)
+
+    def grouped(**more: Any) -> sf.FederatedModel:
+        return sf.FederatedModel(levels, "patient", group="p", **more)
+
+    for make, words, said, record in (
+        (formula, "'ward': M, 'rows': M} (model.options.most", {"most": {"rows": 6, "ward": 3}}, "one 'p' at one silo"),
+        (grouped, "give the model most_rows=M", {"most_rows": 6}, "one 'p' at one silo"),
+    ):
+        without, with_one = _neighbours("p")
+        if make is grouped:
+            without, with_one = ([{n: np.asarray(s[n]) for n in ("p", "y")} for s in of] for of in (without, with_one))
+        with pytest.raises(InputError, match=re.escape(words)) as raised:
+            _seen(make(), without)
+        assert "\n" not in str(raised.value)
+        shapes, claim = _seen(make(**said), without)
+        assert shapes == _seen(make(**said), with_one)[0]
+        assert record in claim["record"]
+        with monkeypatch.context() as patch:
+            patch.setattr(sf.FederatedModel, "check_declared", lambda self, privacy: None)
+            assert _seen(make(), without)[0] != _seen(make(), with_one)[0]
+
+
+def levels(y: torch.Tensor, present: torch.Tensor) -> None:
+    import pyro
+    from pyro.distributions import Normal
+
+    level = pyro.sample("level", Normal(0.0, 5.0))
+    with pyro.plate("patient", y.shape[0], dim=-2):
+        pyro.sample("y", Normal(level, 1.0).expand(y.shape).mask(present > 0), obs=y)

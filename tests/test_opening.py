@@ -23,6 +23,8 @@ from secure_fvi import results
 from secure_fvi.algorithms import base
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Gaussian
+from secure_fvi.families.gaussian import Full
+from secure_fvi.federated_model import Schema
 from secure_fvi.results import SitePosterior, SitePosteriors
 from secure_fvi.summary import weighted_moments
 
@@ -196,6 +198,8 @@ def _other_shape(folder: Path) -> None:
         (_edit(sites=[["tau"]]), "is damaged"),
         (_edit(posterior={"tau": 1}), "is damaged"),
         (_edit(dtype="torch.float8"), "is damaged"),
+        (_edit(theta={"a": 10**400}), "is damaged"),
+        (lambda f: (f / "result.json").write_text("[" * 200_000), "damaged: no JSON"),
         (_cut("result.json", 0.7), "damaged: no JSON"),
         (_cut("result.json", 0.0), "damaged: no JSON"),
         (_cut("posterior.safetensors", 0.9), "is damaged"),
@@ -212,6 +216,37 @@ def test_what_is_no_finished_run_is_refused_in_one_line(folder: Path, spoil: Any
     with pytest.raises(sf.InputError, match=words) as raised:
         sf.load(folder)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("role", ["silo", "record"])
+def test_sizes_that_a_file_names_take_no_memory(folder: Path, role: str) -> None:
+    """A petabyte of latents that were never in the folder. The control: no machine has it."""
+    with pytest.raises(RuntimeError):
+        torch.zeros(10**15)
+    found = json.loads((folder / "result.json").read_text())
+    _edit(sites=[*found["saved"]["sites"], ["z", role, [10**15], 0, 0, "Real()"]])(folder)
+    assert sf.load(folder).sample(3)["tau"].shape == (3,)
+
+
+def test_shapes_are_compared_before_anything_of_them_is_made(
+    folder: Path, fitted: sf.Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a family of so many sites would hold, and records that a model would be traced with: of a file that fits,
+    the control, the former is made where it takes no memory, and none of the latter is beyond a limit."""
+    seen: list[str] = []
+    init = Full.init
+
+    def noted(family: Full, loc: Tensor) -> Any:
+        seen.append(loc.device.type)
+        return init(family, loc)
+
+    monkeypatch.setattr(Full, "init", noted)
+    sf.load(folder, several, shared={"groups": 2})
+    assert seen == ["meta"]
+    _edit(fields=[["x", [], "torch.float64"], ["y", [10**12], "torch.float64"]])(folder)
+    monkeypatch.setattr(Schema, "dummy_rows", lambda *_: pytest.fail("made"))
+    with pytest.raises(sf.InputError, match="is damaged"):
+        sf.load(folder, several, shared={"groups": 2})
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

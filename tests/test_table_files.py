@@ -386,6 +386,19 @@ def _attacks(here: Path) -> dict[str, str]:
         "explain": f"EXPLAIN ANALYZE COPY (SELECT 1) TO '{made}.csv'",
         "prepared": "PREPARE p AS SELECT 1",
         "the settings": "SELECT * FROM duckdb_settings()",
+        "the settings, one by one": "SELECT current_setting('threads') AS x FROM data",
+        "the settings by a CTE of another scope": (
+            "SELECT * FROM (WITH pg_catalog AS (SELECT 1 AS z) SELECT * FROM pg_catalog) a, pg_catalog.pg_settings b"
+        ),
+        "what is attached by a CTE of another scope": (
+            "SELECT * FROM (WITH duckdb_databases AS (SELECT 1 AS z) SELECT 2) a, duckdb_databases b"
+        ),
+        "the tables by a CTE of another scope": (
+            "SELECT * FROM (WITH information_schema AS (SELECT 1 AS z) SELECT 2) a, information_schema.tables b"
+        ),
+        "the columns": "SELECT * FROM (DESCRIBE data)",
+        "the tables": "SELECT * FROM (SHOW TABLES)",
+        "the log": "SELECT write_log('x') AS x FROM data",
         "a variable of this process": "SELECT * FROM python_variable",
         "an extension": f"LOAD '{made}.duckdb_extension'",
         "an extension from afar": "INSTALL httpfs",

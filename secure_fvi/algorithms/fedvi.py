@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.base import PRIVATE, Broadcast, LocalFit, Posterior, Problem, SiloView, Step, Verdict
-from secure_fvi.algorithms.fedavg import FedAvgProgram, FedAvgState, averaged_sums
+from secure_fvi.algorithms.fedavg import RECORDS, FedAvgProgram, FedAvgState, averaged_sums
 from secure_fvi.algorithms.kit import Totals
 from secure_fvi.compiled import Traced
 from secure_fvi.disclosure import Declaration
@@ -41,8 +41,9 @@ from secure_fvi.trees import Params, take
 IntArray = npt.NDArray[np.int64]
 #: Totals of a round: sum over clients of n_k x the query's mean negative log-likelihood, and of KL(q(beta_k) || r).
 DISTORTION, RATE = "distortion", "rate"
-#: Standard errors by which the objective of the last quarter of the rounds may lie above the quarter before it.
-_LEVEL = 3.0
+#: The objective of the last quarter of the rounds is level with the best one before it if they differ by less than so
+#: many nats a record, `_SURE` standard errors of the difference included. A quarter has `_LEAST` rounds at least.
+_LEVEL, _SURE, _LEAST = 0.02, 3.0, 4
 #: Steps of one round that have random numbers of their own: three draws each.
 _MOST_STEPS = 2**16
 
@@ -127,7 +128,7 @@ class FedVIState(NamedTuple):
     """The server's state. All of it follows from broadcasts and totals."""
 
     average: FedAvgState
-    objectives: Tensor  # (rounds,) float64, nats; NaN for rounds to come and where it is not released
+    objectives: Tensor  # (rounds,) float64, nats a record; NaN for rounds to come and where it is not released
 
 
 class _Half(NamedTuple):
@@ -183,7 +184,8 @@ class FedVIProgram(FedAvgProgram):
         average, step = super().step(state.average, message, sums, scale)
         objectives = state.objectives.clone()
         if average.round > state.average.round:
-            objectives[average.round - 1] = step.objective
+            records = scale * float(sums[RECORDS]) if average.reported else math.nan
+            objectives[average.round - 1] = step.objective / records
         return FedVIState(average, objectives), step
 
     def posterior(self, state: Any) -> Posterior:
@@ -209,26 +211,40 @@ class FedVIProgram(FedAvgProgram):
         )
 
     def verdict(self, state: Any) -> Verdict:
-        """Of the objective of the last rounds. Where that is not released nothing is known of it."""
+        """Of the objective of the rounds. Where that is not released nothing is known of it."""
         if not state.average.reported:
             return Verdict(None, PRIVATE, {})
-        if self._level(state):
-            return Verdict(True, "the objective no longer rises: a point estimate of theta", {})
-        advice = f"raise rounds (now {self.config.rounds})"
-        return Verdict(False, f"the objective was still rising when the rounds were over; {advice}", {})
-
-    def _level(self, state: Any) -> bool:
-        """Whether the mean objective of the last quarter of the rounds lies less than 3 standard errors above the
-        quarter before."""
         if self.at_rest(state.average):
-            return True
-        done = state.objectives[: state.average.round]
-        quarter = len(done) // 4
-        if quarter < 2:
-            return False
-        late, before = done[-quarter:], done[-2 * quarter : -quarter]
-        error = ((late.var() + before.var()) / quarter).sqrt()
-        return bool(late.mean() - before.mean() < _LEVEL * error)
+            return Verdict(True, "averages have come to rest: a point estimate of theta", {})
+        change, error, apart = self._change(state)
+        numbers = {"change": change, "change_error": error}
+        details = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        if abs(change) + _SURE * error <= _LEVEL:
+            found = f"the objective is level within {_LEVEL} nats a record: a point estimate of theta"
+            return Verdict(True, found, details)
+        advice = f"raise rounds (now {self.config.rounds})"
+        clear = apart or abs(change) > _SURE * error
+        if clear and change < 0:
+            found, advice = "the objective fell", f"lower learning_rate (now {self.config.learning_rate:g})"
+        elif clear:
+            found = "the objective was still rising when the rounds were over"
+        else:
+            return Verdict(
+                False, f"not assessed: rounds too few to tell whether the objective is level; {advice}", details
+            )
+        return Verdict(False, f"{found}, by {abs(change):.3g} nats a record; {advice}", details)
+
+    def _change(self, state: Any) -> tuple[float, float, bool]:
+        """From the best earlier quarter of the rounds to the last one, of the mean objective, nats a record; its
+        standard error, infinite for rounds that are too few; and whether every round of one is better than all of the
+        other, as in a run that falls ever faster, whose trend counts as noise in that error."""
+        quarter = int(state.average.round) // 4
+        if quarter < _LEAST:
+            return math.nan, math.inf, False
+        parts = state.objectives[state.average.round - 4 * quarter : state.average.round].reshape(4, quarter)
+        late, best = parts[3], parts[int(parts[:3].mean(1).argmax())]
+        error = ((late.var() + best.var()) / quarter).sqrt()
+        return float(late.mean() - best.mean()), float(error), bool(late.max() < best.min() or late.min() > best.max())
 
     def metrics(self, state: Any) -> dict[str, float | None]:
         """Of the last round's clients, scaled to all: `objective`, minus equation (8); `distortion`, the negative

@@ -14,6 +14,7 @@ or charges anything, and a sum that protects nothing does not exist under privac
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -271,10 +272,11 @@ class Program(ABC):
     def _agreed(self, one: Sum) -> Terms:
         privacy, shared = self.problem.privacy, sum(block.size for block in one.chosen(one.protected))
         if isinstance(privacy, RecordDP):
-            extent = Extent(shared, self.hidden, int(privacy.objective_share > 0))
-        else:
-            assert isinstance(privacy, SiloDP)
-            extent = Extent(shared, 0, int(privacy.target_quantile is not None))
+            extent, record = Extent(shared, self.hidden, int(privacy.objective_share > 0)), self.problem.model.record
+            terms = agree(privacy, self.cohort_size, self.sampled, one.when.most, extent)
+            return dataclasses.replace(terms, record=record)
+        assert isinstance(privacy, SiloDP)
+        extent = Extent(shared, 0, int(privacy.target_quantile is not None))
         return agree(privacy, self.cohort_size, self.sampled, one.when.most, extent)
 
     def _table(self, phase: str, one: Sum) -> BlockTable:

@@ -705,7 +705,7 @@ class SFVIWarmProgram(Program):
         longest = max((t.extent for t in parts.values()), key=sum)
         rounds = sum(t.rounds for t in parts.values()) + settings.retries  # each phase has retries of its own
         joint = agree(settings, cohort, 1.0, rounds, longest)
-        return {phase: replace(joint, rounds=t.rounds, extent=t.extent) for phase, t in parts.items()}
+        return {phase: replace(joint, rounds=t.rounds, extent=t.extent, record=t.record) for phase, t in parts.items()}
 
     def asked(self, round_: int, phase: str) -> tuple[str, ...]:
         if phase in self._own.parts:

@@ -24,11 +24,16 @@ def exit_code(result: dict[str, Any]) -> int:
     return NOT_CONVERGED if result["converged"] is False else 0
 
 
+def _console() -> Console:
+    """Names of sites are what somebody wrote: no markup."""
+    return Console(markup=False, emoji=False)
+
+
 def print_posterior(result: dict[str, Any]) -> None:
     """The global sites of result.json."""
     state = standing(result)
     title = f"{result['algorithm']}, {result['aggregation']['kind']} sums: {result['rounds']} rounds, {state}"
-    console = Console()
+    console = _console()
     console.print(f"{title}, {result['seconds']:.0f} s", highlight=False)
     if why := reason(result):
         console.print(f"{state}: {why}", highlight=False, soft_wrap=True)
@@ -57,7 +62,7 @@ def print_comparison(comparison: dict[str, Any]) -> None:
     name = comparison["reference"].upper()
     ess = f"smallest effective sample size {comparison['ess']:.0f}"
     r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"
-    console = Console()
+    console = _console()
     console.print(f"the run beside {name} on the pooled data ({ess}{r_hat})", highlight=False, soft_wrap=True)
     table = Table()
     table.add_column("site")

@@ -158,6 +158,7 @@ def _horizontal(
             "algorithm.name = 'vertical'"
         )
     model, description = model_of(config)
+    model.check_declared(privacy)
     record_ids: tuple[Tensor, ...] | None
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)

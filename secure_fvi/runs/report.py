@@ -163,7 +163,8 @@ def _neighbours(result: dict[str, Any]) -> str:
     if not dp:
         return ""
     replaced = dp.get("adjacency") == REPLACE
-    return "replacing what one silo holds of one person" if replaced else f"adding or removing one {dp['unit']}"
+    which = f" ({dp['record']})" if "record" in dp else ""
+    return "replacing what one silo holds of one person" if replaced else f"adding or removing one {dp['unit']}{which}"
 
 
 def _source(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import warnings
 from collections.abc import Iterator
@@ -279,14 +280,37 @@ def test_records_that_do_not_fit_are_refused(fitted: sf.Result, records: dict[st
         fitted.personalise(records)
 
 
-def test_a_run_that_still_improves_says_so() -> None:
-    """On made-up objectives: rising by a standard deviation a quarter, and level; and with none released."""
+def test_only_a_run_that_is_level_has_converged() -> None:
+    """On made-up objectives a record, of 100 rounds: rising and falling by a standard deviation a quarter, fallen and
+    level since, level in noise that hides .02 nats, of 12 rounds alone; and with none released. The control is one side
+    of the difference to the quarter before against its error, which takes what fell, and what is too noisy, for level.
+    """
     server, engine = _parties(clients(1), rounds=100)
     engine.run(server.round())
     state = server.state.algorithm
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     state = state._replace(average=state.average._replace(round=100))
-    rising, level = (state._replace(objectives=noise + slope * torch.arange(100)) for slope in (0.04, 0.0))
-    assert [server.program.verdict(s).converged for s in (rising, level)] == [False, True]
+    rising, falling, level = (
+        state._replace(objectives=0.004 * (noise + slope * torch.arange(100))) for slope in (0.4, -0.4, 0.0)
+    )
+    fallen = level._replace(objectives=level.objectives - 5.0 * (torch.arange(100) > 30))
+    faster = level._replace(objectives=-torch.exp(torch.arange(100) / 2.0).double())
+    noisy = level._replace(objectives=100 * level.objectives)
+    short = level._replace(average=level.average._replace(round=12))
+    for of, words in (
+        (rising, "still rising when the rounds were over, by 0.04.* raise rounds"),
+        (falling, "fell, by 0.1.* lower learning_rate"),
+        (faster, "fell, by .* lower learning_rate"),
+        (fallen, "fell, by 5.* lower learning_rate"),
+        (noisy, "not assessed: .* raise rounds"),
+        (short, "not assessed: .* raise rounds"),
+    ):
+        verdict = server.program.verdict(of)
+        assert verdict.converged is False
+        assert re.search(words, verdict.reason), verdict.reason
+        late, before = of.objectives[75:], of.objectives[50:75]
+        if any(of is other for other in (falling, faster, fallen, noisy)):  # the control
+            assert late.mean() - before.mean() < 3 * ((late.var() + before.var()) / 25).sqrt()
+    assert server.program.verdict(level).converged is True
     silent = rising._replace(average=rising.average._replace(reported={}))
     assert server.program.verdict(silent).converged is None

@@ -1,8 +1,17 @@
 """The tables that commands print."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.errors import MarkupError
+
+from secure_fvi import plots
+from secure_fvi.cli import tables
 from secure_fvi.cli.tables import print_posterior
+from secure_fvi.runs.marginals import marginals
 
 
 @pytest.mark.parametrize(("size", "shown", "note"), [(60, 60, ""), (25_000, 60, "and 24940 more, in result.json")])
@@ -22,3 +31,25 @@ def test_a_networks_weights_do_not_fill_the_screen(
     assert out.count("w[") == shown
     assert note in out
     assert ("more, in" in out) == bool(note)
+
+
+def test_a_sites_name_is_text_in_tables_and_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that rich reads as markup, and matplotlib as mathematics. The control: read so, they end the last step."""
+    name, formula = "a[/x][red]b", "$\\frac$"
+    result: dict[str, Any] = {
+        "algorithm": "sfvi", "aggregation": {"kind": "plain"}, "rounds": 3, "seconds": 1.0, "converged": False,
+        "convergence": {"reason": f"site '{name}' moved"}, "posterior": {name: {"mean": 0.5, "sd": 1.0}},
+    }  # fmt: skip
+    print_posterior(result)
+    assert capsys.readouterr().out.count(name) == 2
+    draws = marginals({formula: torch.linspace(-2.0, 2.0, 50)})
+    assert plots.svg(plots.marginal_panels(draws, None, ""))
+    monkeypatch.setattr(tables, "_console", Console)
+    with pytest.raises(MarkupError):
+        print_posterior(result)
+    figure = Figure()
+    figure.subplots().set(title=formula)
+    with pytest.raises(ValueError, match="frac"):
+        plots.svg(figure)

@@ -12,10 +12,13 @@ import torch
 from programs import Conjugate, make_clinics, make_intercepts, make_slopes
 
 import secure_fvi as sf
+from secure_fvi import fitting
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.objective import flat_gradient, record_gradients, silo_gradient
 from secure_fvi.privacy.ledger import Budget, Ledger, verify
+from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.report import read_report
 
 KEY = b"test"
 #: Runs this short and noisy say that they have not converged; what they are tested for is something else.
@@ -224,6 +227,8 @@ def test_a_job_is_charged_to_every_silos_ledger_and_a_second_one_does_not_fit(tm
     result = run("first")
     assert result.privacy is not None
     assert 0.9 * 3.0 < result.privacy["epsilon"] <= 3.0
+    assert result.privacy["record"] == "one row of the data"
+    assert "one record more: one row of the data. A person in several" in read_report(path, "silo-1").adjacency
     before = path.read_bytes()
     with pytest.raises(BudgetError, match=r"what would still fit|nothing of this kind"):
         run("second")
@@ -255,6 +260,87 @@ def test_a_ledger_restored_from_a_backup_is_refused_by_its_witnesses(tmp_path: P
     path.write_bytes(backup)
     with pytest.raises(ProtocolError, match="rolled back"):
         run("third")
+
+
+def _releases_over_crashes(folder: Path) -> int:
+    """How often silo-1 paid, of a run of at most 4 + 2 releases that is kept after round 2 and dies after round 3."""
+    problem, paid = make_intercepts(), 0
+    given: dict[str, Any] = {"privacy": sf.RecordDP(epsilon=1.0, delta=1e-3, retries=2), "checkpoint_dir": folder}
+    given |= {"checkpoint_seconds": 1e-9, "books": sf.Books(block=2), "compile": False}
+    for death in range(6):
+        run = sf.run(problem.model, problem.silos, sf.SFVI(iterations=4), resume=death > 0, **given)
+        while run.server.rounds < 3:
+            next(run)
+        paid += run.engine.silos["silo-1"].gate.paid
+    return paid
+
+
+def test_a_private_run_without_a_ledger_has_its_retries_once_however_often_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder keeps the ledger. The control counts in memory, as runs in one process do: more than was planned."""
+    folder = tmp_path / "kept"
+    with pytest.raises(BudgetError, match="declared 6 releases of 'round', and all of them are used"):
+        _releases_over_crashes(folder)
+    assert verify(folder / "ledger.sqlite")[0].jobs["job"].released == {"round": 6}
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "books_of", lambda options, private: sf.Books())
+        assert _releases_over_crashes(tmp_path / "memory") > 6
+
+
+def test_a_private_run_goes_on_with_the_ledger_that_it_was_charged_to_alone(tmp_path: Path) -> None:
+    """A folder whose ledger is gone, books of another name and a second beginning are refused, and charge nothing."""
+    problem, kept = make_intercepts(), tmp_path / "kept"
+    privacy = sf.RecordDP(epsilon=1.0, delta=1e-3)
+
+    def run(books: sf.Books | None = None, **more: Any) -> Any:
+        return sf.run(
+            problem.model, problem.silos, sf.SFVI(iterations=4), privacy=privacy, books=books, checkpoint_dir=kept,
+            checkpoint_seconds=0.0, compile=False, **more,
+        )  # fmt: skip
+
+    next(run())
+    before = _files(tmp_path)
+    with pytest.raises(InputError, match="holds a private run and what it was charged: go on with it by resume=True"):
+        run()
+    with pytest.raises(InputError, match="knows nothing of job 'other', which has rounds behind it"):
+        run(sf.Books(kept / "ledger.sqlite", job="other"), resume=True)
+    with pytest.raises(InputError, match="knows nothing of job 'job'"):
+        run(sf.Books(tmp_path / "elsewhere.sqlite"), resume=True)
+    assert _files(tmp_path) == before
+    assert run(resume=True).result().rounds == 4  # the control
+    (kept / "ledger.sqlite").unlink()
+    with pytest.raises(InputError, match="knows nothing of job 'job'"):
+        run(resume=True)
+
+
+def test_noise_under_a_test_key_is_not_resumed_as_the_operating_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds whose noise can be replayed would be reported as protected. The control says nothing of the source, as
+    before, and reports them so."""
+    problem = make_intercepts()
+
+    def run(folder: str, **more: Any) -> Any:
+        return sf.run(
+            problem.model, problem.silos, sf.SFVI(iterations=4), privacy=sf.RecordDP(epsilon=1.0, delta=1e-3),
+            checkpoint_dir=tmp_path / folder, checkpoint_seconds=0.0, compile=False, **more,
+        )  # fmt: skip
+
+    next(run("kept", noise_key=KEY))
+    with pytest.raises(InputError, match=r"noise = TEST KEY: .*, not ChaCha20, keyed by the operating system"):
+        run("kept", resume=True)
+    assert "TEST KEY" in run("kept", resume=True, noise_key=KEY).result().privacy["rng"]
+    kept = {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert not any(KEY.hex().encode() in b or b"b'test'" in b for b in kept.values())
+    with monkeypatch.context() as patch:
+        patch.setattr(NoiseSource, "status", "ChaCha20")
+        next(run("silent", noise_key=KEY))
+        assert run("silent", resume=True).result().privacy["rng"] == "ChaCha20"
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(p) for p in folder.rglob("*")}
 
 
 def test_no_silo_is_charged_where_one_of_them_refuses(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_words_follow_the_declarations(path: Path, report: Report) -> None:
     assert any("did not declare" in item for item in after.not_covered)
 
 
+def test_what_a_record_is_follows_the_jobs(path: Path, report: Report) -> None:
+    """Visits that are records of their own are not told to be individuals; the control's record is one."""
+    assert "individual" not in report.adjacency
+    ledger = Ledger.open(path, "hospital-a")
+    for name, record in (("visits", "one row of the data"), ("patients", "all rows of one 'patient' at one silo")):
+        ledger.open_job(_job(name, INTEGER, 1, record=record))
+    ledger.close()
+    said = read_report(path).adjacency
+    assert "one record more: all rows of one 'patient' at one silo or, by job, one row of the data." in said
+
+
 def test_only_integer_noise_has_no_floating_point_gap(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path / "l", "s", create=True)
     ledger.set_budget(Budget("adults", 3.0, 1e-6))
