@@ -276,7 +276,7 @@ def test_a_site_without_a_dictionary_takes_no_formula(paper: Study) -> None:
         ("c3,0,11,no,1", {}, "column 'age': a value outside its range in 1 row"),
         ("c3,0,,no,1", {}, "column 'age': a gap in 1 row"),
         ("c3,0,8,?,1", {}, "column 'smoke': a gap in 1 row"),
-        ("c3,0,8,no,1", {}, "1 of 30 records have more rows than the 4 that were agreed on"),
+        ("c15,0,8,no,1", {}, "1 of 30 records have more rows than the 4 that were agreed on"),
         ("c3,0,,no,1", {"missing": "drop"}, None),
         ("c3,x,8,no,1", {"query": "SELECT * FROM data WHERE visit <> 'x'"}, None),
     ],
