@@ -299,8 +299,8 @@ def test_no_number_of_the_servers_moves_a_draw(monkeypatch: pytest.MonkeyPatch) 
     drawn = batches(other, wrapped)
     assert drawn == batches(honest, ascending)
     assert len({tuple(batch) for batch in drawn}) == 6
-    contribution = Silo._contribution
-    monkeypatch.setattr(Silo, "_contribution", lambda self, m, *rest: contribution(self, m, rest[0], m.sum_index % 2**32))
+    own = Silo._contribution
+    monkeypatch.setattr(Silo, "_contribution", lambda self, m, local, _: own(self, m, local, m.sum_index % 2**32))
     again = batches(parties(privacy=DP, noise_key=b"k" * 32)[2], wrapped)
     assert len({tuple(batch) for batch in again}) == 1
 

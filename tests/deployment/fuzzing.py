@@ -313,7 +313,7 @@ def server_run(rng: random.Random, corpus: list[bytes], outcome: Outcome) -> Non
         if liar in sent and rng.random() < rate / 2:
             sent[liar] = mutated(sent[liar], rng)
         total = carry(server.total(0, ids, TABLE, sent, bytes(32)), exchange)
-        if np.abs(total.values - sum(values[s] for s in total.survivors)).max() > 1e-9:
+        if np.abs(total.values - sum(values[s] for s in total.survivors)).max() > 1e-12:
             outcome.fault("masked server: a wrong total", b"")
 
     tried(run, outcome, b"", "masked server")
