@@ -6,6 +6,7 @@ The controls are honest rounds, which go on, and the numbers of a server that wo
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from programs import make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.aggregation import masked_silo
 from secure_fvi.aggregation.base import FloatArray, Total, carry
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
@@ -95,11 +97,14 @@ def test_the_same_question_gets_the_same_values_and_any_other_is_refused(privacy
     assert tell(silo, following) != first
 
 
+@pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("before", [False, True])
-def test_two_totals_of_one_question_are_not_to_be_had(before: bool) -> None:
-    """A sum is made, then the same question comes at the next index, to leave one silo out: the difference was this
-    silo's contribution, to 8e-10. Or both are asked before any total. Sums may lack a silo here, so that it is the
-    question that stops it. The control is the one total."""
+def test_two_totals_of_one_question_are_not_to_be_had(before: bool, held: bool, monkeypatch: Any) -> None:
+    """A sum is made, then the same question comes at the next index, to leave one silo out: the difference is this
+    silo's contribution. Or both are asked before any total. Sums may lack a silo here, so that it is the question that
+    stops it. The control: survivors that are not bound to their question."""
+    if not held:
+        monkeypatch.setattr(masked_silo, "_question_slot", lambda question: f"question/{os.urandom(8).hex()}")
     problem = make_intercepts()
     server, engine, _ = build_parties(
         problem.model, problem.silos, sf.SFVI(iterations=6), sf.Masked(min_cohort=2, max_missing=1), compile=False
@@ -121,15 +126,21 @@ def test_two_totals_of_one_question_are_not_to_be_had(before: bool) -> None:
         found: Total = carry(server.secure_sum.total(index, message.cohort, table, answers, context), exchange)
         return found.values
 
-    first = ask(index)
+    answers, totals = [ask(index)], list[FloatArray]()
     if not before:
-        assert np.isfinite(total(index, first)).all()
-    second = ask(index + 1)
+        totals.append(total(index, answers[0]))
+    answers.append(ask(index + 1))
     if before:
-        assert np.isfinite(total(index, first)).all()
-    second.pop(NAME)
-    with pytest.raises((ProtocolError, AggregationError)):
-        total(index + 1, second)
+        totals.append(total(index, answers[0]))
+    kept = silos[NAME].answer
+    assert kept is not None
+    own = kept.values
+    assert np.abs(totals[0] - own).max() > 0.1
+    answers[1].pop(NAME)
+    with pytest.raises(ProtocolError, match="other survivors of this question") if held else nullcontext():
+        totals.append(total(index + 1, answers[1]))
+    if not held:
+        np.testing.assert_allclose(totals[0] - totals[1], own, atol=1e-8)
 
 
 def test_a_server_cannot_rewind_a_silo() -> None:
@@ -275,9 +286,10 @@ def batches(silo: Silo, messages: list[Broadcast]) -> list[list[int]]:
     return drawn
 
 
-def test_no_number_of_the_servers_moves_a_draw() -> None:
-    """Indices 2^32 apart met the same Poisson sample. Now each question draws anew, whatever its index, and the
-    samples are those of an honest run: the control."""
+def test_no_number_of_the_servers_moves_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question draws anew, whatever its index, and the samples are those of an honest run. The control: a silo
+    that keys its draws by the index, as it is after 32 bits of it were shifted out, meets one Poisson sample again and
+    again at indices 2^32 apart."""
     server, _, honest = parties(privacy=DP, noise_key=b"k" * 32)
     first = asked(server)
     ascending = [used(first._replace(round=r, sum_index=1 + r), r, r - 1) for r in range(6)]
@@ -289,6 +301,10 @@ def test_no_number_of_the_servers_moves_a_draw() -> None:
     drawn = batches(other, wrapped)
     assert drawn == batches(honest, ascending)
     assert len({tuple(batch) for batch in drawn}) == 6
+    own = Silo._contribution
+    monkeypatch.setattr(Silo, "_contribution", lambda self, m, local, _: own(self, m, local, m.sum_index % 2**32))
+    again = batches(parties(privacy=DP, noise_key=b"k" * 32)[2], wrapped)
+    assert len({tuple(batch) for batch in again}) == 1
 
 
 def test_a_question_is_claimed_before_anything_is_drawn() -> None:

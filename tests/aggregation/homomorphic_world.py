@@ -43,8 +43,11 @@ class World:
     def victim(self):
         return self.ids[VICTIM]
 
-    def contribute(self, index=0):
-        return {s: self.silos[s].contribute(index, self.ids, self.table, self.values[s], CONTEXT) for s in self.ids}
+    def contribute(self, index=0, question=b""):
+        return {
+            s: self.silos[s].contribute(index, self.ids, self.table, self.values[s], CONTEXT, question)
+            for s in self.ids
+        }
 
     def total(self, messages, index=0, lost=()):
         return carry(self.local.total(index, self.ids, self.table, messages, CONTEXT), self.silos, lost)

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 from homomorphic_world import World as HomomorphicWorld
-from sum_adversary import TABLE, World, exact, is_input
+from sum_adversary import TABLE, World, exact, is_input, payload_of
 from sum_network import CONTEXT, carry, names
 
 from secure_fvi.aggregation import Masked
@@ -16,7 +16,7 @@ from secure_fvi.aggregation.homomorphic import HomomorphicSilo
 from secure_fvi.aggregation.homomorphic_schemes import pack as pack_encrypted
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.messages import RevealRequest, SignRequest, pack
+from secure_fvi.aggregation.messages import RevealRequest, SetSignature, SignRequest, pack, unpack
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.session import Session
 from secure_fvi.errors import AggregationError, ProtocolError
@@ -274,18 +274,27 @@ class TestHomomorphic:
         with pytest.raises(ProtocolError, match="past max_missing = 0"):
             world.holder.handle(pack_encrypted(request._replace(survivors=three)))
 
-    @pytest.mark.parametrize("options", [{}, {"masks": False}, {"scheme": "ckks"}])
-    def test_control_where_one_may_be_missing_the_difference_is_its_term(self, options):
+    def difference(self, options, question=b""):
+        """One question at two indices, the second time with one silo declared lost; and that silo's values."""
         world = HomomorphicWorld(4, table=SMALL, values=small_values(4), max_missing=1, **options)
         totals = []
         for index in range(2):
             carry(world.local.prepare(index), world.silos)
-            messages = world.contribute(index)
+            messages = world.contribute(index, question)
             if index:
                 del messages[world.victim]
             totals.append(world.total(messages, index).values)
+        return totals[0] - totals[1], world.values[world.victim]
+
+    @pytest.mark.parametrize("options", [{}, {"masks": False}, {"scheme": "ckks"}])
+    def test_one_set_a_question_where_one_may_be_missing(self, options):
+        with pytest.raises(AggregationError, match="0 of 4 silos signed the survivors"):
+            self.difference(options, QUESTION)
+
+    @pytest.mark.parametrize("options", [{}, {"masks": False}, {"scheme": "ckks"}])
+    def test_control_where_no_question_is_named_the_difference_is_its_term(self, options):
         # CKKS floods totals with an sd of 2e-5 of the bound.
-        np.testing.assert_allclose(totals[0] - totals[1], world.values[world.victim], atol=1e-2)
+        np.testing.assert_allclose(*self.difference(options), atol=1e-2)
 
     def test_a_site_may_allow_fewer(self):
         world = HomomorphicWorld(4, max_missing=1, masks=False)
@@ -429,7 +438,7 @@ class TestGraph:
 
 
 class TestIsolation:
-    """poc01: survivors that are no neighbours of each other, named after all have contributed."""
+    """Survivors that are no neighbours of each other, named after all have contributed."""
 
     def attack(self, check):
         ids = sorted(names(48))
@@ -468,14 +477,20 @@ class TestIsolation:
             with pytest.raises(ProtocolError, match="could be taken apart"):
                 silo.handle(request)
 
-    def test_control_without_the_check_they_do(self, monkeypatch):
+    @pytest.mark.parametrize("check", [True, False])
+    def test_control_without_the_check_they_do(self, monkeypatch, check):
+        """All sign such survivors where signatures are asked for, all reveal, and one vector is read from one sum."""
         monkeypatch.setattr(Session, "check_survivors", lambda self, survivors: None)
-        world = World(48, max_missing=45, consistency_check=False, batch=4)
+        world = World(48, max_missing=45, consistency_check=check, batch=4)
         messages = world.contribute()
         order, k = world.session._order, world.roster.neighbourhood.k
-        alone = [order[0], order[k // 2 + 1], order[k // 2 + 2]]
-        victim = alone[0]
-        request = world.reveal_request(set(alone))
+        victim, *others = order[0], order[k // 2 + 1], order[k // 2 + 2]
+        request = world.reveal_request({victim, *others})
+        if check:
+            ask = world.sign_request({victim, *others})
+            signed = [unpack(silo.handle(ask), SetSignature).signature for silo in world.silos.values()]
+            signers = world.roster.bitmap(frozenset(range(48)))
+            request = pack(world.named(RevealRequest, {victim, *others}, signers=signers, signatures=signed))
         replies = {p: silo.handle(request) for p, silo in enumerate(world.silos.values())}
         around = world.session.neighbours(victim)
         b = world.recover(dict(world.shares_of(victim, h, replies[h]) for h in around))
@@ -483,8 +498,6 @@ class TestIsolation:
         for v in around:
             e = world.recover(dict(world.shares_of(v, h, replies[h]) for h in world.session.holders(v)))
             seeds[v] = world.seeds_under(v, e)[victim]
-        from sum_adversary import payload_of
-
         opened = world.open_contribution(victim, payload_of(messages[world.ids[victim]]), b, seeds)
         assert is_input(opened, world.values[world.ids[victim]])
 

@@ -134,7 +134,7 @@ class TestWrongSeeds:
 
 
 class TestWrongShares:
-    """poc04: one silo deals wrong shares to all others; every sum used to fail, in every batch."""
+    """One silo deals wrong shares to all others; every sum used to fail, in every batch."""
 
     OTHERS = tuple(range(7))
 

@@ -49,7 +49,7 @@ class Job:
         self.path = folder / "job.toml"
         self.path.write_text(wording.dumps({k: v for k, v in {**SIX_CITIES, **tables}.items() if v is not None}))
         self.config: Config = read(self.path)
-        self.sites = [s for s in (*SILOS, HOLDER) if s in world.homes]
+        self.sites = [s for s, home in world.homes.items() if home.role != "server"]
         for site in self.sites if allow else ():
             self.allow(site)
 

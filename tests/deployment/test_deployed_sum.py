@@ -1,21 +1,29 @@
-"""The pieces together, without a network: an offer, decisions, a session, a masked sum, and logs that agree."""
+"""The pieces together, without a network: an offer, decisions, a session, a masked sum, and logs that agree; and a
+server that lies to sites with policies of their own."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
+import deployment_world
 import numpy as np
 import pytest
+from consortium_run import Job
 from deployment_world import NOW, World
+from fuzzing import Opened, opened_job
 
-from secure_fvi.aggregation import Block, BlockTable, Masked
-from secure_fvi.aggregation.base import carry
+from secure_fvi.aggregation import Block, BlockTable, Masked, masked_silo
+from secure_fvi.aggregation.base import FloatArray, carry
 from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
+from secure_fvi.algorithms.base import Order, Question
 from secure_fvi.deployment.consortium import session_id
 from secure_fvi.deployment.countersigning import open_trail, open_witness, records_keys
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
@@ -24,8 +32,10 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_sums import OpenSession, silo_sum
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.trail_verify import compare, verify
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast
 from secure_fvi.runs.config import parse
+from secure_fvi.silo import Silo
 
 CONFIG = {
     "model": {"program": "six-cities"},
@@ -125,3 +135,74 @@ def test_no_site_adds_to_a_sum_whose_question_is_not_named(world: World) -> None
         silo.contribute(0, names, table, np.zeros(4), bytes(32))
     with pytest.raises(ProtocolError, match=r"^(?!.*names no question)"):
         silo.contribute(0, names, table, np.zeros(4), bytes(32), bytes(32))
+
+
+DATA = Path(os.environ["SECURE_FVI_DATA"]) if os.environ.get("SECURE_FVI_DATA") else None
+
+
+@pytest.fixture
+def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """A job of five rounds that four sites have opened. Their policies let it run five, and a total lack one silo."""
+    monkeypatch.setattr(deployment_world, "SITES", {**deployment_world.SITES, "west": "silo"})
+    made = Job(
+        deployment_world.new_world(tmp_path / "world"), tmp_path,
+        partition={"ids": ["east", "north", "south", "west"], "sizes": [150, 140, 137, 110]},
+        algorithm={"name": "sfvi", "iterations": 5},
+        aggregation={"kind": "masked", "max_missing": 1, "max_differences": 2},
+    )  # fmt: skip
+    for site in made.sites:
+        made.allow(site, max_rounds=5, max_missing=1, max_differences=2)
+    return opened_job(made, DATA)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_sites_answer_as_many_rounds_as_their_policies_say(
+    four: Opened, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server asks on. The control: silos that keep no count answer for as long as it likes."""
+    if not held:
+        monkeypatch.setattr(Order, "question", lambda self, message: Question(message.round, 0, 0))
+        monkeypatch.setattr(Silo, "_in_order", lambda self, past, message, question: past._replace(asked=question))
+    answered = 0
+    with contextlib.suppress(ProtocolError):
+        for _ in range(9):
+            carry(four.server.round(), four.exchange)
+            answered += 1
+    assert answered == (5 if held else 9)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_sites_sum_a_question_over_one_set_of_survivors(
+    four: Opened, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same question under two indices, one silo declared lost the second time: the difference of both totals is
+    its term. The control: survivors that are not bound to their question."""
+    if not held:
+        monkeypatch.setattr(masked_silo, "_question_slot", lambda question: f"question/{os.urandom(8).hex()}")
+    silos, lost = list(four.sites), "west"
+    carry(four.server.round(), four.exchange)
+    message = decode_broadcast(next(four.server.round())[lost][1:])
+    sums, table = four.server.secure_sum, four.server.program.tables[message.phase]
+
+    def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
+        replies = {}
+        for site, said in asked.items():
+            with contextlib.suppress(ProtocolError):
+                replies[site] = four.say(site, SUM + said)
+        return replies
+
+    def total(index: int, survivors: list[str]) -> FloatArray:
+        body = encode_broadcast(message._replace(sum_index=index))
+        carry(sums.prepare(index), exchange)
+        answers = four.exchange(dict.fromkeys(silos, ROUND + body))
+        kept = {s: answers[s] for s in survivors}
+        return carry(sums.total(index, message.cohort, table, kept, hashlib.sha256(body).digest()), exchange).values
+
+    first = total(message.sum_index, silos)
+    kept = four.silo(lost).answer
+    assert kept is not None
+    assert np.abs(first - kept.values).max() > 0.1
+    with pytest.raises(AggregationError, match="signed the survivors") if held else contextlib.nullcontext():
+        second = total(message.sum_index + 1, [s for s in silos if s != lost])
+    if not held:
+        np.testing.assert_allclose(first - second, kept.values, atol=1e-8)

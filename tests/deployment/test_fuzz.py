@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 from deployment_world import World
 from fuzzing import Machine, Outcome
 
+from secure_fvi.aggregation.ring import Ring
+from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import ProtocolError
 
 DATA = Path(os.environ["SECURE_FVI_DATA"]) if os.environ.get("SECURE_FVI_DATA") else None
@@ -62,6 +65,26 @@ def test_the_fuzzer_finds_faults() -> None:
     for machine in machines:
         fuzzing.fuzz_machine(machine, fuzzing.sum_messages(), 100, random.Random(1), outcome)
     assert {f.split(":")[0] for f in outcome.faults} == {"one", "other"}
+
+
+def test_the_fuzzer_finds_wrong_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a server that asks for no signature on a contribution, and takes any total as possible."""
+    verify = Roster.verify
+
+    def credulous(self: Roster, place: int, signature: bytes, statement: bytes) -> bool:
+        return sys._getframe(1).f_code.co_name == "admit" or verify(self, place, signature, statement)
+
+    def shifted(message: bytes, rng: random.Random) -> bytes:
+        """A bit of a contribution's ring elements, which stand before its signature."""
+        return message if len(message) < 90 else message[:-76] + bytes([message[-76] ^ 1]) + message[-75:]
+
+    monkeypatch.setattr(Roster, "verify", credulous)
+    monkeypatch.setattr(fuzzing, "mutated", shifted)
+    monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
+    rng, outcome, corpus = random.Random(1), Outcome(Counter(), {}), fuzzing.sum_messages()
+    for _ in range(60):
+        fuzzing.server_run(rng, corpus, outcome)
+    assert set(outcome.faults) == {"masked server: a wrong total"}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import ssl
@@ -161,6 +162,38 @@ def test_half_open_connections_are_ended(world: World, monkeypatch: pytest.Monke
         assert not any(ended_within(link, 1.5) for link in held)
         for link in held:
             link.close()
+
+
+def taken_of(port: int, most: int) -> int:
+    """How many of `most` bytes of one request, in clear and from nobody in particular, are taken before its end."""
+    sent, block = 0, bytes(1 << 20)
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as link:
+        link.sendall(f"POST /{SERVICE}/{METHOD} HTTP/1.1\r\nHost: x\r\nContent-Length: {most}\r\n\r\n".encode())
+        while sent < most:
+            link.sendall(block)
+            sent += len(block)
+    return sent
+
+
+def test_no_body_is_read_before_a_login(world: World) -> None:
+    """Of an unfinished request no more is taken than sockets hold, and the members connect. The control: whoever reads
+    bodies before anybody has shown a certificate takes all of it."""
+    most = 64 << 20
+    with serving(world) as server:
+        assert taken_of(server.port, most) <= 16 << 20
+        assert others_connect(world, server, 8)
+    with socket.create_server(("127.0.0.1", 0)) as greedy:
+
+        def read() -> None:
+            link, _ = greedy.accept()
+            with link:
+                while link.recv(1 << 20):
+                    pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert taken_of(greedy.getsockname()[1], most) == most
+        reader.join(20)
 
 
 def _held(world: World, server: StreamServer, slow: str, count: int | None = None) -> list[socket.socket]:
