@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -360,6 +361,7 @@ class Design:
         if not np.isfinite(x).all():
             bad = [n for n, column in zip(self.names, x.T, strict=True) if not np.isfinite(column).all()]
             raise InputError(f"formula: '{bad[0]}' is not finite somewhere in the range that the dictionary gives")
+        self._check_independent(x, formula)
         self.to_user, self.scales = self._standardised(terms, made, x, centred)
 
     @property
@@ -388,6 +390,17 @@ class Design:
             at = int(bad.argmax())
             raise InputError(f"'{self.names[at]}' of the formula is not finite in {int(bad[at])} of {rows} rows")
         return out
+
+    def _check_independent(self, x: Floats, formula: str) -> None:
+        """Refuse columns that others make up wherever the dictionary's ranges reach: priors alone would tell their
+        coefficients apart. x (rows, p): of the made table."""
+        size = np.abs(x).max(0)
+        x = x / np.where(size > 0, size, 1.0)
+        for at in range(1, self.size):
+            others, *_ = np.linalg.lstsq(x[:, :at], x[:, at], rcond=None)
+            if np.abs(x[:, :at] @ others - x[:, at]).max() < 1e-9:
+                named = ", ".join(f"'{n}'" for n, by in zip(self.names, others, strict=False) if abs(by) > 1e-6)
+                raise InputError(f"formula: {formula}: '{self.names[at]}' says nothing beside {named}: leave one out")
 
     def _standardised(self, terms: Any, made: Made, x: Floats, centred: bool) -> tuple[Floats, Floats]:
         """`to_user` and `scales`. A column of plain columns is standardised through these, and so is an interaction; a
@@ -611,12 +624,13 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
         raise _error(formula, max(formula.find(str(factor.expr)), 0), f"'{factor.expr}' does not parse") from None
     functions = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
     contrasts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    coding = _contrasts(tree)
     names: set[str] = set()
     at = max(formula.find(str(factor.expr)), 0)
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
             raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
-        if isinstance(node, ast.Attribute) and not _is_contrast(node):
+        if isinstance(node, ast.Attribute) and not (_is_contrast(node) and id(node) in coding):
             raise _error(formula, at, f"'{factor.expr}': no attribute but contr.treatment and its like is read")
         if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name | ast.Attribute):
             raise _error(formula, at, f"'{factor.expr}': what is called is no function of the list")
@@ -629,12 +643,20 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
         elif isinstance(node, ast.Name) and id(node) not in functions and id(node) not in contrasts:
             _known(node.id, dictionary, formula)
             names.add(node.id)
+    _check_constants(tree, str(factor.expr), formula, at)
     return names
 
 
 #: Codings of a factor that a formula may name.
 _CONTRASTS = frozenset({"treatment", "SAS", "sum", "helmert", "diff", "poly"})
 _LARGEST_POWER, _LARGEST = 10, 1e12
+
+
+def _contrasts(tree: ast.AST) -> set[int]:
+    """Attributes that stand where C() is told its contrasts, by themselves or called."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "C"]
+    given = [a for n in calls for a in (*n.args[1:], *(k.value for k in n.keywords if k.arg == "contr"))]
+    return {id(a.func if isinstance(a, ast.Call) else a) for a in given}
 
 
 def _is_contrast(node: ast.expr) -> bool:
@@ -645,6 +667,52 @@ def _is_contrast(node: ast.expr) -> bool:
         and node.value.id == "contr"
         and node.attr in _CONTRASTS
     )
+
+
+def _check_constants(tree: ast.AST, expr: str, formula: str, at: int) -> None:
+    """Refuse what a few characters could make large: what constants compute is a number of at most `_LARGEST` at each
+    step, lists and texts are no part of arithmetic, and arguments of a transform but the first are written out."""
+    listed = {
+        id(a) for n in ast.walk(tree) if isinstance(n, ast.Call) for a in (*n.args, *(k.value for k in n.keywords))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple):
+            if id(node) not in listed or not all(_is_literal(e) for e in node.elts):
+                raise _error(formula, at, f"'{expr}': a list holds numbers and texts, and is an argument of C or bs")
+        elif isinstance(node, ast.BinOp | ast.UnaryOp):
+            parts = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
+            if any(isinstance(p, ast.Constant) and not isinstance(p.value, int | float) for p in parts):
+                raise _error(formula, at, f"'{expr}': a text is no part of arithmetic")
+            if not any(isinstance(n, ast.Name) for n in ast.walk(node)) and not abs(_folded(node)) <= _LARGEST:
+                raise _error(formula, at, f"'{expr}': a number in a formula is at most {_LARGEST:.0e}")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _STATEFUL:
+            for given in (*node.args[1:], *(k.value for k in node.keywords)):
+                if not (_is_literal(given) or isinstance(given, ast.List | ast.Tuple)):
+                    raise _error(formula, at, f"'{expr}': the options of {node.func.id}() are numbers, written out")
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
+
+
+def _folded(node: ast.expr) -> float:
+    """What numbers come to; infinity for what is none, or too large on the way."""
+    try:
+        if isinstance(node, ast.UnaryOp):
+            return -_folded(node.operand) if isinstance(node.op, ast.USub) else _folded(node.operand)
+        if isinstance(node, ast.BinOp):
+            left, right = _folded(node.left), _folded(node.right)
+            found = _ARITHMETIC[type(node.op)](left, right)
+            return found if isinstance(found, float) and max(map(abs, (left, right, found))) <= _LARGEST else math.inf
+        return float(node.value) if isinstance(node, ast.Constant) else math.inf
+    except (ArithmeticError, TypeError, ValueError):
+        return math.inf
+
+
+_ARITHMETIC: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}  # fmt: skip
 
 
 def _is_small(node: ast.expr) -> bool:
@@ -672,12 +740,18 @@ def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str,
 
 
 def _known(name: str, dictionary: Dictionary, formula: str) -> None:
+    if name in dictionary.columns and name in _TAKEN:  # formulaic would find the column where the function is meant
+        raise _error(
+            formula, max(formula.find(name), 0), f"'{name}' is a function here: rename the column in the query"
+        )
     try:
         dictionary[name]
     except InputError as error:
         raise _error(formula, max(formula.find(name), 0), f"{error},") from None
 
 
+#: Names of functions, which no column of a formula may have.
+_TAKEN = frozenset({*_STATEFUL, *_ROWWISE, *_REFUSED, "contr", "Q"})
 _FUNCTIONS: dict[str, Any] = {
     "I": lambda x: x, "abs": np.abs, "exp": np.exp, "log": np.log, "log10": np.log10, "log1p": np.log1p,
     "log2": np.log2, "sqrt": np.sqrt,
