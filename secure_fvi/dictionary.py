@@ -225,7 +225,8 @@ def parse_dictionary(text: str, source: str) -> Dictionary:
 
 
 def dictionary_of(table: Mapping[str, Any], source: str) -> Dictionary:
-    """The dictionary in `table`, what a TOML file held. Raises InputError, prefixed with `source`."""
+    """The dictionary in `table`, what a TOML file held; a column may be a `Column` already. Raises InputError, prefixed
+    with `source`."""
     for key in table:
         if key not in ("format", "columns"):
             raise InputError(f"{source}: {unknown_key('', key, ('format', 'columns'))}")
@@ -236,12 +237,6 @@ def dictionary_of(table: Mapping[str, Any], source: str) -> Dictionary:
         raise InputError(f"{source}: it needs a table [columns.NAME] for each column")
     if len(columns) > MOST_COLUMNS:
         raise InputError(f"{source}: {len(columns)} columns, of which a dictionary may have {MOST_COLUMNS}")
-    return as_dictionary(columns, source)
-
-
-def as_dictionary(columns: Mapping[str, Any], source: str) -> Dictionary:
-    """The dictionary of columns by name, each a `Column` or a dict of its fields. Raises InputError, prefixed with
-    `source`."""
     try:
         return Dictionary({n: c if isinstance(c, Column) else _column(n, c) for n, c in columns.items()})
     except InputError as error:

@@ -28,7 +28,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from secure_fvi.dictionary import Column, Dictionary, as_dictionary, read_dictionary
+from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places
 from secure_fvi.formula import ADDITIONS, Design, Expression, Frame, Parsed, Random, parse, standard
@@ -44,7 +44,7 @@ from secure_fvi.quadrature import (
     student_slopes,
 )
 from secure_fvi.runs.wording import nearest
-from secure_fvi.tables import Coded, Missing, code_columns, cohort_digest
+from secure_fvi.tables import Coded, Missing, code_columns
 
 if TYPE_CHECKING:
     from secure_fvi.results import Result
@@ -60,8 +60,8 @@ _SAMPLES = 20
 #: Of a local fit without latents, whose steps have the noise of one draw of Z_G alone.
 _STEPS = 200
 _DRAWS = 20_000
-#: Different rows from which two equal tables are one table.
-_TOLD_APART = 8
+#: Two tables that are alike with less than this probability are one table.
+_BY_CHANCE = 1e-9
 
 
 # ---- families ----
@@ -414,7 +414,7 @@ class MixedModel(FederatedModel):
         if all(isinstance(table, Laid) for table in silos.values()):
             return dict(silos)
         read = {name: _read(self.of, self.columns, table, name) for name, table in silos.items()}
-        _check_rows_differ(read)
+        _check_rows_differ(self.of, read)
         _check_names_differ(self.of, read)
         sizes = {
             t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"
@@ -551,7 +551,7 @@ def glmm(
     if isinstance(dictionary, (str, Path)):
         dictionary = read_dictionary(Path(dictionary))
     elif isinstance(dictionary, Mapping):
-        dictionary = as_dictionary(dictionary, "dictionary")
+        dictionary = dictionary_of({"format": 1, "columns": dict(dictionary)}, "dictionary")
     if not isinstance(dictionary, Dictionary):
         raise InputError(f"dictionary is a path, a Dictionary or a dict of columns, not {type(dictionary).__name__}")
     family = _OTHER_NAMES.get(str(family), str(family))
@@ -654,22 +654,51 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
     return _Table(frame, rows, left_out, record, at, groups, named)
 
 
-def _check_rows_differ(read: Mapping[str, _Table]) -> None:
-    """Refuse two silos with the same rows, which would count twice. Narrow tables may be alike by chance, so with few
-    different rows it is a warning: eight and more at two silos of 40 rows are in one of a million pairs."""
+def _check_rows_differ(of: Parts, read: Mapping[str, _Table]) -> None:
+    """Refuse two silos whose rows say the same, which would count twice: the same values in the same groups, whatever
+    the groups are called. Short tables may be alike by chance: a warning, unless chance is out of question."""
     sizes = Counter(table.rows for table in read.values())
-    seen: dict[bytes, str] = {}
-    for silo, table in read.items():
-        if sizes[table.rows] == 1:  # a digest of a large table takes its time
-            continue
-        other = seen.setdefault(cohort_digest(table.frame), silo)
-        if other == silo:
-            continue
-        said = f"silos '{other}' and '{silo}' hold the same {table.rows} rows, which would count twice"
-        cells = np.stack([np.asarray(values, dtype=np.float64) for values in table.frame.values()], 1)
-        if len(np.unique(cells, axis=0)) >= _TOLD_APART:
-            raise InputError(f"{said}: is one file given for both?")
-        warnings.warn(f"{said}, unless they are alike by chance", SecureFVIWarning, stacklevel=4)
+    for rows in [size for size, silos in sizes.items() if silos > 1]:  # kinds of a large table take their time
+        tables = {silo: table for silo, table in read.items() if table.rows == rows}
+        seen: dict[bytes, str] = {}
+        for (silo, table), kinds in zip(tables.items(), _kinds(of, list(tables.values())), strict=True):
+            other = seen.setdefault(np.sort(kinds).tobytes(), silo)
+            if other == silo:
+                continue
+            said = f"silos '{other}' and '{silo}' hold the same {rows} rows, which would count twice"
+            if _chance(kinds, table.record) < _BY_CHANCE:
+                raise InputError(f"{said}: is one file given for both?")
+            warnings.warn(f"{said}, unless they are alike by chance", SecureFVIWarning, stacklevel=4)
+
+
+def _kinds(of: Parts, tables: Sequence[_Table]) -> np.ndarray[Any, Any]:
+    """(tables, rows) of as many rows: of which kind a row is, by its values and by the kinds in its local groups, whose
+    names say nothing. A group's kinds are told by the sum of 64 random bits of each."""
+    local = [t for t in of.terms if t.place != "global"]
+    used = {*of.fixed.columns, *(c for t in of.terms for c in t.design.columns)}
+    names = {name for t in local for name in t.of.group} - used
+    said = [
+        [np.asarray(values, dtype=np.float64) for name, values in sorted(t.frame.items()) if name not in names]
+        for t in tables
+    ]
+    kinds = np.unique(np.hstack([np.stack(columns) for columns in said]), axis=1, return_inverse=True)[1].reshape(-1)
+    bits = np.random.default_rng(0).integers(2**64, size=len(kinds), dtype=np.uint64)
+    for label in [t.of.label for t in local]:
+        starts = np.cumsum([0, *(t.groups[label] for t in tables)])
+        group = np.concatenate([t.at[label] + start for t, start in zip(tables, starts, strict=False)])
+        sums = np.zeros(starts[-1], dtype=np.uint64)
+        np.add.at(sums, group, bits[kinds])
+        kinds = np.unique(np.stack([kinds.astype(np.uint64), sums[group]]), axis=1, return_inverse=True)[1].reshape(-1)
+    return kinds.reshape(len(tables), -1)
+
+
+def _chance(kinds: np.ndarray[Any, Any], record: np.ndarray[Any, Any] | None) -> float:
+    """With which probability as many records, drawn from those of a table, are of its kinds again as often."""
+    if record is not None:
+        kinds = kinds[np.lexsort((kinds, record))][np.unique(np.sort(record), return_index=True)[1]]
+    often = np.unique(kinds, return_counts=True)[1].tolist()
+    total = sum(often)
+    return math.exp(math.lgamma(total + 1) + sum(n * math.log(n / total) - math.lgamma(n + 1) for n in often))
 
 
 def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:

@@ -22,6 +22,8 @@ from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.formula import Design, parse
 from secure_fvi.mixed_model import FAMILIES, MixedModel, glmm, user_draws
+from secure_fvi.runs.options import build
+from secure_fvi.runs.records import FormulaOptions
 from secure_fvi.tables import code_columns, read_coded
 
 COLUMNS = {
@@ -783,13 +785,34 @@ def test_the_control_a_power_is_its_base_for_formulaic_and_not_within_I() -> Non
 
 
 def test_the_same_table_twice_is_refused() -> None:
-    of = model("y ~ age + (1 | child)")
-    with pytest.raises(InputError, match="silos 'site-0' and 'site-2' hold the same 40 rows, which would count twice"):
-        prepared(of, table(), table(seed=1), {n: np.asarray(v)[::-1] for n, v in table().items()})
-    narrow = model("y ~ 1")
-    with pytest.warns(sf.SecureFVIWarning, match="unless they are alike by chance"):
-        assert prepared(narrow, {"y": [0, 1, 1]}, {"y": [1, 1, 0]})
-    assert prepared(of, table(), table(seed=1))  # the control
+    """In another order and with other names of children as well. The controls: another table, one value more or less,
+    the same values among other children, and short tables, which are alike by chance."""
+    of, held = model("y ~ age + (1 | child)"), table(150)
+    turned = {n: np.asarray(v)[::-1] for n, v in held.items()}
+    for again in (turned, turned | {"child": 1000 - turned["child"]}):
+        with pytest.raises(InputError, match="silos 'site-0' and 'site-2' hold the same 150 rows, which would"):
+            prepared(of, held, table(150, seed=1), again)
+    other = {**held, "y": np.concatenate([[1 - held["y"][0]], held["y"][1:]])}
+    for control in (table(150, seed=1), other, {**held, "child": np.roll(held["child"], 1)}):
+        assert prepared(of, held, control)
+    child = np.repeat(np.arange(30), 3)
+    few = {"y": (child + np.tile([0, 1, 2], 30) > 20).astype(int), "child": child}
+    for narrow, rows in ((model("y ~ 1 + (1 | child)"), few), (model("y ~ 1"), {"y": [0, 1, 1]})):
+        with pytest.warns(sf.SecureFVIWarning, match="unless they are alike by chance"):
+            assert prepared(narrow, rows, {n: v[::-1] for n, v in rows.items()})
+
+
+def test_limits_within_a_list_or_table_of_options_hold() -> None:
+    """They stand in the types of what a container holds. The control: values within them."""
+    for options, said in (
+        ({"most": {"rows": 0}}, "model.options.most.rows = 0: must be at least 1"),
+        ({"most": {"rows": 10**6}}, "model.options.most.rows = 1000000: must be"),
+        ({"priors": {"age": [0.0, math.inf]}}, "model.options.priors.age"),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            build(FormulaOptions, options, "model.options")
+    found = build(FormulaOptions, {"most": {"rows": 4}, "priors": {"age": [0, 1]}}, "model.options")
+    assert (found.most, found.priors) == ({"rows": 4}, {"age": (0.0, 1.0)})
 
 
 SLIPS = [

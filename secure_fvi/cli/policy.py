@@ -10,6 +10,7 @@ import click
 from secure_fvi.cli.keys_shared import home_option, open_home
 
 if TYPE_CHECKING:
+    from secure_fvi.deployment.deciding import Decision
     from secure_fvi.deployment.policy import SitePolicy
     from secure_fvi.disclosure import Disclosure
     from secure_fvi.runs.config import Config
@@ -52,6 +53,7 @@ def check(config: Path | None, home: Path, installed: str | None, overrides: tup
     found = read_policy(home / "policy.toml")
     if config is not None:
         _judge(home, found, config, installed, overrides)
+        click.echo(f"'{config}': this site would take part")
         return
     p = found.privacy
     click.echo(f"policy {found.hash.hex()}")
@@ -75,18 +77,23 @@ def check(config: Path | None, home: Path, installed: str | None, overrides: tup
     )
 
 
-def _judge(home: Path, found: SitePolicy, config: Path, installed: str | None, overrides: tuple[str, ...]) -> None:
-    """Judge CONFIG as an offer of it would be, but for its signature. Raises PolicyError with every reason against."""
+def _judge(home: Path, found: SitePolicy, config: Path, installed: str | None, overrides: tuple[str, ...]) -> Decision:
+    """Judge CONFIG as an offer of it would be, but for its signature. Raises PolicyError with every reason against,
+    and InputError where it is not this site's job."""
+    from secure_fvi.deployment.deciding import Decision
     from secure_fvi.deployment.job import make_offer, silo_ids
     from secure_fvi.deployment.model_hash import manifest
     from secure_fvi.deployment.names import now
     from secure_fvi.deployment.policy_check import check as judge
+    from secure_fvi.errors import InputError
 
     site, job = open_home(home), _job(config, overrides).model_copy(update={"engine": None})
+    silos = silo_ids(job)
+    if site.role == "silo" and silos is not None and site.id not in silos:
+        raise InputError(f"'{config}' does not ask this site, '{site.id}', but {', '.join(silos)}")
     roster, model = site.roster(now()), manifest(job, installed).hash
-    offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.stem, silos=silo_ids(job))
-    judge(offer, found, site.role, roster)
-    click.echo(f"'{config}': this site would take part")
+    offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.stem, silos=silos)
+    return Decision(offer, roster, found, judge(offer, found, site.role, roster))
 
 
 @policy.command()
@@ -162,7 +169,7 @@ def allow(
     debug: bool,
 ) -> None:
     """Say what the job in CONFIG discloses, ask, and write into the policy what allows it: roster, algorithm, sums,
-    rounds, disclosures, model and data set.
+    rounds, missing silos, disclosures, model and data set.
 
     Floors stay as they are (min_cohort, epsilon, noise, ...): a job below them is refused here, and nothing is written.
     """
@@ -188,12 +195,25 @@ def allow(
         if made is not None:
             write_bytes(made, job_dictionary(job.model).to_toml().encode())
         _put(path, (head + wording.dumps(rules)).encode())
-        _judge(home, read_policy(path), config, installed, overrides)
-    except Exception:
+        decision = _judge(home, read_policy(path), config, installed, overrides)
+        said = _fits(decision, open_home(home).id) if job.model.formula is not None else ""
+    except BaseException:
         _put(path, before)
         if made is not None:
             made.unlink(missing_ok=True)
         raise
+    click.echo(f"{said}'{config}': this site would take part")
+
+
+def _fits(decision: Decision, site: str) -> str:
+    """Read the site's table as the job will; how many rows it has. Raises DataError, InputError."""
+    from secure_fvi.runs.records import formula_model, formula_part
+
+    config = decision.local_config(site)
+    model = formula_model(config.model)
+    _, found = formula_part(config, site, model)
+    left = found.read - len(found.columns[model.columns[0]])
+    return f"its table fits the dictionary: {found.read} rows, {left} of them left out\n"
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -210,7 +230,7 @@ def _data_set(job: Config) -> str:
 def _allowing(
     rules: dict[str, Any], home: Path, job: Config, found: Disclosure, installed: str | None
 ) -> dict[str, Any]:
-    """The policy's `rules` with what the job needs in their lists, and as many rounds."""
+    """The policy's `rules` with what the job needs in their lists, and as many rounds and missing silos."""
     from secure_fvi.deployment.model_hash import manifest
     from secure_fvi.deployment.names import now
     from secure_fvi.deployment.policy import rule_of
@@ -230,37 +250,34 @@ def _allowing(
         ("model", model),
     ):
         rules[key] = [*(v for v in rules.get(key, []) if v != value), value]
-    rules["max_rounds"] = max([rules["max_rounds"], found.rounds, *(p.at_most for p in found.phases)])
-    return rules
+    sums = [found.rounds + found.besides, *(p.at_most for p in found.phases if not p.besides)]
+    rules["max_rounds"] = max([rules["max_rounds"], *sums])
+    lacking = {"max_differences": found.differences}
+    if found.privacy is None or "max_missing" in rules:  # silent, it is what the job's noise allows
+        lacking["max_missing"] = found.missing if found.kind != "plain" else 0
+    return rules | {key: count for key, count in lacking.items() if count > rules.get(key, 0)}
 
 
 def _offer_data(
     rules: dict[str, Any], home: Path, job: Config, table: Path | None, dictionary: Path | None, how: dict[str, Any]
 ) -> Path | None:
-    """Add the job's data set to `rules`, once its table fits; where the job's dictionary is to be written, if it is.
-    how: query and missing, where given."""
-    from secure_fvi.dictionary import read_dictionary
+    """Add the job's data set to `rules`; where the job's dictionary is to be written, if it is. how: query and missing,
+    where given. Raises InputError."""
     from secure_fvi.errors import InputError
-    from secure_fvi.runs.records import formula_model, job_dictionary
-    from secure_fvi.tables import TABLE, read_coded
 
     name, by_formula = _data_set(job), job.model.formula is not None
     if any(d["id"] == name for d in rules.get("data", [])):
         if table is not None:
             raise InputError(f"the policy has a data set '{name}' already; edit it there")
         return None
+    if by_formula and table is None:
+        raise InputError(f"the policy has no data set '{name}' yet; name this site's table: --data FILE")
     made = home / f"{name}.dictionary.toml" if by_formula and dictionary is None else None
     if made is not None and made.exists():
         raise InputError(f"'{made}' is there already; name it as --dictionary, or remove it")
     paths = {"path": table, "dictionary": dictionary or made}
     said = {key: str(path.resolve()) for key, path in paths.items() if path is not None}
     rules["data"] = [*rules.get("data", []), {"id": name, **said, **how}]
-    if by_formula and table is not None:
-        coding = job_dictionary(job.model) if dictionary is None else read_dictionary(dictionary)
-        columns = formula_model(job.model).columns
-        fits = read_coded({TABLE: table}, coding, how.get("query"), how.get("missing", "refuse"), columns)
-        left = fits.read - len(fits.columns[columns[0]])
-        click.echo(f"{table}: it fits its dictionary; {fits.read} rows, {left} of them left out")
     return made
 
 

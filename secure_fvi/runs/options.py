@@ -68,7 +68,7 @@ def build(cls: type[Any], table: Mapping[str, Any], where: str) -> Any:
     key, a value of the wrong type, and whatever the class refuses.
     """
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in fields:

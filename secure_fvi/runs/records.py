@@ -9,17 +9,17 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: Rows of a record, or groups of a silo, that an option may name: each is laid out for as many.
 _MOST = 100_000
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def read_ids(path: Path, key: str, column: str) -> list[str | None]:
@@ -103,8 +104,8 @@ def _read(
 ) -> Coded:
     """The columns of a table, of those `only`, and in this site's log how many rows were left out."""
     files = {TABLE: path} | ({n: Path(other) for n, other in silo.tables.items()} if silo is not None else {})
-    query, said = (silo.query, silo.missing or "refuse") if silo is not None else (None, "refuse")
-    found = read_coded(files, coding, query, missing or said, only)
+    query, said = (silo.query, silo.missing) if silo is not None else (None, None)
+    found = read_coded(files, coding, query, missing or said or "refuse", only)
     for name, rows in found.left_out.items():
         _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
     return found
@@ -195,20 +196,12 @@ def model_of(config: Config) -> tuple[FederatedModel, str]:
 class FormulaOptions:
     """What `[model.options]` of a formula may hold: see `secure_fvi.mixed_model.glmm`."""
 
-    priors: dict[str, float | tuple[float, float]] = field(default_factory=dict)
+    priors: dict[str, _Finite | tuple[_Finite, _Finite]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     record: str | None = None
     missing: Missing = "refuse"
-    most: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, most in self.most.items():
-            if not 1 <= most <= _MOST:
-                raise InputError(f"most.{name} = {most}: must be from 1 to {_MOST}")
-        given = [n for prior in self.priors.values() for n in (prior if isinstance(prior, tuple) else (prior,))]
-        if not all(map(math.isfinite, given)):
-            raise InputError("priors are finite numbers")
+    most: dict[str, Annotated[int, Field(ge=1, le=_MOST)]] = field(default_factory=dict)
 
 
 def formula_model(model: Model) -> MixedModel:
@@ -254,19 +247,22 @@ def formula_part(config: Config, silo: str, model: MixedModel) -> tuple[dict[str
     """One silo's records as a formula's program takes them, and its rows as they were read: coded by the silo's own
     dictionary, or the job's where it has none. Raises DataError, InputError."""
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    found = _formula_rows(config.silo[at], f"silo[{at}].data", model)
+    found = formula_rows(config.silo[at], f"silo[{at}].data", model)
     laid: dict[str, Any] = model.prepared({silo: found})[silo]
     return laid, found
 
 
-def _formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
-    path, dictionary, missing = Path(silo.data), model.of.dictionary, model.of.missing
+def formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
+    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. Raises
+    DataError, InputError."""
+    path, dictionary = Path(silo.data), model.of.dictionary
+    missing: Missing | None = model.of.missing
     with _named(path, f"silo '{silo.id}' ({key})"):
         if silo.dictionary is not None:  # whether a gap may be left out is then its owner's to say
             own = read_dictionary(Path(silo.dictionary))
             if unlike := dictionary.differences(own):
                 raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
-            dictionary, missing = own, silo.missing or "refuse"
+            dictionary, missing = own, None
         return _read(path, dictionary, silo, model.columns, missing)
 
 
@@ -333,7 +329,7 @@ def _even(total: int, count: int) -> tuple[int, ...]:
 
 def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
     """Silos' tables as a formula's program takes them."""
-    return model.prepared({s.id: _formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
+    return model.prepared({s.id: formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
 
 
 def _check_files_differ(silos: Sequence[SiloFile]) -> None:

@@ -43,7 +43,7 @@ def test_unknown_key(cli: CommandLine, old: str, new: str, words: tuple[str, ...
         ("algorithm.name=sfv", ("algorithm.name = 'sfv'", "did you mean 'sfvi'")),
         ("algorithm.family=ful", ("algorithm.family = 'ful'", "'low_rank'", "did you mean 'full'")),
         ("algorithm.importance_samples=many", ("algorithm.importance_samples = 'many'", "whole number")),
-        ("algorithm.importance_samples=0", ("importance_samples", "at least 1", "not 0")),
+        ("algorithm.importance_samples=0", ("algorithm.importance_samples = 0", "at least 1")),
         ("algorithm.learning_rate=true", ("algorithm.learning_rate = True", "a number")),
         ("algorithm.optimizer=adm", ("algorithm", "optimizer", "adm", "adam")),
         ("algorithm.local_family=3", ("algorithm.local_family", "table")),

@@ -1,0 +1,89 @@
+"""`secure-fvi policy allow`: what it shows, asks and writes, and that a failure or a no leaves everything as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from deployment_world import World
+from test_formula_sites import FORMULA, Study
+
+from secure_fvi.cli import cli
+from secure_fvi.deployment.policy import TEMPLATE
+from secure_fvi.runs import wording
+
+_FLOORS = ("min_cohort", "sandbox", "package", "privacy")
+
+
+class Door:
+    """East's folder with a new policy, and the command in it."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.study = Study(world, folder, algorithm={"name": "pvi"})
+        self.home = world.homes["east"].path
+        (self.home / "own.toml").unlink()
+        self.policy = world.homes["east"].policy_file
+        self.policy.write_text(TEMPLATE)
+        self.policy.chmod(0o600)
+        self.before = self.held()
+
+    def held(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.home.iterdir() if path.is_file()}
+
+    def allow(self, *more: str, said: str | None = None) -> Result:
+        words = ["policy", "allow", str(self.study.job.path), "--home", str(self.home)]
+        return CliRunner().invoke(cli, [*words, "--data", str(self.study.tables["east"]), *more], input=said)
+
+
+@pytest.fixture
+def door(world: World, tmp_path: Path) -> Door:
+    return Door(world, tmp_path)
+
+
+def test_it_shows_asks_and_writes_what_the_job_needs_and_no_more(door: Door) -> None:
+    answer = door.allow("--without-dp", said="y\n")
+    assert answer.exit_code == 0, answer.output
+    shown, _, after = answer.output.partition("Is this site to take part in such jobs?")
+    for words in (f"{FORMULA}  (family bernoulli)", "a policy has to list 'final_likelihood'", "who learns a total"):
+        assert words in shown
+    assert "90 rows, 0 of them left out" in after
+    assert (door.home / "data.dictionary.toml").is_file()
+    found, before = wording.loads(door.policy.read_text()), wording.loads(TEMPLATE)
+    before["privacy"]["dp"] = "optional"
+    assert {key: found[key] for key in _FLOORS} == {key: before[key] for key in _FLOORS}
+    assert (found["algorithms"], found["disclosures"]) == (["pvi"], ["final_likelihood"])
+    assert "max_missing" not in found
+    assert "max_differences" not in found
+    once = door.policy.read_bytes()
+    again = ["policy", "allow", str(door.study.job.path), "--home", str(door.home), "--yes"]
+    assert CliRunner().invoke(cli, again).exit_code == 0  # again: nothing is added
+    assert door.policy.read_bytes() == once
+
+
+def test_sums_that_may_lack_silos_are_let_in_as_far_as_the_job_says(door: Door) -> None:
+    sums = ("--set", "aggregation.max_missing=1", "--set", "aggregation.max_differences=2")
+    least = ("--set", "aggregation.min_cohort=2")
+    refused = door.allow("--without-dp", "--yes", *sums, *least)
+    assert refused.exit_code != 0
+    assert door.held() == door.before  # min_cohort is a floor
+    door.policy.write_text(TEMPLATE.replace("min_cohort = 3", "min_cohort = 2"))
+    answer = door.allow("--without-dp", "--yes", *sums, *least)
+    assert answer.exit_code == 0, answer.output
+    found = wording.loads(door.policy.read_text())
+    assert (found["max_missing"], found["max_differences"]) == (1, 2)
+
+
+def test_a_no_or_a_failure_leaves_all_as_it_was(door: Door) -> None:
+    assert door.allow("--without-dp", said="n\n").exit_code != 0
+    assert door.held() == door.before
+    for more in ((), ("--without-dp", "--set", "aggregation.kind=plain", "--set", "model.family=gauss")):
+        assert door.allow("--yes", *more).exit_code != 0  # dp is required; no such family
+        assert door.held() == door.before
+    door.study.write("east", [*door.study.rows(0), "c15,0,11,no,1"])
+    answer = door.allow("--without-dp", "--yes")
+    assert "a value outside its range" in str(answer.exception)
+    assert door.held() == door.before
+    door.study.write("east", door.study.rows(0))
+    assert door.allow("--without-dp", "--yes").exit_code == 0  # the control
+    assert door.held() != door.before
