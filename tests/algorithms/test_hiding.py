@@ -125,7 +125,7 @@ def _gram(z: FloatArray, nats: FloatArray) -> FloatArray:
 def _told_of_one(asked: Asked) -> float:
     """Relative error of X'X of the first silo, by a fit to points whose total is a little above that of all cut; those
     that lie off it, where two silos are not cut, are left out."""
-    z, total = points(0, asked.q, asked.server.problem.layout).all.numpy(), asked.total[WEIGHED].sum(0)
+    z, total = points(asked.server.problem, asked.q).all.numpy(), asked.total[WEIGHED].sum(0)
     one = (total > len(SIZES) * _LEAST + 1) & (total < (len(SIZES) - 0.5) * _LEAST)
     z, nats = z[one], total[one] - (len(SIZES) - 1) * _LEAST
     kept = np.ones(len(z), bool)
@@ -160,7 +160,7 @@ def test_far_out_one_silos_likelihood_is_not_the_total(monkeypatch: pytest.Monke
         asked = _ask(scale, ALGORITHMS[name])
         block = asked.table.blocks[3]
         far, total = hiding.unreadable(asked.total[WEIGHED], block), hiding.read(asked.total[WEIGHED], block)
-        z = points(0, asked.q, asked.server.problem.layout).all.numpy()
+        z = points(asked.server.problem, asked.q).all.numpy()
         if far.sum() > 12:
             assert _off(_gram(z[far], total[far])) > 0.5
         # What is told is the sum over all silos.
@@ -233,7 +233,7 @@ def _table(silos: int) -> BlockTable:
 
 def _points(silos: int) -> Tensor:
     q = from_moments(torch.zeros(3).double(), torch.eye(3).double())
-    return points(0, q, _problem(silos).layout).all
+    return points(_problem(silos), q).all
 
 
 def test_which_points_are_hidden_says_little_of_whose_they_are() -> None:

@@ -80,7 +80,7 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
     if n_record:
         record["loc"] = torch.cat([y, y[:1]])[:, None].expand(-1, n_record) * 0.5 / n_record
     q = from_moments(torch.zeros(1).double(), torch.full((1, 1), 0.16).double())
-    at = points(0, q, problem.layout)
+    at = points(problem, q)
     weigher = Weigher(problem, program.families.local, program.families.silo)
     found = torch.from_numpy(weigher(q, at, {}, record, at_silo, silo.view, 0))[1 : 1 + len(at.draws)]
     covariance = (0.16 + 0.25 * n_record) * torch.eye(len(y)) + 0.49 * n_silo
@@ -148,7 +148,8 @@ def _cities(mean: list[float], beside: float = 0.0) -> _OfCities:
     z, sds, upper = torch.tensor(mean).double(), torch.tensor(CITIES_SDS).double(), torch.zeros(5, 5).double()
     upper[tuple(torch.triu_indices(5, 5, 1))] = torch.tensor(CITIES_CORRELATIONS).double()
     q = from_moments(z, sds[:, None] * (upper + upper.mT + torch.eye(5)) * sds)
-    at, age = points(0, q, problem.layout)._replace(lines=[]), torch.arange(-2, 2).double()
+    at, age = points(problem, q), torch.arange(-2, 2).double()
+    at = at._replace(lines=[], scouts=at.scouts[:0])
 
     def logits(z: Tensor, smoke: Tensor) -> Tensor:
         return (z[0] + z[1] * smoke)[:, None] + (z[2] + z[3] * smoke)[:, None] * age
