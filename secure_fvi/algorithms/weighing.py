@@ -46,7 +46,8 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch do
 DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
 DISCLOSED = (
     f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood, relative to that at q's mean, at up to some thousand points "
-    "around q and away from it, which all parties derive from q; of numbers out of range, that they are"
+    "around q and away from it, which all parties derive from q, and of few dimensions all over the prior; of numbers "
+    "out of range, that they are"
 )
 #: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
 #: large, in logs, and where the standard error of these is no larger.
