@@ -58,7 +58,9 @@ _REMEDY = (
     "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
     "to normal (non-centred effects, sums in place of products), or sample it with all records in one place"
 )
-_BEGIN = "begin at the mode that holds most: by the model's start, or, in PVI, by priors that are as narrow as that mode"
+_BEGIN = (
+    "begin at the mode that holds most: by the model's start, or, in PVI, by priors that are as narrow as that mode"
+)
 #: Draws of q in each of two halves, in antithetic pairs; keeps them apart from others.
 HALF, _DRAWS = 256, 2**31 + 1
 #: By how much half of the draws are wider, in one dimension.
@@ -94,8 +96,8 @@ _SCOUTS, _SCOUTED, _SHELL = 512, 6, 32
 #: Scouts lie where no one dimension on its own costs the prior more nats than this, up to a power of two, of those from
 #: and to the given ones. No prior's own round number: a tie could be rounded differently at two parties.
 _BULK, _SCALES = 2.7, (-10, 20)
-#: Farther than `_APART` + sqrt(n) sds from q's mean they may hold so much of the mass. By Markov's inequality a posterior
-#: with m of its mass there is told from q wrongly in at most m / _MISSED of runs.
+#: Farther than `_APART` + sqrt(n) sds from q's mean they may hold so much of the mass. By Markov's inequality tails
+#: that have m of it there are taken for that in about m / _MISSED of runs at most.
 _MISSED = 0.05
 #: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
 #: a valley of exp(-_VALLEY) between.
@@ -594,4 +596,6 @@ def _elsewhere(q: Natural, at: Points, joint: Tensor) -> _Other | None:
     best, share = int(shares.argmax()), float(shares.sum())
     if not share > _MISSED:  # not so either where none could be told
         return None
-    return _Other(float(sds[len(at.draws) + best]), float(joint[best - len(at.scouts)] - joint[0]), at.scouts[best], share)
+    return _Other(
+        float(sds[len(at.draws) + best]), float(joint[best - len(at.scouts)] - joint[0]), at.scouts[best], share
+    )
