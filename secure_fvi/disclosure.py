@@ -37,7 +37,7 @@ DISCLOSURES = {
     "changing_cohorts": "exact sums over a part of the silos that changes from sum to sum: their differences come "
     "close to single silos' terms, and a server that asks the same in each solves for these",
     "final_likelihood": "after the rounds, the exact log-likelihood of all records together at up to some thousand "
-    "points near q, which tells its shape there",
+    "points near q, and all over the prior, which tells its shape there",
     "sampled_records": "exact sums that rest on few records, drawn anew each time: the fewer, the closer to one's own",
     "exact_counts": "the number of records without noise, beside numbers with noise",
     "objective": "the bound, with noise that the same epsilon pays for",

@@ -409,7 +409,7 @@ class SiloFit:
         slope = self._slope(q, eps, theta, silo, inputs)
         if not weighs:
             return slope
-        at = points(self.problem.seed, q, self.problem.layout)
+        at = points(self.problem, q)
         return np.concatenate([slope, self.weigher(q, at, theta, record, silo, view, first_key + count)])
 
     def refined(

@@ -298,7 +298,7 @@ class Refiner:
         assert rest.seen is not None
         if converged and rest.seen.close:
             return start()._replace(proposal=packed(q.mean(), q.factor()), checks=True)
-        at = points(self.problem.seed, q, self.problem.layout)
+        at = points(self.problem, q)
         found = matched(at.draws, rest.seen.log_weights, q.mean(), q.factor())
         return start()._replace(proposal=found if near(q, found) else packed(q.mean(), q.factor()))
 

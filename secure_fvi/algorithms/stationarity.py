@@ -247,7 +247,7 @@ def at_rest(
     found = Rest(distance(q, end), error, objective, far=far)
     if WEIGHED not in sums:
         return found
-    at = points(problem.seed, q, problem.layout)
+    at = points(problem, q)
     return found._replace(weighed=weighed(problem, q, theta, at, sums[WEIGHED], log_prior))
 
 

@@ -172,7 +172,7 @@ class StructuredProgram(Program):
         found = self._slope(q, eps, theta, silo, silo_inputs(self, record, view, keys))
         table = BlockTable(self.final_blocks())
         if weighing.asked(table):
-            where = points(self.problem.seed, q, self.problem.layout)
+            where = points(self.problem, q)
             found = np.concatenate([found, self._weigher(q, where, theta, record, silo, view, keys.stop)])
         return table.split(as_sent(self.problem, table, found, view))
 

@@ -7,12 +7,14 @@ log p(y_j | Z_G), its own latents integrated out numerically, at
 - draws of q, half of them of a wider one: their weights p(y, Z_G) / q(Z_G) say what means and sds should be, and halves
   of the draws how well that is known;
 - points far out, along each dimension and where signs or components change places: one that is about as likely as q's
-  own mean, with a valley between, is another mode.
+  own mean, with a valley between, is another mode;
+- scouts, of few dimensions: quasi-random points all over the prior, wherever q is. They are draws too, of a uniform
+  proposal, so that weights say which share of the posterior lies where q is not.
 
 Only totals leave the silos, of nats relative to those at q's mean. Numbers that are too large to tell are hidden
-(`hiding`), in a way that says little of the silo whose they are: at q's mean and its draws all are or none, and along a
-line all that are past a threshold which the silo draws for it. Of many dimensions weights say nothing, and the slope
-alone decides.
+(`hiding`), in a way that says little of the silo whose they are: at q's mean and its draws all are or none, along a
+line all that are past a threshold which the silo draws for it, and of a shell of scouts all where one is past such a
+threshold. Of many dimensions weights say nothing, and the slope alone decides.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch do
 DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
 DISCLOSED = (
     f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood, relative to that at q's mean, at up to some thousand points "
-    "around q and away from it, which all parties derive from q; of numbers out of range, that they are"
+    "around q and away from it, which all parties derive from q, and of few dimensions all over the prior; of numbers "
+    "out of range, that they are"
 )
 #: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
 #: large, in logs, and where the standard error of these is no larger.
@@ -54,6 +57,9 @@ CLOSE = 0.05
 _REMEDY = (
     "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
     "to normal (non-centred effects, sums in place of products), or sample it with all records in one place"
+)
+_BEGIN = (
+    "begin at the mode that holds most: by the model's start, or, in PVI, by priors that are as narrow as that mode"
 )
 #: Draws of q in each of two halves, in antithetic pairs; keeps them apart from others.
 HALF, _DRAWS = 256, 2**31 + 1
@@ -84,6 +90,15 @@ _TOLD = 36
 UP_TO_NATS = math.ldexp(1.0, _TOLD)
 #: Nats, relative to those at q's mean, that are told along every line, as a power of two.
 _ALWAYS = 20
+#: Scouts, of up to so many dimensions, and how many there are in a shell. Of more dimensions
+#: they are too few to meet anything.
+_SCOUTS, _SCOUTED, _SHELL = 512, 6, 32
+#: Scouts lie where no one dimension on its own costs the prior more nats than this, up to a power of two, of those from
+#: and to the given ones. No prior's own round number: a tie could be rounded differently at two parties.
+_BULK, _SCALES = 2.7, (-10, 20)
+#: Farther than `_APART` + sqrt(n) sds from q's mean they may hold so much of the mass. By Markov's inequality tails
+#: that have m of it there are taken for that in about m / _MISSED of runs at most.
+_MISSED = 0.05
 #: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
 #: a valley of exp(-_VALLEY) between.
 _APART, _LOWER, _VALLEY = 4.0, 5.0, 1.5
@@ -97,13 +112,24 @@ class Weighed(NamedTuple):
     error: float  # of these two, one standard error
     apart: float | None = None  # sds of q from its mean to another mode; None: none was found
     log_weights: Tensor = torch.zeros(0)  # (2 HALF,) of the draws, up to a constant
+    nats: float = 0.0  # by which that mode is likelier than q's mean
+    share: float | None = None  # of the posterior's mass that scouts find away from q, where they found the mode
+    where: str = ""  # values of the sites there
 
     def against(self) -> str | None:
         """Why q is not the posterior; None: within tolerance."""
         if self.apart is not None:
+            by = f"{abs(self.nats):.0f} nats {'more' if self.nats > 0 else 'less'} likely"
+            likely = "about as likely" if abs(self.nats) < _LOWER else by
+            if self.share is not None:
+                return (
+                    f"points all over the prior find {self.share:.0%} of the posterior's mass elsewhere: near "
+                    f"{self.where}, {self.apart:.0f} sds of q from its mean, a point is {likely}; {_BEGIN}"
+                )
             return (
-                f"another mode of the posterior, about as likely, lies {self.apart:.0f} sds of q away, and q covers "
-                "one alone; write the model so that it has one (a sign fixed, components in order), and start it there"
+                f"another mode of the posterior, {likely}, lies {self.apart:.0f} sds of q away, near {self.where}, and "
+                "q covers one alone; write the model so that it has one (a sign fixed, components in order), or "
+                f"{_BEGIN}"
             )
         if not self.finite or self.error > PRECISE:
             return (
@@ -129,7 +155,8 @@ class Weighed(NamedTuple):
 
     def details(self) -> dict[str, float | None]:
         mean, sd, error = self[:3] if self.finite else (None, None, None)
-        return {"mean_error_sd": mean, "sd_error_log": sd, "weighing_error_sd": error, "other_mode_sd": self.apart}
+        other = {"other_mode_sd": self.apart, "mass_elsewhere": self.share}
+        return {"mean_error_sd": mean, "sd_error_log": sd, "weighing_error_sd": error, **other}
 
 
 class Points(NamedTuple):
@@ -139,10 +166,12 @@ class Points(NamedTuple):
     mean: Tensor  # (n,) of q
     draws: Tensor  # (2 HALF, n) of q
     lines: list[Tensor]  # (count, n) each: a way from q's mean outwards
+    scouts: Tensor  # (_SCOUTS or 0, n) uniform between `box`, the inner ones first
+    box: Tensor  # (2, n) the least and the largest of each dimension
 
     @property
     def all(self) -> Tensor:
-        return torch.cat([self.mean[None], self.draws, *self.lines])
+        return torch.cat([self.mean[None], self.draws, *self.lines, self.scouts])
 
 
 def blocks(problem: Problem, family: str, local: LocalFamily) -> tuple[Block, ...]:
@@ -168,36 +197,45 @@ def _lines(layout: Layout) -> list[int]:
     return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(_mirrors(layout))
 
 
+def _shells(layout: Layout) -> list[int]:
+    """How many scouts each shell has."""
+    return [_SHELL] * (_SCOUTS // _SHELL if layout.size("global") <= _SCOUTED else 0)
+
+
 def _count(layout: Layout) -> int:
     """How many points there are."""
-    return 1 + 2 * HALF + sum(_lines(layout))
+    return 1 + 2 * HALF + sum(_lines(layout)) + sum(_shells(layout))
 
 
 def spare(layout: Layout, count: int) -> int:
     """How many random numbers `as_told` takes for nats at `count` points."""
-    return 2 * count + len(_lines(layout)) if count else 0
+    return 2 * count + len(_lines(layout)) + len(_shells(layout)) if count else 0
 
 
 def as_told(problem: Problem, nats: FloatArray, drawn: FloatArray) -> FloatArray:
     """A silo's nats at all points, as they leave. drawn: `spare` numbers in (0, 1).
 
     The threshold of a line is log-uniform between 2^`_ALWAYS` and what may be told: where along it nats pass a known
-    one would tell how the likelihood of the silo that passes it first falls off.
+    one would tell how the likelihood of the silo that passes it first falls off. A shell of scouts has one too, and is
+    hidden as a whole: which scouts pass it would tell along which directions it does.
     """
     lines, block = _lines(problem.layout), _block(problem)
+    ways = [*lines, *_shells(problem.layout)]
     near, most = 1 + 2 * HALF, hiding.told_up_to(block)
     with np.errstate(invalid="ignore"):
         relative = nats - nats[0]
     least = min(2.0**_ALWAYS, most)
-    thresholds = np.repeat(least * (most / least) ** drawn[: len(lines)], lines)
+    thresholds = np.repeat(least * (most / least) ** drawn[: len(ways)], ways)
     all_near = np.full(near, hiding.past(relative[:near], most).any())
     far = np.concatenate([all_near, hiding.past(relative[near:], thresholds)])
+    shells = far[near + sum(lines) :].reshape(-1, _SHELL)
+    shells |= shells.any(1, keepdims=True)
     far |= not np.isfinite(nats[0])
-    return hiding.hidden(relative, far, block, drawn[len(lines) :])
+    return hiding.hidden(relative, far, block, drawn[len(ways) :])
 
 
-def points(seed: int, q: Natural, layout: Layout) -> Points:
-    half = server_draws(seed).normals(_DRAWS, HALF * q.n)[0].reshape(2, HALF // 2, q.n)
+def points(problem: Problem, q: Natural) -> Points:
+    half = server_draws(problem.seed).normals(_DRAWS, HALF * q.n)[0].reshape(2, HALF // 2, q.n)
     half = half / half.square().mean(1, keepdim=True).sqrt()
     half[:, ::2] *= _wide(q.n)
     eps = torch.cat([half, -half], 1).flatten(0, 1)
@@ -209,8 +247,31 @@ def points(seed: int, q: Natural, layout: Layout) -> Points:
         for sign in (1, -1)
     ]
     share = torch.tensor(_BETWEEN, dtype=torch.float64)[:, None]
-    lines += [mean + share * (matrix @ mean - mean) for matrix in _mirrors(layout)]
-    return Points(eps, mean, mean + eps @ q.factor().mT, lines)
+    lines += [mean + share * (matrix @ mean - mean) for matrix in _mirrors(problem.layout)]
+    return Points(eps, mean, mean + eps @ q.factor().mT, lines, *_scouts(problem))
+
+
+def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
+    """`Points.scouts` and their `box`: of the model and the seed alone, so that no broadcast moves them."""
+    start, n = problem.start.z_global.to("cpu", torch.float64), problem.layout.size("global")
+    if not _shells(problem.layout):
+        return start.new_zeros(0, n), start.new_zeros(2, n)
+
+    def log_prior(z: Tensor) -> Tensor:
+        return problem.density.log_prior(z, problem.start.theta)
+
+    steps = torch.exp2(torch.arange(_SCALES[0], _SCALES[1] + 1, dtype=torch.float64))
+    ends = torch.stack([-torch.eye(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)])
+    away = start + ends[:, :, None] * steps[:, None]
+    tried = torch.cat([start[None], away.reshape(-1, n)]).to(problem.device, problem.dtype)
+    found = over_draws(log_prior, tried).to("cpu", torch.float64)
+    within = (found[1:] > found[0] - _BULK).reshape(2, n, len(steps))
+    scale = torch.where(within, steps, steps[0]).amax(-1)
+    box = start + torch.tensor([[-1.0], [1.0]], dtype=torch.float64) * scale
+    shift = torch.from_numpy(server_draws(problem.seed).uniforms(_DRAWS + 2, n)[0, 0])
+    u = (torch.quasirandom.SobolEngine(n).draw(_SCOUTS, dtype=torch.float64) + shift) % 1.0
+    u = u[(u - 0.5).abs().amax(1).argsort(stable=True)]
+    return box[0] + u * (box[1] - box[0]), box
 
 
 @functools.lru_cache(maxsize=8)
@@ -456,7 +517,18 @@ def weighed(
     halves = [errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
     mean, sd = errors(values, log_w, log_v)
     error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
-    return Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, _other_mode(q, at, joint), log_w)
+    other = max(filter(None, (_other_mode(q, at, joint), _elsewhere(q, at, joint))), key=lambda o: o.nats, default=None)
+    found = Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, log_weights=log_w)
+    if other is None:
+        return found
+    return found._replace(apart=other.sds, nats=other.nats, share=other.share, where=_named(problem, other.z, theta))
+
+
+def _named(problem: Problem, z: Tensor, theta: Params) -> str:
+    """The first few sites' values at z (n,), in words."""
+    values = problem.density.constrain(z.to(problem.device, problem.dtype), theta)[0]
+    some = [f"{name} = {', '.join(f'{v:.3g}' for v in value.flatten()[:4].tolist())}" for name, value in values.items()]
+    return ", ".join(some[:4])
 
 
 def reported(problem: Problem, z: Tensor, theta: Params) -> Tensor:
@@ -479,14 +551,51 @@ def _moments(values: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (share @ (values - mean).square()).sqrt()
 
 
-def _other_mode(q: Natural, at: Points, joint: Tensor) -> float | None:
-    """How far from q's mean the nearest other mode is, in sds of q."""
+class _Other(NamedTuple):
+    """Another mode, or a point near it."""
+
+    sds: float  # of q, from its mean
+    nats: float  # by which it is likelier than that
+    z: Tensor  # (n,)
+    share: float | None = None  # as in `Weighed`
+
+
+def _sds(q: Natural, at: Points, z: Tensor) -> Tensor:
+    """(S,) how far z (S, n) are from q's mean, in sds of q."""
+    return torch.linalg.solve_triangular(q.factor(), (z - at.mean).mT, upper=False).norm(dim=0)
+
+
+def _other_mode(q: Natural, at: Points, joint: Tensor) -> _Other | None:
+    """The likeliest other mode along lines."""
     here, found, start = float(joint[0]), [], 1 + len(at.draws)
-    back = torch.linalg.inv(q.factor())
     for line in at.lines:
         values, start = joint[start : start + len(line)], start + len(line)
-        far = ((line - at.mean) @ back.mT).norm(dim=1)
+        far = _sds(q, at, line)
         lowest = torch.cat([torch.full((1,), here, dtype=values.dtype), values]).cummin(0).values[:-1]
         other = (far > _APART) & (values > here - _LOWER) & (lowest < torch.clamp(values, max=here) - _VALLEY)
-        found += far[other].tolist()
-    return min(found, default=None)
+        found += [_Other(float(far[k]), float(values[k]) - here, line[k]) for k in other.nonzero()[:, 0].tolist()]
+    return max(found, key=lambda o: o.nats, default=None)
+
+
+def _elsewhere(q: Natural, at: Points, joint: Tensor) -> _Other | None:
+    """The scout far from q that holds most of the posterior's mass, where all such hold `_MISSED` of it and more.
+
+    By the balance heuristic: each point, a draw or a scout, is weighed by the density of all of them together.
+    """
+    if not len(at.scouts):
+        return None
+    z, told = torch.cat([at.draws, at.scouts]), torch.cat([joint[1 : 1 + len(at.draws)], joint[-len(at.scouts) :]])
+    sds, wide = _sds(q, at, z), _wide(q.n)
+    log_q = -0.5 * sds.square() - 0.5 * q.n * LOG_2PI - q.factor().diagonal().log().sum()
+    log_wide = log_q + 0.5 * sds.square() * (1 - wide**-2) - q.n * math.log(wide)
+    inside = ((z >= at.box[0]) & (z <= at.box[1])).all(1)
+    log_scouts = math.log(len(at.scouts)) - (at.box[1] - at.box[0]).log().sum()
+    drawn = torch.logaddexp(log_q, log_wide) + math.log(len(at.draws) / 2)
+    shares = (told - torch.logaddexp(drawn, torch.where(inside, log_scouts, -math.inf))).softmax(0)
+    shares = torch.where(sds > _APART + math.sqrt(q.n), shares, 0.0)[len(at.draws) :]
+    best, share = int(shares.argmax()), float(shares.sum())
+    if not share > _MISSED:  # not so either where none could be told
+        return None
+    return _Other(
+        float(sds[len(at.draws) + best]), float(joint[best - len(at.scouts)] - joint[0]), at.scouts[best], share
+    )

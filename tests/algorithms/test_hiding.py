@@ -125,7 +125,7 @@ def _gram(z: FloatArray, nats: FloatArray) -> FloatArray:
 def _told_of_one(asked: Asked) -> float:
     """Relative error of X'X of the first silo, by a fit to points whose total is a little above that of all cut; those
     that lie off it, where two silos are not cut, are left out."""
-    z, total = points(0, asked.q, asked.server.problem.layout).all.numpy(), asked.total[WEIGHED].sum(0)
+    z, total = points(asked.server.problem, asked.q).all.numpy(), asked.total[WEIGHED].sum(0)
     one = (total > len(SIZES) * _LEAST + 1) & (total < (len(SIZES) - 0.5) * _LEAST)
     z, nats = z[one], total[one] - (len(SIZES) - 1) * _LEAST
     kept = np.ones(len(z), bool)
@@ -160,7 +160,7 @@ def test_far_out_one_silos_likelihood_is_not_the_total(monkeypatch: pytest.Monke
         asked = _ask(scale, ALGORITHMS[name])
         block = asked.table.blocks[3]
         far, total = hiding.unreadable(asked.total[WEIGHED], block), hiding.read(asked.total[WEIGHED], block)
-        z = points(0, asked.q, asked.server.problem.layout).all.numpy()
+        z = points(asked.server.problem, asked.q).all.numpy()
         if far.sum() > 12:
             assert _off(_gram(z[far], total[far])) > 0.5
         # What is told is the sum over all silos.
@@ -233,7 +233,7 @@ def _table(silos: int) -> BlockTable:
 
 def _points(silos: int) -> Tensor:
     q = from_moments(torch.zeros(3).double(), torch.eye(3).double())
-    return points(0, q, _problem(silos).layout).all
+    return points(_problem(silos), q).all
 
 
 def test_which_points_are_hidden_says_little_of_whose_they_are() -> None:
@@ -256,8 +256,20 @@ def test_which_points_are_hidden_says_little_of_whose_they_are() -> None:
     assert known[0] - known[1] >= 5
 
 
+def test_of_a_shell_of_scouts_all_are_hidden_or_none() -> None:
+    """Some shells are and some are not. The control: by one threshold for all, within a shell some are, and where these
+    lie tells along which directions the silo's likelihood falls off."""
+    z = _points(5)
+    nats = -1e8 * (z.square() @ torch.tensor([1.0, 1e-2, 1e-4]).double()).numpy()
+    shells = np.concatenate([_told(nats, 5, seed)[1][-512:].reshape(16, 32) for seed in range(10)])
+    assert (shells.all(1) | ~shells.any(1)).all()
+    assert 0 < shells.mean() < 1
+    known = (nats[0] - nats[-512:] > 1e8).reshape(16, 32)
+    assert (known.any(1) & ~known.all(1)).any()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e12, -1e30])
-@pytest.mark.parametrize("where", [0, 7, 600])
+@pytest.mark.parametrize("where", [0, 7, 600, -1])
 def test_whatever_a_silo_finds_it_sends_a_number_within_the_bound(bad: float, where: int) -> None:
     nats = np.linspace(-5.0, 5.0, len(_points(5)))
     nats[where] = bad
@@ -265,7 +277,7 @@ def test_whatever_a_silo_finds_it_sends_a_number_within_the_bound(bad: float, wh
     assert np.isfinite(sent).all()
     assert np.abs(sent).max() <= _table(5).blocks[3].bound
     assert far[where] or (where == 0 and far.all())
-    assert far.sum() == {0: len(nats), 7: 1 + 2 * weighing.HALF, 600: 1}[where] or where == 0
+    assert far.sum() == {0: len(nats), 7: 1 + 2 * weighing.HALF, 600: 1, -1: 32}[where] or where == 0
 
 
 def test_the_same_question_is_answered_with_the_same_numbers_and_another_with_others() -> None:

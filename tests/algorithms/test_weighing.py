@@ -80,7 +80,7 @@ def _integrated(n_record: int, n_silo: int, log_scale: float) -> float:
     if n_record:
         record["loc"] = torch.cat([y, y[:1]])[:, None].expand(-1, n_record) * 0.5 / n_record
     q = from_moments(torch.zeros(1).double(), torch.full((1, 1), 0.16).double())
-    at = points(0, q, problem.layout)
+    at = points(problem, q)
     weigher = Weigher(problem, program.families.local, program.families.silo)
     found = torch.from_numpy(weigher(q, at, {}, record, at_silo, silo.view, 0))[1 : 1 + len(at.draws)]
     covariance = (0.16 + 0.25 * n_record) * torch.eye(len(y)) + 0.49 * n_silo
@@ -148,7 +148,8 @@ def _cities(mean: list[float], beside: float = 0.0) -> _OfCities:
     z, sds, upper = torch.tensor(mean).double(), torch.tensor(CITIES_SDS).double(), torch.zeros(5, 5).double()
     upper[tuple(torch.triu_indices(5, 5, 1))] = torch.tensor(CITIES_CORRELATIONS).double()
     q = from_moments(z, sds[:, None] * (upper + upper.mT + torch.eye(5)) * sds)
-    at, age = points(0, q, problem.layout)._replace(lines=[]), torch.arange(-2, 2).double()
+    at, age = points(problem, q), torch.arange(-2, 2).double()
+    at = at._replace(lines=[], scouts=at.scouts[:0])
 
     def logits(z: Tensor, smoke: Tensor) -> Tensor:
         return (z[0] + z[1] * smoke)[:, None] + (z[2] + z[3] * smoke)[:, None] * age
@@ -286,6 +287,125 @@ def test_another_mode_is_found_and_nothing_else(
     if several:
         assert result.converged is False
         assert result.convergence["other_mode_sd"] > 4
+
+
+# ---- mass away from every line ----
+
+
+def _sinusoid(t: Tensor, y: Tensor) -> None:
+    w, a, b = (
+        pyro.sample(name, prior)
+        for name, prior in (("w", dist.Uniform(0.5, 6.0)), ("a", dist.Normal(0.0, 2.0)), ("b", dist.Normal(0.0, 2.0)))
+    )
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a * (w * t).sin() + b * (w * t).cos(), 0.5), obs=y)
+
+
+def _waves() -> list[dict[str, Tensor]]:
+    """Four silos' part of 40 records of sin(5.8 t), 9 cycles."""
+    t = torch.linspace(0, 10, 40, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(78)
+        y = (5.8 * t).sin() + 0.5 * torch.distributions.Normal(torch.zeros_like(t), 1.0).sample()
+    return [{"t": t[j::4], "y": y[j::4]} for j in range(4)]
+
+
+class _OfWaves(NamedTuple):
+    """The sinusoid's problem and log density, by all of its records together."""
+
+    problem: Any
+    log_likelihood: Callable[[Tensor], Tensor]
+
+    def log_joint(self, z: Tensor) -> Tensor:
+        return self.log_likelihood(z) + self.problem.density.log_prior(z, {})
+
+    def around_mode(self, w: float) -> Natural:
+        """The normal at the mode that Newton's steps reach, a and b first, from this frequency."""
+        z = torch.tensor([math.log((w - 0.5) / (6.0 - w)), 0.0, 0.0]).double()
+        curve = torch.func.hessian(self.log_joint)
+        for k in range(20):
+            free = slice(1 if k == 0 else 0, 3)
+            slope = torch.func.grad(self.log_joint)(z)
+            z[free] -= torch.linalg.solve(curve(z)[free, free], slope[free])
+        return from_moments(z, torch.linalg.inv(-curve(z)))
+
+    def weighed(self, q: Natural, seed: int) -> weighing.Weighed:
+        """As after a final sum of this seed."""
+        problem = self.problem._replace(seed=seed)
+        at = points(problem, q)
+        nats = torch.func.vmap(self.log_likelihood)(at.all).numpy()
+        drawn = np.full(weighing.spare(problem.layout, len(nats)), 0.5)
+        block = weighing._block(problem)
+        total = weighing.as_told(problem, nats, drawn).reshape(block.shape)
+        return weighing.weighed(problem, q, {}, at, total, lambda z: problem.density.log_prior(z, {}))
+
+
+def _of_waves() -> _OfWaves:
+    silos = _waves()
+    model = sf.FederatedModel(_sinusoid, "r")
+    problem = build_parties(model, silos, sf.PVI(), sf.Plain(), compile=False)[0].problem
+    t, y = (torch.cat([silo[name] for silo in silos]) for name in ("t", "y"))
+
+    def log_likelihood(z: Tensor) -> Tensor:
+        w = 0.5 + 5.5 * torch.sigmoid(z[0])
+        return -2 * (y - z[1] * (w * t).sin() - z[2] * (w * t).cos()).square().sum()
+
+    return _OfWaves(problem, log_likelihood)
+
+
+def test_scouts_find_mass_that_no_line_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q at the mode of w = 2.94; one of e^17 times as much mass is at 5.76, with other a and b. Of ten seeds all find
+    it, and none finds anything from there. The control: without scouts no mode is found from either."""
+    waves = _of_waves()
+    wrong, right = waves.around_mode(2.94), waves.around_mode(5.76)
+    for seed in range(10):
+        found = waves.weighed(wrong, seed)
+        assert (found.share or 0.0) > 0.99
+        assert "mass elsewhere: near w = 5." in str(found.against())
+        assert waves.weighed(right, seed).apart is None
+    monkeypatch.setattr(weighing, "_SCOUTS", 0)
+    assert waves.weighed(wrong, 0).apart is None
+
+
+def test_scouts_follow_from_the_model_and_the_seed_alone() -> None:
+    """Wherever a server says that q lies, and whatever theta is, they are the same, all over the prior; of another seed
+    they are others, and of seven dimensions there are none."""
+    waves, eye = _of_waves(), torch.eye(3).double()
+    near, far = (
+        points(waves.problem, from_moments(torch.full((3,), m).double(), s * eye)) for m, s in ((0, 1), (9, 4))
+    )
+    assert (near.scouts == far.scouts).all()
+    assert not (near.draws == far.draws).any()
+    assert near.box.T.tolist() == [[-4.0, 4.0]] * 3
+    assert near.scouts.amin(0).max() < -3.9
+    assert near.scouts.amax(0).min() > 3.9
+    other = points(waves.problem._replace(seed=1), from_moments(torch.zeros(3).double(), eye))
+    assert not (other.scouts == near.scouts).all(1).any()
+
+    def seven(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(7), 1.0).to_event(1))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(mu.sum(), 1.0), obs=y)
+
+    problem = build_parties(sf.FederatedModel(seven, "r"), _rows(1), sf.PVI(), sf.Plain(), compile=False)[0].problem
+    q = from_moments(torch.zeros(7).double(), torch.eye(7).double())
+    assert len(points(problem, q).scouts) == 0
+
+
+@pytest.mark.slow  # two minutes
+def test_a_frequency_far_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole run. Moments: given w normal, a sum over w. The control: without scouts it ends converged, where it is
+    wrong by 56 posterior sds."""
+    found = _quiet(_sinusoid, _waves(), sf.PVI())
+    assert found.converged is False
+    assert "mass elsewhere" in found.convergence["reason"]
+    monkeypatch.setattr(weighing, "_SCOUTS", 0)
+    control = _quiet(_sinusoid, _waves(), sf.PVI())
+    assert control.converged
+    assert abs(float(control.posterior["w"].mean) - 5.757) > 50 * 0.050
+
+
+# ---- where it cannot be mapped ----
 
 
 @pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.slow)])
