@@ -136,12 +136,15 @@ def _undrawn(point: _Point, rows: Params) -> LogTerms:
         try:
             found = None
             for begin in (0, 1):  # a program that sets the seed itself may end where it began
-                torch.manual_seed(begin)
-                np.random.seed(begin)
-                random.seed(begin)
-                before = _drawn_so_far()
-                found = point.evaluate(rows)
-                if _drawn_so_far() != before:
+                for _ in range(3):  # another thread of the process may have drawn in the meantime, once
+                    torch.manual_seed(begin)
+                    np.random.seed(begin)
+                    random.seed(begin)
+                    before = _drawn_so_far()
+                    found = point.evaluate(rows)
+                    if _drawn_so_far() == before:
+                        break
+                else:
                     raise InputError(
                         "the model draws random numbers by itself (torch, numpy or random), anew each time that it is "
                         "run; draw with pyro.sample alone, which the fit sees"

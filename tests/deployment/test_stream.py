@@ -353,7 +353,7 @@ def test_a_silo_waits_for_a_server_that_its_roster_names(world: World, caplog: p
         dialer = Dialer(world, server, "north", echo)
         doubted(caplog, "is not the one in the roster")
         assert dialer.error is None
-        assert not server.connected
+        assert not server.wait_for(["north"], 0.0)
         dialer.stop()
 
 
