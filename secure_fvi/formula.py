@@ -704,7 +704,8 @@ def _folded(node: ast.expr) -> float:
             left, right = _folded(node.left), _folded(node.right)
             found = _ARITHMETIC[type(node.op)](left, right)
             return found if isinstance(found, float) and max(map(abs, (left, right, found))) <= _LARGEST else math.inf
-        return float(node.value) if isinstance(node, ast.Constant) else math.inf
+        number = node.value if isinstance(node, ast.Constant) else None
+        return float(number) if isinstance(number, int | float) else math.inf
     except (ArithmeticError, TypeError, ValueError):
         return math.inf
 
