@@ -262,7 +262,7 @@ class Refined(NamedTuple):
 
     z: Tensor  # (S, n_global), float64, in unconstrained space
     weights: Tensor  # (S,) adding up to 1
-    khat: float  # Pareto's, of the weights
+    khat: float  # Pareto's, of the weights, or of them times squares of a reported number: the larger
     ess: float
     log_evidence: float  # log p(y), nats
     integration_error: float  # of the total log-likelihood over draws, from latents that were integrated out, nats

@@ -154,7 +154,8 @@ class Refining(NamedTuple):
         found = self.found
         if not self.sound or (self.checks and found.agrees):
             return None
-        return Refined(self.z, found.weights, found.khat, found.ess, found.log_evidence, found.integration_error)
+        khat = max(found.khat, found.khat_sd)
+        return Refined(self.z, found.weights, khat, found.ess, found.log_evidence, found.integration_error)
 
     @property
     def done(self) -> bool:
@@ -213,7 +214,8 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
         return of_q._replace(reason=f"{of_q.reason}; {_NESTED}")
     details = {**of_q.details, **state.details()}
     if state.answer is not None:
-        own = "" if of_q.converged else f"; q and the silos' own latents given Z_G are less than that: {of_q.reason}"
+        rests = "tables are of these draws; q, on which the silos' own latents rest alone, is not as near"
+        own = "" if of_q.converged else f"; {rests}: {of_q.reason}"
         return Verdict(True, f"{state.reason()}{own}", details)
     against = state.against()
     if against is None:

@@ -211,6 +211,11 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
         review = "; ".join(filter(None, (review, "two values: a boolean or a category with levels, or a number?")))
     if whole and low >= 19_000_101 and high <= 21_001_231:
         review = "; ".join(filter(None, (review, "dates without marks? Write them as 2024-12-31 in a query")))
+    if whole and low in (0, 1) and _MOST_LEVELS < about["kinds"] == high - low + 1:
+        guess = (
+            f"every number from {low:g} to {high:g} is there: a number, or names of patients, which are kind = 'id'?"
+        )
+        review = "; ".join(filter(None, (review, guess)))
     low, high = _outward(low, high)
     return Column(kind, low=low, high=high, missing=missing, review=review)
 

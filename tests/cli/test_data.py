@@ -105,16 +105,18 @@ def test_codes_for_missing_values_do_not_stretch_a_range(
 def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grades = ["mild", "none", "severe"]
     rows = [
-        f"{5 + i % 7}.{i % 10},{1 + i % 2},2024{1 + i % 9:02}15,{1 + i % 28}/3/2024,{grades[i % 3]}" for i in range(40)
+        f"{5 + i % 7}.{i % 10},{1 + i % 2},2024{1 + i % 9:02}15,{1 + i % 28}/3/2024,{grades[i % 3]},{1 + i % 25},{30 + i % 25}"
+        for i in range(40)
     ]
     rows[4] = rows[4].replace("9.4", "51234")
-    (folder / "g.csv").write_text("\n".join(["dose,arm,plain,day,grade", *rows]))
+    (folder / "g.csv").write_text("\n".join(["dose,arm,plain,day,grade,patient,age", *rows]))
     run(capsys, "describe", "g.csv", "--output", "g.toml")
     drafted = read_dictionary(folder / "g.toml").columns
     assert (drafted["dose"].low, drafted["dose"].high) == (None, None)
     words = {"dose": "high left out", "arm": "two values", "plain": "dates without marks", "day": "another form",
-             "grade": "order of the alphabet"}  # fmt: skip
+             "grade": "order of the alphabet", "patient": "every number from 1 to 25 is there"}  # fmt: skip
     assert all(said in drafted[name].review for name, said in words.items())
+    assert not drafted["age"].review
 
 
 def test_a_check_by_a_formula_looks_at_what_its_fit_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
