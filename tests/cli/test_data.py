@@ -105,7 +105,8 @@ def test_codes_for_missing_values_do_not_stretch_a_range(
 def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grades = ["mild", "none", "severe"]
     rows = [
-        f"{5 + i % 7}.{i % 10},{1 + i % 2},2024{1 + i % 9:02}15,{1 + i % 28}/3/2024,{grades[i % 3]},{1 + i % 25},{30 + i % 25}"
+        f"{5 + i % 7}.{i % 10},{1 + i % 2},2024{1 + i % 9:02}15,{1 + i % 28}/3/2024,{grades[i % 3]},"
+        f"{1 + i % 25},{30 + i % 25}"
         for i in range(40)
     ]
     rows[4] = rows[4].replace("9.4", "51234")
