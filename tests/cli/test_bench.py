@@ -29,7 +29,7 @@ def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytes
     """What `make gpu` calls, on the CPU. A device that computes something else is found, and nothing is timed there."""
     monkeypatch.setattr(batch, "_COMPARED", {"SFVI": (sf.SFVI(iterations=3), False, False)})
     made = subprocess.run(
-        ["make", "-n", "gpu", "DEVICE=cpu"],
+        ["make", "-n", "--no-print-directory", "gpu", "DEVICE=cpu"],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
     ).stdout.replace("\\\n", " ")  # fmt: skip
     assert "-m pytest -m gpu" in made

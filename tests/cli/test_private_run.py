@@ -73,7 +73,7 @@ def test_an_exhausted_budget_exits_with_3_and_writes_nothing(cli: CommandLine) -
 def test_bad_privacy_options_are_refused(cli: CommandLine) -> None:
     private(cli)
     cli.change("epsilon = 4.0", "epsilon = -1.0")
-    cli.refused("privacy", "epsilon must be positive")
+    cli.refused("privacy.epsilon = -1.0: must be greater than 0")
     cli.change("epsilon = -1.0", "epsilom = 1.0")
     cli.refused("epsilom", "did you mean 'epsilon'")
     cli.change("epsilom = 1.0", "epsilon = 1.0")
