@@ -394,14 +394,14 @@ def test_scouts_follow_from_the_model_and_the_seed_alone() -> None:
 
 @pytest.mark.slow  # two minutes
 def test_a_frequency_far_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole run. Moments: given w normal, a sum over w. The control: without scouts it ends converged, where it is
-    wrong by 56 posterior sds."""
+    """The whole run. Moments: given w normal, a sum over w. The control: without scouts nothing says that there is
+    another mode, 56 posterior sds away; k-hat is about at its limit, and the run is called converged or not by luck."""
     found = _quiet(_sinusoid, _waves(), sf.PVI())
     assert found.converged is False
     assert "mass elsewhere" in found.convergence["reason"]
     monkeypatch.setattr(weighing, "_SCOUTS", 0)
     control = _quiet(_sinusoid, _waves(), sf.PVI())
-    assert control.converged
+    assert "elsewhere" not in control.convergence["reason"]
     assert abs(float(control.posterior["w"].mean) - 5.757) > 50 * 0.050
 
 
