@@ -57,6 +57,8 @@ WORDS = {
     "auxiliary": ("auxiliary",), "local": ("part of the objective",), "unsettled": ("settled", "drift"),
     "mass": ("weight",),
 }  # fmt: skip
+#: Blocks that a phase sums only where it says `likelihood`.
+_OF_LIKELIHOOD = ("weighed", "refined")
 #: An exact sum that rests on a smaller share of the records than this is "sampled_records".
 FEW = 0.5
 
@@ -67,6 +69,7 @@ class Sums:
 
     at_most: so many in a job, iterations within a round counted, retries not. what: of a silo's term, in words.
     asked: silos in each, at least. besides: they are in no round, but before or after them, and lack nobody.
+    likelihood: they tell the log-likelihood of the records at points near the final q, without noise.
     """
 
     phase: str
@@ -75,6 +78,7 @@ class Sums:
     asked: int
     cohort: Cohort = "all"
     besides: bool = False
+    likelihood: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Phase:
     cohort: Cohort
     at_least: int
     besides: bool = False
+    likelihood: bool = False
     blocks: tuple[Block, ...] | None = None
     terms: Terms | None = None
 
@@ -189,7 +194,7 @@ class Disclosure:
             "per_silo_rows": self.rows,
             "single_silos": self.single or self.solvable,
             "changing_cohorts": dp is None and any(1 < p.asked < self.silos for p in self.phases),
-            "final_likelihood": dp is None and any(p.besides and "log-likelihood" in p.what for p in self.phases),
+            "final_likelihood": dp is None and any(p.likelihood for p in self.phases),
             "sampled_records": dp is None and self.share < FEW,
             "exact_counts": isinstance(dp, RecordDP) and dp.public_counts,
             "objective": isinstance(dp, RecordDP) and dp.objective_share > 0,
@@ -235,8 +240,9 @@ class Disclosure:
             for b in table.blocks:
                 if b.rows == "presence" or b.name == BELOW_NORM:  # said of all sums, and by `kinds`
                     continue
-                words = WORDS.get(b.name.split("/")[0], ())
-                if not any(word in declared[name].what for word in words):
+                kind = b.name.split("/")[0]
+                said = any(word in declared[name].what for word in WORDS.get(kind, ()))
+                if not said or (kind in _OF_LIKELIHOOD and not declared[name].likelihood):
                     raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
         if isinstance(aggregation, Homomorphic):
             codecs = SlotCodecs(scheme_named(aggregation.scheme), self.silos)
@@ -286,10 +292,7 @@ def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, si
     if isinstance(algorithm, type) or not hasattr(algorithm, "declare"):
         raise InputError(f"algorithm must be one, such as sf.PVI(), not {algorithm!r}")
     declared = algorithm.declare(silos, privacy is not None)
-    phases = tuple(
-        Phase(s.phase, s.at_most, s.what, s.asked, s.cohort, _at_least(s, aggregation, privacy), s.besides)
-        for s in declared.sums
-    )
+    phases = tuple(Phase(**dataclasses.asdict(s), at_least=_at_least(s, aggregation, privacy)) for s in declared.sums)
     found = Disclosure(
         algorithm.name, kind, silos, declared.rounds, phases, declared.keeps, declared.rows, declared.share, privacy
     )

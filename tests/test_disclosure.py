@@ -120,6 +120,31 @@ def test_sums_besides_the_rounds_are_counted_and_said(algorithm: Any, most: int)
     assert disclose(algorithm, sf.Masked(min_cohort=2, max_missing=1), None, 3).missing == 0
 
 
+def test_the_final_likelihood_is_told_by_its_flag_and_not_by_words() -> None:
+    """Control: with the flag turned over, and not a word with it, the statement is the opposite, and the gate's."""
+
+    class Told:
+        name = "told"
+
+        def __init__(self, *sums: Sums) -> None:
+            self.sums = sums
+
+        def declare(self, silos: int, private: bool) -> Declaration:
+            return Declaration(1, self.sums, "nothing")
+
+    def kinds(*sums: Sums) -> tuple[str, ...]:
+        return disclose(Told(*sums), sf.Masked(), None, 3).kinds
+
+    words = Sums("finish", 1, "its log-likelihood", 3, besides=True)
+    assert kinds(words) == ()
+    assert kinds(dataclasses.replace(words, what="a number", likelihood=True)) == ("final_likelihood",)
+    table = BlockTable((Block("weighed", (4,), 1.0),))
+    flagged = Told(dataclasses.replace(words, likelihood=True))
+    assert disclose(flagged, sf.Masked(), None, 3).of_program({"finish": table}, {}, sf.Masked()).phases[0].blocks
+    with pytest.raises(InputError, match="sums 'weighed' in phase 'finish', which it does not declare"):
+        disclose(Told(words), sf.Masked(), None, 3).of_program({"finish": table}, {}, sf.Masked())
+
+
 def test_losses_that_noise_counts_on_are_in_the_statement() -> None:
     settings = sf.RecordDP(dropouts=2, **RECORD)
     assert disclose(sf.SFVI(iterations=3), sf.Masked(), settings, 10).at_least == 8

@@ -154,10 +154,11 @@ class PVI(LocalFitOptions):
         sums: tuple[Sums, ...] = (Sums(ROUND_PHASE, self.most_rounds, what, asked, names[self.schedule]),)
         if not private:
             counts = "; whether it could fit, tempered its cavity, or would move q further"
-            final = f"{DISCLOSED if self.rounds is None else DISCLOSED_OF_SLOPE}; its number of records"
-            sums = (dataclasses.replace(sums[0], what=what + counts), Sums(FINISH, 1, final, silos, besides=True))
-        if not private and self.rounds is None:
-            sums = (*sums, refining.declared(silos))
+            weighed = self.rounds is None
+            final = f"{DISCLOSED if weighed else DISCLOSED_OF_SLOPE}; its number of records"
+            finish = Sums(FINISH, 1, final, silos, besides=True, likelihood=weighed)
+            refine = (refining.declared(silos),) if weighed else ()
+            sums = (dataclasses.replace(sums[0], what=what + counts), finish, *refine)
         because = f"schedule = '{self.schedule}'"
         if self.schedule == "asynchronous":
             because += f", buffer = {self.buffer}"

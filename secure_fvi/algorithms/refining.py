@@ -199,7 +199,7 @@ def start() -> Refining:
 
 def declared(silos: int) -> Sums:
     """The sums, as an algorithm declares them."""
-    return Sums(REFINE, SUMS, f"{_DISCLOSED}; its number of records", silos, besides=True)
+    return Sums(REFINE, SUMS, f"{_DISCLOSED}; its number of records", silos, besides=True, likelihood=True)
 
 
 def worthwhile(rest: Rest) -> bool:

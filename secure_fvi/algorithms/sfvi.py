@@ -203,8 +203,8 @@ class SFVI:
         before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
         sums = (*(s for s in before if s.phase not in (FINISH, REFINE)), own)
         if not private and self.iterations is None:
-            sums = (*sums, Sums(FINISH, 1, f"{DISCLOSED}; its number of records", silos, besides=True))
-            sums = (*sums, refining.declared(silos))
+            final = f"{DISCLOSED}; its number of records"
+            sums = (*sums, Sums(FINISH, 1, final, silos, besides=True, likelihood=True), refining.declared(silos))
         because = f"participation = {self.participation:g}"
         return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
 

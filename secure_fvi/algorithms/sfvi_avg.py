@@ -209,7 +209,7 @@ class SFVIAvg:
                 again = self.rounds * (self.bures_iterations - 1)
                 what = "its covariance, as one iteration sees it; its weight, which is its number of records"
                 sums.append(Sums(BURES, again, what, asked, cohort))
-            sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos, besides=True))
+            sums.append(Sums(FINISH, 1, f"{bound}; {DISCLOSED}", silos, besides=True, likelihood=True))
             sums.append(refining.declared(silos))
         keeps = "its own latents' posterior and its optimiser's state"
         because = f"barycenter = '{self.barycenter}', participation = {self.participation:g}"
