@@ -133,7 +133,7 @@ class Homomorphic:
         public_keys = {silo: identity.public_key for silo, identity in identities.items()}
         roster = self.roster(public_keys, holder_identity.public_key, key.public_bytes)
         silos: dict[str, SumSilo] = {
-            silo: HomomorphicSilo(roster, silo, identity, scheme, self.masked, make(silo), unbound=True)
+            silo: HomomorphicSilo(roster, silo, identity, self, make(silo), unbound=True)
             for silo, identity in identities.items()
         }
         holder = KeyHolder(roster, holder_identity, key, self.masked, make(KEY_HOLDER))
@@ -245,22 +245,19 @@ class HomomorphicSilo:
         roster: Roster,
         silo_id: str,
         identity: Identity,
-        scheme: Scheme,
-        masks: bool,
+        sums: Homomorphic,
         store: Store | None = None,
         min_cohort: int | None = None,
         max_missing: int | None = None,
         questions: Store | None = None,
         unbound: bool = False,
     ) -> None:
-        """`roster`, `scheme` and `masks` are what this site agreed to; for the rest see `MaskedSilo`."""
+        """`roster` and `sums` are what this site agreed to; for the rest see `MaskedSilo`."""
         check_roster(roster)
-        if masks and scheme is not BFV:
-            raise InputError("masks need scheme = 'bfv'")
         self.silo_id = silo_id
         self._roster = roster
-        self._scheme = scheme
-        self._masks = masks
+        self._scheme = scheme = scheme_named(sums.scheme)
+        self._masks = masks = sums.masked
         self._store = MemoryStore() if store is None else store
         self._inner = MaskedSilo(
             roster, silo_id, identity, self._store, min_cohort, self._seal, max_missing, questions, unbound

@@ -114,7 +114,7 @@ class HomomorphicSession:
 
     def _party(self, silo: str) -> HomomorphicSilo:
         identity, store = self._identities[silo], self.stores[silo]
-        return HomomorphicSilo(self.roster, silo, identity, BFV, self._masks, store, unbound=True)
+        return HomomorphicSilo(self.roster, silo, identity, Homomorphic(masks=self._masks), store, unbound=True)
 
     def backup(self) -> dict[str, dict[str, bytes]]:
         return {party: dict(store.slots) for party, store in self.stores.items()}

@@ -33,7 +33,7 @@ from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
 from secure_fvi.fitting import build_parties
-from secure_fvi.objective import record_gradients, silo_gradient
+from secure_fvi.objective import record_gradients
 from secure_fvi.trees import merge, part, running_average, to_numpy
 
 _NARROWEST = 1e-3  # sd of a number of the start over the adversary's own silos
@@ -83,8 +83,8 @@ class Replayer:
         self._ranges = {n: (v.min(0).values, v.max(0).values) for n, v in bench.pool.items() if v.is_floating_point()}
         if len(self._ranges) < len(bench.pool):
             raise InputError("whole numbers among the records cannot be searched for by gradients")
-        plain = silo_gradient(self.problem.density, program.local_family, program.silo_family, program.samples)
-        self._gradients = record_gradients(plain, program.couples)
+        families = program.local_family, program.silo_family
+        self._gradients = record_gradients(self.problem.density, *families, program.samples, program.couples)
         self._round = Traced(self._round_function, (None,) * 9, "traced", by_shape=True)
 
     def find(self, transcript: Transcript, search: Search, each: Each = silent) -> Found:

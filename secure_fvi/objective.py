@@ -48,12 +48,14 @@ class SiloGradient(NamedTuple):
 SiloFunction = Callable[..., SiloGradient]
 
 
-def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, importance_samples: int) -> SiloFunction:
+def silo_gradient(
+    density: LogDensity, local: LocalFamily, silo: LocalFamily, importance_samples: int, of_silo: bool = True
+) -> SiloFunction:
     """A pure function for one model and family.
 
     It takes Z_G (n_global,), d = Z_G - mu_G (n_global,), theta, local and silo parameters, the rows of N
-    records, their weights (N,) (0 for padding, 1/q in a minibatch), eps_L (K, N, n_record), eps_S (1, n_silo) and
-    the weight () of the terms that depend on no record, prior and entropy of Z_S (1 by default).
+    records, their weights (N,) (0 for padding, 1/q in a minibatch), eps_L (K, N, n_record) and eps_S (1, n_silo).
+    of_silo: with the terms that depend on no record, prior and entropy of Z_S.
     """
     samples = importance_samples
 
@@ -67,7 +69,6 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
         weights: Tensor,
         eps_local: Tensor,
         eps_silo: Tensor,
-        silo_terms: Tensor | None = None,
     ) -> SiloGradient:
         def draw(params: Params, theta: Params, z_global: Tensor, shift: Tensor, silo_shift: Tensor) -> Tensor:
             moments = local.moments(params, theta, rows, z_global, torch.cat([shift, silo_shift]))
@@ -103,7 +104,7 @@ def silo_gradient(density: LogDensity, local: LocalFamily, silo: LocalFamily, im
 
         log_w = log_p - log_q
         share = torch.softmax(log_w, 0)
-        once = torch.ones_like(log_q_silo) if silo_terms is None else silo_terms
+        once = torch.full_like(log_q_silo, float(of_silo))
         p_global, p_silo, p_local, p_theta = joint_vjp((share * weights, once))
         q_local, q_global, q_shift, q_silo_in_local = log_q_vjp(share.square() * weights)
         if samples > 1:
@@ -139,23 +140,25 @@ class RecordGradients(NamedTuple):
     local: Params  # (B, ...) gradient of each record's own variational parameters
 
 
-def record_gradients(gradient: SiloFunction, with_path: bool, mapped: bool = True) -> Callable[..., RecordGradients]:
-    """`gradient` of `silo_gradient` for each record alone: what it adds to the silo's sum, silo-level terms aside.
+def record_gradients(
+    density: LogDensity, local: LocalFamily, silo: LocalFamily, samples: int, with_path: bool, mapped: bool = True
+) -> Callable[..., RecordGradients]:
+    """`silo_gradient` for each record alone: what it adds to the silo's sum, silo-level terms aside.
 
     mapped: by `vmap`, where a row depends on no other record as far as PyTorch's rule for each operation keeps them
     apart (`exported.untested_operations`). Otherwise in a loop, where it cannot whatever the program does.
     """
 
+    gradient = silo_gradient(density, local, silo, samples, of_silo=False)
+
     def run(
         z_global: Tensor, shift: Tensor, theta: Params, local_params: Params, silo_params: Params, rows: Params,
         weights: Tensor, eps_local: Tensor, eps_silo: Tensor,
     ) -> RecordGradients:  # fmt: skip
-        nothing = weights.new_zeros(())
-
         def one(params: Params, row: Params, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Params]:
             g = gradient(
                 z_global, shift, theta, _as_batch(params), silo_params, _as_batch(row), weight.unsqueeze(0),
-                eps.unsqueeze(1), eps_silo, nothing,
+                eps.unsqueeze(1), eps_silo,
             )  # fmt: skip
             return flat_gradient(g, with_path), g.value, {name: value.squeeze(0) for name, value in g.local.items()}
 

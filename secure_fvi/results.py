@@ -190,9 +190,8 @@ class Refined:
 
     draws: Params  # (S, *shape) a site, in the model's own space
     weights: Tensor  # (S,) adding up to 1
-    khat: (
-        float  # Pareto's, of the weights, or of them times squares of a number: under .7, or there were no such result
-    )
+    #: Pareto's, of the weights, or of them times squares of a number: under .7, or there were no such result.
+    khat: float
     ess: float  # effective sample size, 1 / sum of squared weights
     log_evidence: float  # log p(y), nats
     integration_error: float  # sd over draws of what latents that were integrated out add by chance, nats

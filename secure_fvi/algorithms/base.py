@@ -186,9 +186,8 @@ class Order(NamedTuple):
     def between(self, last: Question, following: Question) -> Iterator[tuple[Question, str]]:
         """The questions of the job's rounds after one and before another, with their phases."""
         phases = list(self.phases.items())
-        stop = (
-            following.round + phases[following.place][1].counts
-        )  # of a round in which a job ends nothing else is asked
+        # Of a round in which a job ends nothing else is asked.
+        stop = following.round + phases[following.place][1].counts
         for round_ in range(max(last.round, 0), stop):
             for place, (name, phase) in enumerate(phases):
                 if phase.counts and round_ in phase.rounds:

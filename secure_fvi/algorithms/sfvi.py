@@ -281,13 +281,14 @@ class SFVIProgram(StructuredProgram):
     def _trace(self) -> None:
         """What is traced of both halves: whole steps, or where the optimiser cannot be, gradients alone."""
         mode, by_shape, traceable = self.problem.mode, self.local_family.couples_records, self.optimizer.traceable
-        plain = silo_gradient(self.problem.density, self.local_family, self.silo_family, self.samples)
+        of = self.problem.density, self.local_family, self.silo_family, self.samples
+        plain = silo_gradient(*of)
         pull_back = server_gradient(self.problem.density, self.family)
         self._gradient: Callable[..., SiloGradient] = plain
-        self._record_gradients: Callable[..., RecordGradients] = record_gradients(plain, self.couples)
-        self._alone = record_gradients(plain, self.couples, mapped=False)
+        self._record_gradients: Callable[..., RecordGradients] = record_gradients(*of, self.couples)
+        self._alone = record_gradients(*of, self.couples, mapped=False)
         self._looked_at: int | None = None  # the turn in which `_look` looked last
-        self._own_terms = Traced(plain, (None,) * 10, mode)
+        self._own_terms = Traced(plain, (None,) * 9, mode)
         self._pull_back: Callable[..., Any] = pull_back if traceable else Traced(pull_back, (None,) * 6, mode)
         self._move: Callable[..., Any] = self._move_function
         self._step: Any = self._step_function
@@ -603,7 +604,7 @@ class SFVIProgram(StructuredProgram):
         record = self.local_family.init(self.move(problem.start.z_record[:1].expand(2, -1)))
         nothing = self.move(torch.zeros(2))
         eps = self.move(torch.zeros(self.samples, 2, self.n_record))
-        found: SiloGradient = self._own_terms(*sent, record, silo, rows, nothing, eps, eps_silo, self.scalar(1.0))
+        found: SiloGradient = self._own_terms(*sent, record, silo, rows, nothing, eps, eps_silo)
         return found
 
     def _look(self, turn: int, args: tuple[Sent, Latents, Batch, Tensor]) -> None:

@@ -129,7 +129,7 @@ def make_offer(
         if roster.member(name).role != "silo":
             raise InputError(f"'{name}' is no silo in roster {roster.serial}")
     if data_set is None:
-        data_set = config.privacy.data_set if config.privacy is not None else "data"
+        data_set = data_set_of(config)
     return JobOffer(
         secrets.token_hex(16) if job is None else job,
         server,
@@ -142,6 +142,11 @@ def make_offer(
         portable(config, data_set),
         package_digest(),
     )
+
+
+def data_set_of(config: Config) -> str:
+    """What sites' policies call the data that a configuration is about."""
+    return config.privacy.data_set if config.privacy is not None else "data"
 
 
 def silo_ids(config: Config) -> tuple[str, ...] | None:

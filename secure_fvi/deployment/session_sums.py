@@ -105,9 +105,7 @@ def silo_sum(
     found = session_roster(*opened)
     if isinstance(aggregation, Masked):
         return MaskedSilo(found, silo, identity, store, min_cohort, max_missing=max_missing, questions=questions)
-    scheme = scheme_named(aggregation.scheme)
-    masks = aggregation.masked
-    return HomomorphicSilo(found, silo, identity, scheme, masks, store, min_cohort, max_missing, questions)
+    return HomomorphicSilo(found, silo, identity, aggregation, store, min_cohort, max_missing, questions)
 
 
 def longest_message(tables: Iterable[BlockTable], silos: int, aggregation: SecureSum) -> int:

@@ -122,6 +122,15 @@ class Ended(SecureFVIError):
     """This job of FLARE cannot go on; the next one can."""
 
 
+class Post(NamedTuple):
+    """What FLARE's server gives a carrier. send: a letter to a site, and what came back; over: whether the job is to
+    end."""
+
+    home: Home
+    send: Callable[[str, bytes], Mapping[str, Any]]
+    over: Callable[[], bool]
+
+
 class FlareCarrier(Remote):
     """Letters to the executors, in auxiliary messages. A site's name is the same in FLARE and in the roster."""
 
@@ -138,14 +147,11 @@ class FlareCarrier(Remote):
         patience: Patience | None = None,
         others: Sequence[str] = (),
         *,
-        send: Callable[[str, bytes], Mapping[str, Any]],
-        home: Home,
-        over: Callable[[], bool],
+        post: Post,
     ) -> None:
-        """What a `StreamServer` takes, of which address and TLS are FLARE's here. send: a letter to a site, and what
-        came back; over: whether FLARE wants the job to end."""
+        """What a `StreamServer` takes, of which address and TLS are FLARE's here."""
         super().__init__(names, others, patience)
-        self._send, self._home, self._job, self._over = send, home, job, over
+        self._job, (self._home, self._send, self._over) = job, post
         self._threads = ThreadPoolExecutor(2 * (len(names) + len(others)), "ask")
         self._heard: dict[str, float] = {}  # by site, when it last said anything
 

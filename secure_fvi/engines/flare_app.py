@@ -21,6 +21,7 @@ from secure_fvi.engines.flare import (
     REPLY,
     Ended,
     FlareCarrier,
+    Post,
     SiteParty,
     home_of_environment,
     left,
@@ -63,9 +64,8 @@ class ServerController(Controller):  # type: ignore[misc]
 
         try:
             home = home_of_environment()
-            serve(home, self.job, functools.partial(
-                FlareCarrier, send=send, home=home, over=lambda: bool(abort_signal.triggered)
-            ))  # fmt: skip
+            post = Post(home, send, lambda: bool(abort_signal.triggered))
+            serve(home, self.job, functools.partial(FlareCarrier, post=post))
         except SecureFVIError as error:
             text = shown(str(error).encode())
             _log.error("%s", text)

@@ -77,7 +77,7 @@ class TestKeySubstitution:
         identity = silos[ids[VICTIM]]._inner._identity
         entry = holder_entry(signer.public_key, BFV, False, attacker.public_bytes)
         other = replace(server._roster, key_holder=entry)
-        victim = silos[ids[VICTIM]] = HomomorphicSilo(other, ids[VICTIM], identity, BFV, False, unbound=True)
+        victim = silos[ids[VICTIM]] = HomomorphicSilo(other, ids[VICTIM], identity, config, unbound=True)
         advert = pack(HolderKey(attacker.public_bytes, signer.sign(digest(LABEL_HOLDER_ADVERT, other.hash))))
         assert victim.handle(advert) == pack(Done())
         values = random_values(ids, table_of(12))

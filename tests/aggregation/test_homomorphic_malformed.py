@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sum_network import CONTEXT, carry, run_sum
 
-from secure_fvi.aggregation.homomorphic import HomomorphicServer, HomomorphicSilo, WithHolder
+from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicServer, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     BFV_HALF,
@@ -275,9 +275,7 @@ class TestSetUp:
             with pytest.raises(InputError, match=reason):
                 HomomorphicServer(roster, BFV, True)
             with pytest.raises(InputError, match=reason):
-                HomomorphicSilo(roster, silo, identity, BFV, True)
-        with pytest.raises(InputError, match="masks need scheme = 'bfv'"):
-            HomomorphicSilo(w.roster, silo, identity, CKKS, True)
+                HomomorphicSilo(roster, silo, identity, Homomorphic())
 
     def test_the_holder_is_no_silo_and_keeps_to_its_session(self):
         w = World(3)

@@ -301,18 +301,13 @@ class TestHomomorphic:
         name = world.ids[0]
         inner = world.silos[name]._inner
         own = HomomorphicSilo(
-            world.roster, name, inner._identity, inner_scheme(world), False, world.stores[name], max_missing=0,
-            unbound=True,
+            world.roster, name, inner._identity, world.config, world.stores[name], max_missing=0, unbound=True,
         )  # fmt: skip
         world.contribute()
         everyone, three = (world.roster.bitmap(frozenset(s)) for s in (range(4), {0, 2, 3}))
         request = SignRequest(0, everyone, three, world.table.digest, CONTEXT, b"", [], [])
         with pytest.raises(ProtocolError, match="max_missing = 0"):
             own.handle(pack(request))
-
-
-def inner_scheme(world):
-    return world.server._scheme
 
 
 def _small():

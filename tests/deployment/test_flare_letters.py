@@ -23,7 +23,17 @@ from secure_fvi.deployment import signatures
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.engines import flare, flare_kits
-from secure_fvi.engines.flare import BUSY, LETTER, Ended, FlareCarrier, Letter, SiteParty, read_letter, write_letter
+from secure_fvi.engines.flare import (
+    BUSY,
+    LETTER,
+    Ended,
+    FlareCarrier,
+    Letter,
+    Post,
+    SiteParty,
+    read_letter,
+    write_letter,
+)
 from secure_fvi.engines.remote import Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
@@ -70,7 +80,8 @@ class Network:
         flare_kits.write_job(home.path, "job", flare_kits.Job(config=str(job.path), out=str(out)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SecureFVIWarning)
-            flare.serve(home, "job", functools.partial(FlareCarrier, send=self.send, home=home, over=self.over.is_set))
+            post = Post(home, self.send, self.over.is_set)
+            flare.serve(home, "job", functools.partial(FlareCarrier, post=post))
         return (out / "posterior.safetensors").read_bytes()
 
 
@@ -258,10 +269,8 @@ def test_a_site_answers_its_server_alone(world: World, spoil: Callable[[World], 
 def test_an_answer_names_its_question(network: Network) -> None:
     """FLARE's server hands each question the answer of an older one: taken for none. The control: the right ones."""
     home, older = network.world.homes["hub"], {}
-    carrier = FlareCarrier(
-        SILOS, "", None, lambda _: "", b"", "job", Patience("drop"), send=network.send, home=home,
-        over=network.over.is_set,
-    )  # fmt: skip
+    post = Post(home, network.send, network.over.is_set)
+    carrier = FlareCarrier(SILOS, "", None, lambda _: "", b"", "job", Patience("drop"), post=post)
     ask = functools.partial(carrier.exchange, dict.fromkeys(SILOS, b"\xffanything"))
 
     def spoil(site: str, answer: bytes) -> Mapping[str, Any]:

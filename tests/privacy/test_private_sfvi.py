@@ -36,7 +36,8 @@ def test_record_gradients_add_up_to_the_silos_gradient(problem: Conjugate, sampl
     silo = engine.silos["silo-2"]
     program: Any = silo.program
     view = silo.view
-    whole = silo_gradient(server.problem.density, program.local_family, program.silo_family, program.samples)
+    of = server.problem.density, program.local_family, program.silo_family, program.samples
+    whole = silo_gradient(*of)
     rng = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -50,8 +51,8 @@ def test_record_gradients_add_up_to_the_silos_gradient(problem: Conjugate, sampl
         draw(program.samples, rows, program.n_record), draw(1, program.n_silo)[0],
     )  # fmt: skip
     expected = whole(*arguments)
-    each = record_gradients(whole, True)(*arguments)
-    data_free = whole(*arguments[:6], torch.zeros_like(view.weights), *arguments[7:], torch.tensor(1.0))
+    each = record_gradients(*of, True)(*arguments)
+    data_free = whole(*arguments[:6], torch.zeros_like(view.weights), *arguments[7:])
     assert torch.allclose(each.rows.sum(0) + flat_gradient(data_free, True), flat_gradient(expected, True), atol=1e-9)
     assert torch.allclose(each.values.sum() + data_free.value, expected.value, atol=1e-9)
     for name, gradient in expected.local.items():
