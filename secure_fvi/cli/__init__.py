@@ -105,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(_BAD_USAGE)
+    except click.MissingParameter as error:
+        about = getattr(error.param, "help", None)  # an argument has none
+        _fail(error.format_message() + (f" {about}" if about else ""), _BAD_USAGE, debug)
     except click.ClickException as error:
         _fail(error.format_message(), _BAD_USAGE, debug)
     except SecureFVIError as error:

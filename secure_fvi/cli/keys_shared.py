@@ -17,7 +17,7 @@ home_option = click.option(
     type=click.Path(path_type=Path),
     envvar="SECURE_FVI_HOME",
     required=True,
-    help="This site's folder; SECURE_FVI_HOME unless given.",
+    help="This site's folder, which `keys init` made; SECURE_FVI_HOME unless given.",
 )
 unsealed_option = click.option(
     "--unsealed", is_flag=True, help="Leave the private keys unencrypted: whoever reads the disk or a backup has them."

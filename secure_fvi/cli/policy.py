@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -16,12 +17,45 @@ if TYPE_CHECKING:
     from secure_fvi.runs.config import Config
 
 FILE = click.Path(path_type=Path)
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _installed = click.option(
     "--function", "installed", metavar="FILE.py:NAME", help="This site's copy, where CONFIG names another."
 )
-_overrides = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the configuration."
-)
+_debug = click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
+
+
+class Asked(NamedTuple):
+    """A job's configuration as a command line names it. overrides: KEY=VALUE."""
+
+    path: Path
+    overrides: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.path}'"
+
+    def job(self) -> Config:
+        """The job as a server offers it."""
+        from secure_fvi.runs.config import read
+        from secure_fvi.runs.records import settled
+
+        return settled(read(self.path, self.overrides))
+
+
+def _asked(required: bool = True) -> Callable[[_Command], _Command]:
+    """CONFIG with its --set, as one `Asked`; None where neither is given."""
+
+    def keep(context: click.Context, _: click.Parameter, overrides: tuple[str, ...]) -> None:
+        context.meta[__name__] = overrides
+
+    def both(context: click.Context, _: click.Parameter, path: Path | None) -> Asked | None:
+        return None if path is None else Asked(path, context.meta[__name__])
+
+    overrides = click.option(
+        "--set", multiple=True, metavar="KEY=VALUE", is_eager=True, expose_value=False, callback=keep,
+        help="Override a key of the configuration.",
+    )  # fmt: skip
+    config = click.argument("config", type=FILE, required=required, callback=both)
+    return lambda command: config(overrides(command))
 
 
 @click.group()
@@ -31,8 +65,8 @@ def policy() -> None:
 
 @policy.command()
 @home_option
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def init(home: Path, debug: bool) -> None:
+@_debug
+def init(home: Path) -> None:
     """Write a policy that allows nothing, to be edited."""
     from secure_fvi.deployment.policy import write_template
 
@@ -41,19 +75,18 @@ def init(home: Path, debug: bool) -> None:
 
 
 @policy.command()
-@click.argument("config", type=FILE, required=False)
+@_asked(required=False)
 @home_option
 @_installed
-@_overrides
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def check(config: Path | None, home: Path, installed: str | None, overrides: tuple[str, ...], debug: bool) -> None:
+@_debug
+def check(config: Asked | None, home: Path, installed: str | None) -> None:
     """Read the policy as a job would and say what it allows; with CONFIG, whether it would take part in that job."""
     from secure_fvi.deployment.policy import read_policy
 
     found = read_policy(home / "policy.toml")
     if config is not None:
-        _judge(home, found, config, installed, overrides)
-        click.echo(f"'{config}': this site would take part")
+        _judge(home, found, config, installed)
+        click.echo(f"{config}: this site would take part")
         return
     p = found.privacy
     click.echo(f"policy {found.hash.hex()}")
@@ -77,7 +110,7 @@ def check(config: Path | None, home: Path, installed: str | None, overrides: tup
     )
 
 
-def _judge(home: Path, found: SitePolicy, config: Path, installed: str | None, overrides: tuple[str, ...]) -> Decision:
+def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) -> Decision:
     """Judge CONFIG as an offer of it would be, but for its signature. Raises PolicyError with every reason against,
     and InputError where it is not this site's job."""
     from secure_fvi.deployment.deciding import Decision
@@ -87,25 +120,22 @@ def _judge(home: Path, found: SitePolicy, config: Path, installed: str | None, o
     from secure_fvi.deployment.policy_check import check as judge
     from secure_fvi.errors import InputError
 
-    site, job = open_home(home), _job(config, overrides).model_copy(update={"engine": None})
+    site, job = open_home(home), config.job().model_copy(update={"engine": None})
     silos = silo_ids(job)
     if site.role == "silo" and silos is not None and site.id not in silos:
-        raise InputError(f"'{config}' does not ask this site, '{site.id}', but {', '.join(silos)}")
+        raise InputError(f"{config} does not ask this site, '{site.id}', but {', '.join(silos)}")
     roster, model = site.roster(now()), manifest(job, installed).hash
-    offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.stem, silos=silos)
+    offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.path.stem, silos=silos)
     return Decision(offer, roster, found, judge(offer, found, site.role, roster))
 
 
 @policy.command()
-@click.argument("config", type=FILE)
+@_asked()
 @click.option("--with-data", is_flag=True, help="Read all silos' data and trace the model, for blocks and noise.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
-@_overrides
 @click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def explain(
-    config: Path, with_data: bool, data_dir: Path | None, overrides: tuple[str, ...], as_json: bool, debug: bool
-) -> None:
+@_debug
+def explain(config: Asked, with_data: bool, data_dir: Path | None, as_json: bool) -> None:
     """Say in words what the job that CONFIG describes discloses, to whom, how often, and what a policy has to list."""
     import json
 
@@ -113,7 +143,7 @@ def explain(
     from secure_fvi.runs.config import Engine
     from secure_fvi.runs.federation import disclosure_of
 
-    job = _job(config, overrides)
+    job = config.job()
     found = disclosure_of(job, data_dir, with_data)
     check_carried(found, job.engine or Engine())
     if not as_json:
@@ -121,14 +151,6 @@ def explain(
         return
     words = {"formula": _formula_lines(job)} if job.model.formula is not None else {}
     click.echo(json.dumps(found.to_json() | words, indent=2))
-
-
-def _job(config: Path, overrides: tuple[str, ...]) -> Config:
-    """The job in CONFIG as a server offers it."""
-    from secure_fvi.runs.config import read
-    from secure_fvi.runs.records import settled
-
-    return settled(read(config, overrides))
 
 
 def _formula_lines(job: Config) -> list[str]:
@@ -144,7 +166,7 @@ def _formula_lines(job: Config) -> list[str]:
 
 
 @policy.command()
-@click.argument("config", type=FILE)
+@_asked()
 @home_option
 @click.option("--data", "table", type=FILE, help="This site's table or file for the job's data set.")
 @click.option("--dictionary", type=FILE, help="Its dictionary; that of a job by formula unless given.")
@@ -152,11 +174,10 @@ def _formula_lines(job: Config) -> list[str]:
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--without-dp", is_flag=True, help="Let jobs without differential privacy in, as this one is.")
 @_installed
-@_overrides
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
+@_debug
 def allow(
-    config: Path,
+    config: Asked,
     home: Path,
     table: Path | None,
     dictionary: Path | None,
@@ -164,9 +185,7 @@ def allow(
     missing: str,
     without_dp: bool,
     installed: str | None,
-    overrides: tuple[str, ...],
     yes: bool,
-    debug: bool,
 ) -> None:
     """Say what the job in CONFIG discloses, ask, and write into the policy what allows it: roster, algorithm, sums,
     rounds, missing silos, disclosures, model and data set.
@@ -179,7 +198,7 @@ def allow(
     from secure_fvi.runs.federation import disclosure_of
     from secure_fvi.runs.records import job_dictionary
 
-    job, path = _job(config, overrides), home / "policy.toml"
+    job, path = config.job(), home / "policy.toml"
     read_policy(path)
     before, found = read_bytes(path, "the policy"), disclosure_of(job)
     click.echo("\n".join([*_formula_lines(job), *found.lines()]))
@@ -195,14 +214,14 @@ def allow(
         if made is not None:
             write_bytes(made, job_dictionary(job.model).to_toml().encode())
         _put(path, (head + wording.dumps(rules)).encode())
-        decision = _judge(home, read_policy(path), config, installed, overrides)
+        decision = _judge(home, read_policy(path), config, installed)
         said = _fits(decision, open_home(home).id) if job.model.formula is not None else ""
     except BaseException:
         _put(path, before)
         if made is not None:
             made.unlink(missing_ok=True)
         raise
-    click.echo(f"{said}'{config}': this site would take part")
+    click.echo(f"{said}{config}: this site would take part")
 
 
 def _fits(decision: Decision, site: str) -> str:
@@ -221,10 +240,6 @@ def _put(path: Path, content: bytes) -> None:
 
     write_bytes(path, content)
     path.chmod(0o600)
-
-
-def _data_set(job: Config) -> str:
-    return job.privacy.data_set if job.privacy is not None else "data"
 
 
 def _allowing(
@@ -263,9 +278,10 @@ def _offer_data(
 ) -> Path | None:
     """Add the job's data set to `rules`; where the job's dictionary is to be written, if it is. how: query and missing,
     where given. Raises InputError."""
+    from secure_fvi.deployment.job import data_set_of
     from secure_fvi.errors import InputError
 
-    name, by_formula = _data_set(job), job.model.formula is not None
+    name, by_formula = data_set_of(job), job.model.formula is not None
     if any(d["id"] == name for d in rules.get("data", [])):
         if table is not None:
             raise InputError(f"the policy has a data set '{name}' already; edit it there")
@@ -282,18 +298,17 @@ def _offer_data(
 
 
 @policy.command("hash-model")
-@click.argument("config", type=FILE)
+@_asked()
 @_installed
-@_overrides
 @click.option("--json", "as_json", is_flag=True, help="Print all that the hash is over.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def hash_model(config: Path, installed: str | None, overrides: tuple[str, ...], as_json: bool, debug: bool) -> None:
+@_debug
+def hash_model(config: Asked, installed: str | None, as_json: bool) -> None:
     """Print the hash of the model in CONFIG, a job's configuration: source, imports, bounds and versions here."""
     import json
 
     from secure_fvi.deployment.model_hash import manifest
 
-    found = manifest(_job(config, overrides), installed)
+    found = manifest(config.job(), installed)
     if as_json:
         about = {
             "sources": found.sources,

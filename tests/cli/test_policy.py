@@ -53,3 +53,15 @@ def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> 
     for words in ("direct: 2;", "noise: Skellam, 3 times the clipping norm 1", "1 colluder and 0 losses", "noised"):
         assert words in text
     assert "exact" not in text
+
+
+def test_without_the_sites_folder_one_line_says_what_it_is(line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: with it, or the variable, the command looks there."""
+    monkeypatch.delenv("SECURE_FVI_HOME", raising=False)
+    answer = line("policy", "allow", line.config)
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1
+    for words in ("Missing option '--home'", "This site's folder", "keys init", "SECURE_FVI_HOME"):
+        assert words in answer.err
+    monkeypatch.setenv("SECURE_FVI_HOME", str(line.folder / "nowhere"))
+    assert "nowhere" in line("policy", "allow", line.config).err
