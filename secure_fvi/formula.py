@@ -350,7 +350,7 @@ class Design:
         self._context = _context(dictionary)
         frame = _pandas(made.frame, dictionary)
         try:
-            first = _again(terms, {}).get_model_matrix(frame, context=self._context, output="numpy", na_action="ignore")
+            first = _matrix(_again(terms, {}), frame, self._context)
         except InputError:
             raise
         except Exception as error:
@@ -383,8 +383,8 @@ class Design:
         for begin in range(0, rows, _AT_ONCE):
             part = slice(begin, min(begin + _AT_ONCE, rows))
             some = _pandas({name: frame[name][part] for name in self.columns}, self.dictionary, part.stop - begin)
-            made = self._spec.get_model_matrix(some, context=self._context, output="numpy", na_action="ignore")
-            np.matmul(np.asarray(made, dtype=np.float64), self.to_user, out=out[part])
+            made = np.asarray(_matrix(self._spec, some, self._context), dtype=np.float64)
+            np.matmul(made, self.to_user, out=out[part])
         bad = (~np.isfinite(out)).sum(0)
         if bad.any():
             at = int(bad.argmax())
@@ -428,8 +428,7 @@ class Design:
         frame = _pandas(made.frame, self.dictionary)
         for name, alias in moved.items():
             frame[alias] = (made.frame[name] - known[name][0]) / known[name][1]
-        z = _again(terms, moved).get_model_matrix(frame, context=self._context, output="numpy", na_action="ignore")
-        z = np.asarray(z, dtype=np.float64)
+        z = np.asarray(_matrix(_again(terms, moved), frame, self._context), dtype=np.float64)
         if z.shape != x.shape:
             return None
         size = np.abs(x).max(0)
@@ -477,8 +476,7 @@ class Expression:
     def __call__(self, frame: Frame, rows: int) -> Floats:
         """(rows,). Raises InputError where it is not finite."""
         some = _pandas({name: frame[name] for name in self.columns}, self.dictionary, rows)
-        made = self._formula.get_model_matrix(some, context=self._context, output="numpy", na_action="ignore")
-        out: Floats = np.asarray(made, dtype=np.float64)[:, 0]
+        out: Floats = np.asarray(_matrix(self._formula, some, self._context), dtype=np.float64)[:, 0]
         if bad := int((~np.isfinite(out)).sum()):
             raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
         return out
@@ -634,7 +632,11 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
             raise _error(formula, at, f"'{factor.expr}': no attribute but contr.treatment and its like is read")
         if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name | ast.Attribute):
             raise _error(formula, at, f"'{factor.expr}': what is called is no function of the list")
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small(node.right):
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Pow)
+            and not (_is_literal(node.right) and abs(_folded(node.right)) <= _LARGEST_POWER)
+        ):
             raise _error(formula, at, f"'{factor.expr}': an exponent is a number of at most {_LARGEST_POWER}")
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > _LARGEST:
             raise _error(formula, at, f"'{factor.expr}': a number in a formula is at most {_LARGEST:.0e}")
@@ -716,13 +718,6 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 }  # fmt: skip
 
 
-def _is_small(node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp):
-        node = node.operand
-    number = node.value if isinstance(node, ast.Constant) else None
-    return isinstance(number, int | float) and abs(number) <= _LARGEST_POWER
-
-
 def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str, at: int) -> None:
     if name in _REFUSED:
         raise _error(formula, at, f"{name}() is refused: {_REFUSED[name]},")
@@ -757,6 +752,11 @@ _FUNCTIONS: dict[str, Any] = {
     "I": lambda x: x, "abs": np.abs, "exp": np.exp, "log": np.log, "log10": np.log10, "log1p": np.log1p,
     "log2": np.log2, "sqrt": np.sqrt,
 }  # fmt: skip
+
+
+def _matrix(of: Any, frame: pd.DataFrame, context: Mapping[str, Any]) -> Any:
+    """formulaic's matrix (rows, columns) of a formula or of what it has read, with a row for each of `frame`."""
+    return of.get_model_matrix(frame, context=context, output="numpy", na_action="ignore")
 
 
 def _context(dictionary: Dictionary) -> dict[str, Any]:
