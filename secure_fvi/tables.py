@@ -12,6 +12,8 @@ put in other words.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -69,6 +71,11 @@ _UNREADABLE = {
     "date": "no date such as 2024-12-31",
     "id": "no id",
 }
+#: What some countries' programs write in place of the point.
+_COMMA = "a comma in a number"
+_DECIMAL = r"regexp_full_match({text}, '[+-]?[0-9]+,[0-9]+')"
+#: How to come by text in UTF-8.
+_CONVERT = ": save it as 'CSV UTF-8', or convert it, as by iconv -f {0} -t UTF-8 OLD.csv > NEW.csv"
 
 
 class Finding(NamedTuple):
@@ -87,6 +94,19 @@ class Finding(NamedTuple):
 
 
 GAP = "a gap"
+
+
+def decimal_comma(text: str) -> str:
+    """SQL for whether a text is a number with a comma in it."""
+    return _DECIMAL.format(text=text)
+
+
+def with_points(name: str) -> str:
+    """How a column's decimal commas become points."""
+    return (
+        f"where that is the decimal comma, write points by the query SELECT * REPLACE (replace({_identifier(name)}, "
+        f"',', '.') AS {_identifier(name)}) FROM {TABLE}"
+    )
 
 
 class Coded(NamedTuple):
@@ -126,7 +146,7 @@ def _fitting(found: Coded, missing: Missing) -> Coded:
     wrong = [f for f in found.findings if missing == "refuse" or f.what != GAP]
     if wrong:
         gaps = all(f.what == GAP for f in wrong)
-        hint = '; leave those rows out with missing = "drop", or fill them' if gaps else ""
+        hint = '; leave those rows out with missing = "drop", or fill them' if gaps else remedy(wrong)
         raise DataError(f"it does not fit its dictionary: {'; '.join(f.line() for f in wrong)}{hint}")
     whole = np.ones(found.read, dtype=bool)
     for finding in found.findings:
@@ -140,6 +160,11 @@ def _fitting(found: Coded, missing: Missing) -> Coded:
     columns = {name: values[whole] for name, values in found.columns.items()}
     columns, names = _renumbered(columns, found.names)
     return Coded(columns, names, found.read, {f.column: len(f.rows) for f in found.findings}, ())
+
+
+def remedy(findings: Iterable[Finding]) -> str:
+    """ "; ..." where a query puts right what does not fit."""
+    return next((f"; {with_points(f.column)}" for f in findings if f.what == _COMMA), "")
 
 
 def check_table(
@@ -234,10 +259,13 @@ def _fetched(
         coded += [f"{_value(cell, column, kind)} AS r{i}", cell]
         fits, nothing = [f"r{i} IS NOT NULL", *_inside(f"r{i}", column)], "''" if column.kind == "id" else "0"
         gap = _gap(cell, column, kind)
+        text = column.kind in ("number", "integer") and kind == "VARCHAR"
+        comma = decimal_comma(_text(cell, kind)) if text else "false"
         if column.missing:
             fits.append(f"NOT coalesce({gap}, false)")
         # A gap is looked for where a cell does not fit: in most there is none, and texts take their time.
-        how = f"CASE WHEN {' AND '.join(fits)} THEN 0 WHEN {gap} THEN 1 WHEN r{i} IS NULL THEN 2 ELSE 3 END"
+        wrong = f"WHEN {gap} THEN 1 WHEN {comma} THEN 4 WHEN r{i} IS NULL THEN 2 ELSE 3"
+        how = f"CASE WHEN {' AND '.join(fits)} THEN 0 {wrong} END"
         out += [f"coalesce(r{i}, {nothing}) AS v{i}", f"({how})::UTINYINT AS s{i}"]
     found = table.fetch(f"SELECT {', '.join(out)} FROM (SELECT {', '.join(dict.fromkeys(coded))} FROM {table.rows})")
     values, status = {}, {}
@@ -315,6 +343,7 @@ def _findings(name: str, column: Column, status: npt.NDArray[np.uint8]) -> list[
     return [
         *_finding(name, GAP, status == 1),
         *_finding(name, _UNREADABLE[column.kind], status == 2),
+        *_finding(name, _COMMA, status == 4),
         *_finding(name, "a value outside its range", status == 3),
     ]
 
@@ -528,14 +557,22 @@ def _regular(path: Path) -> Path:
     try:
         found = path.resolve(strict=True)
     except OSError as error:
-        raise DataError(
-            f"no file '{path}'" if isinstance(error, FileNotFoundError) else f"cannot read '{path}'"
-        ) from None
+        absent = isinstance(error, FileNotFoundError)
+        raise DataError(f"no file '{path}'{_beside(path)}" if absent else f"cannot read '{path}'") from None
     if not found.is_file():
         raise DataError(f"'{path}' is no file")
     if set("*?[]{}") & set(str(found)):
         raise DataError(f"'{path}' has one of *?[]{{}} in its name, which stands for other files; rename it")
     return found
+
+
+def _beside(path: Path) -> str:
+    """The table with the nearest name in the same folder, where it has any; or that there is no such folder."""
+    if not path.parent.is_dir():
+        return f": there is no folder '{path.parent}'"
+    with contextlib.suppress(OSError):
+        return nearest(path.name, sorted(p.name for p in path.parent.iterdir() if p.suffix in ENDINGS))
+    return ""
 
 
 _FORMATS = {
@@ -593,12 +630,16 @@ def _header(path: Path) -> tuple[list[str], str]:
     """The names in the first line of a CSV, and what stands between them."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            line = file.readline(1 << 20)
+            line = re.sub('"[^"]*"', "", file.readline(1 << 20))
             mark = max(_MARKS, key=line.count)
             file.seek(0)
             names = [name.strip() for name in next(csv.reader(file, delimiter=mark), [])]
-    except (UnicodeDecodeError, csv.Error):
-        raise DataError("not a CSV file in UTF-8") from None
+    except UnicodeDecodeError:
+        with path.open("rb") as raw:
+            marked = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        raise DataError(f"not a CSV file in UTF-8{_CONVERT.format('UTF-16' if marked else 'WINDOWS-1252')}") from None
+    except csv.Error:
+        raise DataError("not a CSV file") from None
     if not any(names):
         raise DataError("the first line must name the columns")
     for name in names:
@@ -694,7 +735,9 @@ def _in_other_words(seconds: float, memory: str) -> Iterator[None]:
         line = re.search(r"CSV Error on Line: (\d+)", str(error))
         if line is None:
             raise DataError(f"it cannot be read ({type(error).__name__})") from None
-        why = "is not UTF-8 text" if "Invalid unicode" in str(error) else "has not as many cells as columns are named"
+        why = "has not as many cells as columns are named: one with the mark in it, as a decimal comma, needs quotes"
+        if "Invalid unicode" in str(error):
+            why = f"is not UTF-8 text{_CONVERT.format('WINDOWS-1252')}"
         raise DataError(f"line {line[1]} {why}") from None
     except sqlite3.OperationalError as error:
         slow = str(error) == "interrupted"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +46,13 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
     not used until somebody has looked at it and deleted that line.
     """
     from secure_fvi.dictionary import Dictionary
-    from secure_fvi.errors import InputError
+    from secure_fvi.errors import DataError, InputError
     from secure_fvi.tables import opened
 
-    with opened(_files(table, tables), query) as found:
-        drafted = {name: _draft(found, f"c{i}") for i, name in enumerate(found.types)}
+    with _about(table), opened(_files(table, tables), query) as found:
+        if not found.fetch(f"SELECT 1 AS one FROM {found.rows} LIMIT 1")["one"].size:
+            raise DataError("it has no rows, and a dictionary is drafted from what stands in them")
+        drafted = {name: _draft(found, name, f"c{i}") for i, name in enumerate(found.types)}
     text = Dictionary(drafted).to_toml(blank=("unit",))
     click.echo(
         "levels and ranges are this table's own, rare ones among them: whoever gets the draft learns them. Put "
@@ -94,13 +98,16 @@ def check(
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError
     from secure_fvi.formula import columns_of
-    from secure_fvi.tables import GAP, check_table, opened
+    from secure_fvi.tables import GAP, check_table, opened, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
     used = list(dictionary.columns) if formula is None else columns_of(formula, dictionary)
-    found = check_table(files, dictionary, query, used)
-    with opened(files, query) as held:
-        others = [name for name in held.types if name not in dictionary.columns]
+    with _about(table):
+        found = check_table(files, dictionary, query, used)
+        with opened(files, query) as held:
+            others = [name for name in held.types if name not in dictionary.columns]
+        if not found.read:
+            raise DataError("it has no rows")
     click.echo(f"{found.read} rows, {len(dictionary.columns)} columns in the dictionary {dictionary.digest.hex()[:16]}")
     if formula is not None:
         click.echo(f"of these the formula uses {', '.join(used)}")
@@ -111,11 +118,23 @@ def check(
     wrong = {f.column for f in found.findings if missing == "refuse" or f.what != GAP}
     gaps = {int(row) for f in found.findings if f.what == GAP for row in f.rows}
     if wrong:
-        raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}")
+        hint = remedy(found.findings)
+        raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}{hint}")
     if len(gaps) == found.read:
         raise DataError(f"{table}: no row is without a gap")
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
+
+
+@contextmanager
+def _about(table: Path) -> Iterator[None]:
+    """Errors with the file in front."""
+    from secure_fvi.errors import InputError
+
+    try:
+        yield
+    except InputError as error:
+        raise error if str(table) in str(error) else type(error)(f"{table}: {error}") from None
 
 
 def _files(table: Path, others: tuple[str, ...]) -> dict[str, Path]:
@@ -140,10 +159,11 @@ _SENTINELS = (-1.0, *(sign * float(digit * length) for sign in (-1, 1) for digit
 _APART, _APART_DIGIT, _FAR = 0.25, 2.0, 20.0
 
 
-def _draft(table: Opened, cell: str) -> Column:
+def _draft(table: Opened, name: str, cell: str) -> Column:
     """A column as it seems. What the cells are is seen by DuckDB; levels, ends of ranges and codes for missing values
     alone come out."""
     from secure_fvi.dictionary import Column
+    from secure_fvi.tables import decimal_comma, with_points
 
     text = f"trim(CAST({cell} AS VARCHAR))"
     codes = ", ".join(f"'{code}'" for code in _CODES)
@@ -166,6 +186,7 @@ def _draft(table: Opened, cell: str) -> Column:
             min(n) AS low, max(n) AS high, quantile_cont(n, 0.25) AS lower, quantile_cont(n, 0.75) AS upper,
             CAST(min(d) - DATE '1970-01-01' AS DOUBLE) AS first, CAST(max(d) - DATE '1970-01-01' AS DOUBLE) AS last,
             count(t) FILTER ({other_day}) AS other_days,
+            count(t) FILTER ({decimal_comma("t")}) AS commas,
             count(DISTINCT lower(t)) FILTER (lower(t) NOT IN ('true', 'false', '0', '1')) AS others
             FROM {rows} {left}"""
         ).items()
@@ -181,6 +202,8 @@ def _draft(table: Opened, cell: str) -> Column:
         return Column("date", low=low, high=high, missing=missing)
     if about["numbers"] == cells:
         return _number(about, missing, review)
+    if about["commas"] and about["commas"] + about["numbers"] == cells:
+        return Column("id", missing=missing, review=f"numbers with a comma: {with_points(name)}")
     if about["other_days"] == cells:
         return Column("id", missing=missing, review="dates in another form: write them as 2024-12-31 in a query")
     if different <= 3 or (different <= _MOST_LEVELS and 2 * different < cells):
@@ -202,22 +225,27 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
     middle = upper - lower
     if whole and about["different"] == about["cells"] > _MOST_LEVELS:
         guess = "taken for an id, since no number stands twice"
-        return Column("id", missing=missing, unique=True, review="; ".join(filter(None, (review, guess))))
+        return Column("id", missing=missing, unique=True, review=_both(review, guess))
     if middle > 0 and (low < lower - _FAR * middle or high > upper + _FAR * middle):
         ends = "low" if high <= upper + _FAR * middle else "high" if low >= lower - _FAR * middle else "low and high"
         far = f"{ends} left out, since the table's lies far from the rest: a code, or a slip? Give low and high"
-        return Column(kind, missing=missing, review="; ".join(filter(None, (review, far))))
+        return Column(kind, missing=missing, review=_both(review, far))
     if whole and about["kinds"] == 2:
-        review = "; ".join(filter(None, (review, "two values: a boolean or a category with levels, or a number?")))
+        review = _both(review, "two values: a boolean or a category with levels, or a number?")
     if whole and low >= 19_000_101 and high <= 21_001_231:
-        review = "; ".join(filter(None, (review, "dates without marks? Write them as 2024-12-31 in a query")))
+        review = _both(review, "dates without marks? Write them as 2024-12-31 in a query")
     if whole and low in (0, 1) and _MOST_LEVELS < about["kinds"] == high - low + 1:
         guess = (
             f"every number from {low:g} to {high:g} is there: a number, or names of patients, which are kind = 'id'?"
         )
-        review = "; ".join(filter(None, (review, guess)))
+        review = _both(review, guess)
     low, high = _outward(low, high)
     return Column(kind, low=low, high=high, missing=missing, review=review)
+
+
+def _both(review: str, more: str) -> str:
+    """Two things to look at, or the second alone."""
+    return f"{review}; {more}" if review else more
 
 
 def _stray(table: Opened, rows: str) -> list[float]:

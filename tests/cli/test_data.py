@@ -220,3 +220,49 @@ def test_a_silo_that_says_too_little_or_too_much_of_its_table_is_refused(more: d
         table = {"model": {"likelihood": "bernoulli"}, "algorithm": {"name": "vertical"}, "response": {"data": "y.csv"}}
     with pytest.raises(InputError, match=said):
         parse(table | {"silo": [{"id": "one", "data": "one.csv", **more}]}, "job.toml")
+
+
+#: What newcomers' first tables are like, and what they are told to do.
+DOORS: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "Latin-1": ("y,n\n1,Müller\n".encode("latin-1"), ("not a CSV file in UTF-8", "iconv -f WINDOWS-1252 -t UTF-8")),
+    "UTF-16": ("y,n\n1,Müller\n".encode("utf-16"), ("not a CSV file in UTF-8", "iconv -f UTF-16 -t UTF-8")),
+    "names alone": (b"y,n\n", ("it has no rows",)),
+    "decimal commas between commas": (b"y,n\n1,5,2\n", ("line 2 has not as many cells", "decimal comma, needs quotes")),
+    "decimal commas": (b"y;n\n1,5;2\n2,5;3\n", ("columns do not fit: y", "replace(\"y\", ',', '.')")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(DOORS))
+def test_a_newcomers_table_is_answered_with_a_remedy(
+    folder: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    content, said = DOORS[case]
+    (folder / "new.csv").write_bytes(content)
+    (folder / "d.toml").write_text('format = 1\n[columns.y]\nkind = "number"\n')
+    code, _, err = run(capsys, "check", "new.csv", "--dictionary", "d.toml")
+    assert (code, err.count("\n")) == (2, 1)
+    assert all(words in err for words in ("new.csv", *said))
+    if case != "decimal commas":
+        assert run(capsys, "describe", "new.csv")[0] == 2
+
+
+def test_the_remedies_are_cures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Control: without them the same tables are refused, as the test before this one says."""
+    (folder / "d.toml").write_text('format = 1\n[columns.y]\nkind = "number"\nlow = 1\nhigh = 3\n')
+    (folder / "commas.csv").write_text('"y";"a,b,c,d"\n1,5;2\n2,5;3\n')  # marks in quotes are no marks
+    query = """SELECT * REPLACE (replace("y", ',', '.') AS "y") FROM data"""
+    drafted = run(capsys, "describe", "commas.csv")[1]
+    assert query.replace('"', '\\"') in drafted
+    assert wording.loads(drafted)["columns"]["y"]["kind"] == "id"
+    assert run(capsys, "check", "commas.csv", "--dictionary", "d.toml", "--query", query)[0] == 0
+    (folder / "latin.csv").write_text("y,n\n1,Müller\n", encoding="utf-8")
+    assert run(capsys, "check", "latin.csv", "--dictionary", "d.toml")[0] == 0
+
+
+def test_a_file_that_is_not_there_is_answered_with_the_nearest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "visits_2024.csv").write_text(TABLE)
+    assert "did you mean 'visits_2024.csv'?" in run(capsys, "describe", "visit_2024.csv")[2]
+    assert "did you mean" not in run(capsys, "describe", "else.parquet")[2]
+    assert "there is no folder 'tables'" in run(capsys, "describe", "tables/t.csv")[2]
