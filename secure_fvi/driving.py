@@ -114,6 +114,7 @@ class Progress(NamedTuple):
     bytes_down: int
     phase: str
     cohort: int  # silos in the newest sum
+    ending: bool | None = None  # whether rounds are over and sums that end the job are left; None: it has no such sums
 
 
 class Run(Generic[R]):
@@ -217,7 +218,15 @@ class Run(Generic[R]):
             sum(self.engine.bytes_down.values()),
             step.phase,
             sum(index == state.last_index for index in state.accepted.values()),
+            self._ending(),
         )
+
+    def _ending(self) -> bool | None:
+        phases = self.server.program.order.phases
+        if not any(phase.ends for phase in phases.values()):
+            return None
+        following = phases.get(getattr(self.server.state.algorithm, "phase", ""))
+        return self.finished or (following is not None and following.ends)
 
 
 def kept_in(options: Options, begun: Callable[[], Begun]) -> FolderCheckpoints | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.errors import LiveError
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from secure_fvi import driving
@@ -43,15 +43,16 @@ class RunProgress:
         if self._began is None:
             self._began, self._first_round = now, progress.round
         wait = _BAR_SECONDS if self._console.is_terminal else _LINE_SECONDS
-        if self._quiet or (now - self._shown < wait and progress.round < progress.max_rounds):
+        last = progress.round >= progress.max_rounds or progress.ending
+        if self._quiet or (now - self._shown < wait and not last):
             return
         self._shown = now
         if self._console.is_terminal:
-            self._show_bar(progress)
+            self._show_bar(progress, now - self._began)
         else:
             self._show_line(progress, now - self._began)
 
-    def _show_bar(self, progress: driving.Progress) -> None:
+    def _show_bar(self, progress: driving.Progress, seconds: float) -> None:
         if self._bar is None:
             self._bar = Progress(
                 SpinnerColumn(),
@@ -60,8 +61,7 @@ class RunProgress:
                 TextColumn("{task.completed}/{task.total} rounds{task.fields[objective]}"),
                 TextColumn("rate {task.fields[rate]:.2g}{task.fields[r_hat]}"),
                 TimeElapsedColumn(),
-                TextColumn("to the last round about"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
                 console=self._console,
                 transient=True,
             )
@@ -70,7 +70,7 @@ class RunProgress:
             except LiveError:  # the caller's own bar is there
                 self._quiet, self._bar = True, None
                 return
-            self._bar.add_task("", total=progress.max_rounds, objective="", rate=0.0, r_hat="")
+            self._bar.add_task("", total=progress.max_rounds, objective="", rate=0.0, r_hat="", left="")
         self._bar.update(
             self._bar.task_ids[0],
             description=progress.phase,
@@ -78,18 +78,28 @@ class RunProgress:
             objective=self._bound,
             rate=progress.learning_rate,
             r_hat=_r_hat(progress),
+            left=self._left(progress, seconds),
         )
 
     def _show_line(self, progress: driving.Progress, seconds: float) -> None:
-        done = progress.round - self._first_round
-        # An estimate: rounds to come may be slower, and a run that converges ends before its last round.
-        rest = seconds / done * (progress.max_rounds - progress.round) if done else 0.0
-        left = f", about {rest:.0f} s to round {progress.max_rounds} at this pace" if done else ""
+        left = self._left(progress, seconds)
         print(
             f"round {progress.round}/{progress.max_rounds} ({progress.phase}){self._bound}, "
-            f"rate {progress.learning_rate:.2g}{_r_hat(progress)}{left}",
+            f"rate {progress.learning_rate:.2g}{_r_hat(progress)}{', ' * bool(left)}{left}",
             file=sys.stderr,
         )
+
+    def _left(self, progress: driving.Progress, seconds: float) -> str:
+        """How long it may take yet. Rounds to come may be slower, a run that converges ends before its last round, and
+        sums after the rounds take as long as they take."""
+        if progress.ending:
+            return "the rounds are done; weighing the answer by final sums"
+        done = progress.round - self._first_round
+        if not done:
+            return ""
+        rest = seconds / done * (progress.max_rounds - progress.round)
+        after = "" if progress.ending is None else ", and the final sums after it"
+        return f"about {rest:.0f} s to round {progress.max_rounds} at this pace{after}"
 
     @property
     def _bound(self) -> str:
