@@ -92,7 +92,13 @@ class FederatedModel:
     @property
     def record(self) -> str:
         """What one record is, for the claim of a private run."""
-        return "one row of the data" if self.group is None else f"all rows of one '{self.group}' at one silo"
+        label = self.record_label
+        return "one row of the data" if label is None else f"all rows of one '{label}' at one silo"
+
+    @property
+    def record_label(self) -> str | None:
+        """By what rows are one record; None where each is one."""
+        return self.group
 
     @property
     def undeclared(self) -> str | None:

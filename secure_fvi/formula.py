@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from secure_fvi.dictionary import MEASURED, Column, Dictionary
 from secure_fvi.errors import InputError
+from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -260,6 +261,89 @@ def _random(text: str, begin: int, bars: list[int], end: int) -> list[Random]:
 def _plain(name: str) -> str:
     name = name.strip()
     return name[1:-1] if len(name) > 2 and name[0] == name[-1] == "`" else name
+
+
+# ---- families ----
+
+
+class Family(NamedTuple):
+    """What a response is given its linear predictor. `kinds`: of its column; `needs`: what the response must be."""
+
+    link: str  # of the mean, for summaries
+    ratio: str  # what exp of a coefficient is; "" for none
+    kinds: tuple[str, ...]
+    needs: str
+
+
+FAMILIES = {
+    "gaussian": Family("identity", "", ("number", "integer", "date"), "a number"),
+    "student": Family("identity", "", ("number", "integer", "date"), "a number"),
+    "bernoulli": Family("logit", "odds ratio", ("boolean", "category", "integer"), "a boolean, a category of two "
+                        "levels, or an integer from 0 to 1"),
+    "binomial": Family("logit", "odds ratio", ("integer",), "an integer, successes | trials(n)"),
+    "poisson": Family("log", "rate ratio", ("integer",), "an integer of at least 0"),
+    "negbinomial": Family("log", "rate ratio", ("integer",), "an integer of at least 0"),
+    "ordinal": Family("logit", "odds ratio", ("category", "integer"), "a category whose levels are in order, or an "
+                      "integer with low and high"),
+}  # fmt: skip
+_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial",
+                "nbinom": "negbinomial", "student_t": "student", "cumulative": "ordinal"}  # fmt: skip
+
+
+class Response(NamedTuple):
+    """The response as the fit has it: y = (column - centre) / scale, or codes from `low` on."""
+
+    name: str
+    centre: float = 0.0
+    scale: float = 1.0
+    low: int = 0
+    levels: tuple[str, ...] = ()  # of an ordinal
+
+
+def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response:
+    """Raises InputError where the family does not fit the column, and says what it needs."""
+    name, of = parsed.response, FAMILIES[family]
+    try:
+        column = dictionary[name]
+    except InputError as error:
+        raise InputError(f"formula: the response: {error}") from None
+    needs = f"family {family} needs {of.needs}; the response '{name}' is"
+    if column.kind not in of.kinds:
+        raise InputError(f"{needs} of kind {column.kind}")
+    if family in ("gaussian", "student"):
+        centre, scale = standard(name, column)
+        return Response(name, centre, scale)
+    if family == "bernoulli":
+        if column.kind == "category" and len(column.levels) != 2:
+            raise InputError(f"{needs} a category of {len(column.levels)} levels")
+        if column.kind == "integer" and (column.low, column.high) != (0, 1):
+            raise InputError(f"{needs} an integer from {_said(column.low)} to {_said(column.high)}")
+    if family == "ordinal":
+        levels = column.levels
+        if column.kind == "integer":
+            if column.low is None or column.high is None:
+                raise InputError(f"{needs} an integer without low and high")
+            levels = tuple(str(k) for k in range(int(column.low), int(column.high) + 1))
+        if len(levels) < 3:
+            raise InputError(f"{needs} one of {len(levels)} levels, for which family bernoulli is there")
+        return Response(name, low=int(column.low or 0), levels=levels)
+    if (family == "binomial") != ("trials" in parsed.additions):
+        raise InputError(f"trials(...) go with family binomial: write '{name} | trials(n) ~ ...' and family='binomial'")
+    return Response(name)
+
+
+def family_named(name: Any) -> str:
+    """Its own name. Raises InputError for what is none."""
+    family = _OTHER_NAMES.get(str(name), str(name))
+    if family not in FAMILIES:
+        raise InputError(
+            f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})"
+        )
+    return family
+
+
+def _said(value: float | None) -> str:
+    return "nowhere" if value is None else f"{value:g}"
 
 
 # ---- designs ----

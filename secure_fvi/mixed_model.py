@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -31,7 +32,19 @@ from torch import Tensor
 from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places
-from secure_fvi.formula import ADDITIONS, Design, Expression, Frame, Parsed, Random, parse, standard
+from secure_fvi.formula import (
+    ADDITIONS,
+    FAMILIES,
+    Design,
+    Expression,
+    Frame,
+    Parsed,
+    Random,
+    Response,
+    family_named,
+    parse,
+    response_of,
+)
 from secure_fvi.quadrature import (
     MORE_STEPS,
     NODES,
@@ -53,6 +66,13 @@ _PLATE = "records"
 #: Scale of the half-t(3) prior of sds, and sd of the normal prior of coefficients of standardised columns.
 _HALF_T, _NORMAL = 2.5, 2.5
 _LKJ = 1.0
+#: Of a student's degrees of freedom, a gamma's, and of a negative binomial's shape, an inverse gamma's.
+_NU, _SHAPE = (2.0, 0.1), (0.4, 0.3)
+_OWN_PRIORS = {"student": {"nu": f"gamma{_NU}"}, "negbinomial": {"shape": f"inverse-gamma{_SHAPE}"}}
+#: Of a group that spans silos, as many as decide how its effects are sampled (`Program._shared`).
+_ROWS_A_GROUP = 20.0
+#: What the sites of such a term mean, for results that are kept.
+_SHARED = "contrasts, partially non-centred"
 #: Of the groups of a global term, and cells of a silo's table once records are laid out.
 _MOST_EFFECTS, _MOST_CELLS = 100_000, 2**29
 #: Of a record's latents, by which the bound is tightened.
@@ -62,79 +82,6 @@ _STEPS = 200
 _DRAWS = 20_000
 #: Two tables that are alike with less than this probability are one table.
 _BY_CHANCE = 1e-9
-
-
-# ---- families ----
-
-
-class Family(NamedTuple):
-    """What a response is given its linear predictor. `kinds`: of its column; `needs`: what the response must be."""
-
-    link: str  # of the mean, for summaries
-    ratio: str  # what exp of a coefficient is; "" for none
-    kinds: tuple[str, ...]
-    needs: str
-
-
-FAMILIES = {
-    "gaussian": Family("identity", "", ("number", "integer", "date"), "a number"),
-    "student": Family("identity", "", ("number", "integer", "date"), "a number"),
-    "bernoulli": Family("logit", "odds ratio", ("boolean", "category", "integer"), "a boolean, a category of two "
-                        "levels, or an integer from 0 to 1"),
-    "binomial": Family("logit", "odds ratio", ("integer",), "an integer, successes | trials(n)"),
-    "poisson": Family("log", "rate ratio", ("integer",), "an integer of at least 0"),
-    "negbinomial": Family("log", "rate ratio", ("integer",), "an integer of at least 0"),
-    "ordinal": Family("logit", "odds ratio", ("category", "integer"), "a category whose levels are in order, or an "
-                      "integer with low and high"),
-}  # fmt: skip
-_OTHER_NAMES = {"normal": "gaussian", "logistic": "bernoulli", "negative_binomial": "negbinomial",
-                "nbinom": "negbinomial", "student_t": "student", "cumulative": "ordinal"}  # fmt: skip
-
-
-class Response(NamedTuple):
-    """The response as the fit has it: y = (column - centre) / scale, or codes from `low` on."""
-
-    name: str
-    centre: float = 0.0
-    scale: float = 1.0
-    low: int = 0
-    levels: tuple[str, ...] = ()  # of an ordinal
-
-
-def _response(parsed: Parsed, family: str, dictionary: Dictionary) -> Response:
-    """Raises InputError where the family does not fit the column, and says what it needs."""
-    name, of = parsed.response, FAMILIES[family]
-    try:
-        column = dictionary[name]
-    except InputError as error:
-        raise InputError(f"formula: the response: {error}") from None
-    needs = f"family {family} needs {of.needs}; the response '{name}' is"
-    if column.kind not in of.kinds:
-        raise InputError(f"{needs} of kind {column.kind}")
-    if family in ("gaussian", "student"):
-        centre, scale = standard(name, column)
-        return Response(name, centre, scale)
-    if family == "bernoulli":
-        if column.kind == "category" and len(column.levels) != 2:
-            raise InputError(f"{needs} a category of {len(column.levels)} levels")
-        if column.kind == "integer" and (column.low, column.high) != (0, 1):
-            raise InputError(f"{needs} an integer from {_said(column.low)} to {_said(column.high)}")
-    if family == "ordinal":
-        levels = column.levels
-        if column.kind == "integer":
-            if column.low is None or column.high is None:
-                raise InputError(f"{needs} an integer without low and high")
-            levels = tuple(str(k) for k in range(int(column.low), int(column.high) + 1))
-        if len(levels) < 3:
-            raise InputError(f"{needs} one of {len(levels)} levels, for which family bernoulli is there")
-        return Response(name, low=int(column.low or 0), levels=levels)
-    if (family == "binomial") != ("trials" in parsed.additions):
-        raise InputError(f"trials(...) go with family binomial: write '{name} | trials(n) ~ ...' and family='binomial'")
-    return Response(name)
-
-
-def _said(value: float | None) -> str:
-    return "nowhere" if value is None else f"{value:g}"
 
 
 # ---- random terms ----
@@ -261,29 +208,36 @@ class Program:
     """The Pyro function of one silo's rows, (N, M, ...) each."""
 
     def __init__(
-        self, family: str, response: Response, terms: Sequence[Term], priors: Priors, kept: Sequence[int]
-    ) -> None:
-        self.family, self.response, self.terms = family, response, tuple(terms)
+        self, family: str, response: Response, terms: Sequence[Term], priors: Priors, kept: Sequence[int],
+        intercept: int | None,
+    ) -> None:  # fmt: skip
+        """intercept: its place among the columns of the design that are `kept`."""
+        self.family, self.response, self.terms, self.intercept = family, response, tuple(terms), intercept
         self.integrated = 0 < sum(t.design.size for t in terms if t.place == "record") <= max(NODES)
         self.priors = priors._replace(mean=priors.mean[list(kept)], sd=priors.sd[list(kept)])
 
     def __call__(self, y: Tensor, present: Tensor, **data: Any) -> None:
         like, records = present.new_zeros(()), present.shape[0]
         eta = data["offset"] if "offset" in data else present.new_zeros(())
-        if self.priors.mean.numel():
-            mean, sd = self.priors.mean.to(like), self.priors.sd.to(like)
-            eta = eta + data["x"] @ pyro.sample("b", dist.Normal(mean, sd).to_event(1))
+        factors = {t.name: self._factor(t, like) for t in self.terms if t.place == "global"}
+        given = self._observed(like) if factors else None
+        b, means = self._fixed(factors, like)
+        if b is not None:
+            eta = eta + data["x"] @ b
         own = []
         for at, term in enumerate(self.terms):
-            factor = self._factor(term, like)
-            if term.place == "record":
-                own.append((at, term, factor))
-                continue
-            groups = term.levels if term.place == "global" else data[f"n{at}"]
-            shape = like.new_zeros(groups, term.design.size)
-            effects = pyro.sample(term.name, dist.Normal(shape, 1.0).to_event(2)) @ factor.mT
+            if term.place == "global":
+                assert given is not None
+                effects = self._shared(term, factors[term.name], means.get(term.name), given.information)
+            else:
+                factor = self._factor(term, like)
+                if term.place == "record":
+                    own.append((at, term, factor))
+                    continue
+                shape = like.new_zeros(data[f"n{at}"], term.design.size)
+                effects = pyro.sample(term.name, dist.Normal(shape, 1.0).to_event(2)) @ factor.mT
             eta = eta + self._part(data, at, effects[data[f"g{at}"]])
-        given = self._observed(like)
+        given = given or self._observed(like)
         with pyro.plate(_PLATE, records, dim=-2):
             if self.integrated and own:
                 designs = [self._own_design(data, at, present) @ factor for at, _, factor in own]
@@ -307,6 +261,63 @@ class Program:
         lower = pyro.sample(f"cor_{term.name}", dist.LKJCholesky(term.design.size, like + self.priors.lkj))
         return sd.unsqueeze(-1) * lower
 
+    @property
+    def levelled(self) -> list[Term]:
+        """Terms whose effects' mean over their groups the data cannot tell from the intercept."""
+        if self.intercept is None:
+            return []
+        return [t for t in self.terms if t.place == "global" and t.design.constant and t.levels > 1]
+
+    def apart(self, both: Tensor, sds: Sequence[Tensor], eps: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The intercept, and the means over groups of `levelled` terms' effects, given what they come to together,
+        the terms' sds and standard normals that say how much of it is whose; () or (draws,) each."""
+        assert self.intercept is not None
+        mean, sd = (given.to(both)[self.intercept] for given in (self.priors.mean, self.priors.sd))
+        parts = [s.square() / t.levels for s, t in zip(sds, self.levelled, strict=True)]
+        total, means = sd**2 + torch.stack(parts).sum(0), []
+        for part, e in zip(parts, eps, strict=True):
+            means.append(part / total * (both - mean) + (part * (1 - part / total)).sqrt() * e)
+            both, total = both - means[-1], total - part
+        return both, means
+
+    def _fixed(self, factors: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The coefficients (p,), and by name of a `levelled` term its effects' mean over groups.
+
+        Data tell the sum of these means and the intercept, whatever the groups' sds, and no part of it: that sum is
+        what is sampled, as the intercept's element of "b", and beside it how much is whose, on which data say nothing.
+        """
+        if not self.priors.mean.numel():
+            return None, {}
+        mean, sd, at, terms = self.priors.mean.to(like), self.priors.sd.to(like), self.intercept, self.levelled
+        if at is None or not terms:
+            return pyro.sample("b", dist.Normal(mean, sd).to_event(1)), {}
+        sds = [factors[t.name].reshape(()) for t in terms]
+        wide = (sd[at].square() + sum(s.square() / t.levels for s, t in zip(sds, terms, strict=True))).sqrt()
+        b = pyro.sample("b", dist.Normal(mean, torch.cat([sd[:at], wide[None], sd[at + 1 :]])).to_event(1))
+        eps = [pyro.sample(f"mean_{t.name}", dist.Normal(like, 1.0)) for t in terms]
+        intercept, means = self.apart(b[at], sds, eps)
+        b = torch.cat([b[:at], intercept[None], b[at + 1 :]])
+        return b, {t.name: m for t, m in zip(terms, means, strict=True)}
+
+    def _shared(self, term: Term, factor: Tensor, mean: Tensor | None, information: Tensor | float) -> Tensor:
+        """(groups, d) effects of a term that spans silos; `mean`: theirs over groups, where that is known.
+
+        What is sampled is each, or each of their contrasts, over s = sd / sqrt(1 + w sd^2), w what some rows tell of
+        it: s is the sd where that is small, and what rows leave open where it is not. So a normal q fits many rows a
+        group, whose effects are known whatever the sd, as well as few (partial non-centring, Papaspiliopoulos et al.
+        2007).
+        """
+        sd = factor.square().sum(-1).sqrt()
+        wide = (1 + _ROWS_A_GROUP * information * sd.square()).sqrt()
+        shape = sd.new_zeros(term.levels - (mean is not None), term.design.size)
+        if term.correlated:
+            lower = (wide / sd).unsqueeze(-1) * factor
+            prior = dist.MultivariateNormal(shape, scale_tril=lower).to_event(1)
+        else:
+            prior = dist.Normal(shape, wide).to_event(2)
+        effects = pyro.sample(term.name, prior) * (sd / wide)
+        return effects if mean is None else _contrasts(term.levels).to(sd) @ effects + mean
+
     def _part(self, data: Mapping[str, Any], at: int, effects: Tensor) -> Tensor:
         design = data.get(f"z{at}")
         return effects[..., 0] if design is None else (design * effects).sum(-1)
@@ -324,14 +335,18 @@ class Program:
             return Given(lambda eta, data: dist.Binomial(total_count=data["trials"], logits=eta), binomial_slopes)
         if family == "poisson":
             return Given(
-                lambda eta, data: dist.Poisson(eta.exp()), lambda eta, y, data: (y - eta.exp(), eta.exp()), MORE_STEPS
+                lambda eta, data: dist.Poisson(eta.exp()),
+                lambda eta, y, data: (y - eta.exp(), eta.exp()),
+                MORE_STEPS,
+                1.0,
             )
         if family == "negbinomial":
-            shape = pyro.sample("shape", dist.InverseGamma(like + 0.4, like + 0.3))
+            shape = pyro.sample("shape", dist.InverseGamma(*(like + a for a in _SHAPE)))
             return Given(
                 lambda eta, data: dist.NegativeBinomial(total_count=shape, logits=eta - shape.log()),
                 lambda eta, y, data: count_slopes(eta, y, shape),
                 MORE_STEPS,
+                1.0,
             )
         if family == "ordinal":
             cuts = self._cuts(like)
@@ -344,12 +359,14 @@ class Program:
             return Given(
                 lambda eta, data: dist.Normal(eta, sigma),
                 lambda eta, y, data: ((y - eta) / sigma**2, torch.ones_like(eta) / sigma**2),
+                information=sigma**-2,
             )
-        nu = pyro.sample("nu", dist.Gamma(like + 2.0, like + 0.1))
+        nu = pyro.sample("nu", dist.Gamma(*(like + a for a in _NU)))
         return Given(
             lambda eta, data: dist.StudentT(nu, eta, sigma),
             lambda eta, y, data: student_slopes(eta, y, sigma, nu),
             MORE_STEPS,
+            sigma**-2,
         )
 
     def _cuts(self, like: Tensor) -> Tensor:
@@ -364,6 +381,14 @@ class Program:
         levels = len(self.response.levels)
         cuts = torch.logit(torch.arange(1, levels, dtype=torch.float64) / levels).to(like)
         return cuts[0], (cuts[1:] - cuts[:-1]).log()
+
+
+def _contrasts(groups: int) -> Tensor:
+    """(groups, groups - 1): orthonormal columns that add up to 0 (Helmert's)."""
+    lower = torch.tril(torch.ones(groups, groups, dtype=torch.float64), -1).T[:, 1:]
+    size = torch.arange(1, groups, dtype=torch.float64)
+    columns = lower - torch.diag(size, -1)[:, :-1] if groups > 1 else lower
+    return columns / (size * (size + 1)).sqrt()
 
 
 # ---- the model ----
@@ -384,7 +409,7 @@ class MixedModel(FederatedModel):
 
         if self._has_latents:
             return PVI(importance_samples=_SAMPLES)
-        return PVI(local_steps=_STEPS) if not self.silo_sites else PVI()
+        return PVI() if self.silo_sites or self._shares else PVI(local_steps=_STEPS)
 
     def with_latents(self) -> MixedModel:
         """The same model, in which records' effects are latents rather than integrated out: for samplers."""
@@ -398,15 +423,24 @@ class MixedModel(FederatedModel):
         return any(t.place == "record" for t in self.of.terms) and not self.fn.integrated  # type: ignore[attr-defined]
 
     @property
-    def record(self) -> str:
-        label = next((t.of.label for t in self.of.terms if t.place == "record"), None)
-        return "one row of the data" if label is None else f"all rows of one '{label}' at one silo"
+    def _shares(self) -> bool:
+        """Whether groups span silos."""
+        return any(t.place == "global" for t in self.of.terms)
+
+    @property
+    def record_label(self) -> str | None:
+        return next((t.of.label for t in self.of.terms if t.place == "record"), None)
 
     @property
     def undeclared(self) -> str | None:
-        needed = ["rows" if t.place == "record" else t.of.label for t in self.of.terms if t.place != "global"]
-        lacking = [f"'{label}': M" for label in needed if label not in self.of.most]
-        return f"most={{{', '.join(lacking)}}} (model.options.most of a configuration)" if lacking else None
+        lacking = ", ".join(f"'{name}': M" for name in self._unsized)
+        return f"most={{{lacking}}} (model.options.most of a configuration)" if lacking else None
+
+    @property
+    def _unsized(self) -> list[str]:
+        """What `most` does not say, and shapes follow from: rows of a record, groups of a silo by label."""
+        sized = ["rows" if t.place == "record" else t.of.label for t in self.of.terms if t.place != "global"]
+        return [name for name in sized if name not in self.of.most]
 
     def prepared(self, silos: Mapping[str, Any]) -> dict[str, Any]:
         """Tables (dicts of columns, pandas, polars, Arrow, or coded ones) as the program takes them. Raises DataError,
@@ -433,7 +467,7 @@ class MixedModel(FederatedModel):
             (name, replace(of.dictionary[name], missing=(), description="", review="", at_most=""))
             for name in self.columns
         ]
-        told = [self.text, self.family, columns, self.describe()]
+        told = [self.text, self.family, columns, self.describe(), *([_SHARED] if self._shares else [])]
         return {"formula": self.text, "family": self.family, "digest": hashlib.sha256(repr(told).encode()).hexdigest()}
 
     def readable(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -469,8 +503,7 @@ class MixedModel(FederatedModel):
     def check_apart(self) -> None:
         """Raises InputError where parties that share no process could not agree on what tables come to."""
         of = self.of
-        sized = ["rows" if t.place == "record" else t.of.label for t in of.terms if t.place != "global"]
-        if lacking := [name for name in sized if name not in of.most]:
+        if lacking := self._unsized:
             raise InputError(
                 f"model.options.most has no '{lacking[0]}': the most rows of a record, and the most groups of a silo, "
                 "which all lay out alike, are agreed on beforehand: [model.options.most]"
@@ -554,21 +587,17 @@ def glmm(
         dictionary = dictionary_of({"format": 1, "columns": dict(dictionary)}, "dictionary")
     if not isinstance(dictionary, Dictionary):
         raise InputError(f"dictionary is a path, a Dictionary or a dict of columns, not {type(dictionary).__name__}")
-    family = _OTHER_NAMES.get(str(family), str(family))
-    if family not in FAMILIES:
-        raise InputError(
-            f"family '{family}' is not there{nearest(family, FAMILIES)} (there are: {', '.join(FAMILIES)})"
-        )
+    family = family_named(family)
     if missing not in ("refuse", "drop"):
         raise InputError(f"missing='{missing}' must be 'refuse' or 'drop'")
     if priors is not None and not isinstance(priors, Mapping):
         raise InputError(f"priors is a dict by name, such as {{'age': (0, 0.5)}}, not {type(priors).__name__}")
     parsed = parse(formula)
+    response = response_of(parsed, family, dictionary)
     for option, names in (("shared", shared), ("local", local)):
         _check_groups(option, names, parsed)
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
-    response = _response(parsed, family, dictionary)
     if fixed.intercept is None:  # nothing takes up what a centre would leave
         response = response._replace(centre=0.0)
     prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
@@ -582,7 +611,8 @@ def glmm(
         dict(most or {}), {},
     )  # fmt: skip
     dictionary.check_reviewed(sorted({response.name, *of.used}))
-    program = Program(family, response, terms, prior, of.kept)
+    intercept = of.kept.index(fixed.intercept) if fixed.intercept in of.kept else None
+    program = Program(family, response, terms, prior, of.kept, intercept)
     silo_sites = tuple(t.name for t in terms if t.place == "silo")
     start = {f"cor_{t.name}": torch.eye(t.design.size, dtype=torch.float64) for t in terms if t.correlated}
     return MixedModel(program, _PLATE, silo_sites, start=start, text=formula, family=family, of=of)
@@ -855,13 +885,16 @@ def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tens
     b = some.new_zeros(len(some), of.fixed.size)
     if of.kept:
         b[:, of.kept] = sites["b"]
+    if terms := model.fn.levelled:  # type: ignore[attr-defined]
+        sds, eps = ([sites[f"{what}_{t.name}"].reshape(len(b)) for t in terms] for what in ("sd", "mean"))
+        b[:, of.fixed.intercept] = model.fn.apart(b[:, of.fixed.intercept], sds, eps)[0]  # type: ignore[attr-defined]
     user = b @ torch.from_numpy(of.fixed.to_user).to(b).mT * scale
     if of.fixed.intercept is not None:
         user[:, of.fixed.intercept] += of.response.centre
     if of.family == "ordinal":
         cuts = torch.cat([sites["cut"][:, None], sites["cut"][:, None] + sites["log_gaps"].exp().cumsum(-1)], 1)
         shift = user[:, of.fixed.intercept] if of.fixed.intercept is not None else some.new_zeros(len(some))
-        for k, (below, above) in enumerate(zip(of.response.levels, of.response.levels[1:], strict=False)):
+        for k, (below, above) in enumerate(itertools.pairwise(of.response.levels)):
             out[f"{below}|{above}"] = cuts[:, k] - shift
     for at, name in enumerate(of.fixed.names):
         if at in of.kept:
@@ -931,7 +964,7 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
         f"family {model.family}, link {family.link}{of_what}; {len(result.silos)} silos, {result.algorithm}",
     )
     records = result.metrics.get("records")
-    label = next((t.of.label for t in of.terms if t.place == "record"), "row")
+    label = model.record_label or "row"
     counted = () if records is None else (f"{records:g} records (a record is a {label}), over all silos",)
     foot = (
         *counted,
@@ -947,13 +980,12 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
 
 
 def _described(model: MixedModel) -> list[str]:
-    of = model.of
+    of, program = model.of, model.fn
+    assert isinstance(program, Program)
     where = {"record": "local, a record", "silo": "local, of a silo", "global": "global, it spans silos"}
     said = [f"{model.text}  (family {model.family})", f"columns that it reads: {', '.join(model.columns)}"]
-    own = next((t.of.label for t in of.terms if t.place == "record"), None)
-    said.append(
-        f"a record, by which sums and differential privacy count: {'a row' if own is None else f'all rows of a {own}'}"
-    )
+    own = "a row" if model.record_label is None else f"all rows of a {model.record_label}"
+    said.append(f"a record, by which sums and differential privacy count: {own}")
     said += [f"(1 | {t.of.label}): {where[t.place]}" if t.design.constant else
              f"({t.of.design} | {t.of.label}): {where[t.place]}" for t in of.terms]  # fmt: skip
     for at in of.kept:
@@ -967,4 +999,15 @@ def _described(model: MixedModel) -> list[str]:
         said.append(f"prior of correlations: LKJ({of.priors.lkj:g})")
     if of.family in ("gaussian", "student"):
         said.append(f"prior of sigma: half-t(3, {of.priors.aux * of.response.scale:.4g})")
+    said += [f"prior of {name}: {prior}" for name, prior in _OWN_PRIORS.get(of.family, {}).items()]
+    if of.family == "ordinal":
+        first, gaps = program.even_cuts(torch.zeros((), dtype=torch.float64))
+        names = [f"{below}|{above}" for below, above in itertools.pairwise(of.response.levels)]
+        said.append(
+            f"prior of {names[0]}: normal({float(first):.4g}, {_NORMAL:g}), where other columns are at their centres"
+        )
+        said += [
+            f"prior of log({after} - {before}): normal({gap:.4g}, 1)"
+            for (before, after), gap in zip(itertools.pairwise(names), gaps.tolist(), strict=True)
+        ]
     return said

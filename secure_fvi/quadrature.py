@@ -28,6 +28,7 @@ class Given(NamedTuple):
     density: Callable[[Tensor, Mapping[str, Any]], Any]
     slopes: Callable[[Tensor, Tensor, Mapping[str, Any]], tuple[Tensor, Tensor]]
     steps: int = STEPS
+    information: Tensor | float = 0.2  # about, of a row in eta
 
 
 def binomial_slopes(eta: Tensor, y: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -847,6 +847,155 @@ def test_an_exposure_enters_by_its_logarithm() -> None:
     assert model("pressure ~ smoke + offset(age)", "gaussian")  # the control: there a unit is a unit
 
 
+def _spanning_prior(of: MixedModel, rows: dict[str, Any], values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Covariance (rows, rows) of the linear predictor under the prior given `values`, as the program samples it and as
+    lme4 writes it: both are linear in what is normal."""
+    from pyro import poutine
+
+    (laid,) = prepared(of, rows)
+
+    def eta(**given: torch.Tensor) -> Any:
+        trace = poutine.trace(poutine.condition(of.fn, {**values, **given})).get_trace(**laid)
+        return trace, trace.nodes["y"]["fn"].base_dist.loc.reshape(-1)
+
+    trace, _ = eta()
+    sites = {n: trace.nodes[n] for n in ("b", *(f"mean_{t.name}" for t in of.of.terms), *(t.name for t in of.of.terms))
+             if n in trace.nodes}  # fmt: skip
+    zero = {n: torch.zeros_like(s["value"]) for n, s in sites.items()}
+    slopes = torch.func.jacfwd(lambda given: eta(**given)[1])(zero)
+    found = sum(
+        (flat := slopes[n].reshape(len(laid["y"]), -1)) @ torch.diag(s["fn"].variance.reshape(-1)) @ flat.mT
+        for n, s in sites.items()
+    )
+    expected = laid["x"][:, 0] @ torch.diag(of.fn.priors.sd.square()) @ laid["x"][:, 0].mT  # type: ignore[attr-defined]
+    for at, term in enumerate(of.of.terms):
+        same = (laid[f"g{at}"] == laid[f"g{at}"].mT).double()
+        expected = expected + same * values[f"sd_{term.name}"][0] ** 2
+    return found, expected  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("formula", ["pressure ~ age + (1 | region)", "pressure ~ age + (1 | region) + (1 | ward)"])
+@pytest.mark.parametrize("size", [0.1, 3.0])
+def test_effects_that_span_silos_are_sampled_as_contrasts_under_the_same_prior(formula: str, size: float) -> None:
+    """Whatever the sd. Control: with another sd in what is expected the two differ."""
+    of, rows = model(formula, "gaussian", shared=["ward"] if "ward" in formula else []), table(12)
+    values = {"sigma": torch.tensor(0.5).double()}
+    values |= {f"sd_{t.name}": torch.tensor([size * (k + 1)]).double() for k, t in enumerate(of.of.terms)}
+    found, expected = _spanning_prior(of, rows, values)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, expected + 0.1 * size**2)
+
+
+def test_the_intercept_is_told_apart_from_effects_that_span_silos() -> None:
+    """Draws in the user's units: of intercept + effects together `b` holds, and the intercept is what is left. Control:
+    `b` alone is wider than the intercept's prior."""
+    of = model("pressure ~ 1 + (1 | region)", "gaussian", priors={"(Intercept)": (130, 15)})
+    rng = torch.Generator().manual_seed(0)
+    sd, n = torch.full((100_000, 1), 2.0).double(), 100_000
+    eps = [torch.randn(n, generator=rng, dtype=torch.float64) for _ in range(2)]
+    sites = {"sd_region": sd, "sigma": sd[:, 0], "mean_region": eps[0], "b": ((1 + 4 / 2) ** 0.5 * eps[1])[:, None]}
+    found = user_draws(of, sites)["(Intercept)"]
+    assert abs(float(found.mean()) - 130) < 0.3  # 6 standard errors
+    assert abs(float(found.std()) / 15 - 1) < 0.014
+    assert float(sites["b"].std()) > 1.6
+
+
+def _exact(y: Any, x: Any, g: Any) -> dict[str, tuple[float, float]]:
+    """Mean and sd of y ~ x + (1 | g) on standardised columns under the default priors: coefficients and effects in
+    closed form, given the two sds, which a grid integrates out."""
+    from scipy.stats import t
+
+    width = np.stack([np.ones(len(y)), x], 1)
+    design = np.hstack([width, (g[:, None] == np.unique(g)).astype(float)])
+    gram, moved = design.T @ design, design.T @ y
+    weights, means, squares = [], [], []
+    for sigma in np.exp(np.linspace(-3.5, 0.5, 40)):
+        for sd in np.exp(np.linspace(-6, 4.5, 120)):
+            prior = np.r_[np.full(2, 2.5**-2.0), np.full(design.shape[1] - 2, sd**-2.0)]
+            precision, shift = gram / sigma**2 + np.diag(prior), moved / sigma**2
+            covariance = np.linalg.inv(precision)
+            centre = covariance @ shift
+            fit = 0.5 * shift @ centre - 0.5 * y @ y / sigma**2 - len(y) * np.log(sigma)
+            size = 0.5 * (np.log(prior).sum() - np.linalg.slogdet(precision)[1])
+            weights.append(fit + size + t.logpdf([sigma / 2.5, sd / 2.5], 3).sum() + np.log(sigma * sd))
+            means.append([*centre[:2], np.log(sigma), np.log(sd)])
+            squares.append([*(np.diag(covariance)[:2] + centre[:2] ** 2), np.log(sigma) ** 2, np.log(sd) ** 2])
+    share = np.exp(np.array(weights) - max(weights))
+    share /= share.sum()
+    mean = share @ np.array(means)
+    sds = np.sqrt(share @ np.array(squares) - mean**2)
+    return dict(zip(("(Intercept)", "x", "sigma", "sd(g) (Intercept)"), zip(mean, sds, strict=True), strict=True))
+
+
+@pytest.mark.slow  # 40 s of the processor, and as many for the control
+@pytest.mark.parametrize("plain", [False, True])
+def test_few_groups_that_span_silos_are_fitted_as_they_are_by_default(
+    plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the posterior itself, which is far from normal in its own sites. The control: effects sampled as standard
+    normals beside the intercept, as they were, whose run ends far off and says that it has not converged."""
+    from secure_fvi import mixed_model
+
+    rng = np.random.default_rng(11)
+    effects, silos = 0.7 * rng.normal(size=3), []
+    for _ in range(3):
+        g = np.repeat(np.arange(3), rng.integers(4, 21, size=3))
+        x = rng.normal(size=len(g))
+        silos.append({"y": 0.8 * x + effects[g] + rng.normal(size=len(g)), "x": x, "g": [f"l{k}" for k in g]})
+    columns = {
+        "y": Column("number", centre=0, scale=4), "x": Column("number", centre=0, scale=1),
+        "g": Column("category", levels=("l0", "l1", "l2"), shared=True),
+    }  # fmt: skip
+    of, options = glmm("y ~ x + (1 | g)", dictionary=Dictionary(columns)), {}
+    if plain:
+        monkeypatch.setattr(mixed_model, "_ROWS_A_GROUP", 0.0)
+        monkeypatch.setattr(mixed_model.Program, "levelled", [])
+        options = {"algorithm": sf.PVI(max_rounds=12)}
+    with contextlib.nullcontext() if not plain else pytest.warns(sf.SecureFVIWarning):
+        result = sf.fit(of, silos, seed=1, **options)  # type: ignore[arg-type]
+    draws = of.readable(result.sample(20_000))
+    y, x, g = (np.concatenate([s[name] for s in silos]) for name in "yxg")
+    off = {}
+    for name, (mean, sd) in _exact(np.asarray(y, float) / 4, np.asarray(x, float), g).items():
+        found = draws[name].double() / 4
+        found = found.log() if name.startswith("s") else found
+        off[name] = max(abs(float(found.mean()) - mean) / sd, abs(math.log(float(found.std()) / sd)))
+    assert (result.converged, max(off.values()) < 0.15) == ((True, True) if not plain else (False, False)), off
+
+
+def test_every_prior_is_said_in_the_users_units() -> None:
+    said = model("grade ~ age", "ordinal").describe()
+    assert "prior of low|mid: normal(-1.099, 2.5), where other columns are at their centres" in said
+    assert [line for line in said if line.startswith("prior of log(")] == [
+        "prior of log(mid|high - low|mid): normal(0.09405, 1)", "prior of log(high|top - mid|high): normal(0.09405, 1)"
+    ]  # fmt: skip
+    assert "prior of nu: gamma(2.0, 0.1)" in model("pressure ~ age", "student").describe()
+    assert "prior of shape: inverse-gamma(0.4, 0.3)" in model("count ~ age", "negbinomial").describe()
+
+
+def test_a_family_that_does_not_fit_is_answered_before_anything_slow(tmp_path: Path) -> None:
+    """In a process of its own: nothing of PyTorch is imported. Control: where the family fits, it is."""
+    import subprocess
+    import sys
+
+    written, paths = files(tmp_path)
+    code = (
+        "import sys; from secure_fvi.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+
+    def asked(family: str, table: Path) -> tuple[str, str]:
+        words = ["fit", FORMULA, "--family", family, "--dictionary", str(written), "--data", str(table), "--quiet"]
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip(), done.stderr
+
+    answer, said = asked("poisson", paths[0])
+    assert answer == "2 False"
+    assert "family poisson needs an integer of at least 0; the response" in said
+    assert asked("bernoulli", tmp_path / "none.csv")[0] == "2 True"
+
+
 def test_a_formula_of_random_terms_alone_is_a_model() -> None:
     of = model("pressure ~ 0 + (1 | child)", "gaussian")
     (laid,) = prepared(of, table())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from secure_fvi.runs.config import Model
 
 
 @click.command()
@@ -35,12 +38,7 @@ def fit(
     Columns are coded from the dictionary, never from data. Prints estimates in the units of the tables. Exits 4 where
     the run ended without converging.
     """
-    from secure_fvi.cli.tables import exit_code, print_result
-    from secure_fvi.progress import RunProgress
     from secure_fvi.runs.config import override, parse
-    from secure_fvi.runs.directory import RunDirectory
-    from secure_fvi.runs.federation import federate
-    from secure_fvi.runs.running import execute_federation
 
     names = [f.stem for f in files]
     ids = names if len(set(names)) == len(names) else [f"site-{k + 1}" for k in range(len(names))]
@@ -50,7 +48,16 @@ def fit(
     table: dict[str, Any] = {"model": model, "silo": silos}
     for text in overrides:
         override(table, text)
-    federation = federate(parse(table, "secure-fvi fit"))
+    config = parse(table, "secure-fvi fit")
+    _check_response(config.model)
+
+    from secure_fvi.cli.tables import exit_code, print_result
+    from secure_fvi.progress import RunProgress
+    from secure_fvi.runs.directory import RunDirectory
+    from secure_fvi.runs.federation import federate
+    from secure_fvi.runs.running import execute_federation
+
+    federation = federate(config)
     with RunProgress(quiet) as progress:
         if out is not None:
             result = execute_federation(federation, RunDirectory(out), on_round=progress.update)
@@ -65,3 +72,13 @@ def fit(
     if out is not None:
         click.echo(f"report: {out / 'report.html'}")
     click.get_current_context().exit(exit_code(result.to_json()))
+
+
+def _check_response(model: Model) -> None:
+    """Raises InputError where the family does not fit the response: at once, before PyTorch is there."""
+    from secure_fvi.dictionary import read_dictionary
+    from secure_fvi.formula import family_named, parse, response_of
+
+    if model.formula is not None and isinstance(model.dictionary, str):
+        family, dictionary = family_named(model.family or "gaussian"), read_dictionary(Path(model.dictionary))
+        response_of(parse(model.formula), family, dictionary)
