@@ -20,8 +20,8 @@ import secure_fvi as sf
 from secure_fvi import formula
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.formula import Design, parse
-from secure_fvi.mixed_model import FAMILIES, MixedModel, glmm, user_draws
+from secure_fvi.formula import FAMILIES, Design, parse
+from secure_fvi.mixed_model import MixedModel, glmm, user_draws
 from secure_fvi.runs.options import build
 from secure_fvi.runs.records import FormulaOptions
 from secure_fvi.tables import code_columns, read_coded
@@ -946,13 +946,13 @@ def test_few_groups_that_span_silos_are_fitted_as_they_are_by_default(
         "y": Column("number", centre=0, scale=4), "x": Column("number", centre=0, scale=1),
         "g": Column("category", levels=("l0", "l1", "l2"), shared=True),
     }  # fmt: skip
-    of, options = glmm("y ~ x + (1 | g)", dictionary=Dictionary(columns)), {}
+    of = glmm("y ~ x + (1 | g)", dictionary=Dictionary(columns))
+    rounds = sf.PVI(max_rounds=12) if plain else None
     if plain:
         monkeypatch.setattr(mixed_model, "_ROWS_A_GROUP", 0.0)
         monkeypatch.setattr(mixed_model.Program, "levelled", [])
-        options = {"algorithm": sf.PVI(max_rounds=12)}
     with contextlib.nullcontext() if not plain else pytest.warns(sf.SecureFVIWarning):
-        result = sf.fit(of, silos, seed=1, **options)  # type: ignore[arg-type]
+        result = sf.fit(of, silos, rounds, seed=1)
     draws = of.readable(result.sample(20_000))
     y, x, g = (np.concatenate([s[name] for s in silos]) for name in "yxg")
     off = {}

@@ -6,12 +6,16 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import CommandLine
+from programs import make_intercepts
 
+import secure_fvi as sf
 from secure_fvi.deployment.model_hash import package_digest
 from secure_fvi.driving import Progress
+from secure_fvi.progress import RunProgress
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.report import INTERVAL, MetricsLog, read_metrics
@@ -218,3 +222,32 @@ def test_help(cli: CommandLine, command: str) -> None:
     answer = cli(*command.split(), "--help")
     assert answer.code == 0
     assert "Usage: secure-fvi" in answer.out
+
+
+def test_no_pace_of_rounds_tells_when_the_final_sums_are_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor that the run is done with its rounds. Control: of a job without such sums nothing is said of them."""
+    monkeypatch.setattr("secure_fvi.progress._LINE_SECONDS", 0.0)
+    for ending in (False, None):
+        shown = RunProgress(False)
+        shown.update(progress(1)._replace(ending=ending))
+        shown.update(progress(2)._replace(ending=ending))
+        left = capsys.readouterr().err
+        assert "s to round 1000 at this pace" in left
+        assert ("and the final sums after it" in left) == (ending is False)
+    shown.update(progress(2)._replace(ending=True))
+    last = capsys.readouterr().err
+    assert "the rounds are done; weighing the answer by final sums" in last
+    assert "at this pace" not in last
+
+
+def test_a_run_says_when_its_rounds_are_done() -> None:
+    """Once the last is, and not before. Control: where none comes after them."""
+    problem = make_intercepts()
+
+    def ends(algorithm: Any) -> list[bool | None]:
+        return [p.ending for p in sf.run(problem.model, problem.silos, algorithm, sf.Plain(), compile=False)]
+
+    assert ends(sf.PVI(rounds=3, local_steps=5)) == [False, False, True, True]
+    assert ends(sf.SFVI(iterations=3)) == [None] * 3

@@ -221,7 +221,7 @@ def silos(silos: int, length: int, leave: float, deadline: float) -> Finding:
 @click.option("--quick", is_flag=True, help="The design alone, of a tenth of the rows.")
 def glmm(families: tuple[str, ...], sites: tuple[int, ...], draws: int, quick: bool) -> Finding:
     """Fit formulas over sites of 13 to 200 records beside NUTS and meta-analysis, and time a design. Hours for all."""
-    from secure_fvi.mixed_model import FAMILIES
+    from secure_fvi.formula import FAMILIES
     from secure_fvi_lab.bench.glmm import lines, measure
 
     return measure(families or tuple(FAMILIES), sites or (3, 10), draws, quick), lines

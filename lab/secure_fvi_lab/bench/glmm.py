@@ -28,8 +28,8 @@ from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.federated_model import read_data
 from secure_fvi.fitting import fit
-from secure_fvi.formula import Design
-from secure_fvi.mixed_model import FAMILIES, MixedModel, glmm, user_draws
+from secure_fvi.formula import FAMILIES, Design
+from secure_fvi.mixed_model import MixedModel, glmm, user_draws
 from secure_fvi.runs.nuts import pooled_program, sample_nuts
 from secure_fvi_lab.machine import commit, machine
 
