@@ -469,6 +469,11 @@ class RealSlots:
         self._table = table
         self._integer = np.repeat([b.integer for b in table.blocks], [b.size for b in table.blocks]).astype(bool)
 
+    @property
+    def resolution(self) -> FloatArray:
+        """Of what a total is a multiple of, by element."""
+        return self._step * self._bounds
+
     def encode(self, values: FloatArray, masks: Any = ()) -> FloatArray:
         """Slots of `values` (size,), in [-1, 1]. Raises AggregationError as `Ring.encode` does."""
         self._checks.encode(values)

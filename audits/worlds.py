@@ -189,7 +189,7 @@ class LateStart:
         about `worlds` worlds; with a `pool` that all silos' records are from, half as many after the pool's."""
         long = dataclasses.replace(config, iterations=rounds)
         calls = len(silos) * (rounds + worlds * settling)
-        compiled = choose_mode("auto", calls, work_of(silos, config)) == "compiled"
+        compiled = choose_mode("auto", calls, work_of(silos, config, None)) == "compiled"
         server, engine, guards = build_parties(model, silos, long, Plain(), compile=compiled)
         for _ in Run(Parties(server, engine, guards), long.most_rounds, lambda _: None):
             pass

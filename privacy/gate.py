@@ -196,7 +196,9 @@ class Gate:
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of one change")
         row = change.double().unsqueeze(0)
         self._check_length(np.empty(row.shape[1:]), terms.extent.shared)
-        noised, dropped = noisy_clipped_sum([[row]], [terms.extent.shared], [self._clip / 2], self._noiser(0))
+        noised, dropped = noisy_clipped_sum(
+            [[row]], [terms.extent.shared], [terms.norms(self._clip)[0] / 2], self._noiser(0)
+        )
         self.dropped += dropped
         self._pay(self._phase, index)
         return Release(index, np.clip(noised.numpy(), -self.table.bounds, self.table.bounds))
@@ -228,7 +230,7 @@ class Gate:
         terms = self.terms
         if terms is None or terms.sampling_rate != 1 or terms.extent != (rows.numel(), 0, 0):
             raise AggregationError(f"silo '{self.silo}': the terms of this phase are not those of a row a record")
-        clipped, dropped = _clipped(rows.double(), self._clip / 2)
+        clipped, dropped = _clipped(rows.double(), terms.norms(self._clip)[0] / 2)
         noised = self._noiser(0)(clipped.reshape(-1).cpu())
         self.dropped += dropped
         self._pay(self._phase, index)

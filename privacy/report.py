@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -117,7 +117,7 @@ def make_report(of: Account) -> Report:
         accountant="rdp",
         accountant_version=f"secure-fvi {version('secure-fvi')} (Renyi DP; jobs alone: dp-accounting "
         f"{version('dp-accounting')})",
-        composition=composition(budgets),
+        composition=composition(budgets, _kinds(record.job.description for record in of.jobs)),
         budget={
             "epsilon": of.budget.epsilon,
             "delta": of.budget.delta,
@@ -249,12 +249,19 @@ def adjacency(unit: str, described: Sequence[Mapping[str, Any]] = ()) -> str:
         return replaced
     return (
         f"Of jobs over different columns of the same people: {replaced} Of all others: {added} A changed person is one "
-        "removed and one added, so that for it those others count twice."
+        "removed and one added: for it those others count as for a group of two."
     )
 
 
-def composition(budgets: Sequence[Budget]) -> str:
-    """How jobs add up, and which statement is the guarantee; all budgets that a job may have met, the last in force."""
+def _kinds(described: Iterable[Mapping[str, Any]]) -> int:
+    """How many kinds of neighbours jobs have that are `described` so in the ledger; one that says nothing has any."""
+    told = {(about.get("adjacency"), about.get("record")) for about in described}
+    return len(told - {(None, None)})
+
+
+def composition(budgets: Sequence[Budget], kinds: int = 1) -> str:
+    """How jobs add up, and which statement is the guarantee; all budgets that a job may have met, the last in force.
+    kinds: of neighbours that the jobs have."""
     bound = bound_of(budgets)
     epsilons, deltas = ", ".join(f"{b.epsilon:g}" for b in budgets), ", ".join(f"{b.delta:g}" for b in budgets)
     held = (
@@ -270,6 +277,13 @@ def composition(budgets: Sequence[Budget]) -> str:
         f"each of which may depend on earlier results, Renyi DP curves add up and a filter admits a job only while the "
         f"{held} The epsilon spent so far is the same sum converted at the same delta, as if this list of jobs had "
         "been fixed beforehand."
+        + (
+            f" But these jobs have {kinds} kinds of neighbours (above): the numbers bound the jobs of each kind by "
+            "themselves. For someone who is one record to some jobs and several, or a changed one, to others, no "
+            "theorem adds these costs up as they stand; give such jobs data sets of their own, and add a group's cost."
+            if kinds > 1
+            else ""
+        )
     )
 
 

@@ -27,6 +27,10 @@ _ROOM = 64.0
 _NOISE_BITS = 17
 #: Binary logarithm of the finest lattice; many silos' sums of it are still exact integers.
 _FINEST_BITS = 24
+#: Share of the clipping norm that is left to what a sum rounds before the server adds its noise.
+_ROUNDED = 2.0**-12
+#: How far an adaptive norm may fall where the server adds the noise: what a sum rounds stays as it is.
+_LEAST_AT_SERVER = 2.0**-8
 #: What neighbouring data sets differ in.
 ADD_OR_REMOVE, REPLACE = "add or remove one", "replace one"
 #: Block of the side coordinate by what it counts.
@@ -95,8 +99,25 @@ class Terms:
         return self.settings.objective_bound if isinstance(self.settings, RecordDP) else 0.5
 
     def norms(self, clip: float) -> tuple[float, float]:
-        """Clipping norms of the gradient and of the side coordinate; their squares add up to clip squared."""
-        return clip * math.sqrt(1 - self.side_share), clip * math.sqrt(self.side_share)
+        """Clipping norms of the gradient and of the side coordinate; their squares add up to that of what one unit may
+        move: clip, less what the sum may round where noise is added after it."""
+        most = clip * (1 - _ROUNDED) if self.rounded_before_noise else clip
+        return most * math.sqrt(1 - self.side_share), most * math.sqrt(self.side_share)
+
+    @property
+    def rounded_before_noise(self) -> bool:
+        """Whether a sum's own rounding is of what has no noise yet, so that it adds to what one unit moves."""
+        return self.settings.noise == "server"
+
+    def check_rounding(self, steps: FloatArray) -> None:
+        """Raise InputError where a sum of these `steps` (size,), by element, rounds more before the server's noise than
+        the clipping norm leaves room for: a unit moves each element by up to a step more than by itself."""
+        noised = steps[: self.extent.shared + self.extent.side]
+        if self.rounded_before_noise and math.sqrt(float(noised @ noised)) > _ROUNDED * self._least_norm:
+            raise InputError(
+                "noise = 'server': these sums round what they add up, before any noise, by more than the clipping norm "
+                "leaves room for; use bits = 64 or scheme = 'bfv', or noise = 'silo'"
+            )
 
     def step(self, clip: float) -> float:
         """What one unit of a released number stands for."""
@@ -127,6 +148,12 @@ class Terms:
     def _largest_norm(self) -> float:
         return self.settings.clipping_norm * (_CAPACITY if self.adaptive else 1.0)
 
+    @property
+    def _least_norm(self) -> float:
+        if not self.adaptive:
+            return self.settings.clipping_norm
+        return self.settings.clipping_norm * (_LEAST_AT_SERVER if self.rounded_before_noise else 1 / _CAPACITY)
+
     def table(self, blocks: Sequence[Block], public: Sequence[Block]) -> BlockTable:
         """The blocks of a release: `blocks` and the side coordinate, clipped and noised, then what is public."""
         bound = self.room + _ROOM * max(1.0, self.noise_multiplier) * (self.resolution or self._largest_norm)
@@ -151,8 +178,7 @@ class Terms:
     def clips_to(self, clip: float) -> bool:
         """Whether a server may name this clipping norm: one that `next_clip` can arrive at. In others floating point
         has no room: a step of the lattice that is 0 would make whatever is divided by it as large as it can be."""
-        largest = self.settings.clipping_norm * _CAPACITY
-        return self.settings.clipping_norm / _CAPACITY <= clip <= largest
+        return self._least_norm <= clip <= self.settings.clipping_norm * _CAPACITY
 
     def next_clip(self, below: float, cohort: int, clip: float) -> float:
         """The next clipping norm, from the noisy count below it less half the cohort."""
@@ -162,7 +188,7 @@ class Terms:
         quantile = min(max(below / cohort + 0.5, 0.0), 1.0)
         moved = clip * math.exp(-settings.quantile_rate * (quantile - settings.target_quantile))
         largest = settings.clipping_norm * _CAPACITY
-        return min(max(moved, settings.clipping_norm / _CAPACITY), largest)
+        return min(max(moved, self._least_norm), largest)
 
 
 def _silo(settings: DP) -> SiloDP:

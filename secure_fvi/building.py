@@ -104,9 +104,10 @@ def device_named(device: str | torch.device) -> torch.device:
     return where
 
 
-def work_of(silos: Sequence[Data], algorithm: Algorithm) -> int:
-    """Numbers that the largest silo's step goes through."""
-    return numbers_of(silos) * algorithm.importance_samples
+def work_of(silos: Sequence[Data], algorithm: Algorithm, privacy: DP | None) -> int:
+    """Numbers that the largest silo's step goes through; 0 under privacy: how a run computes shows in the last bits of
+    what it sends, and in its configuration, and no noise covers how many records decided on it."""
+    return numbers_of(silos) * algorithm.importance_samples if privacy is None else 0
 
 
 def numbers_of(silos: Sequence[Data]) -> int:

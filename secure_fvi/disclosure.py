@@ -10,14 +10,15 @@ judges the statement (deployment.policy_check), and the silo's gate holds the pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from secure_fvi.aggregation import Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import Block, BlockTable, SecureSum
 from secure_fvi.aggregation.homomorphic import SlotCodecs
-from secure_fvi.aggregation.homomorphic_schemes import scheme_named
+from secure_fvi.aggregation.homomorphic_schemes import PrimeRing, RealSlots, scheme_named
+from secure_fvi.aggregation.ring import Ring
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import BELOW_NORM, Terms
@@ -244,10 +245,11 @@ class Disclosure:
                 said = any(word in declared[name].what for word in WORDS.get(kind, ()))
                 if not said or (kind in _OF_LIKELIHOOD and not declared[name].likelihood):
                     raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
-        if isinstance(aggregation, Homomorphic):
-            codecs = SlotCodecs(scheme_named(aggregation.scheme), self.silos)
-            for table in tables.values():
-                codecs(table)
+        codec = _codec(aggregation, self.silos)
+        for name, table in tables.items() if codec is not None else ():
+            steps = codec(table).resolution
+            if name in terms:
+                terms[name].check_rounding(steps)
         phases = tuple(
             dataclasses.replace(p, blocks=tables[p.phase].blocks, terms=terms.get(p.phase))
             for p in self.phases
@@ -327,6 +329,17 @@ def kind_of(aggregation: SecureSum) -> str:
     if isinstance(aggregation, Homomorphic) and not aggregation.masked:
         return "homomorphic-unmasked"
     return aggregation.kind
+
+
+def _codec(aggregation: SecureSum, silos: int) -> Callable[[BlockTable], Ring | PrimeRing | RealSlots] | None:
+    """What encodes contributions, by table; it raises InputError for blocks that the sums cannot carry. None where
+    values travel as they are."""
+    if isinstance(aggregation, Homomorphic):
+        return SlotCodecs(scheme_named(aggregation.scheme), silos)
+    if isinstance(aggregation, Masked):
+        bits = aggregation.bits
+        return lambda table: Ring(table, bits, silos)
+    return None
 
 
 def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declaration) -> None:

@@ -36,9 +36,10 @@ class Options(TypedDict, total=False):
     dtype: Annotated[torch.dtype, Says("must be torch.float32 or torch.float64")]
     """torch.float64, the default, or torch.float32."""
     compile: bool | Literal["auto"]
-    """Whether the silos' steps are compiled; "auto", the default, weighs the time that it takes."""
+    """Whether the silos' steps are compiled; "auto", the default, weighs the time that it takes, under privacy by the
+    job's options alone."""
     threads: Annotated[Count | Literal["auto"], Says("must be 'auto' or a whole number of at least 1")]
-    """Of PyTorch; "auto", the default, goes by the size of the data."""
+    """Of PyTorch; "auto", the default, goes by the size of the data, and is 1 under privacy, which hides that size."""
     batch_silos: bool
     """Silos of equal shape compute together, mapped by `vmap`: for many small silos, above all on a GPU. The posterior
     is the same up to rounding."""

@@ -123,7 +123,7 @@ def run(
     parties = build_parties(model, silos, algorithm, sums, seed, privacy, **options)
     threads = given["threads"]
     if threads == "auto":
-        work = numbers_of(silos) if isinstance(model, Columns) else work_of(silos, algorithm)
+        work = numbers_of(silos) if isinstance(model, Columns) else work_of(silos, algorithm, privacy)
         threads = choose_threads(work)
 
     def conclude(done: Run[Any]) -> Any:
@@ -237,7 +237,7 @@ def _row_parties(
     check_common(seed, dtype)
     read = {name: read_data(data, name, dtype) for name, data in silos.items()}
     schema = check_schemas_agree({name: schema for name, (schema, _) in read.items()})
-    machine = Machine(of["device"], dtype, of["compile"], work_of(list(silos.values()), algorithm))
+    machine = Machine(of["device"], dtype, of["compile"], work_of(list(silos.values()), algorithm, privacy))
     problem = build_problem(model, schema, algorithm, ordered, seed, privacy, machine)
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
@@ -323,8 +323,7 @@ def result_of(
             "elbo_sd": number_or_none(tail.std()),
             **metrics,
             "records": server.state.records,
-            # By the size of the data, where it was left to the run.
-            "execution": problem.mode if problem.privacy is None else None,
+            "execution": problem.mode,
         },
         aggregation={
             "kind": aggregation.kind,

@@ -127,7 +127,7 @@ class SiteJob:
             if not ids_are_own:
                 check_repeats(records.rows, home.id)
             self.cohort = Cohort(home, decision.offer, self.folder, used, decision.data)
-        work, run = work_of([rows], algorithm), config.run
+        work, run = work_of([rows], algorithm, privacy), config.run
         self.threads = choose_threads(work) if run.threads == "auto" else run.threads
         self.problem = build_problem(
             model,

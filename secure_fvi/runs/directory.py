@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import hmac
 import json
 import os
 import secrets
@@ -26,10 +27,14 @@ State = Literal["empty", "begun", "finished"]
 #: What may change when a run is continued.
 _FREE = ("run.checkpoint_seconds", "engine.")
 
+#: In the folder of a private run, what its data's digest is keyed with: a plain one would tell whoever knows all records
+#: but one whether a guess at that one is right. Not for others, as little as `silos` is.
+_KEY = "data.key"
 #: Names that only a run writes; `discard` removes these and nothing else.
 _OURS = (
     "config.toml",
     "run.json",
+    _KEY,
     "metrics.jsonl",
     "result.json",
     "posterior.safetensors",
@@ -92,7 +97,7 @@ class RunDirectory:
 
     def check_data(self, digest: str) -> None:
         """Raises InputError when the data are not those the run began with."""
-        if self.read_run()["data_sha256"] != digest:
+        if not self._says(digest).items() <= self.read_run().items():
             raise InputError(f"the data are not those that the run in '{self.path}' began with")
 
     def begin(self, config: Config, digest: str, provenance: Mapping[str, str]) -> None:
@@ -102,9 +107,19 @@ class RunDirectory:
         self._lock()
         if self.state == "empty":
             began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            run = {"data_sha256": digest, "job": secrets.token_hex(16), "began": began, "version": __version__}
+            if config.privacy is not None:
+                write_atomically(self.path / _KEY, secrets.token_bytes(32))
+                (self.path / _KEY).chmod(0o600)
+            run = {**self._says(digest), "job": secrets.token_hex(16), "began": began, "version": __version__}
             write_atomically(self.path / "run.json", json.dumps({**run, **provenance}, indent=2).encode())
             write_atomically(self.path / "config.toml", config.to_toml().encode())
+
+    def _says(self, digest: str) -> dict[str, str]:
+        """What run.json says of data with this digest."""
+        key = self.path / _KEY
+        if not key.exists():
+            return {"data_sha256": digest}
+        return {"data_hmac_sha256": hmac.new(key.read_bytes(), digest.encode(), "sha256").hexdigest()}
 
     def discard(self) -> None:
         """Undo `begin` of a new run that turned out impossible: the folder is as it was before."""

@@ -167,7 +167,8 @@ def _horizontal(
         ids, silos, record_ids = tuple(laid), tuple(laid.values()), None
     else:
         ids, silos, record_ids = _from_files(config)
-    threads = _threads(silos, algorithm) if config.run.threads == "auto" else config.run.threads
+    threads = config.run.threads  # written into the configuration: sums depend on their number in the last bits
+    threads = choose_threads(work_of(silos, algorithm, privacy)) if threads == "auto" else threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return Federation(complete, description, algorithm, aggregation, privacy, model, ids, silos, record_ids)
 
@@ -198,11 +199,6 @@ def disclosure_of(config: Config, data_dir: Path | None = None, traced: bool = F
     )
     program = algorithm.server(problem)
     return found.of_program(program.tables, program.terms, aggregation)
-
-
-def _threads(silos: Sequence[Mapping[str, Tensor]], algorithm: Any) -> int:
-    """Written into the configuration, since sums depend on the number of threads in their last bits."""
-    return choose_threads(work_of(silos, algorithm))
 
 
 # ----

@@ -12,9 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import CommandLine
 
+from secure_fvi import compiled
+from secure_fvi.errors import InputError
 from secure_fvi.privacy.ledger import Ledger, verify
+from secure_fvi.runs.config import read
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.federation import federate
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
@@ -51,6 +57,37 @@ def test_a_private_run_says_what_it_guarantees_and_keeps_its_ledger(cli: Command
     assert len(told["jobs"]) == 1
     page = (cli.folder / "out" / "report.html").read_text()
     assert "epsilon" in page.lower()
+
+
+def test_what_a_private_run_shows_follows_from_data_through_noise_alone(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knows all records but one tries guesses at that one: a digest of the data, where a run shows one, tells
+    which is right, and threads how many records there are. The control is the same run without privacy."""
+    monkeypatch.setattr(compiled, "_ONE_THREAD_BELOW", 1)
+
+    def shown(name: str) -> tuple[str, RunDirectory]:
+        found = federate(read(cli.config))
+        guess, folder = found.digest(), RunDirectory(tmp_path / name)
+        folder.begin(found.config, guess, {})
+        told = [p.read_text() for p in folder.path.iterdir() if p.suffix in (".json", ".toml")]
+        assert len(told) == 2
+        folder.check_data(guess)
+        with pytest.raises(InputError, match="not those that the run"):
+            folder.check_data("other")
+        folder.release()
+        return "\n".join(told).replace(guess, "THE GUESS IS RIGHT"), folder
+
+    open_, _ = shown("open")
+    assert "THE GUESS IS RIGHT" in open_
+    assert f"threads = {torch.get_num_threads()}" in open_
+    private(cli)
+    closed, folder = shown("private")
+    assert "THE GUESS IS RIGHT" not in closed
+    assert "threads = 1" in closed
+    assert (folder.path / "data.key").stat().st_mode & 0o077 == 0
+    folder.discard()
+    assert not folder.path.exists()
 
 
 def test_an_exhausted_budget_exits_with_3_and_writes_nothing(cli: CommandLine) -> None:

@@ -11,10 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from programs import make_slopes
 from torch import Tensor
 
+import secure_fvi as sf
 from secure_fvi.aggregation.base import Block
+from secure_fvi.aggregation.ring import Ring
 from secure_fvi.errors import AggregationError, BudgetError, InputError, ProtocolError
+from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.events import PoissonSampled, Skellam
 from secure_fvi.privacy.gate import Gate, RecordRelease
 from secure_fvi.privacy.noise import SYSTEM_SOURCE, NoiseSource
@@ -299,6 +303,57 @@ def test_a_server_cannot_name_a_norm_for_which_floating_point_has_no_room(monkey
     monkeypatch.setattr(Terms, "clips_to", lambda self, clip: True)
     with np.errstate(divide="ignore", invalid="ignore"):
         assert length(1e-320) > 1.9
+
+
+def test_what_a_sum_rounds_before_the_servers_noise_is_within_the_norm() -> None:
+    """20,000 coordinates of a record near half a step each: in 32 bits many of them move a whole step, and the total by
+    3 norms. Such a job is refused by every engine; in 64 bits what is rounded is less than the norm leaves room for."""
+    asked = RecordDP(noise_multiplier=2.0, clipping_norm=1.0, noise="server")
+    terms = agree(asked, 50, 1.0, 10, Extent(20_000, 0, 0))
+    table = terms.table([Block("direct", (20_000,), 1.0)], [])
+    others = 3 * np.random.default_rng(0).standard_normal(20_000)
+    record = np.full(20_000, terms.norms(1.0)[0] / np.sqrt(20_000))
+
+    def moved(bits: int) -> float:
+        ring = Ring(table, bits, 50)
+        return float(np.linalg.norm(ring.decode(ring.encode(others + record) - ring.encode(others))))
+
+    terms.check_rounding(Ring(table, 64, 50).resolution)
+    assert 0.999 < moved(64) <= 1
+    assert moved(32) > 2.5  # the control: what was allowed once
+    with pytest.raises(InputError, match="round what they add up, before any noise.*use bits = 64"):
+        terms.check_rounding(Ring(table, 32, 50).resolution)
+
+
+def test_jobs_whose_sums_round_before_the_servers_noise_are_refused() -> None:
+    """The control is each silo's own noise, which comes before."""
+    problem = make_slopes()
+
+    def build(noise: Any, bits: Any) -> None:
+        dp = RecordDP(noise_multiplier=2.0, noise=noise)
+        build_parties(problem.model, problem.silos, sf.SFVI(iterations=2), sf.Masked(bits=bits), privacy=dp)
+
+    for noise, bits in (("silo", 32), ("server", 64)):
+        build(noise, bits)
+    with pytest.raises(InputError, match="noise = 'server': these sums round"):
+        build("server", 32)
+
+
+def test_an_adaptive_norm_stays_where_the_servers_noise_covers_rounding() -> None:
+    asked = SiloDP(noise_multiplier=1.0, noise="server", target_quantile=0.5, quantile_rate=10.0)
+    terms = agree(asked, 4, 1.0, 10, Extent(SHARED, 0, 1))
+    table = terms.table([Block("x", (SHARED,), 1.0)], [])
+    terms.check_rounding(Ring(table, 64, 4).resolution)
+    clip = 1.0
+    for _ in range(50):
+        clip = terms.next_clip(2.0, 4, clip)
+    assert clip == 2.0**-8
+    assert terms.clips_to(clip)
+    assert not terms.clips_to(clip / 2)
+    low = np.zeros(SHARED), terms.norms(clip)[0] * np.eye(1, SHARED)[0]
+    steps = Ring(table, 64, 4).resolution
+    rounded = [np.rint(v / steps[:SHARED]) * steps[:SHARED] for v in low]
+    assert np.linalg.norm(rounded[1] - rounded[0]) <= clip
 
 
 @pytest.mark.parametrize("bad", [1e-320, 1e-31, 1e31])

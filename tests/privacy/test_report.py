@@ -21,6 +21,7 @@ from secure_fvi.privacy.ledger_account import account, read_ledger
 from secure_fvi.privacy.report import Report, job_event, read_report
 from secure_fvi.privacy.report_html import report_html, report_text
 from secure_fvi.privacy.report_registry import read_facts, report_registry
+from secure_fvi.privacy.terms import ADD_OR_REMOVE, REPLACE
 
 SAMPLED = PoissonSampled(0.02, Gaussian(2.0))
 INTEGER = PoissonSampled(0.01, Skellam(1.8e5**2, 3.2e6, 1e5))
@@ -122,6 +123,33 @@ def test_what_a_record_is_follows_the_jobs(path: Path, report: Report) -> None:
     ledger.close()
     said = read_report(path).adjacency
     assert "one record more: all rows of one 'patient' at one silo or, by job, one row of the data." in said
+
+
+def test_jobs_of_other_neighbours_are_not_added_up_as_they_stand(tmp_path: Path) -> None:
+    """A changed person is two records to a job that counts them: both jobs fit the budget, and together say more of that
+    person than it allows, by the exact delta of a Gaussian. The controls: jobs of one kind are within it."""
+
+    def told(*adjacencies: str) -> tuple[Report, float]:
+        file = tmp_path / f"{'-'.join(adjacencies)}.sqlite".replace(" ", "")
+        ledger = Ledger.open(file, "hospital-a", create=True)
+        ledger.set_budget(Budget("adults", 1.05, 1e-6))
+        for number, said in enumerate(adjacencies):
+            ledger.open_job(_job(f"job {number}", Gaussian(7.5), 1, adjacency=said))
+        ledger.close()
+        moved = math.hypot(*((2 if said == ADD_OR_REMOVE else 1) / 7.5 for said in adjacencies))
+        if REPLACE not in adjacencies:
+            moved = math.hypot(*(1 / 7.5 for _ in adjacencies))
+        at = moved / 2 - 1.05 / moved, -moved / 2 - 1.05 / moved
+        return read_report(file), float(norm.cdf(at[0]) - math.exp(1.05) * norm.cdf(at[1]))
+
+    for alike in (ADD_OR_REMOVE, REPLACE):
+        report, delta = told(alike, alike)
+        assert delta <= report.delta
+        assert "kinds of neighbours" not in report.composition
+    mixed, delta = told(ADD_OR_REMOVE, REPLACE)
+    assert delta > 10 * mixed.delta
+    assert "2 kinds of neighbours (above): the numbers bound the jobs of each kind by themselves" in mixed.composition
+    assert "as for a group of two" in mixed.adjacency
 
 
 def test_only_integer_noise_has_no_floating_point_gap(tmp_path: Path) -> None:
