@@ -51,21 +51,10 @@ _RIGHTS = {
         ("clone_job", "download_job", "operate", "shell_commands", "byoc", "server-predeployed-flwr"), "none"
     ),
 }
-_OURS = {"resources.json", "authorization.json", "log_config.json", "privacy.json"}
+_OURS = {"resources.json", "authorization.json", "log_config.json"}
 _APP = "nvflare.app_common"
-#: What FLARE's kits have by default.
-_COMPONENTS = {
-    f"{_APP}.resource_managers.gpu_resource_manager.GPUResourceManager",
-    f"{_APP}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer",
-    f"{_APP}.job_launcher.client_process_launcher.ClientProcessJobLauncher",
-    f"{_APP}.job_launcher.server_process_launcher.ServerProcessJobLauncher",
-    f"{_APP}.logging.site_log_streamer.SiteLogStreamer",
-    f"{_APP}.logging.job_log_receiver.JobLogReceiver",
-    f"{_APP}.job_schedulers.job_scheduler.DefaultJobScheduler",
-    f"{_APP}.storages.filesystem_storage.FilesystemStorage",
-    f"{_APP}.state_persistors.storage_state_persistor.StorageStatePersistor",
-    "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
-}
+_STORAGE = f"{_APP}.storages.filesystem_storage.FilesystemStorage"
+_LOG = "nvflare.fuel.utils.log_utils.BaseFormatter"
 #: Incarnations of one job in a row that may end without a round more.
 MOST_TRIES = 5
 _LOOK, _BETWEEN, _FLARE_AWAY, _LOST, _AGAIN = 1.0, 10.0, 60.0, 30.0, 5.0  # seconds
@@ -81,39 +70,78 @@ def check_flare() -> None:
 
 def guard(kit: Path) -> None:
     """Let no job bring code or name a class other than ours, and no log leave the site: FLARE would stream it to the
-    server, and a site's log counts its records' faults. Written to the kit's `local/`, from its defaults.
+    server, and a site's log counts its records' faults. What the kit's `local/` says is all written here.
 
-    Who made the kit may be the server: of what it holds, components of FLARE's own that it ships by default are taken,
-    keys, certificates and addresses, and nothing that runs. Raises InputError for a folder that holds anything else.
+    Who made the kit may be the server, and FLARE builds whatever class a file of `local/` names: none of them is read.
+    Of the kit count keys, certificates and addresses. Raises InputError for a folder that holds anything else.
     """
-    local = kit / "local"
-    resources, at = _read(local / "resources.json.default", kit), _startup(kit)
-    known = {f"{name}.default" for name in _OURS} | {f"{name}.sample" for name in _OURS} | _OURS
+    local, at = kit / "local", _startup(kit)
+    known = {f"{name}.default" for name in _OURS} | _OURS | {"privacy.json.sample"}
+    known |= {f"{name}.sample" for name in _OURS}
     if odd := sorted(p.name for p in local.iterdir() if p.name not in known or not p.is_file()):
         raise InputError(f"'{local}' holds '{odd[0]}', which is no part of a startup kit that this was tried with")
-    resources |= {
-        "class_allow_list": list(CLASSES),
-        "class_list_enforcement_mode": "enforce",
-        "allow_log_streaming": False,
-    }
-    for component in [*resources.get("components", ()), *filter(None, [resources.get("snapshot_persistor")])]:
-        if component.get("path") not in _COMPONENTS:
-            raise InputError(
-                f"'{kit}': {printable(str(component.get('path')), 200)} is no component of FLARE's defaults"
-            )
-    resources["components"] = [c for c in resources["components"] if not c["id"].endswith(("streamer", "log_receiver"))]
-    for component in resources["components"]:  # the server's defaults are folders that all users of a machine share
-        if component["id"] == "job_manager":
-            component["args"]["uri_root"] = str((kit / "jobs").resolve())
-    if "snapshot_persistor" in resources:
-        storage = {"path": f"{_APP}.storages.filesystem_storage.FilesystemStorage"}
-        where = {"root_dir": str((kit / "snapshots").resolve()), "uri_root": "/"}
-        resources["snapshot_persistor"]["args"] = {"uri_root": "/", "storage": {**storage, "args": where}}
     if unknown := sorted(_read(kit / "startup" / at, kit).keys() - {"format_version", "servers", "client"}):
         raise InputError(f"'{kit}': startup/{at} has '{unknown[0]}', which is no part of a startup kit")
     rights = {"format_version": "1.0", "permissions": {"project_admin": dict(_RIGHTS)}}
-    for name, table in (("resources.json", resources), ("authorization.json", rights)):
+    of_role = _of_server(kit.resolve()) if at == "fed_server.json" else _of_site()
+    resources = {
+        "format_version": 2, "class_allow_list": list(CLASSES), "class_list_enforcement_mode": "enforce",
+        "allow_log_streaming": False, **of_role,
+    }  # fmt: skip
+    for name, table in zip(("resources.json", "authorization.json", "log_config.json"),
+                           (resources, rights, _logging()), strict=True):  # fmt: skip
         write_atomically(local / name, json.dumps(table, indent=2).encode())
+
+
+def _of_site() -> dict[str, Any]:
+    """A site's resources, as FLARE's kits have them by default, without its streamer of logs."""
+    gpu = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
+    return {
+        "client": {"retry_timeout": 30, "compression": "Gzip"},
+        "components": [
+            _component("resource_manager", f"{_APP}.resource_managers.gpu_resource_manager.GPUResourceManager", **gpu),
+            _component("resource_consumer", f"{_APP}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"),
+            _component("process_launcher", f"{_APP}.job_launcher.client_process_launcher.ClientProcessJobLauncher"),
+        ],
+    }
+
+
+def _of_server(kit: Path) -> dict[str, Any]:
+    """The server's; its stores are folders of the kit, where FLARE's defaults are shared by all users of a machine."""
+    jobs = {"uri_root": str(kit / "jobs"), "job_store_id": "job_store"}
+    storage = {"path": _STORAGE, "args": {"root_dir": str(kit / "snapshots"), "uri_root": "/"}}
+    persistor = f"{_APP}.state_persistors.storage_state_persistor.StorageStatePersistor"
+    server = {"admin_storage": "transfer", "max_num_clients": 100, "heart_beat_timeout": 600, "admin_timeout": 10.0}
+    return {
+        "servers": [{**server, "download_job_url": "http://download.server.com/"}],
+        "snapshot_persistor": {"path": persistor, "args": {"uri_root": "/", "storage": storage}},
+        "components": [
+            _component("job_scheduler", f"{_APP}.job_schedulers.job_scheduler.DefaultJobScheduler", max_jobs=4),
+            _component("job_manager", "nvflare.apis.impl.job_def_manager.SimpleJobDefManager", **jobs),
+            _component("job_store", _STORAGE),
+            _component("process_launcher", f"{_APP}.job_launcher.server_process_launcher.ServerProcessJobLauncher"),
+        ],
+    }
+
+
+def _component(name: str, path: str, **args: Any) -> dict[str, Any]:
+    return {"id": name, "path": path, "args": args}
+
+
+def _logging() -> dict[str, Any]:
+    """Of FLARE's processes: to their own output and to `log.txt`, as its kits have it."""
+    said = "%(asctime)s - %(name)s - %(levelname)s - %(fl_ctx)s - %(message)s"
+    file = {"filename": "log.txt", "mode": "a", "maxBytes": 20 << 20, "backupCount": 10}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"()": _LOG, "fmt": said}},
+        "handlers": {
+            "output": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"},
+            "file": {"class": "logging.handlers.RotatingFileHandler", "formatter": "plain", **file},
+        },
+        "loggers": {"root": {"level": "INFO", "handlers": ["output", "file"]}},
+    }
 
 
 def _startup(kit: Path) -> str:

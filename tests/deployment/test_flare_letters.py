@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging.config
 import sys
 import threading
 import time
@@ -308,19 +309,17 @@ def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest
 # ---- kits ----
 
 
-def _kit(folder: Path, *components: str, startup: str = "{}") -> Path:
-    local = folder / "east" / "local"
-    local.mkdir(parents=True)
-    (folder / "east" / "startup").mkdir()
-    (folder / "east" / "startup" / "fed_client.json").write_text(startup)
-    made = [
-        {"id": "resource_manager", "path": f"{_APP}.resource_managers.gpu_resource_manager.GPUResourceManager"},
-        {"id": "site_log_streamer", "path": f"{_APP}.logging.site_log_streamer.SiteLogStreamer"},
-        *({"id": "other", "path": path, "args": {}} for path in components),
-    ]
-    table = {"class_allow_list": ["*"], "allow_log_streaming": True, "components": made}
-    (local / "resources.json.default").write_text(json.dumps(table))
-    return folder / "east"
+def _kit(folder: Path, startup: str = "{}", **local: Any) -> Path:
+    """A site's kit; local: tables of its `local/`, by name, beside those of FLARE's own making."""
+    made = [{"id": "site_log_streamer", "path": f"{_APP}.logging.site_log_streamer.SiteLogStreamer", "args": {}}]
+    resources = {"class_allow_list": ["*"], "allow_log_streaming": True, "components": made}
+    kit = folder / "east"
+    (kit / "local").mkdir(parents=True)
+    (kit / "startup").mkdir()
+    (kit / "startup" / "fed_client.json").write_text(startup)
+    for name, table in {"resources": resources, "log_config": {"version": 1}, **local}.items():
+        (kit / "local" / f"{name}.json.default").write_text(json.dumps(table))
+    return kit
 
 
 def test_a_guarded_kit_takes_no_code_and_gives_no_log(tmp_path: Path) -> None:
@@ -330,29 +329,65 @@ def test_a_guarded_kit_takes_no_code_and_gives_no_log(tmp_path: Path) -> None:
     assert resources["class_allow_list"] == list(flare_kits.CLASSES)
     assert resources["class_list_enforcement_mode"] == "enforce"
     assert resources["allow_log_streaming"] is False
-    assert [c["id"] for c in resources["components"]] == ["resource_manager"]
+    assert [c["id"] for c in resources["components"]] == ["resource_manager", "resource_consumer", "process_launcher"]
     rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
     assert list(rights) == ["project_admin"]
     assert {k for k, v in rights["project_admin"].items() if v != "none"} == {"submit_job", "manage_job", "view"}
 
 
+_RUN = {"path": "os.system", "args": {"command": "touch ran"}}
+_NESTED = {"id": "resource_manager", "path": f"{_APP}.resource_managers.gpu_resource_manager.GPUResourceManager",
+           "args": {"num_of_gpus": _RUN}}  # fmt: skip
+#: What FLARE 2.9.0 ran of a kit that the server had handed out, whatever classes jobs may name.
+_RUN_OF_A_KIT = {
+    "a component": {"resources": {"components": [_RUN | {"id": "x"}]}},
+    "a component as another's argument": {"resources": {"components": [_NESTED]}},
+    "a validator of jobs": {"resources": {"components": [], "app_validator": _RUN}},
+    "a form of the log": {
+        "log_config": {"version": 1, "formatters": {"x": {"()": "os.system", "command": "touch ran"}}}
+    },
+}
+
+
+@pytest.mark.parametrize("kind", _RUN_OF_A_KIT)
+def test_nothing_that_a_kit_names_is_built(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE reads each file of `local/` where the guard wrote none of that name: what it reads is the same whatever the
+    kit says. The control: a log that is set up as the kit has it runs the server's command."""
+    monkeypatch.chdir(tmp_path)
+
+    def read(kit: Path) -> dict[str, str]:
+        names = {p.name.removesuffix(".default").removesuffix(".sample") for p in (kit / "local").iterdir()}
+        of = {n: next(p for p in (kit / "local" / n, kit / "local" / f"{n}.default") if p.is_file()) for n in names}
+        return {name: path.read_text() for name, path in of.items()}
+
+    spoilt = _kit(tmp_path / "spoilt", **_RUN_OF_A_KIT[kind])
+    assert "ran" in "".join(read(spoilt).values())
+    if "log_config" in _RUN_OF_A_KIT[kind]:
+        logging.config.dictConfig(json.loads(read(spoilt)["log_config.json"]) | {"disable_existing_loggers": False})
+        assert (tmp_path / "ran").exists()
+    plain = _kit(tmp_path / "plain")
+    for kit in (spoilt, plain):
+        flare_kits.guard(kit)
+    assert read(spoilt) == read(plain)
+    assert "touch" not in "".join(read(spoilt).values())
+
+
 def test_who_makes_a_kit_runs_nothing_at_the_site(tmp_path: Path, world: World) -> None:
-    """The server hands kits out. Its scripts are not run, and what FLARE would build or import of it is refused; the
-    control is the kit as FLARE makes it."""
+    """The server hands kits out. Its scripts are not run, and what no kit has is refused; the control is the kit as
+    FLARE makes it."""
     east = world.homes["east"]
     kit = _kit(tmp_path / "plain")
     (kit / "startup" / "sub_start.sh").write_text("touch ran")
     command = flare_kits.command(kit, east)
     assert command[:5] == [sys.executable, "-P", "-u", "-m", "nvflare.private.fed.app.client.client_train"]
     assert not any("start.sh" in word for word in command)
-    with pytest.raises(InputError, match=r"subprocess\.Popen is no component"):
-        flare_kits.command(_kit(tmp_path / "built", "subprocess.Popen"), east)
     with pytest.raises(InputError, match="has 'components', which is no part"):
         flare_kits.command(_kit(tmp_path / "startup", startup='{"components": []}'), east)
-    custom = _kit(tmp_path / "custom")
-    (custom / "local" / "custom").mkdir()
-    with pytest.raises(InputError, match="holds 'custom', which is no part"):
-        flare_kits.command(custom, east)
+    for name in ("custom", "privacy.json", "job_resources.json"):
+        odd = _kit(tmp_path / name)
+        (odd / "local" / name).mkdir() if name == "custom" else (odd / "local" / name).write_text("{}")
+        with pytest.raises(InputError, match=f"holds '{name}', which is no part"):
+            flare_kits.command(odd, east)
     with pytest.raises(InputError, match="for another role than 'hub' has, a server"):
         flare_kits.command(kit, world.homes["hub"])
 
