@@ -48,9 +48,10 @@ units.append(b"\\xc4\\x20" + bytes(32))
 codecs = {"masked": messages.unpack_any, "homomorphic": homomorphic_schemes.unpack_any,
           "session": session_messages.CODEC.unpack_any, "stream": stream_messages.CODEC.unpack_any,
           "countersigning": countersigning._CODEC.unpack_any, "offer": job._CODEC.unpack_any,
-          "witness": witness._CODEC.unpack_any, "letter": flare._CODEC.unpack_any}
+          "witness": witness._CODEC.unpack_any, "letter": flare._CODEC.unpack_any,
+          "matching": alignment._CODEC.unpack_any}
 plain = {"broadcast": decode_broadcast, "schema": session_messages.unpack_schema,
-         "alignment": lambda d: alignment.match([d, d]), "tensors": lambda d: wire.tensors(d, "x"),
+         "tensors": lambda d: wire.tensors(d, "x"),
          "row": lambda d: Row(1, b"", 0, "job", d, b"", b"").fields()}
 bombs = [many(u, N) for u in units]
 cases = [(name, read, bomb) for name, read in {**codecs, **plain}.items() for bomb in bombs]

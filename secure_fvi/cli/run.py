@@ -51,7 +51,7 @@ def run(
     if not quiet:
         print_result(result)
         for party, rows in result.metrics.get("alignment", {}).items():
-            left_out = rows["unmatched"] + rows["missing"] + rows["duplicated"]
+            left_out = sum(rows.values()) - rows["matched"]
             click.echo(f"{party}: {rows['matched']} rows matched, {left_out} left out")
         if settings.vertical:
             click.echo(f"each silo's own posterior, for its eyes alone: a file in {out / 'silos'}")

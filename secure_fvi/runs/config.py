@@ -138,9 +138,14 @@ class Aggregation(Options):
 
 
 class Alignment(Options):
-    """The column of ids in every file of a vertical run, by which rows are joined; other keys say how ids are read."""
+    """The column of identifiers in every file of a vertical run, or the several that make one up together: rows are
+    joined by them. Other keys say how they are written."""
 
-    column: Name
+    column: Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,) if isinstance(self.column, str) else self.column
 
 
 class Privacy(Options):

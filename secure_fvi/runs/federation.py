@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import linear
-from secure_fvi.alignment import Alignment, AlignmentKey, Normalisation, adopt, match, prepare
+from secure_fvi.alignment import Alignment, Normalisation, align
 from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
@@ -45,6 +46,8 @@ from secure_fvi.runs.records import (
 )
 from secure_fvi.runs.wording import nearest, unknown_key
 from secure_fvi.tables import RECORD_ID
+
+_log = logging.getLogger(__name__)
 
 # ---- What horizontal and vertical runs have in common once their configuration is read ----
 
@@ -215,6 +218,7 @@ class VerticalFederation(FederationBase):
     likelihood: Likelihood
     data: VerticalDataset
     alignment: dict[str, Any] | None  # rows by party that matched or did not, where rows were joined by id
+    order: str | None  # the digest of their common order, in hex
 
     def digest(self) -> str:
         known = {"y": self.data.response}
@@ -224,7 +228,8 @@ class VerticalFederation(FederationBase):
 
     def provenance(self) -> dict[str, str]:
         model = [self.likelihood, *(self.data.predictors[name] for name in self.data.silos)]
-        return {**super().provenance(), "model": text_of(model)}
+        aligned = {} if self.order is None else {"alignment": self.order}
+        return {**super().provenance(), "model": text_of(model), **aligned}
 
     def fit(self, **common: Any) -> VerticalResult:
         """Run it; `common` holds the options that all runs share."""
@@ -251,7 +256,7 @@ def federate_vertical(
     """Load what `config` names. Raises InputError, naming the key, for anything that cannot be used."""
     if config.run.batch_silos:
         raise InputError("run.batch_silos: silos with different columns compute one after the other")
-    alignment = None
+    aligned: dict[str, Alignment] = {}
     if config.model.program is not None:
         name = config.model.program
         if name not in VERTICAL:
@@ -274,29 +279,30 @@ def federate_vertical(
     else:
         kind = str(config.model.likelihood)
         likelihood = build(named(LIKELIHOODS, "model.likelihood", kind), config.model.options, "model.options")
-        data, alignment = _columns_from_files(config, likelihood)
+        aligned = _aligned(config)
+        data = _columns_from_files(config, likelihood, aligned)
         description = f"{kind} response of predictors summed over {len(data.silos)} silos"
     threads = config.run.threads
     if threads == "auto":
         threads = choose_threads(numbers_of(list(data.silos.values())))
     complete = written_out(config, threads, algorithm, aggregation, privacy)
-    return VerticalFederation(complete, description, algorithm, aggregation, privacy, likelihood, data, alignment)
+    # The hints stay at the silos: they tell how identifiers are written.
+    counted = ("matched", "unmatched", "missing", "invalid", "duplicated")
+    found = {n: {k: getattr(a, k) for k in counted} for n, a in aligned.items()} or None
+    order = next((a.order.hex() for a in aligned.values()), None)
+    return VerticalFederation(complete, description, algorithm, aggregation, privacy, likelihood, data, found, order)
 
 
-def _columns_from_files(config: Config, likelihood: Likelihood) -> tuple[VerticalDataset, dict[str, Any] | None]:
-    """Each silo's file, and the response's, with the rows of people that all hold; and how many rows matched."""
+def _columns_from_files(config: Config, likelihood: Likelihood, aligned: Mapping[str, Alignment]) -> VerticalDataset:
+    """Each silo's file, and the response's, with the rows of people that all hold where they are `aligned`."""
     assert config.response is not None
-    by = config.alignment.column if config.alignment is not None else None
-    aligned = _aligned(config, by) if by is not None else {}
+    by = config.alignment.columns if config.alignment is not None else ()
     tables = {s.id: read_table(Path(s.data), f"silo[{j}].data", by) for j, s in enumerate(config.silo)}
     outcome = read_table(Path(config.response.data), "response.data", by)
     if aligned:
         at = {name: torch.from_numpy(a.rows) for name, a in aligned.items()}
         tables = {name: {k: v[at[name]] for k, v in table.items()} for name, table in tables.items()}
         outcome = {k: v[at[_RESPONSE]] for k, v in outcome.items()}
-    # The hints stay at the silos: they tell how ids are written.
-    counted = ("matched", "unmatched", "missing", "duplicated")
-    found = {n: {k: getattr(a, k) for k in counted} for n, a in aligned.items()} or None
     columns = {}
     for key in ("column", "offset"):
         name = getattr(config.response, key)
@@ -308,28 +314,36 @@ def _columns_from_files(config: Config, likelihood: Likelihood) -> tuple[Vertica
     classes = likelihood.columns
     built = {s.id: _silo(s.predictor, f"silo[{j}]", tables[s.id], classes) for j, s in enumerate(config.silo)}
     rows, predictors = {n: b[0] for n, b in built.items()}, {n: b[1] for n, b in built.items()}
-    return VerticalDataset(rows, predictors, response, columns["offset"]), found
+    return VerticalDataset(rows, predictors, response, columns["offset"])
 
 
-def _aligned(config: Config, by: str) -> dict[str, Alignment]:
-    """Rows by party, in the common order, from keyed hashes of the ids (`secure_fvi.alignment`).
+def _aligned(config: Config) -> dict[str, Alignment]:
+    """Rows by party, in the common order (`secure_fvi.alignment`); none where rows are not joined by identifiers.
 
-    One process plays all parties here, so that the key follows from the seed and a run repeats; between institutions
-    the silos share a secret one.
+    One process plays all parties here, so that keys follow from the seed and a run repeats; between institutions each
+    silo draws its own.
     """
-    assert config.alignment is not None
     assert config.response is not None
+    if config.alignment is None:
+        return {}
     if _RESPONSE in {s.id for s in config.silo}:
         raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
     rule = build(Normalisation, config.alignment.options, "alignment")
-    key = AlignmentKey(derive_key(config.seed.to_bytes(16, "big"), b"alignment"))
     files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
     files[_RESPONSE] = (Path(config.response.data), "response.data")
-    prepared = {n: prepare(read_ids(path, where, by), key, "run", n, rule) for n, (path, where) in files.items()}
-    common = match([p.message for p in prepared.values()])
-    if not common.tags:
-        raise InputError(f"alignment: no '{by}' stands in all files; are ids written alike everywhere?")
-    return {n: adopt(p, common.tags) for n, p in prepared.items()}
+    by, several = config.alignment.columns, len(config.alignment.columns) > 1
+    ids: dict[str, Any] = {}
+    for name, (path, where) in files.items():
+        parts = [read_ids(path, where, column) for column in by]
+        ids[name] = list(zip(*parts, strict=True)) if several else parts[0]
+    found = align(ids, rule, derive_key(config.seed.to_bytes(16, "big"), b"alignment"), _matching_goes_on)
+    if not next(iter(found.values())).matched:
+        raise InputError(f"alignment: no '{', '.join(by)}' stands in all files; is it written alike everywhere?")
+    return found
+
+
+def _matching_goes_on(done: int, of: int) -> None:
+    _log.info("matching: %d of %d identifiers", done, of)
 
 
 def _silo(

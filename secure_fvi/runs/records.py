@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,12 +55,12 @@ def read_ids(path: Path, key: str, column: str) -> list[str | None]:
     return [None if i in gaps else names[place] for i, place in enumerate(found.columns[column])]
 
 
-def read_table(path: Path, key: str, leave_out: str | None = None) -> dict[str, Tensor]:
+def read_table(path: Path, key: str, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
     """The tensors in `path`, each (N, ...) with N at least 1; `key` is the configuration key that named it.
 
     Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
     float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
-    a missing or malformed file. The column `leave_out` of a table is not read: it may hold text.
+    a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text.
     """
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if path.suffix in ENDINGS:
@@ -111,8 +111,8 @@ def _read(
     return found
 
 
-def _numbers(names: Iterable[str], leave_out: str | None) -> Dictionary:
-    return Dictionary({n: Column("integer" if n == RECORD_ID else "number") for n in names if n != leave_out})
+def _numbers(names: Iterable[str], leave_out: Collection[str]) -> Dictionary:
+    return Dictionary({n: Column("integer" if n == RECORD_ID else "number") for n in names if n not in leave_out})
 
 
 @contextmanager

@@ -11,6 +11,9 @@ import pytest
 import torch
 from command_line import CommandLine
 
+from secure_fvi.runs.config import read
+from secure_fvi.runs.federation import VerticalFederation, federate
+
 N = 40
 
 
@@ -93,9 +96,9 @@ def test_files_joined_by_id(cli: CommandLine, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert set(result["posterior"]) == {"intercept"}
     assert result["metrics"]["alignment"] == {
-        "bank": {"matched": 37, "unmatched": 1, "missing": 0, "duplicated": 2},
-        "clinic": {"matched": 37, "unmatched": 2, "missing": 0, "duplicated": 0},
-        "response": {"matched": 37, "unmatched": 3, "missing": 0, "duplicated": 0},
+        "bank": {"matched": 37, "unmatched": 1, "missing": 0, "invalid": 0, "duplicated": 2},
+        "clinic": {"matched": 37, "unmatched": 2, "missing": 0, "invalid": 0, "duplicated": 0},
+        "response": {"matched": 37, "unmatched": 3, "missing": 0, "invalid": 0, "duplicated": 0},
     }
     own = {}
     for path in (tmp_path / "out/silos").glob("*.json"):
@@ -108,11 +111,29 @@ def test_files_joined_by_id(cli: CommandLine, tmp_path: Path) -> None:
     assert "finished" in cli("run", config, "--out", tmp_path / "out", "--resume").out
 
 
+def test_several_columns_join_rows_and_the_order_repeats(tmp_path: Path) -> None:
+    """Names and dates in two ways of writing; no cell of them is taken for a number."""
+    config = _federation(tmp_path)
+    _write(tmp_path / "bank.csv", ["name", "born", "income"], [["Ann", "2001-02-03", 1], ["Bob", "2001-02-04", 2]])
+    _write(tmp_path / "clinic.csv", ["name", "born", "dose"], [["BOB", "4.2.2001", 4], ["ann", "3.2.2001", 3]])
+    _write(tmp_path / "outcome.csv", ["name", "born", "died"], [["ann", "20010203", 1], ["bob", "20010204", 0]])
+    joined = ['alignment.column=["name", "born"]', 'alignment.rules=["name", "date-dmy"]']
+    found, again, other = (federate(read(config, [*joined, f"seed={seed}"]), None) for seed in (1, 1, 2))
+    assert isinstance(found, VerticalFederation)
+    income, dose = found.data.silos["bank"]["x"].flatten().tolist(), found.data.silos["clinic"]["dose"].tolist()
+    assert (income, dose, found.data.response.tolist()) in (([1, 2], [3, 4], [1, 0]), ([2, 1], [4, 3], [0, 1]))
+    assert found.digest() == again.digest()
+    assert found.provenance()["alignment"] == again.provenance()["alignment"] != other.provenance()["alignment"]
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
         ("response.column=dead", "response.column = 'dead'"),
         ("alignment.column=id", "the table has no column 'id'"),
+        ('alignment.column=["person", "debt"]', "the table has no column 'debt'"),
+        ('alignment.rules=["nhs"]', "alignment: rule 'nhs' is unknown"),
+        ('alignment.rules=["text", "date"]', "of 1 columns, and 2 rules"),
         ("model.likelihood=binomial", "model.likelihood = 'binomial'"),
         ("algorithm.model=power", "needs the response at every silo"),
         ("algorithm.name=sfvi", "is for vertical runs"),

@@ -28,6 +28,7 @@ from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.aggregation.base import Block, BlockTable, carry
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
+from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.building import build_problem
@@ -170,8 +171,6 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     joined, opened = sm.Joined(schema, d32, b"", 0), sm.Open(["a", "b"], [d32] * 2, d32, 0, b"", 3)
     config = "[model]\nprogram='six-cities'\nx=[1,{y=2}]\n"
     offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32, [3]))
-    key_of_job = alignment.AlignmentKey(d32)
-    prepared, other = (alignment.prepare(["1", "2", None], key_of_job, "job", s).message for s in "ab")
     row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
     letter = fl._CODEC.pack(fl.Letter("hub", "a", "job", d32, 0, b"body"))
     seen = (
@@ -206,7 +205,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         "configuration": (lambda data: job._parse(data.decode("utf-8", "replace")), [CONFIG]),
         "letter": (fl._CODEC.unpack_any, [letter, fl._CODEC.pack(fl._Signed(letter, d64))]),
         "posterior": (lambda data: wire.tensors(data, "a posterior"), [save({"eta/loc": torch.zeros(3)})]),
-        "alignment": (lambda data: alignment.match([prepared, data]), [other]),
+        "matching": (alignment._CODEC.unpack_any, matching_world(random.Random(1), 99)[1]),
         "row": (lambda data: row._replace(body=data).fields(), [row.body]),
         "own state": (lambda data: unpack_state(data, _STATE, Path("x")), [pack_state(_STATE)]),
     }
@@ -285,6 +284,24 @@ def masked_world(rng: random.Random) -> tuple[list[Machine], list[bytes]]:
     return [Machine("masked silo", silo.handle, lambda silo=silo: store_of(silo)) for silo in silos.values()], bag
 
 
+def matching_world(rng: random.Random, stop: int = 0) -> tuple[list[Machine], list[bytes]]:
+    """Three silos at a random point of a private matching, or after `stop` exchanges, and what was said on the way."""
+    keys, bag = {s: Identity() for s in "abc"}, list[bytes]()
+    roster = Roster(rng.randbytes(32), tuple((s, key.public_key) for s, key in keys.items()))
+    ids = alignment.prepare(["1", "2", None])
+    silos = {s: alignment.MatchingSilo(roster, s, key, ids, workers=1) for s, key in keys.items()}
+    matching, replies = alignment.Matcher(roster).match(), None
+    for _ in range(stop or rng.randrange(1, 9)):
+        try:
+            asked = matching.send(replies)  # type: ignore[arg-type]
+        except StopIteration:
+            break
+        bag.extend(asked.values())
+        replies = {s: silos[s].handle(m) for s, m in asked.items()}
+        bag.extend(replies.values())
+    return [Machine("matching silo", s.handle, lambda silo=s: store_of(silo)) for s in silos.values()], bag
+
+
 def server_run(rng: random.Random, corpus: list[bytes], outcome: Outcome) -> None:
     """A masked server one of whose silos answers with mutations: it ends with its survivors' own sum or refuses."""
     ids = [f"s{i}" for i in range(4)]
@@ -347,7 +364,7 @@ def holder_world() -> tuple[list[Machine], list[bytes]]:
 
 
 def fuzz_machines(seconds: float, seed: int) -> Outcome:
-    """Silos, servers and key holders of the secure sums."""
+    """Silos, servers and key holders of the secure sums, and silos of a matching."""
     rng, outcome = random.Random(seed), Outcome(Counter(), {})
     corpus, held = sum_messages(), holder_world()
     until = time.monotonic() + seconds
@@ -355,6 +372,9 @@ def fuzz_machines(seconds: float, seed: int) -> Outcome:
         machines, bag = masked_world(rng)
         for machine in machines:
             fuzz_machine(machine, [*bag, rng.choice(corpus)], 25, rng, outcome)
+        machines, bag = matching_world(rng)
+        for machine in machines:
+            fuzz_machine(machine, bag, 10, rng, outcome)
         server_run(rng, corpus, outcome)
         for machine in held[0]:
             fuzz_machine(machine, held[1], 4, rng, outcome)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from secure_fvi import checkpoints, messages
+from secure_fvi import alignment, checkpoints, messages
 from secure_fvi.aggregation import homomorphic_schemes
 from secure_fvi.aggregation import messages as sum_messages
 from secure_fvi.aggregation.base import Block, BlockTable
@@ -39,6 +39,7 @@ CODECS = {
     "homomorphic sum": homomorphic_schemes._CODEC,
     "flare letter": flare._CODEC,
     "masked sum": sum_messages._CODEC,
+    "matching": alignment._CODEC,
     "offer": job._CODEC,
     "session": session_messages.CODEC,
     "stream": stream_messages.CODEC,
@@ -81,12 +82,19 @@ def _statements() -> dict[str, bytes]:
     roster = Roster(bytes([9]) * 32, tuple((s, bytes([i]) * 32) for i, s in enumerate(("a", "b", "c"), 1)))
     session = Session(roster, bytes(32), range(3), range(3))
     table = BlockTable((Block("g", (2, 3), 4.0), Block("n", (), 100.0, integer=True)))
+    matching = alignment._Session(roster, bytes([1]) * 32, (70, 64, 64))
+    blinded = matching.blinded(0, 0, bytes([2]) * 32)
     named = (bytes([1]) * 32, 7, b"\x07", b"\x07", table.digest, bytes([2]) * 32, bytes([3]) * 32)
     return {
         "roster": roster.hash,
         "table": table.digest,
         "key": advert_statement(roster, 0, 1, bytes([4]) * 32, bytes([5]) * 32),
         "batch": session.batch_statement(bytes([6]) * 32),
+        "matching size": alignment._size_statement(roster, 0, 70, bytes([1]) * 32),
+        "matching blinded": blinded,
+        "matching evaluated": matching.evaluated(1, blinded, bytes([3]) * 32),
+        "matching outputs": matching.outputs(0, bytes([4]) * 32),
+        "matching order": matching.order(bytes([4]) * 32),
         "survivors": session.survivors_statement(*named),
         "contribution": session.contribution_statement(
             named[0], 7, 1, b"\x07", table.digest, named[5], named[6], bytes([8]) * 32

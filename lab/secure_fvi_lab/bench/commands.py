@@ -126,6 +126,16 @@ def ledger(releases: int, folder: Path | None) -> Finding:
     return measure(releases, folder), lines
 
 
+@_measuring("matching")
+@click.option("--ids", type=click.IntRange(20), default=50_000, show_default=True, help="Identifiers of each silo.")
+@click.option("--silos", type=click.IntRange(2), default=3, show_default=True, help="All in this process.")
+def matching(ids: int, silos: int) -> Finding:
+    """Time private matching, and see that exactly those people are found that all silos hold."""
+    from secure_fvi_lab.bench.matching import lines, measure
+
+    return measure(ids, silos), lines
+
+
 @_measuring("audit-log")
 @click.option("--exchanges", type=click.IntRange(1), default=1000, show_default=True, help="Written down each way.")
 @_folder
