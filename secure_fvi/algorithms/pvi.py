@@ -763,7 +763,8 @@ class PVIProgram(Program):
         refines = REFINE in self.tables and whole and (not state.theta or self.at_rest(state))
         if refines and self.refiner.fits and refining.worthwhile(rest):
             begun = self.refiner.begun(state.q, rest, self._of_q(state).converged is True)
-            state = state._replace(phase=REFINE, refining=begun)
+            if begun is not None:
+                state = state._replace(phase=REFINE, refining=begun)
         finished = state.phase == ROUND_PHASE
         return state, Step(rest.objective, state.damping, None, FINISH, finished)
 

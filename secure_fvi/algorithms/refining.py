@@ -3,18 +3,22 @@
 Where `weighing` shows that q is off, the weights that show it can put it right. So the sum is asked again, at draws of
 a proposal that matches the last weighted moments, up to `SUMS` times:
 
-    proposal     a normal of the weighted mean and covariance, of three widths (`_WIDTHS`), so that tails of the
-                 posterior are heavier than its own nowhere near
-    draws        Sobol's sequence, shifted by a public hash of the broadcast. A silo answers a proposal near q alone
-                 (`near`): a server chooses where q and the proposal lie, and with that, roughly, where draws are
+    proposal     a mixture of up to `PARTS` normals: one of the weighted mean and covariance; where the final sum found
+                 other modes one more at each; and, where that was not enough, such as fit the weighted draws best
+                 (Cappe et al. 2008). Of three widths each (`_WIDTHS`), so that tails of the posterior are heavier than
+                 its own nowhere near
+    draws        Sobol's sequence, shifted by a public hash of the broadcast. A silo answers a proposal alone whose
+                 normals are near q, near a mirror image of it or near a point of the final sum (`allowed`): a server
+                 chooses where q and the proposal lie, and with that, roughly, where draws are
     a silo adds  log p(y_j | z), its own latents integrated out, relative to that at q's mean; that there, once; and,
                  where it has latents, a quarter of the draws again on other nodes
     weights      p(y, z) / mixture of all proposals so far (Owen and Zhou 2000), Pareto-smoothed (Vehtari et al. 2024)
 
 The weighted draws are the answer where k-hat, the effective sample size, standard errors and the error of integration
 say that they are (`Found.against`). All of that is necessary, none sufficient: where no draw lies, no weight tells of
-it. So nothing is refined where another mode was found, nor far from where modes were looked for. A q that was close to
-begin with is asked for one such sum too, and stays the answer where the wider draws agree.
+it. So the points of the final sum are looked at again: no mode that they found may be without draws as likely, none of
+the posterior's mass may be with scouts alone, and draws may lie no farther from a mode than others were looked for. A q
+that was close to begin with is asked for one such sum too, and stays the answer where the wider draws agree.
 """
 
 from __future__ import annotations
@@ -34,7 +38,23 @@ from secure_fvi.algorithms.base import ITERATION, Broadcast, Phase, Problem, Ref
 from secure_fvi.algorithms.kit import Sum, Totals
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.algorithms.stationarity import Rest
-from secure_fvi.algorithms.weighing import CLOSE, UP_TO_NATS, Weigher, errors, points, reported
+from secure_fvi.algorithms.weighing import (
+    CLOSE,
+    UP_TO_NATS,
+    Part,
+    Weigher,
+    elsewhere,
+    errors,
+    line_modes,
+    mirrors_of,
+    modes,
+    named,
+    points,
+    q_part,
+    reported,
+    sds_from,
+    turned,
+)
 from secure_fvi.compiled import over_draws
 from secure_fvi.disclosure import Sums
 from secure_fvi.errors import ProtocolError
@@ -48,9 +68,12 @@ REFINE, REFINED = "refine", "refined"
 PROPOSAL = "proposal"
 #: Sums at most, draws of each, and each how many-eth is evaluated on other nodes too.
 SUMS, DRAWS, _AGAIN = 3, 1024, 4
+#: Normals of a proposal at most, and the least share of one.
+PARTS, _LEAST_SHARE = 6, 0.05
 _DISCLOSED = (
-    f"the log-likelihood at q's mean, and, relative to that, at {DRAWS} draws of a wider distribution near q, which "
-    "all parties derive from the broadcast; of numbers out of range, that they are"
+    f"the log-likelihood at q's mean, and, relative to that, at {DRAWS} draws of wider distributions near q, or near "
+    "other modes that the final sum found, which all parties derive from the broadcast; of numbers out of range, that "
+    "they are"
 )
 #: Shares of the draws, and by how much these are wider than the proposal, in one dimension.
 _WIDTHS = ((0.5, 0.0), (0.3, 1.2), (0.2, 3.0))
@@ -79,6 +102,12 @@ _NESTED = (
     "q is not refined where silos have latents above those of records; integrate one of the two out in the program, if "
     "that can be"
 )
+#: A mode that was found has to have a draw within so many sds of q that is less likely by so many nats at most.
+_VISITED, _AS_LIKELY = 4.0, 3.0
+#: Where a normal has less of the weight than this, nobody asks how far it has moved.
+_SOME = 0.02
+#: Iterations of the fit of a mixture.
+_EM = 30
 #: How much nearer to its mean the next proposal is, where of the last one's draws some were out of range.
 _NEARER = 0.5
 #: Weights below the largest by more than so many nats count as that.
@@ -96,9 +125,10 @@ class Found(NamedTuple):
     sd_error: float = math.inf  # largest standard error of the log of an sd
     integration_error: float = 0.0  # sd over draws of the total log-likelihood's difference on other nodes, nats
     log_evidence: float = math.nan  # log p(y), nats
-    moved: float = 0.0  # of the mean from q's, in sds of q
-    widened: float = 1.0  # the largest ratio of sds to q's, or of q's to them
+    moved: float = 0.0  # of the mean from q's, in sds of q; of several modes the farthest from where one was found
+    widened: float = 1.0  # the largest ratio of sds to q's, or of q's to them; so too
     of_q: tuple[float, float] = (math.inf, math.inf)  # largest errors of q's means, in sds, and of the logs of its sds
+    missed: str = ""  # where the posterior has mass that no draw is near, in words
 
     @property
     def easy(self) -> bool:
@@ -116,6 +146,8 @@ class Found(NamedTuple):
         largest = min(LARGEST_KHAT, 1 - 1 / math.log10(max(len(self.weights), 11)))
         if not self.khat < largest or not self.khat_sd < largest:
             return f"Pareto k-hat of its weights is {max(self.khat, self.khat_sd):.2f} (over {largest:.2f})"
+        if self.missed:
+            return f"its draws miss {self.missed}"
         if self.ess < LEAST_ESS:
             return f"its effective sample size is {self.ess:.0f} (under {LEAST_ESS})"
         if not self.mean_error <= PRECISE or not self.sd_error <= PRECISE:
@@ -124,7 +156,8 @@ class Found(NamedTuple):
             return f"latents are integrated out with an error of {self.integration_error:.2g} nats"
         if self.moved > _MOVED or self.widened > _WIDENED:
             return (
-                f"it lies {self.moved:.2g} sds from q and is {self.widened:.2g} times as wide, where no mode was sought"
+                f"it lies {self.moved:.2g} sds from where a mode was found and is {self.widened:.2g} times as wide: "
+                "nobody looked there"
             )
         return None
 
@@ -133,8 +166,10 @@ class Refining(NamedTuple):
     """The server's state. All of it follows from broadcasts and totals."""
 
     sums: int  # made so far
-    proposal: Tensor  # `packed`, of the sum to come; () before there is one
-    proposals: Tensor  # (sums, packed)
+    proposal: Tensor  # `mixture`, of the sum to come; () before there is one
+    proposals: Tensor  # (sums, PARTS, packed)
+    around: Tensor  # `mixture`: q, or a normal of its size at each mode that was found
+    seen: Tensor  # (points,) log p(y, z) at those of the final sum, up to a constant
     z: Tensor  # (S, n) draws of all of them
     joint: Tensor  # (S,) log p(y, z), nats relative to log p(y | q's mean)
     other: Tensor  # (S / _AGAIN,) the same on other nodes; () where there are no latents
@@ -194,7 +229,7 @@ class Refining(NamedTuple):
 def start() -> Refining:
     """Before there is anything to refine."""
     none = torch.zeros(0, dtype=torch.float64)
-    return Refining(0, none, none, none, none, none, math.nan, Found(none), "", False)
+    return Refining(0, none, none, none, none, none, none, none, math.nan, Found(none), "", False)
 
 
 def declared(silos: int) -> Sums:
@@ -203,9 +238,8 @@ def declared(silos: int) -> Sums:
 
 
 def worthwhile(rest: Rest) -> bool:
-    """Whether draws of q say where the posterior is, and no other mode was found."""
-    seen = rest.seen
-    return seen is not None and seen.apart is None and bool(torch.isfinite(seen.log_weights).any())
+    """Whether draws of q say where the posterior is."""
+    return rest.seen is not None and bool(torch.isfinite(rest.seen.log_weights).any())
 
 
 def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
@@ -224,16 +258,38 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
     return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details)
 
 
-def near(q: Natural, proposal: Tensor) -> bool:
-    """Whether a proposal, `packed`, is where and as wide as refining a posterior near q needs it."""
-    loc, at = (t.to("cpu", torch.float64) for t in (q.mean(), q.factor()))
-    at = at.diag() if at.dim() == 1 else at
-    mean, factor = unpacked(proposal.to(loc), len(loc))
-    if not bool(proposal.isfinite().all()) or not bool((factor.diagonal() > 0).all()):
+def near(part: Part, at: Part) -> bool:
+    """Whether a normal is where and as wide as refining a posterior near `at` needs it."""
+    if not bool(part.mean.isfinite().all() & part.factor.isfinite().all()) or bool((part.factor.diagonal() <= 0).any()):
         return False
-    off = torch.linalg.solve_triangular(at, (mean - loc)[:, None], upper=False).norm()
-    like = torch.linalg.svdvals(torch.linalg.solve_triangular(at, factor, upper=False))
-    return bool(off <= _FROM_Q) and bool(like.max() <= _LIKE_Q) and bool(like.min() >= 1 / _LIKE_Q)
+    like = torch.linalg.svdvals(torch.linalg.solve_triangular(at.factor, part.factor, upper=False))
+    return (
+        float(sds_from([at], part.mean[None])) <= _FROM_Q
+        and bool(like.max() <= _LIKE_Q)
+        and bool(like.min() >= 1 / _LIKE_Q)
+    )
+
+
+def allowed(problem: Problem, q: Natural, proposal: Tensor) -> bool:
+    """Whether a silo answers a proposal (`mixture`): each of its normals is near q, near a mirror image of what one
+    before it is near, or near a point of the final sum, where the likelihood was asked for already."""
+    if not bool(proposal.isfinite().all()) or bool((proposal[:, 0] < 0).any()):
+        return False
+    own, mirrors = q_part(q), mirrors_of(problem.layout)
+    images = [own]
+    for _, part in unmixed(proposal, q.n):
+        if any(near(part, image) for image in images):
+            continue
+        image = next((i for m in mirrors for i in (turned(m, j) for j in images) if near(part, i)), None)
+        if image is None:
+            at = points(problem, q)
+            told = torch.cat([*at.lines, at.scouts])
+            nearest = sds_from([part._replace(factor=own.factor)], told).argmin()
+            image = own._replace(mean=told[nearest])
+            if not near(part, image):
+                return False
+        images.append(image)
+    return True
 
 
 class Refiner:
@@ -249,8 +305,8 @@ class Refiner:
     def sum(self, rounds: range, sent: Mapping[str, Tensor | tuple[int, ...]], *others: Block) -> Sum:
         """Of the phase that follows the final sum, whose broadcast is `sent`."""
         when = Phase(rounds, SUMS, range(SUMS), ends=True, counts=False)
-        packed = self.n + self.n * (self.n + 1) // 2
-        return Sum((self.block, *others), when, {**sent, PROPOSAL: (packed,)}, scalars=(ITERATION,))
+        shape = PARTS, 1 + self.n + self.n * (self.n + 1) // 2
+        return Sum((self.block, *others), when, {**sent, PROPOSAL: shape}, scalars=(ITERATION,))
 
     # ---- silo ----
 
@@ -259,10 +315,10 @@ class Refiner:
     ) -> FloatArray:
         """A silo's log p(y_j | z) at q's mean and all draws, and at some again, for `told`. record, silo: parameters
         around q's mean."""
-        if not near(q, message.tensors[PROPOSAL].to("cpu", torch.float64)):
+        if not allowed(self.problem, q, message.tensors[PROPOSAL].to("cpu", torch.float64)):
             raise ProtocolError(
-                f"silo '{view.silo}': the draws that the server names are not near q: its mean is more than "
-                f"{_FROM_Q:.0f} sds off, or they are more than {_LIKE_Q:.0f} times as wide or narrow"
+                f"silo '{view.silo}': the draws that the server names are not near q, nor near where it was asked "
+                f"before: they are more than {_FROM_Q:.0f} sds off, or more than {_LIKE_Q:.0f} times as wide or narrow"
             )
         z = self.draws(message)
 
@@ -284,25 +340,34 @@ class Refiner:
 
     def draws(self, message: Broadcast) -> Tensor:
         """(DRAWS, n) of the proposal that `message` names, the same at all parties."""
-        mean, factor = unpacked(message.tensors[PROPOSAL].to("cpu", torch.float64), self.n)
+        parts = unmixed(message.tensors[PROPOSAL].to("cpu", torch.float64), self.n)
         shift = torch.from_numpy(server_draws(_seed(self.problem.seed, message)).uniforms(0, self.n + 1)[0])
         even = torch.quasirandom.SobolEngine(self.n + 1).draw(DRAWS, dtype=torch.float64)
         u = ((even + shift) % 1.0).clamp(2.0**-53, 1 - 2.0**-53)
-        edges = torch.tensor([share for share, _ in _WIDTHS], dtype=torch.float64).cumsum(0)[:-1]
-        width = torch.tensor(_wider(self.n), dtype=torch.float64)[torch.bucketize(u[:, -1].contiguous(), edges)]
-        return mean + (width[:, None] * torch.special.ndtri(u[:, :-1])) @ factor.mT
+        chances = torch.tensor([of_part * share for of_part, _ in parts for share, _ in _WIDTHS], dtype=torch.float64)
+        kind = torch.bucketize(u[:, -1].contiguous(), chances.cumsum(0)[:-1])
+        width = torch.tensor(_wider(self.n), dtype=torch.float64)[kind % len(_WIDTHS)]
+        mean, factor = (torch.stack(t)[kind // len(_WIDTHS)] for t in zip(*(part for _, part in parts), strict=True))
+        return mean + (factor @ (width[:, None] * torch.special.ndtri(u[:, :-1]))[..., None])[..., 0]
 
     # ---- server ----
 
-    def begun(self, q: Natural, rest: Rest, converged: bool) -> Refining:
-        """Before the first sum: near q itself, where that has converged and is close, else by the weights of its
-        draws."""
-        assert rest.seen is not None
-        if converged and rest.seen.close:
-            return start()._replace(proposal=packed(q.mean(), q.factor()), checks=True)
-        at = points(self.problem, q)
-        found = matched(at.draws, rest.seen.log_weights, q.mean(), q.factor())
-        return start()._replace(proposal=found if near(q, found) else packed(q.mean(), q.factor()))
+    def begun(self, q: Natural, rest: Rest, converged: bool) -> Refining | None:
+        """Before the first sum: near q itself, where that has converged and is close; where other modes were found near
+        all of them; else by the weights of q's draws. None: there are too many modes."""
+        seen, own = rest.seen, q_part(q)
+        assert seen is not None
+        parts = [own] if seen.apart is None else modes(self.problem, q, seen, PARTS)
+        if parts is None:
+            return None
+        around = mixture([(1 / len(parts), part) for part in parts])
+        state = start()._replace(proposal=around, around=around, seen=seen.joint)
+        if converged and seen.close:
+            return state._replace(checks=True)
+        if len(parts) > 1:
+            return state
+        found = matched(points(self.problem, q).draws, seen.log_weights, [(1.0, own)])
+        return state._replace(proposal=found if allowed(self.problem, q, found) else around)
 
     def step(
         self, state: Refining, message: Broadcast, sums: Totals, q: Natural, theta: Params,
@@ -311,21 +376,21 @@ class Refiner:
         """After a sum over all silos."""
         total = sums[REFINED]
         state = state._replace(sums=state.sums + 1)
-        mean, factor = unpacked(message.tensors[PROPOSAL].to("cpu", torch.float64), self.n)
-        if hiding.unreadable(total, self.block).any():  # nearer to q's mean it need not be
-            nearer = packed(mean, factor * _NEARER)
+        made = message.tensors[PROPOSAL].to("cpu", torch.float64)
+        parts = unmixed(made, self.n)
+        if hiding.unreadable(total, self.block).any():  # nearer to their means they need not be
+            nearer = mixture([(share, part._replace(factor=part.factor * _NEARER)) for share, part in parts])
             return state._replace(
                 lost="" if state.sums < SUMS else OUT_OF_RANGE,
-                proposal=nearer if near(q, nearer) else packed(mean, factor),
+                proposal=nearer if allowed(self.problem, q, nearer) else made,
             )
         nats, z = torch.from_numpy(hiding.read(total, self.block)), self.draws(message)
         prior = over_draws(log_prior, z)
         joint = (nats[1 : 1 + DRAWS] + prior).nan_to_num(nan=-math.inf)
         other = (nats[1 + DRAWS :] + prior[::_AGAIN]) if self._again else nats[:0]
-        made = message.tensors[PROPOSAL].to("cpu", torch.float64)[None]
         first = not len(state.z)
         state = state._replace(
-            proposals=made if first else torch.cat([state.proposals, made]),
+            proposals=made[None] if first else torch.cat([state.proposals, made[None]]),
             z=z if first else torch.cat([state.z, z]),
             joint=joint if first else torch.cat([state.joint, joint]),
             other=other if first else torch.cat([state.other, other]),
@@ -334,25 +399,19 @@ class Refiner:
         log_w = state.joint - self._log_density(state.proposals, state.z)
         if not bool(torch.isfinite(log_w).any()):
             return state._replace(lost="no draw has a likelihood")
-        found = matched(state.z, log_w, mean, factor)
-        return state._replace(
-            found=self._found(state, log_w, q, theta),
-            proposal=found if near(q, found) else packed(mean, factor),
-        )
+        state = state._replace(found=self._found(state, log_w, q, theta))
+        found = matched(state.z, log_w, parts, 1 if state.sound else PARTS)
+        return state._replace(proposal=found if allowed(self.problem, q, found) else made)
 
     def _log_density(self, proposals: Tensor, z: Tensor) -> Tensor:
         """(S,) of the mixture of all proposals."""
         parts = [
-            math.log(share / len(proposals)) + self._log_of(*unpacked(each, self.n), z, width)
+            math.log(share * of_part / len(proposals)) + _log_of(part, z, width)
             for each in proposals
+            for of_part, part in unmixed(each, self.n)
             for (share, _), width in zip(_WIDTHS, _wider(self.n), strict=True)
         ]
         return torch.logsumexp(torch.stack(parts), 0)
-
-    def _log_of(self, mean: Tensor, factor: Tensor, z: Tensor, width: float = 1.0) -> Tensor:
-        """(S,) of a normal, so many times as wide."""
-        eps = torch.linalg.solve_triangular(width * factor, (z - mean).mT, upper=False).mT
-        return -0.5 * (eps.square() + LOG_2PI).sum(-1) - (width * factor.diagonal()).log().sum()
 
     def _found(self, state: Refining, log_w: Tensor, q: Natural, theta: Params) -> Found:
         weights, khat = smoothed(log_w)
@@ -363,18 +422,45 @@ class Refiner:
         parts = weights[:, None] * (centred / sd), weights[:, None] * ((centred / sd).square() - 1) / 2
         of_mean, of_sd = (float(p.square().sum(0).sqrt().max().nan_to_num(nan=math.inf)) for p in parts)
         tails = [smoothed(log_w + 2 * c.abs().log())[1] for c in centred.mT]
-        at = weights @ state.z
-        log_q = self._log_of(q.mean(), q.factor(), state.z)
+        log_q = _log_of(q_part(q), state.z)
         of_q = [float(e.abs().max()) for e in errors(values, log_w, log_q - (state.joint - log_w))]
-        wide = (weights @ (state.z - at).square()).sqrt() / q.stddev()
+        moved, widened = self._moved(state, weights)
         return Found(
             weights, khat, max(tails), float(1 / weights.square().sum()), of_mean, of_sd,
             integration_error=self._integration_error(state, weights),
             log_evidence=state.at_mean + float(torch.logsumexp(log_w, 0)) - math.log(len(log_w)),
-            moved=float(((at - q.mean()) / q.stddev()).abs().max()),
-            widened=float(torch.maximum(wide, 1 / wide).max()),
-            of_q=(of_q[0], of_q[1]),
+            moved=moved, widened=widened, of_q=(of_q[0], of_q[1]), missed=self._missed(state, q, theta),
         )  # fmt: skip
+
+    def _moved(self, state: Refining, weights: Tensor) -> tuple[float, float]:
+        """`Found.moved` and `Found.widened`: of the draws that are nearest to each mode that was found."""
+        around = [part for _, part in unmixed(state.around, self.n)]
+        nearest = torch.stack([sds_from([part], state.z) for part in around]).argmin(0)
+        moved, widened = 0.0, 1.0
+        for k, part in enumerate(around):
+            own = torch.where(nearest == k, weights, 0.0)
+            if float(own.sum()) < _SOME:
+                continue
+            own, sd = own / own.sum(), part.factor.norm(dim=1)
+            at = own @ state.z
+            wide = (own @ (state.z - at).square()).sqrt() / sd
+            moved = max(moved, float(((at - part.mean) / sd).abs().max()))
+            widened = max(widened, float(torch.maximum(wide, 1 / wide).max()))
+        return moved, widened
+
+    def _missed(self, state: Refining, q: Natural, theta: Params) -> str:
+        """`Found.missed`: what the final sum found, and no draw is near."""
+        at, own = points(self.problem, q), q_part(q)
+        for other in line_modes(at, state.seen, [own]):
+            by = sds_from([own._replace(mean=other.z)], state.z) <= _VISITED
+            if not bool((state.joint[by] > other.nats + float(state.seen[0]) - _AS_LIKELY).any()):
+                return f"a mode near {named(self.problem, other.z, theta)}"
+        parts = [part for each in state.proposals for _, part in unmixed(each, self.n)]
+        z = torch.cat([state.z, at.scouts])
+        scout = elsewhere(at, state.seen, parts, state.z, state.joint, self._log_density(state.proposals, z))
+        if scout is None or scout.share is None:
+            return ""
+        return f"{scout.share:.0%} of the posterior's mass, near {named(self.problem, scout.z, theta)}"
 
     def _integration_error(self, state: Refining, weights: Tensor) -> float:
         """Over the draws that were evaluated twice, weighed by both, so that none that one misses is left out."""
@@ -387,23 +473,34 @@ class Refiner:
         return float(error.nan_to_num(nan=math.inf))
 
 
-def packed(mean: Tensor, factor: Tensor) -> Tensor:
-    """(n + n (n + 1) / 2,): a proposal, the factor of its covariance by its lower half."""
-    rows, cols = torch.tril_indices(len(mean), len(mean))
-    return torch.cat([mean, factor[rows, cols]])
+Mixture = list[tuple[float, Part]]
 
 
-def unpacked(proposal: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def mixture(parts: Mixture) -> Tensor:
+    """(PARTS, 1 + n + n (n + 1) / 2,): a proposal, a row a normal: its share, mean, and the lower half of the factor of
+    its covariance. Where there are fewer the last ones are the first, with no share."""
+    rows, cols = torch.tril_indices(*parts[0][1].factor.shape)
+    filled = [*parts, *[(0.0, parts[0][1])] * (PARTS - len(parts))]
+    return torch.stack([torch.cat([p.mean.new_tensor([share]), p.mean, p.factor[rows, cols]]) for share, p in filled])
+
+
+def unmixed(proposal: Tensor, n: int) -> Mixture:
+    """Its normals, those without a share left out, and shares that add up to 1."""
     rows, cols = torch.tril_indices(n, n)
-    factor = proposal.new_zeros(n, n)
-    factor[rows, cols] = proposal[n:]
-    return proposal[:n], factor
+    found = []
+    for row in proposal:
+        factor = row.new_zeros(n, n)
+        factor[rows, cols] = row[1 + n :]
+        found.append((float(row[0]), Part(row[1 : 1 + n], factor)))
+    total = sum(share for share, _ in found)
+    return [(share / total, part) for share, part in found if share > 0]
 
 
-def matched(z: Tensor, log_w: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
-    """The proposal of the moments of draws (S, n) weighed by exp `log_w`, drawn to the last one's mean and covariance
-    the more, the fewer of them count. Weights are evened out until `_ENOUGH` do: that goes part of the way."""
-    n = len(mean)
+def matched(z: Tensor, log_w: Tensor, last: Mixture, most: int = 1) -> Tensor:
+    """The proposal of up to `most` normals, or as many as the `last` had, that fits draws (S, n) weighed by exp `log_w`
+    best, by expectation-maximisation, drawn to the covariances that it begins with the more, the fewer draws count.
+    Weights are evened out until `_ENOUGH` a dimension do: that goes part of the way."""
+    n = z.shape[1]
     least = min(len(z) / 4, max(30.0, _ENOUGH * n))
     log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
     for power in torch.linspace(1.0, 0.02, 50).tolist():
@@ -411,12 +508,42 @@ def matched(z: Tensor, log_w: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
         ess = float(1 / share.square().sum())
         if ess >= least:
             break
-    at = share @ z
+    parts = _begun(z, share, last, min(most, int(ess / least)))
+    targets = [part.factor @ part.factor.mT for _, part in parts]
+    for _ in range(_EM if len(parts) > 1 else 1):
+        logs = torch.stack([math.log(of_part) + _log_of(part, z) for of_part, part in parts])
+        own, parts = share * logs.softmax(0), []
+        for each, target in zip(own, targets, strict=True):
+            mass = float(each.sum())
+            each = each / max(mass, 1e-300)
+            kept = n / (n + float(1 / each.square().sum().clamp(min=1e-300)))
+            at = each @ z
+            covariance = (1 - kept) * (z - at).mT @ (each[:, None] * (z - at)) + kept * target
+            root, info = torch.linalg.cholesky_ex(0.5 * (covariance + covariance.mT))
+            if int(info) or not bool(root.isfinite().all()):
+                return mixture(last)
+            parts.append((max(mass, _LEAST_SHARE), Part(at, root)))
+        total = sum(of_part for of_part, _ in parts)
+        parts = [(of_part / total, part) for of_part, part in parts]
+    return mixture(parts)
+
+
+def _begun(z: Tensor, share: Tensor, last: Mixture, most: int) -> Mixture:
+    """The `last` normals, and more, one after the other where weighted draws are farthest from all."""
+    parts, at = list(last), share @ z
     spread = (z - at).mT @ (share[:, None] * (z - at))
-    kept = n / (n + ess)
-    covariance = (1 - kept) * spread + kept * factor @ factor.mT
-    root, info = torch.linalg.cholesky_ex(0.5 * (covariance + covariance.mT))
-    return packed(at, root) if not int(info) else packed(mean, factor)
+    root, info = torch.linalg.cholesky_ex(spread)
+    while len(parts) < most and not int(info):
+        far = sds_from([part for _, part in parts], z)
+        parts.append((1.0, Part(z[(share * far.square()).argmax()], root / 2)))
+    total = sum(of_part for of_part, _ in parts)
+    return [(of_part / total, part) for of_part, part in parts]
+
+
+def _log_of(part: Part, z: Tensor, width: float = 1.0) -> Tensor:
+    """(S,) of a normal, so many times as wide, at z (S, n)."""
+    square = (sds_from([part], z) / width).square()
+    return -0.5 * square - 0.5 * z.shape[1] * LOG_2PI - (width * part.factor.diagonal()).log().sum()
 
 
 def smoothed(log_w: Tensor) -> tuple[Tensor, float]:

@@ -115,6 +115,7 @@ class Weighed(NamedTuple):
     nats: float = 0.0  # by which that mode is likelier than q's mean
     share: float | None = None  # of the posterior's mass that scouts find away from q, where they found the mode
     where: str = ""  # values of the sites there
+    joint: Tensor = torch.zeros(0)  # (points,) log p(y, z) at all of them, up to a constant; -inf: out of range
 
     def against(self) -> str | None:
         """Why q is not the posterior; None: within tolerance."""
@@ -194,7 +195,7 @@ def asked(table: BlockTable) -> bool:
 
 def _lines(layout: Layout) -> list[int]:
     """How many points each line has."""
-    return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(_mirrors(layout))
+    return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(mirrors_of(layout))
 
 
 def _shells(layout: Layout) -> list[int]:
@@ -247,7 +248,7 @@ def points(problem: Problem, q: Natural) -> Points:
         for sign in (1, -1)
     ]
     share = torch.tensor(_BETWEEN, dtype=torch.float64)[:, None]
-    lines += [mean + share * (matrix @ mean - mean) for matrix in _mirrors(problem.layout)]
+    lines += [mean + share * (matrix @ mean - mean) for matrix in mirrors_of(problem.layout)]
     return Points(eps, mean, mean + eps @ q.factor().mT, lines, *_scouts(problem))
 
 
@@ -275,7 +276,7 @@ def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
-def _mirrors(layout: Layout) -> list[Tensor]:
+def mirrors_of(layout: Layout) -> list[Tensor]:
     """Maps (n, n) of unconstrained space under which posteriors are often the same: signs of a site, of an element, or
     of all, and components of a mixture that change places."""
     n, sites = layout.size("global"), layout.of("global")
@@ -517,14 +518,15 @@ def weighed(
     halves = [errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
     mean, sd = errors(values, log_w, log_v)
     error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
-    other = max(filter(None, (_other_mode(q, at, joint), _elsewhere(q, at, joint))), key=lambda o: o.nats, default=None)
-    found = Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, log_weights=log_w)
-    if other is None:
+    others = [*line_modes(at, joint, [q_part(q)]), *filter(None, [elsewhere(at, joint, *_of_draws(q, at, joint))])]
+    found = Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, log_weights=log_w, joint=joint)
+    if not others:
         return found
-    return found._replace(apart=other.sds, nats=other.nats, share=other.share, where=_named(problem, other.z, theta))
+    other = max(others, key=lambda o: o.nats)
+    return found._replace(apart=other.sds, nats=other.nats, share=other.share, where=named(problem, other.z, theta))
 
 
-def _named(problem: Problem, z: Tensor, theta: Params) -> str:
+def named(problem: Problem, z: Tensor, theta: Params) -> str:
     """The first few sites' values at z (n,), in words."""
     values = problem.density.constrain(z.to(problem.device, problem.dtype), theta)[0]
     some = [f"{name} = {', '.join(f'{v:.3g}' for v in value.flatten()[:4].tolist())}" for name, value in values.items()]
@@ -551,51 +553,111 @@ def _moments(values: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (share @ (values - mean).square()).sqrt()
 
 
-class _Other(NamedTuple):
+class Part(NamedTuple):
+    """A normal near a mode."""
+
+    mean: Tensor  # (n,)
+    factor: Tensor  # (n, n) of its covariance, lower triangular
+
+
+def q_part(q: Natural) -> Part:
+    return Part(q.mean(), q.factor())
+
+
+class Other(NamedTuple):
     """Another mode, or a point near it."""
 
-    sds: float  # of q, from its mean
-    nats: float  # by which it is likelier than that
+    sds: float  # from the nearest part's mean
+    nats: float  # by which it is likelier than q's mean
     z: Tensor  # (n,)
     share: float | None = None  # as in `Weighed`
+    line: int = -1  # on which it lies
 
 
-def _sds(q: Natural, at: Points, z: Tensor) -> Tensor:
-    """(S,) how far z (S, n) are from q's mean, in sds of q."""
-    return torch.linalg.solve_triangular(q.factor(), (z - at.mean).mT, upper=False).norm(dim=0)
+def sds_from(parts: list[Part], z: Tensor) -> Tensor:
+    """(S,) how far z (S, n) are from the nearest part's mean, in its sds."""
+    off = [torch.linalg.solve_triangular(p.factor, (z - p.mean).mT, upper=False).norm(dim=0) for p in parts]
+    return torch.stack(off).amin(0)
 
 
-def _other_mode(q: Natural, at: Points, joint: Tensor) -> _Other | None:
-    """The likeliest other mode along lines."""
+def line_modes(at: Points, joint: Tensor, parts: list[Part]) -> list[Other]:
+    """Other modes along lines, the likeliest of each, that are far from all `parts`."""
     here, found, start = float(joint[0]), [], 1 + len(at.draws)
-    for line in at.lines:
-        values, start = joint[start : start + len(line)], start + len(line)
-        far = _sds(q, at, line)
+    for line, z in enumerate(at.lines):
+        values, start = joint[start : start + len(z)], start + len(z)
+        far = sds_from(parts, z)
         lowest = torch.cat([torch.full((1,), here, dtype=values.dtype), values]).cummin(0).values[:-1]
         other = (far > _APART) & (values > here - _LOWER) & (lowest < torch.clamp(values, max=here) - _VALLEY)
-        found += [_Other(float(far[k]), float(values[k]) - here, line[k]) for k in other.nonzero()[:, 0].tolist()]
-    return max(found, key=lambda o: o.nats, default=None)
+        if bool(other.any()):
+            k = int(torch.where(other, values, -math.inf).argmax())
+            found.append(Other(float(far[k]), float(values[k]) - here, z[k], line=line))
+    return found
 
 
-def _elsewhere(q: Natural, at: Points, joint: Tensor) -> _Other | None:
-    """The scout far from q that holds most of the posterior's mass, where all such hold `_MISSED` of it and more.
+def _of_draws(q: Natural, at: Points, joint: Tensor) -> tuple[list[Part], Tensor, Tensor, Tensor]:
+    """The arguments of `elsewhere` for q and its own draws."""
+    part, wide = q_part(q), _wide(q.n)
+    square = sds_from([part], torch.cat([at.draws, at.scouts])).square()
+    log_q = -0.5 * square - 0.5 * q.n * LOG_2PI - part.factor.diagonal().log().sum()
+    log_wide = log_q + 0.5 * square * (1 - wide**-2) - q.n * math.log(wide)
+    log_drawn = torch.logaddexp(log_q, log_wide) - math.log(2)
+    return [part], at.draws, joint[1 : 1 + len(at.draws)], log_drawn
+
+
+def elsewhere(
+    at: Points, joint: Tensor, parts: list[Part], draws: Tensor, told: Tensor, log_drawn: Tensor
+) -> Other | None:
+    """The scout that holds most of the posterior's mass of those far from all `parts`, where all such hold `_MISSED` of
+    it and more. told: log p(y, z) at `draws`; log_drawn: the log density of what these were drawn from, at them and
+    the scouts.
 
     By the balance heuristic: each point, a draw or a scout, is weighed by the density of all of them together.
     """
-    if not len(at.scouts):
+    shares, best = _shares_of_scouts(at, joint, parts, draws, told, log_drawn), -1
+    if len(shares):
+        best = int(shares.argmax())
+    if best < 0 or not float(shares.sum()) > _MISSED:  # not so either where none could be told
         return None
-    z, told = torch.cat([at.draws, at.scouts]), torch.cat([joint[1 : 1 + len(at.draws)], joint[-len(at.scouts) :]])
-    sds, wide = _sds(q, at, z), _wide(q.n)
-    log_q = -0.5 * sds.square() - 0.5 * q.n * LOG_2PI - q.factor().diagonal().log().sum()
-    log_wide = log_q + 0.5 * sds.square() * (1 - wide**-2) - q.n * math.log(wide)
+    z = at.scouts[best]
+    far, nats = float(sds_from(parts, z[None])), float(joint[best - len(at.scouts)] - joint[0])
+    return Other(far, nats, z, float(shares.sum()))
+
+
+def _shares_of_scouts(
+    at: Points, joint: Tensor, parts: list[Part], draws: Tensor, told: Tensor, log_drawn: Tensor
+) -> Tensor:
+    """(scouts,) of the mass; 0 of those near a part."""
+    if not len(at.scouts):
+        return at.scouts.new_zeros(0)
+    z, n = torch.cat([draws, at.scouts]), draws.shape[1]
     inside = ((z >= at.box[0]) & (z <= at.box[1])).all(1)
     log_scouts = math.log(len(at.scouts)) - (at.box[1] - at.box[0]).log().sum()
-    drawn = torch.logaddexp(log_q, log_wide) + math.log(len(at.draws) / 2)
-    shares = (told - torch.logaddexp(drawn, torch.where(inside, log_scouts, -math.inf))).softmax(0)
-    shares = torch.where(sds > _APART + math.sqrt(q.n), shares, 0.0)[len(at.draws) :]
-    best, share = int(shares.argmax()), float(shares.sum())
-    if not share > _MISSED:  # not so either where none could be told
-        return None
-    return _Other(
-        float(sds[len(at.draws) + best]), float(joint[best - len(at.scouts)] - joint[0]), at.scouts[best], share
-    )
+    by = torch.logaddexp(log_drawn + math.log(len(draws)), torch.where(inside, log_scouts, -math.inf))
+    shares = (torch.cat([told, joint[-len(at.scouts) :]]) - by).softmax(0)[len(draws) :]
+    return torch.where(sds_from(parts, at.scouts) > _APART + math.sqrt(n), shares, 0.0)
+
+
+def modes(problem: Problem, q: Natural, seen: Weighed, most: int) -> list[Part] | None:
+    """q, and a part of its size at each other mode that the final sum found, images of images among them; None: these
+    are more than `most`."""
+    at, own = points(problem, q), q_part(q)
+    found = line_modes(at, seen.joint, [own])
+    straight, mirrors = 2 * min(q.n, _LINES), mirrors_of(problem.layout)
+    own_maps, parts = [mirrors[o.line - straight] for o in found if o.line >= straight], [own]
+    for part in parts:  # which grows
+        for image in (turned(matrix, part) for matrix in own_maps):
+            if float(sds_from(parts, image.mean[None])) > _APART:
+                parts.append(image)
+        if len(parts) > most:
+            return None
+    shares = _shares_of_scouts(at, seen.joint, *_of_draws(q, at, seen.joint))
+    heavy = [at.scouts[k] for k in shares.argsort(descending=True).tolist() if float(shares[k]) > _MISSED / most]
+    for z in [o.z for o in sorted(found, key=lambda o: -o.nats) if o.line < straight] + heavy:
+        if float(sds_from(parts, z[None])) > _APART:
+            parts.append(Part(z, own.factor))
+    return parts[:most]
+
+
+def turned(matrix: Tensor, part: Part) -> Part:
+    """Its image under a map."""
+    return Part(matrix @ part.mean, torch.linalg.cholesky(matrix @ part.factor @ part.factor.mT @ matrix.mT))

@@ -25,7 +25,8 @@ from secure_fvi.algorithms import hiding, refining, weighing
 from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIState
-from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found, near, packed
+from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found, allowed, mixture
+from secure_fvi.algorithms.weighing import Part, q_part, turned
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties, run
 from secure_fvi.results import Result, refined_draws, summarise
@@ -222,7 +223,6 @@ def _funnel(y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("program", "y", "q"),
     [
-        pytest.param(_two_signs, [3.0, 4.0, 5.0, 3.5, 4.5], _normal(0.12, mean=2.0), id="two signs"),
         pytest.param(_corners, [0.25] * 4, _normal(1.0, 1.0), id="a mode where nobody looked"),
         pytest.param(_cauchy, [0.1, 0.2, 0.3], _normal(2.0), id="a mean that does not exist"),
         pytest.param(_funnel, [0.1, 0.2, 0.3], _normal(*[1.0] * 10), id="a funnel"),
@@ -232,20 +232,119 @@ def _funnel(y: Tensor) -> None:
 def test_wrong_is_never_called_converged(
     program: Callable[..., None], y: list[float], q: Natural, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is said of the rounds before. The second mode is as likely as the first, which q is exactly: weights of
-    q's own draws alone do not see it."""
+    """Whatever is said of the rounds before."""
     world = _final(_model(program), _rows(*y), q)
     of_q = Verdict(True, "q is at rest", {})
     found = refining.verdict(of_q, world.state.refining)
-    if program is _two_signs:
-        assert world.state.refining.sums == 0  # another mode was found before
-        assert _verdict(world).converged is False
-        return
     if program is _corners and found.converged:
         assert float((_moments(world)["a"].mean - 2.25).abs().max()) < 0.5
         return
     assert found.converged is False, found
     assert "refined" in found.reason
+
+
+# ---- several modes ----
+
+
+def _mixture(y: Tensor) -> None:
+    """Three components in no order, of one known sd: six modes."""
+    at = pyro.sample("at", dist.Normal(torch.zeros(3), 5.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        parts = dist.Normal(at.unsqueeze(-2), 0.5).log_prob(y.unsqueeze(-1))
+        pyro.factor("y", parts.logsumexp(-1))
+
+
+def _wide_pairs(y: Tensor) -> None:
+    """Two components in no order, each of five numbers: ten dimensions, where there are no scouts."""
+    at = pyro.sample("at", dist.Normal(torch.zeros(5, 2), 3.0).to_event(2))
+    with pyro.plate("r", len(y)):
+        parts = dist.Normal(at, 0.7).log_prob(y.unsqueeze(-1)).sum(-2)
+        pyro.factor("y", parts.logsumexp(-1))
+
+
+def _four(y: Tensor) -> None:
+    at = pyro.sample("at", dist.Normal(torch.zeros(4), 5.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        pyro.factor("y", dist.Normal(at.unsqueeze(-2), 0.3).log_prob(y.unsqueeze(-1)).logsumexp(-1))
+
+
+def _groups(*centres: float, sd: float, each: int = 8) -> Tensor:
+    noise = sd * torch.randn(len(centres), each, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return (torch.tensor(centres).double()[:, None] + noise).flatten()
+
+
+def _ordered(means: list[float], sds: list[float]) -> Natural:
+    return from_moments(torch.tensor(means).double(), torch.tensor(sds).double().square().diag())
+
+
+_SIGNS = torch.tensor([3.0, 4.0, 5.0, 3.5, 4.5]).double()
+_THREE, _FOURS = _groups(-4.0, 0.0, 4.0, sd=0.5), _groups(-6.0, -2.0, 2.0, 6.0, sd=0.3)
+_PAIRS = torch.cat(
+    [-1.5 + _groups(0.0, sd=0.7, each=30).reshape(6, 5), 1.5 + _groups(1.0, sd=0.7, each=30).reshape(6, 5)]
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "y", "q", "parts"),
+    [
+        pytest.param(_two_signs, _SIGNS, _normal(0.12, mean=2.0), 2, id="signs"),
+        pytest.param(_mixture, _THREE, _ordered([-4.0, 0.0, 4.0], [0.2] * 3), 6, id="components"),
+        pytest.param(_wide_pairs, _PAIRS, _ordered([-1.5, 2.5] * 5, [0.3] * 10), 2, id="no scouts"),
+    ],
+)
+def test_modes_that_were_found_are_all_in_the_result(
+    program: Callable[..., None], y: Tensor, q: Natural, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By symmetry all numbers of a site have one mean; a sign's is 0. Two controls: where one mode alone gets draws, it
+    is seen that others have none; and where nobody looks at them again, a mean many sds off is called the result."""
+    silos = [{"y": part} for part in y.tensor_split(3)]
+    world = _final(_model(program), silos, q)
+    assert _verdict(world).converged is True
+    assert len(refining.unmixed(world.state.refining.around, q.n)) == parts
+    ((name, found),) = _moments(world).items()
+    wanted = 0.0 if name == "a" else found.mean.mean(-1, keepdim=True)
+    assert float(((found.mean - wanted) / found.sd).abs().max()) < 0.15
+
+    monkeypatch.setattr(refining, "modes", lambda _, q, *__: [q_part(q)])
+    alone = _final(_model(program), silos, q)
+    assert _verdict(alone).converged is False
+    assert "its draws miss a mode near" in _verdict(alone).reason
+    monkeypatch.setattr(refining.Refiner, "_missed", lambda *_: "")
+    assert _verdict(_final(_model(program), silos, q)).converged is True
+
+
+def test_more_modes_than_there_are_normals_are_refused() -> None:
+    """Four components in no order have 24."""
+    world = _final(
+        _model(_four), [{"y": p} for p in _FOURS.tensor_split(3)], _ordered([-6.0, -2.0, 2.0, 6.0], [0.1] * 4)
+    )
+    assert world.state.refining.sums == 0
+    assert _verdict(world).converged is False
+    assert (_verdict(world).details["other_mode_sd"] or 0) > 4
+
+
+def _bent(y: Tensor) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 2.0)), pyro.sample("b", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(a + b**2, 0.5), obs=y)
+
+
+def test_a_bent_posterior_is_right_by_several_normals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a grid. The control: one normal does not reach, and says so."""
+    y = [0.1, 0.9, 0.3, 0.7, 0.5, 0.6]
+    axis = torch.linspace(-7, 7, 1401).double()
+    a, b = torch.meshgrid(axis, axis[::2], indexing="ij")
+    log = -0.125 * a.square() - 0.5 * b.square() - 2 * sum((v - a - b.square()).square() for v in y)
+    share = log.flatten().softmax(0).reshape(log.shape)
+    mean = float((share * a).sum())
+    sd = float((share * (a - mean).square()).sum().sqrt())
+    q = _ordered([0.3, 0.0], [0.25, 0.4])
+    world = _final(_model(_bent), _rows(*y), q)
+    assert _verdict(world).converged is True
+    assert abs(float(_moments(world)["a"].mean) - mean) < 0.15 * sd
+    assert float(_moments(world)["a"].sd) == pytest.approx(sd, rel=0.12)
+    monkeypatch.setattr(refining, "PARTS", 1)
+    assert _verdict(_final(_model(_bent), _rows(*y), q)).converged is False
 
 
 def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
@@ -439,22 +538,33 @@ def test_a_run_that_is_broken_off_while_it_refines_goes_on(tmp_path: Path) -> No
     assert torch.equal(kept["mean/p"], whole.posterior["p"].mean)
 
 
+def _like(q: Natural, off: Any = 0.0, times: Any = 1.0) -> Part:
+    """A normal so many sds beside q, and so many times as wide; times: a matrix too, or a number."""
+    wide = q.factor() @ times if isinstance(times, Tensor) else q.factor() * times
+    return Part(q.mean() + off * q.stddev(), wide)
+
+
+SWAP = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).double()
+LINE = torch.tensor([[-3000.0, 0.0], [1.0, 1e-6]]).double()
+
+
 @pytest.mark.parametrize(
-    ("proposal", "is_near"),
+    ("parts", "is_allowed"),
     [
-        (lambda q: packed(q.mean(), q.factor()), True),
-        (lambda q: packed(q.mean() + 7 * q.stddev() / 2**0.5, 5 * q.factor()), True),
-        (lambda q: packed(q.mean() + 20 * q.stddev(), q.factor()), False),
-        (lambda q: packed(q.mean(), 0 * q.factor()), False),  # one point of the server's
-        (
-            lambda q: packed(q.mean(), q.factor() @ torch.tensor([[-3000.0, 0.0], [1.0, 1e-6]]).double()),
-            False,
-        ),  # a line
-        (lambda q: packed(q.mean(), q.factor() * 1e-9), False),
-        (lambda q: packed(q.mean(), q.factor() * math.nan), False),
+        (lambda q: [_like(q)], True),
+        (lambda q: [_like(q, 7 / 2**0.5, 5.0)], True),
+        (lambda q: [_like(q), turned(SWAP, _like(q, 1.0, 2.0))], True),  # components of a mixture change places
+        (lambda q: [_like(q, torch.tensor([30.0, 15.0]))], True),  # on a line of the final sum
+        (lambda q: [_like(q), _like(q, torch.tensor([2000.0, 2000.0]))], False),
+        (lambda q: [_like(q, times=0.0)], False),  # one point of the server's
+        (lambda q: [_like(q, times=LINE)], False),
+        (lambda q: [_like(q), _like(q, times=1e-9)], False),
+        (lambda q: [_like(q, times=math.nan)], False),
     ],
 )
-def test_a_silo_answers_no_proposal_but_one_near_q(proposal: Any, is_near: bool) -> None:
+def test_a_silo_answers_no_proposal_but_where_it_was_asked(parts: Any, is_allowed: bool) -> None:
     """A total at one point, or along a line, of a server's own choice has kinks where records' covariates lie."""
-    q = _normal(1.0, 0.1, mean=3.0)
-    assert near(q, proposal(q)) is is_near
+    problem = build(_model(_corners), _rows(*[0.25] * 4), sf.PVI()).server.problem
+    q = from_moments(torch.tensor([3.0, -3.0]).double(), torch.tensor([[1.0, 0.05], [0.05, 0.01]]).double())
+    found = parts(q)
+    assert allowed(problem, q, mixture([(1 / len(found), part) for part in found])) is is_allowed

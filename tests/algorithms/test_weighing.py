@@ -285,8 +285,9 @@ def test_another_mode_is_found_and_nothing_else(
     result = _quiet(program, silos, sf.PVI(local_steps=80, max_rounds=8))
     assert (result.convergence["other_mode_sd"] is not None) == several
     if several:
-        assert result.converged is False
         assert result.convergence["other_mode_sd"] > 4
+        # q, which has one mode, is not the result; the draws may be, of which each half is at one.
+        assert (result.refined is not None) == result.converged
 
 
 # ---- mass away from every line ----
@@ -397,8 +398,8 @@ def test_a_frequency_far_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None
     """The whole run. Moments: given w normal, a sum over w. The control: without scouts nothing says that there is
     another mode, 56 posterior sds away; k-hat is about at its limit, and the run is called converged or not by luck."""
     found = _quiet(_sinusoid, _waves(), sf.PVI())
-    assert found.converged is False
     assert "mass elsewhere" in found.convergence["reason"]
+    assert found.converged is False or abs(float(found.posterior["w"].mean) - 5.757) < 0.2 * 0.050
     monkeypatch.setattr(weighing, "_SCOUTS", 0)
     control = _quiet(_sinusoid, _waves(), sf.PVI())
     assert "elsewhere" not in control.convergence["reason"]
