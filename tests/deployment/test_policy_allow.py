@@ -92,8 +92,8 @@ def test_a_no_or_a_failure_leaves_all_as_it_was(door: Door) -> None:
 
 
 def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
-    """Who sends a job names its data set, and the dictionary was written under that name. The controls: a plain name, and
-    a dictionary that the site names itself."""
+    """Who sends a job names its data set, and the dictionary was written under that name. The controls: a plain name,
+    and a dictionary that the site names itself."""
     private = ("--set", "privacy.unit=record", "--set", "privacy.epsilon=1.0", "--set", "privacy.delta=1e-7")
     outside = door.home.parent / "outside"
     for name in ("../outside", str(outside), "rosters/1", "a\\u001b[2K"):
@@ -111,7 +111,7 @@ def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
 def test_what_is_shown_before_the_question_hides_nothing(
     door: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job's words could move the terminal's cursor, and so write over what it discloses. The control: click's echo."""
+    """A job's words could move the terminal's cursor, and write over what it discloses. The control: click's echo."""
     policy = importlib.import_module("secure_fvi.cli.policy")  # the name in its package is the command's
     hiding = "a line\x1b[2K\x1b[1A\u202e\r"
     policy._say([hiding, "next"])

@@ -172,8 +172,8 @@ def test_a_job_without_privacy_needs_a_policy_that_says_so(site: Site) -> None:
 
 
 def test_exact_totals_keep_to_no_budget(site: Site) -> None:
-    """`policy allow --without-dp` of a job on one data set let exact jobs in on all, whatever their budgets. The controls:
-    a data set without one, and a job that is charged to it."""
+    """`policy allow --without-dp` of a job on one data set let exact jobs in on all, whatever their budgets. The
+    controls: a data set without one, and a job that is charged to it."""
     plain = site.offer(config(privacy=None, algorithm={"name": "sfvi", "iterations": 100}), data_set="cohort")
     private = site.offer()
     rules: dict[str, Any] = {
