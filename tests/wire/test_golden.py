@@ -87,6 +87,7 @@ def _statements() -> dict[str, bytes]:
         "table": table.digest,
         "key": advert_statement(roster, 0, 1, bytes([4]) * 32, bytes([5]) * 32),
         "batch": session.batch_statement(bytes([6]) * 32),
+        "unheld": session.unheld_statement(bytes([6]) * 32, b"\x05"),
         "survivors": session.survivors_statement(*named),
         "contribution": session.contribution_statement(
             named[0], 7, 1, b"\x07", table.digest, named[5], named[6], bytes([8]) * 32
