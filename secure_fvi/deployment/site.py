@@ -56,7 +56,7 @@ class Site:
         self._trail = open_trail(home)
         self._server = ""
         self._job: SiteJob | HolderJob | None = None
-        self._under = ()  # what roster and policy were when that was taken
+        self._under: tuple[int, ...] = ()  # what roster and policy were when that was taken
 
     def __repr__(self) -> str:
         return f"Site({self.home.id!r})"
