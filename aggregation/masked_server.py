@@ -534,6 +534,10 @@ class ServerState:
         """
         session, roster = batch.session, self.roster
         for place, reply in replies.items():
+            statement = session.unheld_statement(batch.digest, reply.unheld)
+            if not roster.verify(place, reply.complaint, statement):
+                self.fault(place, "a complaint about shares that it did not sign, which is not heard")
+                continue
             try:
                 batch.unheld[place] = frozenset(roster.members_of(reply.unheld)) & set(batch.held_by(place))
             except ProtocolError as error:

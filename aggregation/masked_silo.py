@@ -517,7 +517,9 @@ class SiloState:
             self._activate(batch)
         signed = self.roster.consistency_check
         unheld = self.roster.bitmap(batch.unheld)
-        return BatchSignature(request.batch, unheld, self.identity.sign(batch.statement) if signed else b"")
+        signature = self.identity.sign(batch.statement) if signed else b""
+        complaint = self.identity.sign(batch.session.unheld_statement(batch.digest, unheld))
+        return BatchSignature(request.batch, unheld, signature, complaint)
 
     def _activate(self, batch: SiloBatch) -> None:
         self.store.put({self._slot("active", batch.number): b"1"})

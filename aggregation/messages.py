@@ -99,12 +99,13 @@ class Deliver(NamedTuple):
 class BatchSignature(NamedTuple):
     """Silo to server: its signature over key set and deposits (empty without the consistency check).
 
-    unheld: the owners of whom it was dealt no shares that fit their commitments.
+    unheld: the owners of whom it was dealt no shares that fit their commitments, which `complaint` signs in any case.
     """
 
     batch: int
     unheld: bytes
     signature: bytes
+    complaint: bytes
 
 
 class Activate(NamedTuple):
@@ -210,7 +211,7 @@ _SCHEMAS: dict[type[tuple[Any, ...]], tuple[int, tuple[Check, ...]]] = {
     DepositRequest: (6, (_uint,)),
     Deposit: (7, (_uint, _any_bytes, _any_bytes, _bytes_list, _bytes_list, _bytes_list, _64)),
     Deliver: (8, (_uint, _any_bytes, _32s, _bytes_list, _32s)),
-    BatchSignature: (9, (_uint, _any_bytes, _either(0, 64))),
+    BatchSignature: (9, (_uint, _any_bytes, _either(0, 64), _64)),
     Activate: (10, (_uint, _any_bytes, _64s)),
     Contribution: (11, (_uint, _either(0, 32), _any_bytes, _64)),
     SignRequest: (12, _NAMED),

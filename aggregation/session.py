@@ -24,6 +24,7 @@ LABEL_DEPOSIT_ROWS = b"deposit-rows"
 LABEL_DEPOSIT_SIGNATURE = b"deposit-signature"
 LABEL_BATCH = b"batch"
 LABEL_BATCH_SIGNATURE = b"batch-signature"
+LABEL_UNHELD = b"unheld"
 LABEL_SURVIVORS = b"survivors"
 LABEL_CONTRIBUTION = b"contribution"
 LABEL_COMMITMENT = b"secret-commitment"
@@ -160,6 +161,10 @@ class Session:
     def batch_statement(self, batch_digest: bytes) -> bytes:
         """What is signed before a batch is used."""
         return digest(LABEL_BATCH_SIGNATURE, self.binding, batch_digest)
+
+    def unheld_statement(self, batch_digest: bytes, unheld: bytes) -> bytes:
+        """What a holder signs of the owners (a bitmap) who dealt it no shares that fit; of none, as of some."""
+        return digest(LABEL_UNHELD, self.binding, batch_digest, unheld)
 
     def contribution_statement(
         self,

@@ -38,11 +38,18 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class Lines(logging.Formatter):
+    """A line to read. What others sent may stand in it: it moves no cursor and begins no line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return "".join(c if c.isprintable() else "?" for c in super().formatMessage(record))
+
+
 def start_log(quiet: bool, form: str, **always: str) -> None:
     """Log this package's messages in the `form` that `log_option` takes; errors only where `quiet`."""
     # A handler of its own: libraries that are imported later set up the root logger to their taste.
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    text = Lines("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines(**always) if form == "json" else text)
     logger = logging.getLogger("secure_fvi")
     logger.handlers, logger.propagate = [handler], False

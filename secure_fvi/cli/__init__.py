@@ -126,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _fail(message: str, code: int, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
-    click.echo(f"secure-fvi: {' '.join(message.split())}", err=True)
+    # What others wrote may stand in it.
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    click.echo(f"secure-fvi: {line}", err=True)
     sys.exit(code)
 
 

@@ -147,10 +147,18 @@ def explain(config: Asked, with_data: bool, data_dir: Path | None, as_json: bool
     found = disclosure_of(job, data_dir, with_data)
     check_carried(found, job.engine or Engine())
     if not as_json:
-        click.echo("\n".join([*_formula_lines(job), *found.lines()]))
+        _say([*_formula_lines(job), *found.lines()])
         return
     words = {"formula": _formula_lines(job)} if job.model.formula is not None else {}
     click.echo(json.dumps(found.to_json() | words, indent=2))
+
+
+def _say(lines: list[str]) -> None:
+    """What somebody else's job says, line by line: nothing of it moves the terminal's cursor or hides a line."""
+    from secure_fvi.deployment.names import printable
+
+    for line in lines:
+        click.echo(printable(line, 20_000))
 
 
 def _formula_lines(job: Config) -> list[str]:
@@ -201,7 +209,7 @@ def allow(
     job, path = config.job(), home / "policy.toml"
     read_policy(path)
     before, found = read_bytes(path, "the policy"), disclosure_of(job)
-    click.echo("\n".join([*_formula_lines(job), *found.lines()]))
+    _say([*_formula_lines(job), *found.lines()])
     rules = _allowing(wording.loads(before.decode()), home, job, found, installed)
     if without_dp:
         rules["privacy"]["dp"] = "optional"
@@ -279,6 +287,7 @@ def _offer_data(
     """Add the job's data set to `rules`; where the job's dictionary is to be written, if it is. how: query and missing,
     where given. Raises InputError."""
     from secure_fvi.deployment.job import data_set_of
+    from secure_fvi.deployment.names import check_id
     from secure_fvi.errors import InputError
 
     name, by_formula = data_set_of(job), job.model.formula is not None
@@ -288,7 +297,12 @@ def _offer_data(
         return None
     if by_formula and table is None:
         raise InputError(f"the policy has no data set '{name}' yet; name this site's table: --data FILE")
-    made = home / f"{name}.dictionary.toml" if by_formula and dictionary is None else None
+    made = None
+    if by_formula and dictionary is None:
+        try:
+            made = home / f"{check_id(name)}.dictionary.toml"
+        except ValueError as error:  # the job names it, and the file would be wherever it likes
+            raise InputError(f"the job's data set: {error}; name the dictionary's file: --dictionary FILE") from None
     if made is not None and made.exists():
         raise InputError(f"'{made}' is there already; name it as --dictionary, or remove it")
     paths = {"path": table, "dictionary": dictionary or made}

@@ -94,7 +94,10 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
     with closing(SqliteStore(home.seen_file)) as store:
         trails, ledgers = (Witness(home.id, home.identity(), store, kind) for kind in (TRAIL, LEDGER))
         asked = {site: _pack(Seen(_receipts(trails, k), _receipts(ledgers, k))) for site, k in keys.items()}
-        stated = {site: _CODEC.unpack(reply, Stated) for site, reply in exchange(asked).items()}
+        stated = {}
+        for site, reply in exchange(asked).items():
+            with answer_of(site):
+                stated[site] = _CODEC.unpack(reply, Stated)
         since = {site: _check_own(trail, site, keys[site], s.receipts) for site, s in stated.items()}
         signed = {
             site: _pack(
@@ -107,8 +110,10 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
             for site, s in stated.items()
         }
     for site, reply in exchange(signed).items():
+        with answer_of(site):
+            receipt = _CODEC.unpack(reply, Receipt).receipt
         with _of(site):
-            trail.add_receipt(_CODEC.unpack(reply, Receipt).receipt, keys[site][0])
+            trail.add_receipt(receipt, keys[site][0])
 
 
 def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
@@ -170,6 +175,15 @@ def _of(peer: str) -> Iterator[None]:
         yield
     except WitnessFault as error:
         raise ProtocolError(f"'{peer}' sent a receipt that it made up, so the fault is its own: {error}") from None
+
+
+@contextmanager
+def answer_of(party: str) -> Iterator[None]:
+    """Names the `party` whose answer is not of the form that was expected."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise ProtocolError(f"the answer of '{party}': {error}") from None
 
 
 def _receipts(witness: Witness, keys: tuple[bytes, ...]) -> list[bytes]:

@@ -14,7 +14,7 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
-from secure_fvi.errors import PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.runs.config import Config
 from secure_fvi.silo import UNANSWERABLE
 
@@ -53,14 +53,17 @@ class Decision(NamedTuple):
 
 
 def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> Decision:
-    """Accept the job offer in `message`, or raise ProtocolError, PolicyError or InputError with the reason.
+    """Accept the job offer in `message`, or raise ProtocolError or PolicyError with the reason.
 
     An id stands for one offer: another offer of the same id is refused, and so is one of a job that has `FINISHED`.
     Either way the log says so before this returns. What the job will cost is the ledger's question, and how much noise
     it adds `policy_check.check_terms`'s; both come once the model is traced.
     """
     roster = home.roster(now)
-    policy = read_policy(home.policy_file)
+    try:
+        policy = read_policy(home.policy_file)
+    except InputError as error:  # which names files; it may be half written, and is nobody else's fault
+        raise PolicyError("this site's policy cannot be read; the site's log says more") from error
     if trail.chain.roster != roster.hash:
         trail.roster(roster.serial, roster.hash)
     if trail.chain.policy != policy.hash:

@@ -24,7 +24,8 @@ ROLES: tuple[Role, ...] = ("silo", "server", "holder")
 
 
 def check_id(name: str) -> str:
-    """`name` if it may name a member or a consortium. Letters, digits, dot, dash: no two ids look alike to a reader."""
+    """`name` if it may name a member or a consortium. Plain letters and digits, dot, dash:
+    no letter of another script passes for one (1 and l, O and 0 are for the reader to tell apart)."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"'{name}' must be 1 to 63 letters, digits, dots, dashes or underscores, and begin with a letter or digit"

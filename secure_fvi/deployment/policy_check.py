@@ -186,6 +186,11 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
         yield f"data set '{offer.data_set}' is not offered ({_few(policy.data)})"
         return
     yield from _records(config, data, policy)
+    if dp is None and data.budget is not None:
+        yield (
+            f"it has no differential privacy, and data set '{data.id}' has a budget of epsilon "
+            f"{data.budget.epsilon:g}, which exact totals do not keep to"
+        )
     if dp is not None and data.budget is not None and data.unit != dp.unit:
         yield f"it protects each {dp.unit}, the budget of data set '{data.id}' counts each {data.unit}"
 

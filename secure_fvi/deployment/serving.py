@@ -15,12 +15,13 @@ from safetensors.torch import save
 from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
+from secure_fvi.aggregation.messages import M
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import Machine, build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
-from secure_fvi.deployment.countersigning import SEEN, countersign, open_trail
+from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.holding import boot_id, open_store
@@ -187,6 +188,12 @@ def last_charged(joined: Mapping[str, Joined], known: int, sums: int) -> int:
     return max(its.last_index for its in joined.values()) - 1
 
 
+def _read(party: str, reply: bytes, kind: type[M]) -> M:
+    """What `party` answered. Raises ProtocolError that names it."""
+    with answer_of(party):
+        return CODEC.unpack(reply, kind)
+
+
 class _Parties(NamedTuple):
     server: Server
     aggregation: SecureSum
@@ -267,13 +274,17 @@ class Hub:
         self._countersign()
         replies = self._ask_holder(JOIN + self._signed)
         replies |= self.engine.exchange(dict.fromkeys(self.offer.silos, JOIN + self._signed))
-        return {silo: CODEC.unpack(reply, Joined) for silo, reply in replies.items()}
+        return {silo: _read(silo, reply, Joined) for silo, reply in replies.items()}
 
     def _open(self, joined: Mapping[str, Joined]) -> _Parties:
         """The server's parties, once all who joined are in one session: the one that was open, or a new one."""
         of, offer, config = self._of, self.offer, self._of.config
         silos = sorted(joined.keys() - {self._holder})
-        schema = check_schemas_agree({silo: unpack_schema(joined[silo].schema) for silo in silos})
+        schemas = {}
+        for silo in silos:
+            with answer_of(silo):
+                schemas[silo] = unpack_schema(joined[silo].schema)
+        schema = check_schemas_agree(schemas)
         problem = build_problem(
             of.model, schema, of.algorithm, offer.silos, config.seed, of.privacy,
             Machine(config.run.device, of.dtype, config.run.compile),
@@ -299,7 +310,7 @@ class Hub:
         replies = self._ask_holder(OPEN + CODEC.pack(message))
         replies |= self.engine.exchange(dict.fromkeys(silos, OPEN + CODEC.pack(message)))
         for party, reply in replies.items():
-            if CODEC.unpack(reply, Opened).session != session and not over:
+            if _read(party, reply, Opened).session != session and not over:
                 raise ProtocolError(f"'{party}' opened another session")
         self._patience = self._patience._replace(least=least_silos(aggregation, len(offer.silos), private=False))
         self.engine.patience = self._patience
@@ -329,8 +340,8 @@ class Hub:
         messages = {s: END + CODEC.pack(End(outcome, accepted.get(s, 0), posterior)) for s in self.offer.silos}
         replies = self.engine.exchange(messages)
         replies |= self._ask_holder(END + CODEC.pack(End(outcome, 0, b"")))
-        for reply in replies.values():
-            CODEC.unpack(reply, Ended)
+        for party, reply in replies.items():
+            _read(party, reply, Ended)
         if not over(self._trail.chain.jobs[self.offer.job].outcome):
             self._trail.close_job(self.offer.job, outcome)
 

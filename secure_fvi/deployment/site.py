@@ -56,7 +56,7 @@ class Site:
         self._trail = open_trail(home)
         self._server = ""
         self._job: SiteJob | HolderJob | None = None
-        self._in_force = 0  # the roster's number when that was taken
+        self._under: tuple[int, ...] = ()  # what roster and policy were when that was taken
 
     def __repr__(self) -> str:
         return f"Site({self.home.id!r})"
@@ -118,8 +118,8 @@ class Site:
 
     def _answer(self, job: str, message: bytes) -> bytes:
         kind, body = message[:1], message[1:]
-        if self._job is not None and self.home.in_force != self._in_force:
-            self._let_go()  # another roster was accepted since: the offer is decided on anew
+        if self._job is not None and self._rules() != self._under:
+            self._let_go()  # another roster was accepted since, or the policy edited: the offer is decided on anew
         if kind == JOIN:
             return self._join(job, body)
         if kind == OPEN:
@@ -141,6 +141,7 @@ class Site:
     def _take(self, job: str, offer: bytes) -> None:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
         self._let_go()
+        self._under = self._rules()
         decision = decide(self.home, offer, self._trail, now())
         if decision.offer.job != job:
             raise ProtocolError(f"an offer of job '{decision.offer.job}' on the stream of job '{job}'")
@@ -149,9 +150,17 @@ class Site:
         except Exception as error:
             self._trail.note(job, f"the job cannot run here: {_for_trail(error)}")
             raise
-        self._server, self._in_force = decision.offer.server, self.home.in_force
+        self._server = decision.offer.server
         write_atomically(self._job.folder / "offer", offer)
         _log.info("job '%s' of '%s' accepted", job, self._server)
+
+    def _rules(self) -> tuple[int, ...]:
+        """Tells the roster in force and the policy as it lies there from others."""
+        try:
+            seen = self.home.policy_file.stat()
+        except FileNotFoundError:
+            return (self.home.in_force,)
+        return self.home.in_force, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
     def _made(self, decision: Decision) -> SiteJob | HolderJob:
         if self.home.role == "holder":

@@ -17,6 +17,7 @@ import hmac
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ from secure_fvi.silo import Limits, Silo, silo_view
 from secure_fvi.tables import RECORD_ID, cohort_digest
 
 _DRAWS = 1000
+_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS = "questions.signed"
@@ -93,8 +95,8 @@ def check_supported(config: Config, aggregation: SecureSum) -> None:
 
 def job_folder(home: Home, job: str) -> Path:
     """Where a job is kept. `job` comes from the server: only what an id may hold is taken."""
-    if not job or not all(c.isalnum() or c in "-_" for c in job):
-        raise ProtocolError("a job's id must be letters, digits, dashes and underscores")
+    if not _ID.fullmatch(job):
+        raise ProtocolError("a job's id must be letters, digits, dashes and underscores, 100 of them at most")
     return home.state_folder / "jobs" / job
 
 
@@ -128,7 +130,8 @@ class SiteJob:
                 check_repeats(records.rows, home.id)
             self.cohort = Cohort(home, decision.offer, self.folder, used, decision.data)
         work, run = work_of([rows], algorithm, privacy), config.run
-        self.threads = choose_threads(work) if run.threads == "auto" else run.threads
+        # A job may ask for more than this machine has: so many that the process ends.
+        self.threads = choose_threads(work) if run.threads == "auto" else min(run.threads, os.cpu_count() or 1)
         self.problem = build_problem(
             model,
             self.schema,
@@ -231,7 +234,8 @@ class SiteJob:
         eta, theta = (_under(prefix, tensors) for prefix in ("eta/", "theta/"))
         expected = self._family.posterior(self._family.init())
         family = expected.family
-        if not (wire.same_form(eta, expected.eta) and wire.same_form(theta, expected.theta)):
+        known = (wire.same_form(eta, expected.eta), wire.same_form(theta, expected.theta))
+        if not all(known) or len(eta) + len(theta) < len(tensors):  # the rest of the file is this silo's own
             raise ProtocolError("the posterior that the server sent is not of this job's model")
         self.party.settle(accepted)
         kept = dict(tensors) | self._own(Posterior(family, eta, theta))

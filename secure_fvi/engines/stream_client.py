@@ -49,6 +49,11 @@ class Doubtful(ConnectionError):
     server that was just being stopped. Says what it would tell: nobody has signed it, so it ends nothing."""
 
 
+class Malformed(ConnectionError):
+    """What the server sent is no message, which says nothing of a silo or its job: the stream is cut, nothing has
+    changed, and the next one begins anew."""
+
+
 #: Job and message in, answer out; raises SecureFVIError to refuse, SessionLost where its session cannot go on.
 Handler = Callable[[str, bytes], bytes]
 
@@ -104,10 +109,10 @@ class StreamClient:
             except (OSError, grpc.RpcError) as error:
                 if isinstance(error, grpc.RpcError) and error.code() == grpc.StatusCode.PERMISSION_DENIED:
                     raise ProtocolError(f"the server refused this silo: {error.details()}") from None
-                what = f"the server {error}" if isinstance(error, Doubtful) else "no connection yet"
+                wrong = isinstance(error, Doubtful | Malformed)
+                what = f"the server {error}" if wrong else "no connection yet"
                 if what != said:
-                    level = logging.WARNING if isinstance(error, Doubtful) else logging.INFO
-                    _log.log(level, "%s: %s; trying again", self._address, what)
+                    _log.log(logging.WARNING if wrong else logging.INFO, "%s: %s; trying again", self._address, what)
                     said = what
             # Half of the pause is random, so that silos do not come back all at once.
             self._stop.wait(pause * random.uniform(0.5, 1.0))
@@ -148,14 +153,16 @@ class StreamClient:
         greeting = next(frames, None)
         if greeting is None:  # a server that was just being stopped
             raise ConnectionError("the stream ended before its greeting")
-        welcome = GREETINGS.unpack(greeting, Welcome, GREETING)
+        with _malformed("greeting"):
+            welcome = GREETINGS.unpack(greeting, Welcome, GREETING)
         if welcome.roster != roster:
             raise ProtocolError(f"the server goes by roster {welcome.roster.hex()[:16]}..., not by this silo's")
         agreed({"the server": [welcome.protocol], "this silo": PROTOCOLS})
         _log.info("connected to %s, protocol %d", self._address, welcome.protocol)
         assembler = Assembler(self.longest)
         for frame in frames:
-            whole = assembler.add(frame)
+            with _malformed("frame"):
+                whole = assembler.add(frame)
             if whole is None:
                 continue
             self._check_again()
@@ -272,6 +279,14 @@ def _chain_file(tls: TlsFiles) -> Iterator[Path]:
         file.write(tls.private_key + tls.certificate)
         file.flush()
         yield Path(file.name)
+
+
+@contextlib.contextmanager
+def _malformed(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        raise Malformed(f"sent a {what} that is none: {error}") from None
 
 
 def _until_none(frames: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:

@@ -21,6 +21,9 @@ Name = Annotated[str, Field(min_length=1)]
 #: A job's may be another's: as long as anybody writes one.
 Formula = Annotated[str, Field(min_length=1, max_length=10_000)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+#: A job's count of silos may be another's as well, and each gets a name.
+_MOST_SILOS = 100_000
 
 
 class Table(BaseModel):
@@ -71,9 +74,9 @@ class Partition(Table):
     """A random split of a program's records, by `seed` (the run's own unless given); by_client: by their origin."""
 
     sizes: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
-    count: Annotated[int, Field(ge=1)] | None = None
+    count: Annotated[int, Field(ge=1, le=_MOST_SILOS)] | None = None
     ids: tuple[Name, ...] | None = None
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Seed | None = None
     by_client: bool = False
 
     @model_validator(mode="after")
@@ -180,7 +183,7 @@ class Engine(Table):
 class Config(Table):
     """A whole file."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     model: Model
     data: dict[str, Any] = Field(default_factory=dict)
     partition: Partition | None = None
@@ -258,9 +261,11 @@ class Config(Table):
 
 
 def _differ(ids: Sequence[str]) -> None:
+    seen = set[str]()
     for silo in ids:
-        if ids.count(silo) > 1:
+        if silo in seen:
             raise ValueError(f"two silos have the id '{silo}'; ids must differ")
+        seen.add(silo)
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:

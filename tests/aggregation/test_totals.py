@@ -22,10 +22,17 @@ from secure_fvi.aggregation.messages import (
     unpack_any,
 )
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.session import Secret
+from secure_fvi.aggregation.session import Secret, Session
 from secure_fvi.errors import AggregationError, ProtocolError
 
 BAD = 2
+
+
+def complaining(world, silo, message, owners):
+    """The silo's own complaint about these owners, in its answer to a delivery."""
+    batch, unheld = world.silos[silo]._state._numbered(message.batch), world.roster.bitmap(frozenset(owners))
+    statement = batch.session.unheld_statement(batch.digest, unheld)
+    return pack(message._replace(unheld=unheld, complaint=world.identities[silo].sign(statement)))
 
 
 def dealing(monkeypatch, world, seeds=False, shares=(), commit=True):
@@ -274,7 +281,7 @@ class TestWrongShares:
         def lie(data):
             message = unpack_any(data)
             if type(message) is BatchSignature:
-                return pack(message._replace(unheld=world.roster.bitmap(frozenset(range(1, size)))))
+                return complaining(world, liar, message, frozenset(range(1, size)))
             return data
 
         def gone(data):
@@ -319,17 +326,40 @@ class TestWrongShares:
         world = World(7, prepared=False)
         lying = {world.ids[p] for p in (0, 1)}
 
-        def complain(data):
-            message = unpack_any(data)
-            if type(message).__name__ == "BatchSignature":
-                return pack(message._replace(unheld=world.roster.bitmap(frozenset({BAD}))))
-            return data
+        def complain(silo):
+            def change(data):
+                message = unpack_any(data)
+                return complaining(world, silo, message, {BAD}) if type(message) is BatchSignature else data
 
-        silos = world.silos | {s: Tampering(world.silos[s], reply=complain) for s in lying}
+            return change
+
+        silos = world.silos | {s: Tampering(world.silos[s], reply=complain(s)) for s in lying}
         carry(world.server.prepare(0), silos)
         assert BAD not in world.server._state.left_out
         assert "2 of 7 holders" in world.server.faults[world.ids[BAD]]
         assert is_input(world.total(world.contribute()).values, exact(world))
+
+    @pytest.mark.parametrize("check", [True, False])
+    @pytest.mark.parametrize("control", [False, True])
+    def test_nobody_on_the_way_complains_in_a_silos_name(self, check, control, monkeypatch):
+        """Who broke the transport put an honest silo out of a batch, by complaints that nobody had made. The control:
+        a signature on the batch alone, as it was."""
+        if control:
+            monkeypatch.setattr(Session, "unheld_statement", lambda session, batch, unheld: batch)
+        world = World(7, prepared=False, max_missing=3, consistency_check=check)
+
+        def change(data):
+            message = unpack_any(data)
+            bad = world.roster.bitmap(frozenset({BAD}))
+            return pack(message._replace(unheld=bad)) if type(message) is BatchSignature else data
+
+        spoilt = [world.ids[p] for p in (0, 1, 3)]
+        carry(world.server.prepare(0), world.silos | {s: Tampering(world.silos[s], reply=change) for s in spoilt})
+        assert world.batch.left_out == ({BAD} if control else set())
+        assert ("did not sign" in str(world.server.faults.get(spoilt[0]))) is not control
+        if not control:
+            assert world.server.faults.keys() == set(spoilt)
+            assert is_input(world.total(world.contribute()).values, exact(world))
 
     def test_a_deposit_is_signed_with_its_commitments(self):
         world = World(5)

@@ -36,6 +36,17 @@ def test_json_is_one_object_a_line_whatever_the_message_holds(capsys: pytest.Cap
     assert "ValueError: two" in second["traceback"]
 
 
+def test_what_others_sent_begins_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """The control is a plain formatter's line."""
+    start_log(False, "text")
+    log, sent = logging.getLogger("secure_fvi.engines"), "phase 'x\n2027-01-01 00:00:00,000 INFO all is well\x1b[2K'"
+    log.warning("a message was refused: %s", sent)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    logging.getLogger("secure_fvi").handlers[0].setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("secure_fvi").warning("a message was refused: %s", sent)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_quiet_leaves_errors(capsys: pytest.CaptureFixture[str]) -> None:
     start_log(True, "text")
     log = logging.getLogger("secure_fvi.engines")

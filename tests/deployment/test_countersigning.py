@@ -167,6 +167,18 @@ def test_a_site_that_makes_a_receipt_up_is_named_and_ends_nobodys_log(met: World
     meet(met)
 
 
+def test_an_answer_that_is_none_is_named_and_ends_nobodys_log(met: World) -> None:
+    """Which of three sites had sent it, nobody was told. The control: an exchange of answers as they are."""
+    for kind in (countersigning.Stated, countersigning.Receipt):
+
+        def spoil(site: str, reply: bytes, kind: type = kind) -> bytes:
+            return b"none" if site == "north" and countersigning._CODEC.kind_of(reply) is kind else reply
+
+        with pytest.raises(ProtocolError, match=r"^the answer of 'north': "):
+            meet(met, spoil)
+    meet(met)
+
+
 @pytest.mark.parametrize("record", ["audit-log", "ledger", "no ledger"])
 def test_a_server_that_makes_a_receipt_up_is_named_and_ends_nobodys_record(met: World, record: str) -> None:
     hub, north = met.homes["hub"], met.homes["north"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,29 @@ def test_a_configuration_that_is_none_is_refused(world: World, roster: Consortiu
 def test_portable_configurations_stay_as_they_are(roster: ConsortiumRoster) -> None:
     config = offer_of(roster).config
     assert portable(config, "cohort") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[model]\nprogram = "six-cities"\n[partition]\ncount = 1000000000\n', "partition.count = 1000000000: must be"),
+        ('[model]\nprogram = "six-cities"\n[partition]\ncount = 20000\n', "not in its one form"),
+        (f'[model]\nprogram = "six-cities"\n[partition]\nsizes = [{"1, " * 30_000}]\n', "not in its one form"),
+        (f'[model]\nprogram = "six-cities"\n[partition]\ncount = 3\nseed = {2**64}\n', "partition.seed = 1844"),
+    ],
+)
+def test_a_short_configuration_stays_short_work(world: World, roster: ConsortiumRoster, text: str, says: str) -> None:
+    """A count of silos gave each a name, and each was compared with all: 300 signed bytes took a site's memory, or
+    hours of a processor. A seed that fits no generator was taken for a fault of the site's records. Control: three."""
+
+    def offered(config: str) -> bytes:
+        offer = job._CODEC.unpack(offer_of(roster).encoded, job._Offer)._replace(config=config)
+        digest = hashlib.sha256(job.LABEL_OFFER + job._CODEC.pack(offer)).digest()
+        signature = world.homes["hub"].identity().sign(job.LABEL_OFFER + digest)
+        return job._CODEC.pack(job._Signed(job._CODEC.pack(offer), signature))
+
+    began = time.process_time()
+    with pytest.raises(ProtocolError, match=says):
+        read_offer(offered(text), roster, "north", NOW)
+    assert time.process_time() - began < 1.0
+    assert len(read_offer(offered(offer_of(roster).config.to_toml()), roster, "north", NOW).config.silo) == 3

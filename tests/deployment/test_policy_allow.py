@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from deployment_world import World
@@ -87,3 +89,35 @@ def test_a_no_or_a_failure_leaves_all_as_it_was(door: Door) -> None:
     door.study.write("east", door.study.rows(0))
     assert door.allow("--without-dp", "--yes").exit_code == 0  # the control
     assert door.held() != door.before
+
+
+def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
+    """Who sends a job names its data set, and the dictionary was written under that name. The controls: a plain name,
+    and a dictionary that the site names itself."""
+    private = ("--set", "privacy.unit=record", "--set", "privacy.epsilon=1.0", "--set", "privacy.delta=1e-7")
+    outside = door.home.parent / "outside"
+    for name in ("../outside", str(outside), "rosters/1", "a\\u001b[2K"):
+        answer = door.allow("--yes", *private, "--set", f'privacy.data_set="{name}"')
+        assert "name the dictionary's file: --dictionary FILE" in str(answer.exception)
+        assert door.held() == door.before
+    assert not list(door.home.parent.rglob("*.dictionary.toml"))
+    own = door.study.folder / "dictionary.toml"
+    assert door.allow("--yes", *private, "--set", "privacy.data_set=a/b", "--dictionary", str(own)).exit_code == 0
+    assert not list(door.home.parent.rglob("*.dictionary.toml"))
+    assert door.allow("--yes", *private, "--set", "privacy.data_set=plain").exit_code == 0
+    assert [p.name for p in door.home.parent.rglob("*.dictionary.toml")] == ["plain.dictionary.toml"]
+
+
+def test_what_is_shown_before_the_question_hides_nothing(
+    door: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job's words could move the terminal's cursor, and write over what it discloses. The control: click's echo."""
+    policy = importlib.import_module("secure_fvi.cli.policy")  # the name in its package is the command's
+    hiding = "a line\x1b[2K\x1b[1A\u202e\r"
+    policy._say([hiding, "next"])
+    assert capsys.readouterr().out == "a line?[2K?[1A??\nnext\n"
+    click.echo(hiding)
+    assert capsys.readouterr().out == "a line\u202e\r\n"  # click drops colours where nobody looks
+    monkeypatch.setattr(policy, "_formula_lines", lambda job: [hiding])
+    answer = door.allow("--without-dp", said="n\n")
+    assert "a line?[2K?[1A??\n" in answer.output

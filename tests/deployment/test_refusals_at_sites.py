@@ -20,7 +20,7 @@ from consortium_run import SILOS, Job
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from deployment_world import DAY, NOW, World
-from fuzzing import site_world
+from fuzzing import opened_job, site_world
 from safetensors.torch import load_file, save
 
 from secure_fvi.aggregation import Homomorphic, Masked
@@ -98,7 +98,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 
 def test_job_folders_are_below_the_sites_own(world: World) -> None:
-    for bad in ("", "../../etc", "a/b", "a.b", "a b"):
+    for bad in ("", "../../etc", "a/b", "a.b", "a b", "j\u00f3b", "x" * 101):
         with raises(ProtocolError, "letters, digits, dashes"):
             job_folder(world.homes["north"], bad)
     assert job_folder(world.homes["north"], "job-1").parent.parent == world.homes["north"].state_folder
@@ -763,3 +763,65 @@ def test_an_end_is_not_refused_for_what_data_do(world: World, tmp_path: Path, mo
         assert not [name for name in load_file(kept) if name.startswith("mean/")]
         (record,) = verify(world.homes[silo].log_file).jobs.values()
         assert record.outcome is not None
+
+
+def test_a_policy_that_is_edited_counts_for_the_job_that_runs(world: World, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its owner took a model, or the data, back, and the job went on until the process was started again. The control
+    looks at the roster alone, as it was."""
+    made = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 4})
+    opened, path = opened_job(made, None), world.homes["east"].policy_file
+    again = next(m for m in opened.bag if m[:1] == OPEN)
+    answer = opened.say("east", again)
+    made.allow("east", algorithms=["pvi"])
+    with raises(PolicyError, "algorithm 'sfvi' is not accepted"):
+        opened.say("east", again)
+    path.write_text("algorithms = [")  # half an edit is no fault of the records
+    with raises(PolicyError, "policy cannot be read"):
+        opened.say("east", again)
+    assert "unanswerable" not in opened.sites["east"]._trail.chain.jobs[opened.job].omissions
+    made.allow("east")
+    assert opened.say("east", again) == answer
+    monkeypatch.setattr(Site, "_rules", lambda self: (self.home.in_force,))
+    opened.say("east", again)
+    made.allow("east", algorithms=["pvi"])
+    assert opened.say("east", again) == answer
+    for site in opened.sites.values():
+        site.close()
+
+
+def test_a_server_adds_nothing_to_a_silos_own_results(world: World, tmp_path: Path) -> None:
+    """Tensors of any other name went into the file beside what the silo works out itself. Control: the posterior."""
+    opened = opened_job(Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 4}), None)
+    job = opened.sites["east"]._open_job(opened.job)
+    assert isinstance(job, SiteJob)
+    found = job._family.posterior(job._family.init())
+    tensors = {f"eta/{k}": v for k, v in found.eta.items()} | {f"theta/{k}": v for k, v in found.theta.items()}
+    tensors = {name: t.clone().contiguous() for name, t in tensors.items()}
+
+    def end(**more: torch.Tensor) -> bytes:
+        return opened.say("east", END + CODEC.pack(End("finished, converged", 0, save({**tensors, **more}))))
+
+    results = world.homes["east"].path / "results"
+    for name in ("mean/dose", "sd/dose", "note"):
+        with raises(ProtocolError, "is not of this job's model"):
+            end(**{name: torch.ones(1)})
+    assert not results.exists()
+    end()
+    (kept,) = results.glob("*.safetensors")
+    assert tensors.keys() < load_file(kept).keys()
+    for site in opened.sites.values():
+        site.close()
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1_000_000, 4), (3, 3)], ids=["more than there are", "control"])
+def test_a_job_takes_no_more_threads_than_a_site_has(
+    world: World, tmp_path: Path, monkeypatch: Any, asked: int, used: int
+) -> None:
+    """A hundred thousand ended the process with a fault of the system's, at the first sum and after each restart."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    opened = opened_job(Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 4}, run={"threads": asked}), None)
+    for site in opened.sites.values():
+        assert isinstance(site._job, SiteJob)
+        assert site._job.threads == used
+        site.close()

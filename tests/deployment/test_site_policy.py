@@ -84,6 +84,9 @@ class Site:
         return manifest(of, self.function).hash
 
     def policy(self, **changes: Any) -> SitePolicy:
+        """With dp = "optional" its data set has no budget, unless `changes` say so: exact jobs keep to none."""
+        if changes.get("privacy", {}).get("dp") == "optional":
+            changes.setdefault("data", [{"id": "cohort", "path": "cohort.csv"}])
         path = self.folder / "policy.toml"
         path.write_text(wording.dumps({**self.table, **changes}))
         path.chmod(0o600)
@@ -166,6 +169,21 @@ def test_a_job_without_privacy_needs_a_policy_that_says_so(site: Site) -> None:
     optional = {**site.table["privacy"], "dp": "optional"}
     site.refused(plain, "'sampled_records' by sampling_rate = 0.1", model=models, privacy=optional)
     check(plain, site.policy(model=models, privacy=optional, disclosures=["sampled_records"]))
+
+
+def test_exact_totals_keep_to_no_budget(site: Site) -> None:
+    """`policy allow --without-dp` of a job on one data set let exact jobs in on all, whatever their budgets. The
+    controls: a data set without one, and a job that is charged to it."""
+    plain = site.offer(config(privacy=None, algorithm={"name": "sfvi", "iterations": 100}), data_set="cohort")
+    private = site.offer()
+    rules: dict[str, Any] = {
+        "privacy": {**site.table["privacy"], "dp": "optional"},
+        "model": [{"hash": offer.model.hex(), "function": "model.py:mean"} for offer in (plain, private)],
+    }
+    says = "data set 'cohort' has a budget of epsilon 3, which exact totals do not keep to"
+    assert says in site.refused(plain, data=site.table["data"], **rules)
+    check(plain, site.policy(**rules))
+    check(private, site.policy(data=site.table["data"], **rules))
 
 
 def test_a_job_must_state_its_epsilon(site: Site) -> None:

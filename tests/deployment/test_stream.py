@@ -357,6 +357,44 @@ def test_a_silo_waits_for_a_server_that_its_roster_names(world: World, caplog: p
         dialer.stop()
 
 
+@pytest.mark.parametrize("where", ["greeting", "frame", "part"])
+def test_what_is_no_message_ends_no_silo(
+    world: World, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server itself, through TLS, sends what is none: one line, the silo's state as it was, and another stream. The
+    control ends, as every silo did."""
+    greet, sent = (
+        stream_client.GREETINGS.pack,
+        {"greeting": b"\x93\x01", "frame": b"none", "part": list(parts(9, b"x" * 9, chunk=5))[1]},
+    )
+
+    def spoilt(message: object) -> bytes:
+        return sent[where] if isinstance(message, Welcome) else greet(message)  # type: ignore[arg-type]
+
+    def spoil(server: StreamServer) -> None:
+        if where != "greeting":
+            assert server.wait_for(["north"], 20)
+            server._links["north"].outgoing.put(sent[where])
+
+    for control in (False, True):
+        caplog.clear()
+        with monkeypatch.context() as patched, serving(world, names=("north",)) as server:
+            if control:
+                patched.setattr(stream_client, "_malformed", lambda what: contextlib.nullcontext())
+            if where == "greeting":
+                patched.setattr(stream_client.GREETINGS, "pack", spoilt)
+            dialer = Dialer(world, server, "north", echo)
+            spoil(server)
+            if control:
+                dialer.refused("message" if where != "greeting" else "")
+                continue
+            doubted(caplog, f"the server sent a {'greeting' if where == 'greeting' else 'frame'} that is none")
+            patched.setattr(stream_client.GREETINGS, "pack", greet)
+            assert server.exchange({"north": b"x"}) == {"north": b"answer to x"}
+            assert caplog.text.count("that is none") == 1
+            dialer.stop()
+
+
 def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
     """The others go on."""
     north = world.homes["north"]

@@ -166,7 +166,7 @@ class Verifier:
     def take(self, sender: str, receivers: Sequence[str], kind: str, message: bytes) -> None:
         """One message. Its sender is a silo's id, or "server"."""
         version, tag, *fields = msgpack.unpackb(message)
-        need(version == 3 and type(tag) is int and 1 <= tag <= 16 and KINDS[tag - 1] == kind, "version and tag")
+        need(version == 4 and type(tag) is int and 1 <= tag <= 16 and KINDS[tag - 1] == kind, "version and tag")
         need(message == msgpack.packb([version, tag, *fields]), "the shortest form of MessagePack")
         who = [self.ids.index(r) for r in receivers] if sender == "server" else self.ids.index(sender)
         try:
@@ -305,9 +305,10 @@ class Verifier:
     def batch_statement(self, batch: int) -> bytes:
         return digest(b"batch-signature", self.binding, self.batch_digests[batch])
 
-    def on_BatchSignature(self, place: int, batch: int, unheld: bytes, signature: bytes) -> None:
+    def on_BatchSignature(self, place: int, batch: int, unheld: bytes, signature: bytes, complaint: bytes) -> None:
         need(unheld == self.bitmap(()), "nothing that was dealt wrong")
         self.signed(place, signature, self.batch_statement(batch))
+        self.signed(place, complaint, digest(b"unheld", self.binding, self.batch_digests[batch], unheld))
 
     def on_Activate(self, to: list[int], batch: int, signers: bytes, signatures: list[bytes]) -> None:
         self.enough(signers, signatures, self.batch_statement(batch))

@@ -95,6 +95,7 @@ def _statements() -> dict[str, bytes]:
         "matching evaluated": matching.evaluated(1, blinded, bytes([3]) * 32),
         "matching outputs": matching.outputs(0, bytes([4]) * 32),
         "matching order": matching.order(bytes([4]) * 32),
+        "unheld": session.unheld_statement(bytes([6]) * 32, b"\x05"),
         "survivors": session.survivors_statement(*named),
         "contribution": session.contribution_statement(
             named[0], 7, 1, b"\x07", table.digest, named[5], named[6], bytes([8]) * 32
