@@ -164,6 +164,7 @@ def test_everything_left_out_is_counted() -> None:
     assert mine.rows.dtype == np.int64
     dates = align({s: ["2001-02-03", "2001-02-30", None] for s in "ab"}, Normalisation(rules=("date",)))
     assert (dates["a"].matched, dates["a"].missing, dates["a"].invalid) == (1, 1, 1)
+    assert align({"a": ["1-2"], "b": []}, Normalisation(rules=("postcode",)))["a"].hints == {}
 
 
 def test_empty_lists_and_lists_without_common_people() -> None:
