@@ -550,8 +550,8 @@ class MatchingSilo:
         named = digest(b"matching-list", self._prepared.rule.encode(), *(place for place, _ in placed))
         if self._store.claim("matching/list", named) != named:
             raise InputError(
-                f"silo '{self.silo_id}': the identifiers, or their rules, are others than when this matching began; "
-                "begin another session, in which all silos have new keys"
+                f"silo '{self.silo_id}': its store was begun with other identifiers, other rules or another session; a "
+                "new session, in which all silos have new keys, needs a new store"
             )
         return [element for _, element in placed]
 

@@ -592,8 +592,19 @@ def test_other_identifiers_after_a_restart_are_refused(short: None) -> None:
     world.match()
     world.silo("a")
     world.tables["a"] = [*TABLES["a"][:-1], "zoe"]
-    with pytest.raises(InputError, match="silo 'a': the identifiers, or their rules, are others"):
+    with pytest.raises(InputError, match="silo 'a': its store was begun with other identifiers"):
         world.silo("a")
+
+
+def test_a_session_has_keys_of_its_own(short: None) -> None:
+    """Whoever keeps a secret, or a store, for two sessions has two keys all the same, or is refused."""
+    first, other = World(TABLES, 1, secret=bytes(32)), World(TABLES, 2, secret=bytes(32))
+    assert first.silos["a"]._key != other.silos["a"]._key
+    assert first.silos["a"]._blinds != other.silos["a"]._blinds
+    assert first.silos["a"]._list != other.silos["a"]._list
+    other.stores["a"] = first.stores["a"]
+    with pytest.raises(InputError, match="or another session; a new"):
+        other.silo("a")
 
 
 # ---- lies ----
