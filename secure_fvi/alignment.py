@@ -204,7 +204,8 @@ class Prepared(NamedTuple):
     missing: int  # rows without an identifier
     invalid: int  # rows whose identifier breaks its rule: no date, a wrong check digit
     duplicated: int  # rows whose normalised identifier stands more than once
-    rule: str
+    rule: str  # `Normalisation.text`
+    hinted: bool  # one text as it was written, of which hints can be given
 
     def __repr__(self) -> str:
         return f"Prepared({len(self.rows)} identifiers)"
@@ -220,7 +221,9 @@ def prepare(ids: Sequence[str | Sequence[str | None] | None], normalisation: Nor
     counts = Counter(texts)
     rows = {t: row for row, t in enumerate(texts) if t and counts[t] == 1}
     missing, invalid = counts[""], counts[None]
-    return Prepared(rows, missing, invalid, len(texts) - missing - invalid - len(rows), rule.text())
+    return Prepared(
+        rows, missing, invalid, len(texts) - missing - invalid - len(rows), rule.text(), rule.rules == ("text",)
+    )
 
 
 class Alignment(NamedTuple):
@@ -522,6 +525,7 @@ class MatchingSilo:
         self._rule = digest(b"matching-rule", prepared.rule.encode())
         self._session: _Session | None = None
         self._latest: tuple[int, _Blinding] | None = None
+        self._evaluated = 0  # batches of its list that were seen to be done
         self._limit = wire.Limit(4096 + _POINT * max(roster.size * (BATCH + 8), len(self._list)), roster.size)
         self._handlers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
             SizeRequest: self._on_size,
@@ -546,8 +550,8 @@ class MatchingSilo:
         named = digest(b"matching-list", self._prepared.rule.encode(), *(place for place, _ in placed))
         if self._store.claim("matching/list", named) != named:
             raise InputError(
-                f"silo '{self.silo_id}': the identifiers, or their rules, are others than when this matching began; "
-                "begin another session, in which all silos have new keys"
+                f"silo '{self.silo_id}': its store was begun with other identifiers, other rules or another session; a "
+                "new session, in which all silos have new keys, needs a new store"
             )
         return [element for _, element in placed]
 
@@ -576,7 +580,7 @@ class MatchingSilo:
             prepared.invalid,
             prepared.duplicated,
             self._agreed_session().order(common),
-            _hints(sorted(left)),
+            _hints(sorted(left)) if prepared.hinted else {},
         )
 
     # ---- sizes ----
@@ -614,7 +618,9 @@ class MatchingSilo:
     def _done(self) -> int:
         """Batches of this silo's list that have their outputs; one after the other, so that the first gap ends them."""
         batches = self._agreed_session().batches(self._me)
-        return next((b for b in range(batches) if self._store.get(f"matching/outputs/{b}") is None), batches)
+        while self._evaluated < batches and self._store.get(f"matching/outputs/{self._evaluated}") is not None:
+            self._evaluated += 1
+        return self._evaluated
 
     # ---- evaluations ----
 

@@ -164,6 +164,7 @@ def test_everything_left_out_is_counted() -> None:
     assert mine.rows.dtype == np.int64
     dates = align({s: ["2001-02-03", "2001-02-30", None] for s in "ab"}, Normalisation(rules=("date",)))
     assert (dates["a"].matched, dates["a"].missing, dates["a"].invalid) == (1, 1, 1)
+    assert align({"a": ["1-2"], "b": []}, Normalisation(rules=("postcode",)))["a"].hints == {}
 
 
 def test_empty_lists_and_lists_without_common_people() -> None:
@@ -591,8 +592,19 @@ def test_other_identifiers_after_a_restart_are_refused(short: None) -> None:
     world.match()
     world.silo("a")
     world.tables["a"] = [*TABLES["a"][:-1], "zoe"]
-    with pytest.raises(InputError, match="silo 'a': the identifiers, or their rules, are others"):
+    with pytest.raises(InputError, match="silo 'a': its store was begun with other identifiers"):
         world.silo("a")
+
+
+def test_a_session_has_keys_of_its_own(short: None) -> None:
+    """Whoever keeps a secret, or a store, for two sessions has two keys all the same, or is refused."""
+    first, other = World(TABLES, 1, secret=bytes(32)), World(TABLES, 2, secret=bytes(32))
+    assert first.silos["a"]._key != other.silos["a"]._key
+    assert first.silos["a"]._blinds != other.silos["a"]._blinds
+    assert first.silos["a"]._list != other.silos["a"]._list
+    other.stores["a"] = first.stores["a"]
+    with pytest.raises(InputError, match="or another session; a new"):
+        other.silo("a")
 
 
 # ---- lies ----
