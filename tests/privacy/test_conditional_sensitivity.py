@@ -155,8 +155,8 @@ def wards_world(ward: dict[str, Any], changed: bool, rounds: int = 5) -> Parties
 
 
 def test_a_record_of_a_new_group_renumbers_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of a silo that the dictionary lists have its numbers. The control numbers them by which are in the data, as
-    was shipped: one patient of a ward of its own gives all others another ward's effect."""
+    """Groups of a silo that the dictionary lists have its numbers. The control numbers them by which are in the data,
+    as was shipped: one patient of a ward of its own gives all others another ward's effect."""
     listed = {"kind": "integer", "low": 0, "high": 11}
     found = gaps(lambda changed: wards_world(listed, changed), 5)
     assert 0.3 < found.max() <= 1 + 1e-9

@@ -126,8 +126,8 @@ def test_what_a_record_is_follows_the_jobs(path: Path, report: Report) -> None:
 
 
 def test_jobs_of_other_neighbours_are_not_added_up_as_they_stand(tmp_path: Path) -> None:
-    """A changed person is two records to a job that counts them: both jobs fit the budget, and together say more of that
-    person than it allows, by the exact delta of a Gaussian. The controls: jobs of one kind are within it."""
+    """A changed person is two records to a job that counts them: both jobs fit the budget, and together say more of
+    that person than it allows, by the exact delta of a Gaussian. The controls: jobs of one kind are within it."""
 
     def told(*adjacencies: str) -> tuple[Report, float]:
         file = tmp_path / f"{'-'.join(adjacencies)}.sqlite".replace(" ", "")
