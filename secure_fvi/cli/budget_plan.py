@@ -163,7 +163,8 @@ def _text(found: Plan, asked: Asked, spread: dict[str, Any]) -> str:
         f"Each round adds noise with a standard deviation of {found.noise_multiplier:.4g} clipping norms "
         f"and, seen alone, costs epsilon {found.release_epsilon:.4g}.",
         f"All {found.rounds} rounds{reserve} together: someone who gives even odds to a {asked.unit} being in the "
-        f"data, and guesses whether it is from all that is released, is right at most {found.best_guess:.1%} of the time.",
+        "data, and guesses whether it is from all that is released, "
+        f"is right at most {found.best_guess:.1%} of the time.",
     ]
     if asked.noise == "distributed":
         lines.append(
