@@ -126,6 +126,12 @@ def delta(event: Event, epsilon: float, accountant: str = "pld") -> float:
     return float(loss_distribution(sampled, max(epsilon, 0.01)).get_delta_for_epsilon(epsilon))
 
 
+def best_guess(epsilon: float, delta: float) -> float:
+    """How often, at most, whoever sees all of an (epsilon, delta)-private release is right who guesses at even odds
+    whether a unit is in the data: errors of both kinds keep to the region of Kairouz, Oh, Viswanath 2015."""
+    return (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
+
+
 def grouped(event: Event) -> Counter[Single]:
     """How often each mechanism acts in `event`, compositions unpacked and equal mechanisms counted together."""
     if isinstance(event, Composed):

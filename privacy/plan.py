@@ -13,7 +13,7 @@ from functools import lru_cache
 from scipy.optimize import brentq
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.accounting import check_accountant, check_delta
+from secure_fvi.privacy.accounting import best_guess, check_accountant, check_delta
 from secure_fvi.privacy.accounting import epsilon as epsilon_of
 from secure_fvi.privacy.events import Event, Gaussian, PoissonSampled, Repeated
 
@@ -117,9 +117,9 @@ class Plan:
     release_epsilon: float  # of one round alone, at the same delta
 
     @property
-    def strongest_belief(self) -> float:
-        """What an even guess whether a unit took part can become, except with probability about delta."""
-        return 1 / (1 + math.exp(-self.epsilon))
+    def best_guess(self) -> float:
+        """See `accounting.best_guess`."""
+        return best_guess(self.epsilon, self.delta)
 
 
 def plan(

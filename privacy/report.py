@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.accounting import ORDERS, Single, epsilon, epsilon_of_rdp, grouped, job_curve
+from secure_fvi.privacy.accounting import ORDERS, Single, best_guess, epsilon, epsilon_of_rdp, grouped, job_curve
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, to_dict
 from secure_fvi.privacy.ledger_account import Account, account, read_ledger
 from secure_fvi.privacy.ledger_state import JobRecord
@@ -67,7 +67,7 @@ class Report:
     composition: str
     budget: dict[str, Any]
     remaining: float
-    strongest_belief: float
+    best_guess: float  # see `accounting.best_guess`, at what bounds all jobs
     not_covered: list[str]
     ledger_head: str
     ledger_length: int
@@ -125,7 +125,7 @@ def make_report(of: Account) -> Report:
             "history": [{"set": _time(at), "epsilon": b.epsilon, "delta": b.delta} for _, at, b in of.history],
         },
         remaining=of.remaining,
-        strongest_belief=1 / (1 + math.exp(-bound.epsilon)),
+        best_guess=best_guess(*bound),
         not_covered=not_covered(of.budget.unit, [_facts(record.job) for record in of.jobs]),
         ledger_head=of.head.hex(),
         ledger_length=of.length,
@@ -225,7 +225,8 @@ _ALWAYS = (
     "neither prevents nor detects it.",
     "Side channels: how long computations take, when messages arrive, how much memory is used, what crashes and logs "
     "elsewhere show.",
-    "Releases that bypass secure-fvi: summary tables, figures, talks and earlier studies on the same data.",
+    "Releases that bypass secure-fvi: summary tables, figures, talks and earlier studies on the same data; and "
+    "clipping norms, learning rates or models that were chosen by trying them on these data outside of this ledger.",
 )
 
 

@@ -100,8 +100,8 @@ def report_text(report: Report) -> str:
         "",
         *_wrapped(report.adjacency),
         *_wrapped(
-            f"At the whole budget, someone who gives even odds to a {report.unit} being in the data cannot become "
-            f"surer than {report.strongest_belief:.0%}, except with a probability of about delta."
+            f"At the whole budget, someone who gives even odds to a {report.unit} being in the data, and guesses "
+            f"whether it is from all that was released, is right at most {report.best_guess:.0%} of the time."
         ),
         "",
         *_table(report.jobs),

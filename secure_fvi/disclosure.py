@@ -245,11 +245,11 @@ class Disclosure:
                 said = any(word in declared[name].what for word in WORDS.get(kind, ()))
                 if not said or (kind in _OF_LIKELIHOOD and not declared[name].likelihood):
                     raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
-        codec = _codec(aggregation, self.silos)
-        for name, table in tables.items() if codec is not None else ():
-            steps = codec(table).resolution
-            if name in terms:
-                terms[name].check_rounding(steps)
+        if (codec := _codec(aggregation, self.silos)) is not None:
+            for name, table in tables.items():
+                steps = codec(table).resolution
+                if name in terms:
+                    terms[name].check_rounding(steps)
         phases = tuple(
             dataclasses.replace(p, blocks=tables[p.phase].blocks, terms=terms.get(p.phase))
             for p in self.phases

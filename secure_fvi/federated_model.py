@@ -105,6 +105,12 @@ class FederatedModel:
         """The option by which shapes would be said that are taken from data otherwise; None where there are none."""
         return "most_rows=M" if self.group is not None and self.most_rows is None else None
 
+    @property
+    def numbered_by_data(self) -> str | None:
+        """Groups of a silo whose latents are numbered by which groups are in its data, so that a record of a new one
+        renumbers those of all others; None where there are none."""
+        return None
+
     def check_declared(self, privacy: object) -> None:
         """Raise InputError where a private run would take a shape from data: who sees it in a message or in a result
         can tell whether the record with most rows is there."""

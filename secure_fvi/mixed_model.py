@@ -432,6 +432,10 @@ class MixedModel(FederatedModel):
         return next((t.of.label for t in self.of.terms if t.place == "record"), None)
 
     @property
+    def numbered_by_data(self) -> str | None:
+        return next((t.of.label for t in self.of.terms if t.place == "silo" and not self.of.numbered(t)), None)
+
+    @property
     def undeclared(self) -> str | None:
         lacking = ", ".join(f"'{name}': M" for name in self._unsized)
         return f"most={{{lacking}}} (model.options.most of a configuration)" if lacking else None
@@ -551,6 +555,15 @@ class Parts(NamedTuple):
         names = {*self.fixed.columns, *(c for t in self.terms for c in (*t.design.columns, *t.of.group))}
         return names | {c for e in (*self.offsets, *self.additions.values()) for c in e.columns}
 
+    def numbered(self, term: Term) -> bool:
+        """Whether the dictionary numbers the groups of a silo's term: it lists them, and `most` has room for all. Else
+        they are numbered by which are there."""
+        try:
+            listed = math.prod(len(_levels(name, self.dictionary[name])) for name in term.of.group)
+        except InputError:
+            return False
+        return self.most.get(term.of.label, 0) >= listed
+
     @property
     def kept(self) -> list[int]:
         """Columns of the design that have a coefficient: thresholds are an ordinal's intercepts."""
@@ -668,15 +681,16 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
     for term in of.terms:
         label = term.of.label
         keys = np.stack([np.asarray(frame[name], dtype=np.int64) for name in term.of.group], 1)
-        if term.place == "global":
+        different, index = np.unique(keys, axis=0, return_inverse=True)
+        groups[label], at[label] = len(different), index.reshape(-1)
+        if term.place == "global" or of.numbered(term):
             index = np.zeros(rows, dtype=np.int64)
             for name, column in zip(term.of.group, keys.T, strict=True):
                 found = of.dictionary[name]
                 index = index * len(_levels(name, found)) + column - int(found.low or 0)
-            at[label], groups[label] = index, len(np.unique(index))
+            at[label] = index
+        if term.place == "global":
             continue
-        different, index = np.unique(keys, axis=0, return_inverse=True)
-        groups[label], at[label] = len(different), index.reshape(-1)
         if of.dictionary[term.of.group[0]].kind == "category":
             named[label] = set(different[:, 0].tolist())
         if term.place == "record":
@@ -714,7 +728,7 @@ def _kinds(of: Parts, tables: Sequence[_Table]) -> np.ndarray[Any, Any]:
     kinds = np.unique(np.hstack([np.stack(columns) for columns in said]), axis=1, return_inverse=True)[1].reshape(-1)
     bits = np.random.default_rng(0).integers(2**64, size=len(kinds), dtype=np.uint64)
     for label in [t.of.label for t in local]:
-        starts = np.cumsum([0, *(t.groups[label] for t in tables)])
+        starts = np.cumsum([0, *(int(t.at[label].max()) + 1 for t in tables)])
         group = np.concatenate([t.at[label] + start for t, start in zip(tables, starts, strict=False)])
         sums = np.zeros(starts[-1], dtype=np.uint64)
         np.add.at(sums, group, bits[kinds])

@@ -1061,7 +1061,8 @@ def _neighbours(name: str) -> list[list[dict[str, Any]]]:
 def test_no_shape_of_a_private_run_is_looked_up_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """One patient of many visits, in a ward of its own, stands in the shapes that all see. A private run is refused
     until these are said; with them neighbours have the same. The control looks them up, as runs without privacy do."""
-    dictionary = Dictionary({"y": Column("number", low=-4, high=4), "p": Column("id"), "ward": Column("id")})
+    ward = Column("integer", low=0, high=2)
+    dictionary = Dictionary({"y": Column("number", low=-4, high=4), "p": Column("id"), "ward": ward})
 
     def formula(**more: Any) -> sf.FederatedModel:
         return sf.glmm("y ~ 1 + (1 | ward) + (1 | p)", dictionary=dictionary, **more)
@@ -1084,6 +1085,7 @@ def test_no_shape_of_a_private_run_is_looked_up_in_the_data(monkeypatch: pytest.
         assert record in claim["record"]
         with monkeypatch.context() as patch:
             patch.setattr(sf.FederatedModel, "check_declared", lambda self, privacy: None)
+            patch.setattr(MixedModel, "numbered_by_data", None)
             assert _seen(make(), without)[0] != _seen(make(), with_one)[0]
 
 

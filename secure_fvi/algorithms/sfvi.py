@@ -269,6 +269,12 @@ class SFVIProgram(StructuredProgram):
             raise InputError(
                 "under differential privacy give iterations: a job is charged for all its rounds beforehand"
             )
+        if self.by_record and (label := problem.model.numbered_by_data) is not None:
+            raise InputError(
+                f"(... | {label}) under record privacy: silos number the groups of '{label}' by which are in their "
+                "data, and a record of a new one would renumber all others'. List them in the dictionary (levels of a "
+                f"category, low and high of an integer), and let most have as many: most={{'{label}': ...}}; or use pvi"
+            )
         n = (self.family.n,)
         shapes: dict[str, tuple[int, ...]] = {DIRECT: n, **({PATH: n} if self.couples else {})}
         shapes |= {f"theta/{name}": tuple(v.shape) for name, v in sorted(self.theta_start.items())}

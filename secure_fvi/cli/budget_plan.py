@@ -65,7 +65,7 @@ def command(asked: Asked, dimension: int, records: int | None, form: str) -> Non
             **asdict(found),
             "unit": asked.unit,
             "retries": asked.retries,
-            "strongest_belief": found.strongest_belief,
+            "best_guess": found.best_guess,
             **placement,
             **spread,
         }
@@ -162,8 +162,9 @@ def _text(found: Plan, asked: Asked, spread: dict[str, Any]) -> str:
         "",
         f"Each round adds noise with a standard deviation of {found.noise_multiplier:.4g} clipping norms "
         f"and, seen alone, costs epsilon {found.release_epsilon:.4g}.",
-        f"All {found.rounds} rounds{reserve} together: someone who gives even odds to a {asked.unit} being in the data "
-        f"cannot become surer than {found.strongest_belief:.1%}, except with a probability of about delta.",
+        f"All {found.rounds} rounds{reserve} together: someone who gives even odds to a {asked.unit} being in the "
+        "data, and guesses whether it is from all that is released, "
+        f"is right at most {found.best_guess:.1%} of the time.",
     ]
     if asked.noise == "distributed":
         lines.append(

@@ -27,8 +27,8 @@ State = Literal["empty", "begun", "finished"]
 #: What may change when a run is continued.
 _FREE = ("run.checkpoint_seconds", "engine.")
 
-#: In the folder of a private run, what its data's digest is keyed with: a plain one would tell whoever knows all records
-#: but one whether a guess at that one is right. Not for others, as little as `silos` is.
+#: In the folder of a private run, what its data's digest is keyed with: a plain one would tell whoever knows all
+#: records but one whether a guess at that one is right. Not for others, as little as `silos` is.
 _KEY = "data.key"
 #: Names that only a run writes; `discard` removes these and nothing else.
 _OURS = (

@@ -81,12 +81,21 @@ def read_table(path: Path, key: str, leave_out: Collection[str] = ()) -> dict[st
     return tensors
 
 
-def read_silo(silo: SiloFile, key: str) -> dict[str, Tensor]:
-    """A silo's own table, coded by its dictionary if it has one."""
+def read_silo(silo: SiloFile, key: str, by_record: bool) -> dict[str, Tensor]:
+    """A silo's own table, coded by its dictionary if it has one. by_record: whether records are private one by one,
+    each of whose rows then has to follow from that record alone: raises InputError for ids beside `record_id`."""
     path = Path(silo.data)
     if silo.dictionary is None:
         return read_table(path, key)
-    return _coded(path, key, read_dictionary(Path(silo.dictionary)), silo)
+    dictionary = read_dictionary(Path(silo.dictionary))
+    ids = [name for name, column in dictionary.columns.items() if column.kind == "id" and name != RECORD_ID]
+    if by_record and ids:
+        raise InputError(
+            f"{key}: column '{ids[0]}' is an id, whose numbers follow from which others are in the table: under record "
+            "privacy a record of a new one would change the others' rows. Give it as a category with its levels, or as "
+            "an integer, or leave it out of the dictionary"
+        )
+    return _coded(path, key, dictionary, silo)
 
 
 def _coded(path: Path, key: str, coding: Coding, silo: SiloFile | None = None) -> dict[str, Tensor]:
@@ -165,11 +174,15 @@ def silo_part(config: Config, silo: str, data_dir: Path | None = None) -> tuple[
         at = ids.index(silo)
         return silos[at], record_ids[at], True
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    table = read_silo(config.silo[at], f"silo[{at}].data")
+    table = read_silo(config.silo[at], f"silo[{at}].data", _by_record(config))
     given = table.pop(RECORD_ID, None)
     own = torch.arange(_rows(table)) if given is None else given
     _check_ids(at, own)
     return table, own, given is not None
+
+
+def _by_record(config: Config) -> bool:
+    return config.privacy is not None and config.privacy.unit == "record"
 
 
 def model_of(config: Config) -> tuple[FederatedModel, str]:
@@ -343,7 +356,7 @@ def _check_files_differ(silos: Sequence[SiloFile]) -> None:
 
 def _from_files(config: Config) -> Parts:
     _check_files_differ(config.silo)
-    tables = [read_silo(s, f"silo[{j}].data") for j, s in enumerate(config.silo)]
+    tables = [read_silo(s, f"silo[{j}].data", _by_record(config)) for j, s in enumerate(config.silo)]
     given = [table.pop(RECORD_ID, None) for table in tables]
     if any(ids is None for ids in given):
         if not all(ids is None for ids in given):

@@ -134,7 +134,7 @@ def test_plan_in_words_marks_what_was_solved_for(cli: CommandLine) -> None:
     assert answer.code == 0, answer.err
     (marked,) = [line for line in answer.out.splitlines() if "<- solved for" in line]
     assert marked.split()[0] == "epsilon"
-    assert "cannot become" in answer.out
+    assert "is right at most" in answer.out
     assert "who cannot see which records joined" in answer.out
 
 

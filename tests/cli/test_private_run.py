@@ -21,6 +21,7 @@ from secure_fvi.privacy.ledger import Ledger, verify
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import federate
+from secure_fvi.runs.records import silo_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
@@ -88,6 +89,32 @@ def test_what_a_private_run_shows_follows_from_data_through_noise_alone(
     assert (folder.path / "data.key").stat().st_mode & 0o077 == 0
     folder.discard()
     assert not folder.path.exists()
+
+
+def test_no_record_changes_anothers_row(cli: CommandLine, tmp_path: Path) -> None:
+    """Ids are coded by their places among those of the table: one more patient, of a ward that comes first by name, is
+    another ward for all. Under record privacy such a table is refused; categories, coded by the dictionary, are not."""
+
+    def wards(column: str) -> list[list[int]]:
+        (tmp_path / "dictionary.toml").write_text(
+            f'format = 1\n[columns.y]\nkind = "number"\n[columns.ward]\n{column}\n', encoding="utf-8"
+        )
+        found = []
+        for name, first in (("without", ""), ("with", "0.5,east\n")):
+            path = tmp_path / f"{name}.csv"
+            path.write_text(f"y,ward\n{first}1.0,north\n2.0,west\n3.0,north\n", encoding="utf-8")
+            text = cli.config.read_text().replace('"a.csv"', f'"{path}"\ndictionary = "{tmp_path / "dictionary.toml"}"')
+            (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+            found.append(silo_part(read(tmp_path / "job.toml"), "a")[0]["ward"].tolist()[-3:])
+        return found
+
+    levels = 'kind = "category"\nlevels = ["east", "north", "west"]'
+    assert wards('kind = "id"') == [[0, 1, 0], [1, 2, 1]]  # the control: without privacy
+    assert wards(levels) == [[1, 2, 1], [1, 2, 1]]
+    private(cli)
+    assert wards(levels) == [[1, 2, 1], [1, 2, 1]]
+    with pytest.raises(InputError, match=r"silo\[0\].data: column 'ward' is an id, whose numbers follow from"):
+        wards('kind = "id"')
 
 
 def test_an_exhausted_budget_exits_with_3_and_writes_nothing(cli: CommandLine) -> None:

@@ -28,6 +28,7 @@ from secure_fvi.algorithms.vertical.steps import VerticalSilo
 from secure_fvi.algorithms.vertical.vertical import VerticalProgram
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
+from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Gate, _clipped, noisy_clipped_sum
 
 ROUNDS, CLIP, NOISE, KEY = 50, 1.0, 2.0, b"k" * 32
@@ -133,6 +134,36 @@ def test_a_record_moves_each_release_by_at_most_the_norm(make: Any, algorithm: A
     assert len(found) == ROUNDS
     assert found.max() <= 1 + 1e-9
     assert found.max() > 0.3  # the record matters at all
+
+
+def wards_world(ward: dict[str, Any], changed: bool, rounds: int = 5) -> Parties:
+    """Patients of ten wards at one silo; in the changed world one of another ward, the first by name."""
+    patient = np.repeat(np.arange(30), 2)
+    at = 1 + patient % 10
+    y = np.where(at % 2, 3.0, -3.0)
+    if changed:
+        patient, at, y = np.append(patient, 99), np.append(at, 0), np.append(y, 0.0)
+    columns = {"y": {"kind": "number", "low": -9, "high": 9}, "patient": {"kind": "id"}, "ward": ward}
+    model = sf.glmm("y ~ 1 + (1 | ward) + (1 | patient)", dictionary=columns, most={"rows": 2, "ward": 12})
+    silos, ids = [{"y": y, "patient": patient, "ward": at}], [torch.arange(30 + changed)]
+    dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+    algorithm = sf.SFVI(iterations=rounds, learning_rate=0.5)
+    server, engine, _ = build_parties(
+        model, silos, algorithm, sf.Plain(), record_ids=ids, compile=False, privacy=dp, noise_key=KEY
+    )
+    return Parties(server, engine)
+
+
+def test_a_record_of_a_new_group_renumbers_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of a silo that the dictionary lists have its numbers. The control numbers them by which are in the data,
+    as was shipped: one patient of a ward of its own gives all others another ward's effect."""
+    listed = {"kind": "integer", "low": 0, "high": 11}
+    found = gaps(lambda changed: wards_world(listed, changed), 5)
+    assert 0.3 < found.max() <= 1 + 1e-9
+    with pytest.raises(InputError, match=r"\(... \| ward\) under record privacy.*List them in the dictionary"):
+        wards_world({"kind": "id"}, False)
+    monkeypatch.setattr(MixedModel, "numbered_by_data", None)
+    assert gaps(lambda changed: wards_world({"kind": "id"}, changed), 5).max() > 2
 
 
 CLIENT = {"rounds": ROUNDS, "weights": "equal"}

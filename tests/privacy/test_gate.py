@@ -321,7 +321,7 @@ def test_what_a_sum_rounds_before_the_servers_noise_is_within_the_norm() -> None
     terms.check_rounding(Ring(table, 64, 50).resolution)
     assert 0.999 < moved(64) <= 1
     assert moved(32) > 2.5  # the control: what was allowed once
-    with pytest.raises(InputError, match="round what they add up, before any noise.*use bits = 64"):
+    with pytest.raises(InputError, match=r"round what they add up, before any noise.*use bits = 64"):
         terms.check_rounding(Ring(table, 32, 50).resolution)
 
 

@@ -607,11 +607,16 @@ class VerticalProgram(ColumnsProgram):
             raise InputError(
                 "a vertical run under privacy releases z_j alone: leave out objective_share, public_counts"
             )
-        for option, refused in (("model", config.is_power), ("local_steps", config.local_steps > 1)):
+        several, damped = config.local_steps > 1, config.damping not in (None, 1)
+        for option, refused in (
+            ("model", config.is_power),
+            ("local_steps", several),
+            ("damping", damped),
+        ):
             if refused:
                 raise InputError(
                     f"{option} = {getattr(config, option)!r} is not available under privacy: noise is added to one "
-                    "gradient and one row of z_j a round; use the augmented-variable model with local_steps = 1"
+                    "gradient and one row of z_j a round; use the augmented-variable model, local_steps = 1, no damping"
                 )
         if config.max_staleness:
             raise InputError(
