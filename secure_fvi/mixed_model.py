@@ -593,11 +593,11 @@ def glmm(
     if priors is not None and not isinstance(priors, Mapping):
         raise InputError(f"priors is a dict by name, such as {{'age': (0, 0.5)}}, not {type(priors).__name__}")
     parsed = parse(formula)
-    response = response_of(parsed, family, dictionary)
     for option, names in (("shared", shared), ("local", local)):
         _check_groups(option, names, parsed)
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
+    response = response_of(parsed, family, dictionary)
     if fixed.intercept is None:  # nothing takes up what a centre would leave
         response = response._replace(centre=0.0)
     prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
