@@ -450,6 +450,7 @@ class MixedModel(FederatedModel):
         read = {name: _read(self.of, self.columns, table, name) for name, table in silos.items()}
         _check_rows_differ(self.of, read)
         _check_names_differ(self.of, read)
+        _check_groups_occur(self.of, list(read.values()))
         sizes = {
             t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"
         }
@@ -746,6 +747,21 @@ def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:
                         f"where these are one, and local=('{name}',) where they are others at each"
                     )
                 seen[code_] = silo
+
+
+def _check_groups_occur(of: Parts, tables: Sequence[_Table]) -> None:
+    """Warn of groups that span silos and have rows nowhere, where all silos are here: `Program._shared` counts on rows
+    of each."""
+    for term in of.terms if len(tables) > 1 else ():
+        if term.place == "global":
+            seen = len(np.unique(np.concatenate([t.at[term.of.label] for t in tables])))
+            if seen < term.levels:
+                warnings.warn(
+                    f"{term.levels - seen} of {term.levels} groups of '{term.of.label}' have no rows at any silo, and "
+                    "a fit may not converge for it: list in the dictionary those alone that take part",
+                    SecureFVIWarning,
+                    stacklevel=4,
+                )
 
 
 def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, int]) -> Laid:
