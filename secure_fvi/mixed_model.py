@@ -454,6 +454,7 @@ class MixedModel(FederatedModel):
         read = {name: _read(self.of, self.columns, table, name) for name, table in silos.items()}
         _check_rows_differ(self.of, read)
         _check_names_differ(self.of, read)
+        _check_groups_occur(self.of, list(read.values()))
         sizes = {
             t.of.label: max(r.groups[t.of.label] for r in read.values()) for t in self.of.terms if t.place == "silo"
         }
@@ -606,11 +607,11 @@ def glmm(
     if priors is not None and not isinstance(priors, Mapping):
         raise InputError(f"priors is a dict by name, such as {{'age': (0, 0.5)}}, not {type(priors).__name__}")
     parsed = parse(formula)
-    response = response_of(parsed, family, dictionary)
     for option, names in (("shared", shared), ("local", local)):
         _check_groups(option, names, parsed)
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
+    response = response_of(parsed, family, dictionary)
     if fixed.intercept is None:  # nothing takes up what a centre would leave
         response = response._replace(centre=0.0)
     prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
@@ -760,6 +761,21 @@ def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:
                         f"where these are one, and local=('{name}',) where they are others at each"
                     )
                 seen[code_] = silo
+
+
+def _check_groups_occur(of: Parts, tables: Sequence[_Table]) -> None:
+    """Warn of groups that span silos and have rows nowhere, where all silos are here: `Program._shared` counts on rows
+    of each."""
+    for term in of.terms if len(tables) > 1 else ():
+        if term.place == "global":
+            seen = len(np.unique(np.concatenate([t.at[term.of.label] for t in tables])))
+            if seen < term.levels:
+                warnings.warn(
+                    f"{term.levels - seen} of {term.levels} groups of '{term.of.label}' have no rows at any silo, and "
+                    "a fit may not converge for it: list in the dictionary those alone that take part",
+                    SecureFVIWarning,
+                    stacklevel=4,
+                )
 
 
 def _laid(of: Parts, table: _Table, silo: str, rows: int, sizes: Mapping[str, int]) -> Laid:

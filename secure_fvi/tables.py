@@ -138,15 +138,17 @@ def read_coded(
     files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted.
     """
-    return _fitting(check_table(files, dictionary, query, only, memory, seconds), missing)
+    found = check_table(files, dictionary, query, only, memory, seconds)
+    return _fitting(found, missing, remedy(found.findings))
 
 
-def _fitting(found: Coded, missing: Missing) -> Coded:
-    """The rows that fit. Raises DataError, which names columns and rows, where one is wrong or none is left."""
+def _fitting(found: Coded, missing: Missing, cure: str = "") -> Coded:
+    """The rows that fit. cure: what to do about cells that do not. Raises DataError, which names columns and rows,
+    where one is wrong or none is left."""
     wrong = [f for f in found.findings if missing == "refuse" or f.what != GAP]
     if wrong:
         gaps = all(f.what == GAP for f in wrong)
-        hint = '; leave those rows out with missing = "drop", or fill them' if gaps else remedy(wrong)
+        hint = '; leave those rows out with missing = "drop", or fill them' if gaps else cure
         raise DataError(f"it does not fit its dictionary: {'; '.join(f.line() for f in wrong)}{hint}")
     whole = np.ones(found.read, dtype=bool)
     for finding in found.findings:

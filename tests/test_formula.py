@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import math
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -378,7 +379,12 @@ def test_groups_that_stand_in_two_silos_must_be_said() -> None:
     assert prepared(model("y ~ age + (1 | ward)", local=("ward",)), table(), table(seed=1))
     spans = model("y ~ age + (1 | ward)", shared=("ward",))
     assert [t.place for t in spans.of.terms] == ["global"]
-    assert prepared(spans, table(), table(seed=1))
+    both = {"ward": ["a", "b", "c", "d"] * 10}
+    with pytest.warns(sf.SecureFVIWarning, match="2 of 4 groups of 'ward' have no rows at any silo.*list in the dict"):
+        assert prepared(spans, table(), table(seed=1))
+    with warnings.catch_warnings(action="error"):  # the control, and a site alone, which cannot know
+        assert prepared(spans, table(), table(seed=1, **both))
+        assert prepared(spans, table())
 
 
 def test_where_groups_live_is_said() -> None:

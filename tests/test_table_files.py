@@ -157,9 +157,10 @@ def _with(name: str, cell: str, row: int = 1) -> list[list[str]]:
 #: By case: rows, and what the refusal says beside the column and its count.
 CELLS = {
     **{f"age {cell!r}": ("age", cell, "no number") for cell in (
-        _PRIVATE, "3,5", "3_1", "1e999", "inf", "-inf", "nan", "NaN", "0x1F", "12 years", "１２",
+        _PRIVATE, "3_1", "1e999", "inf", "-inf", "nan", "NaN", "0x1F", "12 years", "１２",
         "=A1", "NA", ".", "- 3",
     )},
+    "decimal comma": ("age", "3,5", "a comma in a number"),
     **{f"age {cell!r}": ("age", cell, "a value outside its range") for cell in ("-1", "120.001", "1e6", "-9.5")},
     **{f"age {cell!r}": ("age", cell, "a gap") for cell in ("", "   ", "-9", "-9.0", "\u00a0")},
     **{f"visits {cell!r}": ("visits", cell, "no whole number") for cell in ("2.5", "two", "9007199254740993", "1e300")},
@@ -204,9 +205,10 @@ def test_a_malformed_cell_is_refused_by_column_and_row_and_never_quoted(tmp_path
             read_coded(path, DICTIONARY, missing="drop")
 
 
-IN_MEMORY = [
-    case for case in CELLS.values() if case[2] in ("no number", "no whole number", "no date") and case[1] != "NA"
-] + [("seen", cell, "no date") for cell in ("today", "now", "NaT", "2020", "2020-01", "2020-01-01x")]
+_IN_MEMORY = ("no number", "a comma in a number", "no whole number", "no date")
+IN_MEMORY = [case for case in CELLS.values() if case[2] in _IN_MEMORY and case[1] != "NA"] + [
+    ("seen", cell, "no date") for cell in ("today", "now", "NaT", "2020", "2020-01", "2020-01-01x")
+]
 
 
 @pytest.mark.parametrize(("name", "cell", "what"), IN_MEMORY)

@@ -23,6 +23,7 @@ from pvi_world import REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms.local_fit import Carry, Inputs, StepBlock
 from secure_fvi.algorithms.natural import Natural, from_moments, quadratic
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
@@ -394,3 +395,31 @@ def test_moments_and_natural_parameters_are_inverse() -> None:
     q = from_moments(mean, covariance)
     torch.testing.assert_close(q.mean(), mean)
     torch.testing.assert_close(q.covariance(), covariance)
+
+
+def test_steps_one_by_one_are_those_of_a_block_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager and then traced, in minibatches. Control: with another seed no bit is the same."""
+    silos, _ = make_regression((20, 30, 25))
+    calls: list[int] = []
+    begin, step = StepBlock.__init__, StepBlock._run
+
+    def counted(self: StepBlock, *args: Any) -> Any:
+        calls.append(len(Inputs(*args[len(Carry._fields) :]).eps))
+        return step(self, *args)
+
+    def fitted(one_by_one: bool, seed: int = 2) -> Tensor:
+        def made(self: StepBlock, *args: Any) -> None:
+            begin(self, *args)
+            self._one_by_one = self._one_by_one and one_by_one
+
+        calls.clear()
+        monkeypatch.setattr(StepBlock, "__init__", made)
+        monkeypatch.setattr(StepBlock, "_run", counted)
+        algorithm = sf.PVI(rounds=1, local_steps=30, sampling_rate=0.5)
+        result = sf.fit(REGRESSION, silos, algorithm, sf.Plain(), seed=seed, compile=False)
+        assert (max(calls) == 1) == one_by_one
+        return torch.cat([result.posterior["beta"].mean, result.posterior["beta"].sd])
+
+    found = fitted(True)
+    assert torch.equal(found, fitted(False))
+    assert not torch.isclose(found, fitted(True, seed=3), rtol=1e-12).any()
