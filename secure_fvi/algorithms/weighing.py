@@ -129,8 +129,8 @@ class Weighed(NamedTuple):
                 )
             return (
                 f"another mode of the posterior, {likely}, lies {self.apart:.0f} sds of q away, near {self.where}, and "
-                "q covers one alone; write the model so that it has one (a sign fixed, components in order), or "
-                f"{_BEGIN}"
+                "q covers one alone; write the model so that it has one (a sign fixed, components in order, an angle "
+                f"cut where no data are), or {_BEGIN}"
             )
         if not self.finite or self.error > PRECISE:
             return (
