@@ -301,7 +301,9 @@ def _check_slope(point: _Point, rows: Params, site: str, gradient: Tensor | None
     told = 0.0 if gradient is None else float((gradient * direction).sum())
     if not np.isfinite([slope, told]).all():
         return
-    if abs(slope - told) > 0.05 * (abs(slope) + abs(told)) + floor * (1 + abs(high)):
+    off = abs(slope - told) > 0.05 * (abs(slope) + abs(told)) + floor * (1 + abs(high))
+    flat = gradient is None or not bool(gradient.any())
+    if off or (flat and _in_steps(point, rows, site, direction)):
         raise InputError(
             f"site '{site}' does not reach the likelihood: the log density changes with its value and the gradient "
             "does not say so. detach(), .item(), no_grad(), rounding or NumPy cuts it off; use tensor operations"
@@ -313,6 +315,21 @@ def _check_slope(point: _Point, rows: Params, site: str, gradient: Tensor | None
             SecureFVIWarning,
             stacklevel=2,
         )
+
+
+def _in_steps(point: _Point, rows: Params, site: str, direction: Tensor) -> bool:
+    """Whether log p, without the site's own prior, changes farther away although no gradient there says so: of what is
+    rounded the gradient is zero everywhere, of a hinge on one side alone."""
+    density, latents, values = point.problem.density, point.latents(), []
+    for distance in (0.0, -10.0, -2.0, -0.7, 0.7, 2.0, 10.0):
+        leaf = (latents[site] + distance * direction).detach().requires_grad_()
+        with torch.enable_grad():
+            value = _others(density.run({**latents, site: leaf}, point.theta, rows), site)
+        gradient = _gradient(value, leaf)
+        if gradient is not None and bool(gradient.any()):
+            return False
+        values.append(float(value))
+    return bool(np.isfinite(values).all()) and float(np.ptp(values)) > 1e-3 * (1 + abs(values[0]))
 
 
 def _check_masked(site: str, mask: Tensor, gradient: Tensor | None, silo: str | None = None) -> None:

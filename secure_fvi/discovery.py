@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions import Delta, Independent, MaskedDistribution, Unit
+from pyro.distributions import Delta, Independent, MaskedDistribution, Unit, VonMises
 from pyro.distributions.torch_distribution import ExpandedDistribution, TorchDistributionMixin
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -147,6 +147,11 @@ class Discovery(Messenger):  # type: ignore[misc]
             inner = inner.base_dist
         if isinstance(inner, Delta):
             raise InputError(f"latent site '{name}' is a point (Delta); write pyro.deterministic")
+        if isinstance(inner, VonMises):  # by its support it is a real number, and has its density every 2 pi again
+            raise InputError(
+                f"latent site '{name}' is an angle (VonMises), which has no end; write Uniform(a, a + 2 pi), with a "
+                "far from where the data are, and what the prior adds as a pyro.factor"
+            )
         given = self.model.start.get(name)
         if given is None:
             value, unconstrained = self._centred(name, fn)

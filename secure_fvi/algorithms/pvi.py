@@ -697,7 +697,7 @@ class PVIProgram(Program):
             return fixed_length("rounds", config.rounds, seen, self._counts(state), far)
         trouble = self._trouble(state)
         if trouble is not None:
-            return Verdict(False, trouble, details)
+            return stationarity.unsettled(rest, trouble)._replace(details=details)
         advice = (
             f"lower learning_rate (now {self._rate:.2g}) or raise local_steps (now {config.local_steps}), "
             "standardise the columns, or use sfvi"

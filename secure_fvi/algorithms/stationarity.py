@@ -25,7 +25,7 @@ from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView, Verdict
 from secure_fvi.algorithms.natural import Natural, distance, from_moments
-from secure_fvi.algorithms.weighing import WEIGHED, Weighed, as_told, points, spare, weighed
+from secure_fvi.algorithms.weighing import UP_TO, WEIGHED, Weighed, as_told, points, spare, weighed
 from secure_fvi.compiled import Traced, over_draws
 from secure_fvi.families import GlobalFamily, LocalFamily, Params
 from secure_fvi.objective import silo_gradient
@@ -42,6 +42,12 @@ PRECISE = 0.3
 #: Draws of a half where nothing else is said, in antithetic pairs.
 HALF = 128
 VALUE, SLOPE, CURVE = "value", "slope", "curve"
+#: What a run that has converged says where nobody looked how near to the posterior the best q is.
+UNWEIGHED = (
+    f"q was not weighed, as one of a full covariance and at most {UP_TO} dimensions is: the best of its family may "
+    "have sds far too small, of scales and their effects most of all; where they matter, sample with all records in "
+    "one place"
+)
 
 
 #: Blocks whose numbers are hidden all or none, and how much less of a slope is told than of the bound.
@@ -83,28 +89,35 @@ class Rest(NamedTuple):
 
 def verdict(rest: Rest, settled: str | None, found: str, advice: str) -> Verdict:
     """Of a run that stops by itself. settled: what is against it, None where nothing is. found: what is for it."""
-    details = rest.details()
     if settled is not None:
-        return Verdict(False, f"{settled}; {advice}", details)
+        return unsettled(rest, f"{settled}; {advice}")
     if not rest.known:
-        return Verdict(False, "a silo was missing when the final q was checked; run it again", details)
+        return unsettled(rest, "a silo was missing when the final q was checked; run it again")
     if rest.far:
         what = "at the final q some silo's part of the bound, or of its slope, is out of all range, or no number"
-        return Verdict(False, f"{found}, but {what}; {advice}", details)
+        return unsettled(rest, f"{found}, but {what}; {advice}")
     against = rest.seen and rest.seen.against()
     if rest.stationary and against:
-        return Verdict(False, f"{found}, but {against}", details)
+        return Verdict(False, f"{found}, but {against}", rest.details())
     if rest.stationary:
         slope = f"at the final q the slope of the bound over all records would move it by {rest.step:.2g} sds"
-        return Verdict(True, f"{found}, and {slope}", details)
+        return Verdict(True, f"{found}, and {slope}{'' if rest.seen else f'; {UNWEIGHED}'}", rest.details())
     if math.isinf(rest.step):
         what = "at the final q the bound over all records is not even curved downwards: q is far from any optimum"
-        return Verdict(False, f"{found}, but {what}; {advice}", details)
+        return unsettled(rest, f"{found}, but {what}; {advice}")
     if rest.step <= AT_REST + 2 * rest.error:
         what = f"the slope of the bound at the final q is too noisy to tell (error {rest.error:.2g} sds)"
-        return Verdict(False, f"{what}; {advice}", details)
+        return unsettled(rest, f"{what}; {advice}")
     what = f"at the final q the slope of the bound over all records would still move it by {rest.step:.2g} sds"
-    return Verdict(False, f"{found}, but {what}; {advice}", details)
+    return unsettled(rest, f"{found}, but {what}; {advice}")
+
+
+def unsettled(rest: Rest, reason: str) -> Verdict:
+    """Of a run that ended elsewhere than at rest, for this `reason`: what was found far from q goes with it, since more
+    rounds alone do not lead there."""
+    seen = rest.seen
+    other = f"; besides, {seen.against()}" if seen is not None and seen.apart is not None else ""
+    return Verdict(False, f"{reason}{other}", rest.details())
 
 
 def as_natural(family: GlobalFamily, eta: Params) -> Natural:

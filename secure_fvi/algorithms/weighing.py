@@ -6,15 +6,15 @@ log p(y_j | Z_G), its own latents integrated out numerically, at
 
 - draws of q, half of them of a wider one: their weights p(y, Z_G) / q(Z_G) say what means and sds should be, and halves
   of the draws how well that is known;
-- points far out, along each dimension and where signs or components change places: one that is about as likely as q's
-  own mean, with a valley between, is another mode;
+- points far out, along each dimension and where signs, ends or components change places: one that is about as likely
+  as q's own mean, or would make its sds larger if there is as much around it, with a valley between, is another mode;
 - scouts, of few dimensions: quasi-random points all over the prior, wherever q is. They are draws too, of a uniform
   proposal, so that weights say which share of the posterior lies where q is not.
 
 Only totals leave the silos, of nats relative to those at q's mean. Numbers that are too large to tell are hidden
 (`hiding`), in a way that says little of the silo whose they are: at q's mean and its draws all are or none, along a
 line all that are past a threshold which the silo draws for it, and of a shell of scouts all where one is past such a
-threshold. Of many dimensions weights say nothing, and the slope alone decides.
+threshold. Of many dimensions weights say nothing: the slope alone decides, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _TAILS = 1.2
 UP_TO = 64
 #: Dimensions that are searched along, and as many sds of q to either side.
 _LINES, _FAR = 16, 40
-#: Points between q's mean and a mirrored one.
-_BETWEEN = (0.25, 0.5, 0.75, 1.0)
+#: Points on the way from q's mean to a mirrored one, and past it; supports of which the ends change places.
+_BETWEEN, _INTERVALS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), ("Interval", "IndependentConstraint(Interval")
 #: One and two latents of a record or a silo are integrated out on a grid, by a trapezoidal sum: so many nodes for each,
 #: and steps in t, with sinh(t) sds of q(Z_L | Z_G) (Takahasi and Mori 1974). Right to 1% where that sd is 6 times too
 #: small or too large, of two latents 3 times.
@@ -99,9 +99,10 @@ _BULK, _SCALES = 2.7, (-10, 20)
 #: Farther than `_APART` + sqrt(n) sds from q's mean they may hold so much of the mass. By Markov's inequality tails
 #: that have m of it there are taken for that in about m / _MISSED of runs at most.
 _MISSED = 0.05
-#: A point is another mode from so many sds of q's mean on, if its density is at least exp(-_LOWER) of that there, with
-#: a valley of exp(-_VALLEY) between.
-_APART, _LOWER, _VALLEY = 4.0, 5.0, 1.5
+#: A point d sds, `_APART` at least, from q's mean is another mode, if its density is at least exp(-_LOWER) of that
+#: there, or `_MATTERS` / d^2, so that a mode as wide as q adds that share to the variance, with a valley of
+#: exp(-_VALLEY) between.
+_APART, _LOWER, _VALLEY, _MATTERS = 4.0, 5.0, 1.5, 0.3
 
 
 class Weighed(NamedTuple):
@@ -129,8 +130,8 @@ class Weighed(NamedTuple):
                 )
             return (
                 f"another mode of the posterior, {likely}, lies {self.apart:.0f} sds of q away, near {self.where}, and "
-                "q covers one alone; write the model so that it has one (a sign fixed, components in order), or "
-                f"{_BEGIN}"
+                "q covers one alone; write the model so that it has one (a sign fixed, components in order, an angle "
+                f"cut where no data are), or {_BEGIN}"
             )
         if not self.finite or self.error > PRECISE:
             return (
@@ -278,13 +279,14 @@ def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=8)
 def mirrors_of(layout: Layout) -> list[Tensor]:
     """Maps (n, n) of unconstrained space under which posteriors are often the same: signs of a site, of an element, or
-    of all, and components of a mixture that change places."""
+    of all, the ends of an interval (of an angle they meet), and components of a mixture that change places."""
     n, sites = layout.size("global"), layout.of("global")
     ends = itertools.accumulate(s.size for s in sites)
     at = {s.name: torch.arange(end - s.size, end) for s, end in zip(sites, ends, strict=True)}
     real = [at[s.name] for s in sites if s.support.startswith(("Real", "IndependentConstraint(Real"))]
     groups = [torch.cat(real)] if real else []
     groups += [*real] if len(real) > 1 else []
+    groups += [i[None] for s in sites if s.support.startswith(_INTERVALS) for i in at[s.name]]
     groups += [i[None] for site in real if len(site) > 1 for i in site]
     maps = [torch.ones(n).index_fill(0, group, -1.0).diag().double() for group in groups[:_LINES]]
     lengths = {s.shape[-1] for s in sites if s.shape and 1 < s.shape[-1] <= 5}
@@ -587,7 +589,8 @@ def line_modes(at: Points, joint: Tensor, parts: list[Part]) -> list[Other]:
         values, start = joint[start : start + len(z)], start + len(z)
         far = sds_from(parts, z)
         lowest = torch.cat([torch.full((1,), here, dtype=values.dtype), values]).cummin(0).values[:-1]
-        other = (far > _APART) & (values > here - _LOWER) & (lowest < torch.clamp(values, max=here) - _VALLEY)
+        least = here - (2 * far.log() - math.log(_MATTERS)).clamp(min=_LOWER)
+        other = (far > _APART) & (values > least) & (lowest < torch.clamp(values, max=here) - _VALLEY)
         if bool(other.any()):
             k = int(torch.where(other, values, -math.inf).argmax())
             found.append(Other(float(far[k]), float(values[k]) - here, z[k], line=line))

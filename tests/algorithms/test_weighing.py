@@ -406,6 +406,117 @@ def test_a_frequency_far_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None
     assert abs(float(control.posterior["w"].mean) - 5.757) > 50 * 0.050
 
 
+def _angle(y: Tensor) -> None:
+    mu, k = pyro.sample("mu", dist.Uniform(-math.pi, math.pi)), pyro.sample("k", dist.Gamma(2.0, 0.5))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.VonMises(mu, k), obs=y)
+
+
+@pytest.mark.parametrize(("centre", "ratio"), [(2.9, 0.2), (0.0, 1.01)])
+def test_of_an_angle_the_other_end_is_looked_at(centre: float, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2% of the mass is beyond the cut, too little for scouts, and so far off that without it the sd is under `ratio`
+    of the posterior's. The control: where signs of real sites alone change, and however far off a mode has to be as
+    likely, nothing is found; and of an angle in the middle there is nothing to find."""
+    spread = torch.randn(15, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y = (centre + 0.6 * (spread - spread.mean()) + math.pi) % (2 * math.pi) - math.pi
+    silos, model = [{"y": y[j::3]} for j in range(3)], sf.FederatedModel(_angle, "r")
+    problem = build_parties(model, silos, sf.PVI(), sf.Plain(), compile=False)[0].problem
+
+    def angle(z: Tensor) -> Tensor:
+        return math.pi * (2 * torch.sigmoid(z[..., 0]) - 1)
+
+    def log_likelihood(z: Tensor) -> Tensor:
+        k = z[1].exp()
+        return (k * ((y - angle(z)).cos() - 1) - torch.special.i0e(k).log()).sum()
+
+    of = _OfWaves(problem, log_likelihood)
+    z = torch.cartesian_prod(torch.linspace(-20, 20, 401), torch.linspace(-1, 3, 41)).double()
+    share, at = torch.func.vmap(of.log_joint)(z).softmax(0), angle(z)
+    near = torch.where(at > centre - math.pi, share, 0.0)
+    sds = [(w @ (at - w @ at).square()).sqrt() for w in (near / near.sum(), share)]
+    assert float(sds[0] / sds[1]) < ratio
+    mode = torch.tensor([math.log((math.pi + centre) / (math.pi - centre)), 1.0]).double()
+    for _ in range(20):
+        slope, curve = torch.func.grad(of.log_joint)(mode), torch.func.hessian(of.log_joint)(mode)
+        mode = mode - torch.linalg.solve(curve, slope).clamp(-0.5, 0.5)
+    q = from_moments(mode, torch.linalg.inv(-curve))
+    found = of.weighed(q, 0)
+    assert (found.apart is not None) == (ratio < 1)
+    assert found.share is None
+    monkeypatch.setattr(weighing, "_INTERVALS", ("no such support",))
+    monkeypatch.setattr(weighing, "_MATTERS", math.inf)
+    weighing._mirrors.cache_clear()
+    assert of.weighed(q, 0).apart is None
+    weighing._mirrors.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settled"),
+    [
+        (sf.PVI(local_steps=10, max_rounds=1), "silos would still move q"),
+        pytest.param(sf.SFVI(max_iterations=20), "iterates had not settled", marks=pytest.mark.slow),
+        pytest.param(sf.SFVIAvg(rounds=1, local_steps=50), "merges were still moving", marks=pytest.mark.slow),
+    ],
+)
+def test_mass_elsewhere_is_told_where_q_has_not_settled(
+    algorithm: Any, settled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rounds do not lead there. The control: without scouts they are all that is advised."""
+    said = _quiet(_sinusoid, _waves(), algorithm).convergence["reason"]
+    assert settled in said
+    assert "find 100% of the posterior's mass elsewhere: near w = 5." in said
+    assert "begin at the mode that holds most" in said
+    monkeypatch.setattr(weighing, "_SCOUTS", 0)
+    said = _quiet(_sinusoid, _waves(), algorithm).convergence["reason"]
+    assert settled in said
+    assert "begin at" not in said
+
+
+@pytest.mark.parametrize("n_record", [1, 3])
+def test_at_scouts_latents_are_integrated_roughly_and_on_the_safe_side(n_record: int) -> None:
+    """Away from q so few nodes lie beside the integrand: where its conditionals are a quarter as wide as is right,
+    log-likelihoods are hundreds of nats too small, and hardly too large. At the posterior scouts find nothing, and from
+    a q 40 sds beside it they find it, by what is left of 800 nats. The control: errors as large the other way would be
+    taken for mass elsewhere."""
+    noise = 0.16 + 0.25 * n_record
+    y = noise**0.5 * torch.randn(40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    silos = [{"y": y}, {"y": y[:5] + 0.01}, {"y": y[:5] + 0.02}]  # of the others only that they are there
+    model = sf.FederatedModel(_two_levels(n_record, 0))
+    server, engine, _ = build_parties(model, silos, sf.PVI(family="full"), sf.Plain(), compile=False)
+    problem, silo = server.problem, engine.silos["silo-1"]
+    program = silo.program
+    assert isinstance(program, PVIProgram)
+    precision = 1 / 9 + len(y) / noise
+    block, drawn = (
+        weighing._block(problem),
+        np.full(weighing.spare(problem.layout, weighing._count(problem.layout)), 0.5),
+    )
+
+    def looked(mean: float) -> tuple[weighing.Weighed, weighing.Weighed, Tensor]:
+        """From a q there: what is found, what would be were errors the other way, and the errors at scouts."""
+        own = program.fit.init(silo.view)
+        record = {**own.record, "log_scale": torch.full_like(own.record["log_scale"], -2.5)}
+        record["loc"] = (torch.cat([y, y[:1]])[:, None].expand(-1, n_record) - mean) * 0.25 / noise
+        q = from_moments(torch.tensor([mean]).double(), torch.tensor([[1 / precision]]).double())
+        at = points(problem, q)
+        weigher = Weigher(problem, program.families.local, program.families.silo)
+        nats = torch.from_numpy(weigher(q, at, {}, record, own.silo, silo.view, 0))
+        exact = dist.Normal(at.all, noise**0.5).log_prob(y).sum(-1)
+        error = nats - nats[0] - exact + exact[0]
+        told = [weighing.as_told(problem, n.numpy(), drawn).reshape(block.shape) for n in (nats, exact + error.abs())]
+        prior = lambda z: problem.density.log_prior(z, {})  # noqa: E731
+        found, other_way = (weighing.weighed(problem, q, {}, at, total, prior) for total in told)
+        return found, other_way, error[-len(at.scouts) :]
+
+    found, other_way, error = looked(float(y.sum() / noise / precision))
+    assert found.apart is None
+    assert error.min() < -500
+    assert error.max() < 5
+    assert other_way.apart is not None
+    found, _, _ = looked(4.0)
+    assert (found.share or 0.0) > 0.99
+
+
 # ---- where it cannot be mapped ----
 
 
@@ -435,6 +546,22 @@ def test_only_runs_that_stop_by_themselves_are_weighed(algorithm: Any, weighs: b
     server, _, _ = build_parties(sf.FederatedModel(_heavy_tail, "r"), _rows(2), algorithm, sf.Plain(), compile=False)
     table = server.program.tables.get(FINISH, BlockTable(()))
     assert (WEIGHED in {block.name for block in table.blocks}) == weighs
+
+
+@pytest.mark.parametrize(("family", "weighs"), [("diagonal", False), ("full", True)])
+def test_a_table_says_that_nobody_weighed_q(family: Any, weighs: bool) -> None:
+    """Of a sum of two a mean field's sds are a tenth of the posterior's, at rest and called converged. The control: a
+    full covariance is right, and no table of it says so."""
+
+    def program(y: Tensor) -> None:
+        a, b = pyro.sample("a", dist.Normal(0.0, 3.0)), pyro.sample("b", dist.Normal(0.0, 3.0))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
+
+    result = _quiet(program, _rows(3), sf.PVI(family=family, local_steps=40))
+    assert result.converged is True
+    assert (float(result.posterior["a"].sd) > 1.8) == weighs  # 2.13
+    assert ("q was not weighed" in str(result.summary().heading)) == (not weighs)
 
 
 def test_under_privacy_no_likelihood_is_summed() -> None:

@@ -210,6 +210,21 @@ def copies(y: Tensor) -> None:
     _observe(y, torch.tensor([float(_level())] * len(y)))
 
 
+@mistake(CUT)
+def rounds(y: Tensor) -> None:
+    _observe(y, _level().round())
+
+
+@mistake(CUT)
+def whole_part(y: Tensor) -> None:
+    _observe(y, _level().long())
+
+
+@mistake("latent site 'mu' is an angle (VonMises), which has no end")
+def angle_without_end(y: Tensor) -> None:
+    _observe(y, pyro.sample("mu", dist.VonMises(0.0, 1.0)).cos())
+
+
 @mistake("site 'b' does not reach the likelihood")
 def detaches_a_record_latent(y: Tensor) -> None:
     mu = _level()
@@ -827,6 +842,12 @@ def tensors_from_outside(x: Tensor, y: Tensor) -> None:
 def module(x: Tensor, y: Tensor) -> None:
     net = pyro.module("net", _net, update_module_params=True)
     _observe(y, _level() + net(x)[..., 0])
+
+
+@good()
+def hinge(y: Tensor) -> None:
+    """Flat where it starts, as a network's unit may be, and not where it is likely to go."""
+    _observe(y, (_level() - 1.0).clamp(min=0.0))
 
 
 @good([{"y": (silo["y"] > 0)} for silo in PLAIN])

@@ -9,6 +9,7 @@ the moments of its reference draws are in `posteriordb.json` (`diamonds.json`: 4
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,6 +313,120 @@ def _visits_marginal(y: Tensor) -> None:
     pyro.factor("y", dist.Normal(mu, (tau**2 + sigma**2 / visits).sqrt()).log_prob(mean).sum() + within)
 
 
+def _inflated(x: Tensor, y: Tensor) -> None:
+    """Zero-inflated negative binomial counts, by the library's own distribution."""
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    gate, size = pyro.sample("gate", dist.Beta(2.0, 2.0)), pyro.sample("size", dist.Gamma(2.0, 1.0))
+    with pyro.plate("r", len(y)):
+        logits = x @ beta - size.log()
+        pyro.sample("y", dist.ZeroInflatedNegativeBinomial(size, logits=logits, gate=gate), obs=y)
+
+
+def _hazards(x: Tensor, time: Tensor, died: Tensor) -> None:
+    """Piecewise exponential survival: the rate changes at 1 and at 3."""
+    rate = pyro.sample("rate", dist.Normal(-torch.ones(3), 2.0).to_event(1))
+    beta = pyro.sample("beta", dist.Normal(0.0, 2.0))
+    start, width = torch.tensor([0.0, 1.0, 3.0]), torch.tensor([1.0, 2.0, 1e6])
+    spent = torch.minimum((time[..., None] - start).clamp(min=0.0), width)
+    last = (time[..., None] >= start) & (time[..., None] < start + width)
+    with pyro.plate("r", len(time)):
+        hazard = (last * rate).sum(-1) + beta * x
+        pyro.factor("life", died * hazard - (spent * rate.exp()).sum(-1) * (beta * x).exp())
+
+
+def _frailty(x: Tensor, time: Tensor, died: Tensor) -> None:
+    """A record is a family of three, whose rates share a Gamma frailty."""
+    beta, rate = pyro.sample("beta", dist.Normal(0.0, 2.0)), pyro.sample("rate", dist.LogNormal(-1.0, 1.0))
+    spread = pyro.sample("spread", dist.HalfNormal(1.0))
+    with pyro.plate("r", len(time)):
+        frail = pyro.sample("frail", dist.Gamma(1 / spread, 1 / spread))
+        hazard = frail[..., None] * rate * (beta * x).exp()
+        pyro.factor("life", (died * hazard.log() - hazard * time).sum(-1))
+
+
+def _frailty_marginal(x: Tensor, time: Tensor, died: Tensor) -> None:
+    beta, rate = pyro.sample("beta", dist.Normal(0.0, 2.0)), pyro.sample("rate", dist.LogNormal(-1.0, 1.0))
+    k = 1 / pyro.sample("spread", dist.HalfNormal(1.0))
+    deaths, exposed = died.sum(1), (rate * (beta * x).exp() * time).sum(1)
+    log = (died * (rate.log() + beta * x)).sum(1) + torch.lgamma(k + deaths) - torch.lgamma(k)
+    pyro.factor("life", (log + k * k.log() - (k + deaths) * (k + exposed).log()).sum())
+
+
+def _abundance(y: Tensor) -> None:
+    """Animals at a site, of which each of three visits sees a share: only their product is well known."""
+    size, seen = pyro.sample("size", dist.Gamma(2.0, 0.2)), pyro.sample("seen", dist.Beta(1.0, 1.0))
+    with pyro.plate("r", len(y)):
+        n = torch.arange(41.0)[:, None]
+        possible = torch.maximum(n, y[..., None, :])  # where fewer are there than were seen, a number for the gradient
+        log = dist.Binomial(possible, seen, validate_args=False).log_prob(y[..., None, :]).sum(-1)
+        there = (n >= y[..., None, :]).all(-1)
+        log = torch.where(there, log + dist.Poisson(size).log_prob(n[:, 0]), -1e30)
+        pyro.factor("visits", log.logsumexp(-1))
+
+
+def _shared_labs(y: Tensor) -> None:
+    """A record is a laboratory with a precision of its own, four measurements."""
+    mu, spread = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("spread", dist.HalfNormal(1.0))
+    level = pyro.sample("level", dist.Normal(0.0, 2.0))
+    with pyro.plate("r", len(y)):
+        log_sd = pyro.sample("log_sd", dist.Normal(level, spread))
+        pyro.sample("y", dist.Normal(mu, log_sd.exp()[..., None].expand(y.shape)).to_event(1), obs=y)
+
+
+def _shared_labs_marginal(y: Tensor) -> None:
+    mu, spread = pyro.sample("mu", dist.Normal(0.0, 5.0)), pyro.sample("spread", dist.HalfNormal(1.0))
+    node, weight = _hermite(40)
+    log_sd = pyro.sample("level", dist.Normal(0.0, 2.0)) + spread * node
+    log = -4 * log_sd - 0.5 * (y - mu).square().sum(1)[:, None] * (-2 * log_sd).exp()
+    pyro.factor("y", (log + weight.log()).logsumexp(1).sum())
+
+
+def _shares_of_kinds(y: Tensor) -> None:
+    kinds = pyro.sample("kinds", dist.Dirichlet(torch.full((4,), 0.5)))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Categorical(kinds), obs=y)
+
+
+def _measured_badly(w: Tensor, y: Tensor) -> None:
+    """Errors in variables: x is seen with noise, and y follows x."""
+    a, b = pyro.sample("a", dist.Normal(0.0, 5.0)), pyro.sample("b", dist.Normal(0.0, 5.0))
+    centre, spread = pyro.sample("centre", dist.Normal(0.0, 5.0)), pyro.sample("spread", dist.HalfNormal(2.0))
+    with pyro.plate("r", len(y)):
+        x = pyro.sample("x", dist.Normal(centre, spread))
+        pyro.sample("w", dist.Normal(x, 0.5), obs=w)
+        pyro.sample("y", dist.Normal(a + b * x, 0.3), obs=y)
+
+
+def _measured_badly_marginal(w: Tensor, y: Tensor) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 5.0)), pyro.sample("b", dist.Normal(0.0, 5.0))
+    centre, spread = pyro.sample("centre", dist.Normal(0.0, 5.0)), pyro.sample("spread", dist.HalfNormal(2.0))
+    of_w = spread**2 + 0.25
+    slope, left = b * spread**2 / of_w, 0.09 + b**2 * spread**2 * 0.25 / of_w
+    log = dist.Normal(centre, of_w.sqrt()).log_prob(w)
+    log = log + dist.Normal(a + b * centre + slope * (w - centre), left.sqrt()).log_prob(y)
+    pyro.factor("both", log.sum())
+
+
+def _bound(x: Tensor, y: Tensor) -> None:
+    """A correlation close to 1."""
+    rho = pyro.sample("rho", dist.Uniform(-1.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(rho * x, (1 - rho**2).sqrt()), obs=y)
+
+
+def _normal(y: Tensor) -> None:
+    mu, sigma = pyro.sample("mu", dist.Normal(0.0, 100.0)), pyro.sample("sigma", dist.HalfCauchy(5.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+
+def _angle(y: Tensor) -> None:
+    """Where the ends of the interval meet: part of the mass is across the cut."""
+    mu, k = pyro.sample("mu", dist.Uniform(-math.pi, math.pi)), pyro.sample("k", dist.Gamma(2.0, 0.5))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.VonMises(mu, k), obs=y)
+
+
 # ---- records ----
 
 
@@ -479,7 +594,7 @@ def _entries() -> dict[str, Entry]:
     _, x = _made(7, 40, 2)
     logistic = _glm(lambda eta, _: dist.Bernoulli(logits=eta))
     made["separation"] = Entry(logistic, {"x": x, "y": (x[:, 1] > 0).double()}, _every(40, 3), nodes=60)
-    for value in _other_kinds().items():
+    for value in (*_other_kinds().items(), *_of_a_statistician().items()):
         made.setdefault(*value)
     return {k: v._replace(rows={name: value.double() for name, value in v.rows.items()}) for k, v in made.items()}
 
@@ -521,6 +636,41 @@ def _other_kinds() -> dict[str, Entry]:
     )
     y = 1 + 0.8 * unit(44, 18)[:, None] + unit(45, 54).reshape(18, 3)
     made["visits in a plate"] = Entry(_visits, {"y": y}, _every(18, 3), _visits_marginal)
+    return made
+
+
+def _of_a_statistician() -> dict[str, Entry]:
+    """Survival, abundance, errors in variables, precisions, and what is next to a bound."""
+    made, unit = {}, lambda seed, n: _random(seed, dist.Normal(torch.zeros(n), 1.0))
+    _, x = _made(12, 90, 2)
+    y = _random(51, _negative_binomial(x @ torch.tensor([1.2, 0.6]), torch.tensor(2.0)))
+    y = y * _random(52, dist.Bernoulli(torch.full((90,), 0.7)))
+    made["zero-inflated negative binomial"] = Entry(_inflated, {"x": x, "y": y}, _every(90, 3), nodes=20)
+    u = _random(53, dist.Bernoulli(torch.full((80,), 0.5)))
+    life, end = _random(54, dist.Exponential(0.4 * (0.7 * u).exp())), 1 + 0.05 * torch.arange(80)
+    rows = {"x": u, "time": torch.minimum(life, end), "died": (life <= end).double()}
+    made["piecewise hazards"] = Entry(_hazards, rows, _sizes(40, 30, 10), nodes=20)
+    u, frail = unit(55, 90).reshape(30, 3), _random(56, dist.Gamma(torch.full((30, 1), 1.5), 1.5))
+    life, end = _random(57, dist.Exponential(frail * 0.5 * (0.8 * u).exp())), 1 + 0.03 * torch.arange(90).reshape(30, 3)
+    rows = {"x": u, "time": torch.minimum(life, end), "died": (life <= end).double()}
+    made["gamma frailty"] = Entry(_frailty, rows, _every(30, 3), _frailty_marginal, 40)
+    n = _random(58, dist.Poisson(torch.full((25, 1), 6.0))).expand(25, 3)
+    made["abundance"] = Entry(
+        _abundance, {"y": _random(59, dist.Binomial(n, torch.tensor(0.4)))}, _every(25, 3), nodes=80
+    )
+    y = 3 + (0.2 + 0.7 * unit(60, 24)).exp()[:, None] * unit(61, 96).reshape(24, 4)
+    made["precisions of laboratories"] = Entry(_shared_labs, {"y": y}, _every(24, 4), _shared_labs_marginal, 40)
+    y = torch.cat([torch.full((n,), float(k)) for k, n in enumerate((30, 9, 2))])
+    made["an empty cell"] = Entry(_shares_of_kinds, {"y": y}, _sizes(30, 9, 2), nodes=60)
+    u = 1 + 0.8 * unit(62, 40)
+    rows = {"w": u + 0.5 * unit(63, 40), "y": 0.5 + 1.2 * u + 0.3 * unit(64, 40)}
+    made["errors in variables"] = Entry(_measured_badly, rows, _every(40, 4), _measured_badly_marginal, 20)
+    u = unit(65, 20)
+    made["next to a bound"] = Entry(_bound, {"x": u, "y": 0.999 * u + 0.0447 * unit(66, 20)}, _every(20, 3))
+    made["five records"] = Entry(_normal, {"y": torch.tensor([-0.3, 0.1, 0.4, -0.9, 1.2])}, _sizes(2, 2, 1), nodes=0)
+    y = unit(67, 15)
+    y = (2.9 + 0.6 * (y - y.mean()) + math.pi) % (2 * math.pi) - math.pi
+    made["an angle at its cut"] = Entry(_angle, {"y": y}, _every(15, 3), nodes=0)
     return made
 
 
