@@ -46,14 +46,13 @@ from secure_fvi.algorithms.weighing import (
     elsewhere,
     errors,
     line_modes,
-    mirrors_of,
+    mirrored,
     modes,
     named,
     points,
     q_part,
     reported,
     sds_from,
-    turned,
 )
 from secure_fvi.compiled import over_draws
 from secure_fvi.disclosure import Sums
@@ -275,12 +274,12 @@ def allowed(problem: Problem, q: Natural, proposal: Tensor) -> bool:
     before it is near, or near a point of the final sum, where the likelihood was asked for already."""
     if not bool(proposal.isfinite().all()) or bool((proposal[:, 0] < 0).any()):
         return False
-    own, mirrors = q_part(q), mirrors_of(problem.layout)
+    own = q_part(q)
     images = [own]
     for _, part in unmixed(proposal, q.n):
         if any(near(part, image) for image in images):
             continue
-        image = next((i for m in mirrors for i in (turned(m, j) for j in images) if near(part, i)), None)
+        image = next((i for j in images for i in mirrored(problem, j) if near(part, i)), None)
         if image is None:
             at = points(problem, q)
             told = torch.cat([*at.lines, at.scouts])
