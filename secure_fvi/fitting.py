@@ -33,7 +33,7 @@ from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, goes_on, kept_in
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import InputError, SecureFVIError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, InputError, SecureFVIError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
@@ -183,10 +183,11 @@ def fit(
 ) -> Any:
     """Fit `model` over `silos` (dicts of tensors or arrays, the keyword arguments of its Pyro function, or frames).
 
-    Without an `algorithm` it is that of `default_algorithm`. A bare Pyro function is taken as a model of global and
-    record-level sites alone, whose record plate is the one plate around all that it observes. `Columns` is a model of
-    silos that hold different columns of the same people: silos are dicts of the arguments of each silo's predictor, row
-    i the same person everywhere.
+    Without an `algorithm` it is that of `default_algorithm`; where that is partitioned VI and a silo's fit runs off, a
+    warning says so and SFVI begins anew, unless there is a `checkpoint_dir`. A bare Pyro function is taken as a model
+    of global and record-level sites alone, whose record plate is the one plate around all that it observes. `Columns`
+    is a model of silos that hold different columns of the same people: silos are dicts of the arguments of each silo's
+    predictor, row i the same person everywhere.
 
     `on_round` is told after every round; `progress` shows how the run is going, on stderr: a bar on a terminal, a line
     every ten seconds elsewhere; by default the bar alone, and nothing where stderr is no terminal. `options` are those
@@ -196,13 +197,27 @@ def fit(
     the job, before any round; warns with SecureFVIWarning when the run ends without having converged.
     """
     checked(_Arguments, {"on_round": on_round})
-    going = run(model, silos, algorithm, aggregation, privacy, seed, **options)
-    with RunProgress(None if progress is None else not progress) as shown:
-        for step in going:
-            shown.update(step)
-            if on_round is not None:
-                on_round(step)
-    return going.result()
+
+    def drained(by: Any) -> Any:
+        going = run(model, silos, by, aggregation, privacy, seed, **options)
+        with RunProgress(None if progress is None else not progress) as shown:
+            for step in going:
+                shown.update(step)
+                if on_round is not None:
+                    on_round(step)
+        return going.result()
+
+    try:
+        return drained(algorithm)
+    except AggregationError as error:
+        kept = options.get("checkpoint_dir") is not None  # what began there goes on there, or not at all
+        if algorithm is not None or kept or getattr(model, "default_algorithm", None) or privacy is not None:
+            raise
+        said = (
+            f"partitioned VI, the default here, was refused ({error}); SFVI goes on in its place, for many more rounds"
+        )
+        warnings.warn(said, SecureFVIWarning, stacklevel=2)
+    return drained(SFVI())
 
 
 def default_algorithm(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.weighing import UP_TO
+from secure_fvi.errors import AggregationError
 from secure_fvi.fitting import default_algorithm
 
 
@@ -64,7 +67,7 @@ def test_data_decide_by_their_shapes_alone() -> None:
     silos = _rows(4, 5, 6)
     assert default_algorithm(_level, [{"y": 0 * s["y"]} for s in silos]).name == "pvi"
     assert default_algorithm(_level, [{"x": s["y"]} for s in silos]).name == "sfvi"  # which is refused when it is read
-    with pytest.raises(sf.InputError if hasattr(sf, "InputError") else ValueError, match="'x'"):
+    with pytest.raises(ValueError, match="'x'"):
         sf.fit(_level, [{"x": s["y"]} for s in silos])
 
 
@@ -80,3 +83,20 @@ def test_a_fit_without_an_algorithm_is_right_in_few_exchanges(monkeypatch: pytes
     assert result.aggregation["exchanges"] <= 40
     assert abs(float(result.posterior["mu"].mean) - float(y.sum()) / precision) < 0.1 * precision**-0.5
     assert float(result.posterior["mu"].sd) == pytest.approx(precision**-0.5, rel=0.1)
+
+
+def test_where_a_local_fit_runs_off_sfvi_begins_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A bound that no change of a site keeps stands for a fit that runs off. Two controls: who names partitioned VI, or
+    has a folder of checkpoints, gets the refusal."""
+    own = sf.PVI(local_steps=3, bound=1e-9)
+    monkeypatch.setattr("secure_fvi.fitting.PVI", lambda: own)
+    monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: sf.SFVI(iterations=5))
+    silos, quick = _rows(7, 40, 13), {"compile": False, "threads": 1}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        result = sf.fit(_level, silos, **quick)  # type: ignore[call-overload]
+    assert any("partitioned VI, the default here, was refused (silo '" in str(w.message) for w in heard)
+    assert result.algorithm == "sfvi"
+    for more in ({"algorithm": own}, {"checkpoint_dir": tmp_path / "run"}):
+        with pytest.raises(AggregationError, match="change"):
+            sf.fit(_level, silos, **quick, **more)  # type: ignore[call-overload]
