@@ -272,7 +272,8 @@ def near(part: Part, at: Part) -> bool:
 def allowed(problem: Problem, q: Natural, proposal: Tensor) -> bool:
     """Whether a silo answers a proposal (`mixture`): each of its normals is near q, near a mirror image of what one
     before it is near, or near a point of the final sum, where the likelihood was asked for already."""
-    if not bool(proposal.isfinite().all()) or bool((proposal[:, 0] < 0).any()):
+    shares = proposal[:, 0]
+    if not bool(proposal.isfinite().all() & (shares >= 0).all()) or not 0 < float(shares.sum()) <= 2:
         return False
     own = q_part(q)
     images = [own]

@@ -571,4 +571,7 @@ def test_a_silo_answers_no_proposal_but_where_it_was_asked(parts: Any, is_allowe
     problem = build(_model(_corners), _rows(*[0.25] * 4), sf.PVI()).server.problem
     q = from_moments(torch.tensor([3.0, -3.0]).double(), torch.tensor([[1.0, 0.05], [0.05, 0.01]]).double())
     found = parts(q)
-    assert allowed(problem, q, mixture([(1 / len(found), part) for part in found])) is is_allowed
+    proposal = mixture([(1 / len(found), part) for part in found])
+    assert allowed(problem, q, proposal) is is_allowed
+    for share in (0.0, -1.0, 1e300):
+        assert not allowed(problem, q, torch.cat([torch.full_like(proposal[:, :1], share), proposal[:, 1:]], 1))
