@@ -7,17 +7,21 @@ people, `Columns` over silos that hold different columns of the same people.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.algorithms import weighing
 from secure_fvi.algorithms.base import Algorithm
+from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos, numbers_of, work_of
 from secure_fvi.checkpoints import Begun, options_of, text_of
@@ -25,10 +29,11 @@ from secure_fvi.columns import Columns, VerticalResult, column_parties, column_r
 from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
+from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, goes_on, kept_in
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import InputError
+from secure_fvi.errors import AggregationError, InputError, SecureFVIError, SecureFVIWarning
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
@@ -98,15 +103,16 @@ def run(
 ) -> Any:
     """The run that `fit` drains: an iterator that yields `Progress` after every round, and `result()` at the end."""
     began = time.monotonic()
-    if algorithm is None:
-        algorithm = getattr(model, "default_algorithm", None) or SFVI()
-    seed = checked(_Arguments, {"algorithm": algorithm, "privacy": privacy, "seed": seed})["seed"]
+    chosen = {} if algorithm is None else {"algorithm": algorithm}
+    seed = checked(_Arguments, {**chosen, "privacy": privacy, "seed": seed})["seed"]
     if isinstance(model, FederatedModel):  # once: tables are large
         model.check_declared(privacy)
         names, _ = named_silos(options.get("silo_ids"), _count(silos))
         silos = list(model.prepared(dict(zip(names, silos, strict=True))).values())
     sums = aggregation if aggregation is not None else Masked()
     given = complete(_of_run(options))
+    if algorithm is None:
+        algorithm = default_algorithm(model, silos, privacy, given["dtype"])
 
     def begun() -> Begun:
         names, _ = named_silos(options.get("silo_ids"), len(silos))
@@ -177,9 +183,11 @@ def fit(
 ) -> Any:
     """Fit `model` over `silos` (dicts of tensors or arrays, the keyword arguments of its Pyro function, or frames).
 
-    A bare Pyro function is taken as a model of global and record-level sites alone, whose record plate is the one
-    plate around all that it observes. `Columns` is a model of silos that hold different columns of the same people:
-    silos are dicts of the arguments of each silo's predictor, row i the same person everywhere.
+    Without an `algorithm` it is that of `default_algorithm`; where that is partitioned VI and a silo's fit runs off, a
+    warning says so and SFVI begins anew, unless there is a `checkpoint_dir`. A bare Pyro function is taken as a model
+    of global and record-level sites alone, whose record plate is the one plate around all that it observes. `Columns`
+    is a model of silos that hold different columns of the same people: silos are dicts of the arguments of each silo's
+    predictor, row i the same person everywhere.
 
     `on_round` is told after every round; `progress` shows how the run is going, on stderr: a bar on a terminal, a line
     every ten seconds elsewhere; by default the bar alone, and nothing where stderr is no terminal. `options` are those
@@ -189,13 +197,55 @@ def fit(
     the job, before any round; warns with SecureFVIWarning when the run ends without having converged.
     """
     checked(_Arguments, {"on_round": on_round})
-    going = run(model, silos, algorithm, aggregation, privacy, seed, **options)
-    with RunProgress(None if progress is None else not progress) as shown:
-        for step in going:
-            shown.update(step)
-            if on_round is not None:
-                on_round(step)
-    return going.result()
+
+    def drained(by: Any) -> Any:
+        going = run(model, silos, by, aggregation, privacy, seed, **options)
+        with RunProgress(None if progress is None else not progress) as shown:
+            for step in going:
+                shown.update(step)
+                if on_round is not None:
+                    on_round(step)
+        return going.result()
+
+    try:
+        return drained(algorithm)
+    except AggregationError as error:
+        kept = options.get("checkpoint_dir") is not None  # what began there goes on there, or not at all
+        if algorithm is not None or kept or getattr(model, "default_algorithm", None) or privacy is not None:
+            raise
+        said = (
+            f"partitioned VI, the default here, was refused ({error}); SFVI goes on in its place, for many more rounds"
+        )
+        warnings.warn(said, SecureFVIWarning, stacklevel=2)
+    return drained(SFVI())
+
+
+def default_algorithm(
+    model: Rows | Columns, silos: Sequence[Data], privacy: DP | None = None, dtype: torch.dtype = torch.float64
+) -> Algorithm:
+    """What fits `model` where nobody says otherwise; a result names it. Found by the shapes of the data alone.
+
+    What the model itself names; else partitioned VI, whose final q is weighed and refined, where that can be: without
+    privacy, `pyro.param`s, a start of the program's own and an encoder, of up to `weighing.UP_TO` global dimensions.
+    Else SFVI, and so for data that no run takes, which are refused where they are read.
+    """
+    own = getattr(model, "default_algorithm", None)
+    if own is not None:
+        return own
+    assert not isinstance(model, Columns)
+    given = model if isinstance(model, FederatedModel) else None
+    if privacy is not None or (given is not None and (given.start or given.encoder is not None)):
+        return SFVI()
+    try:
+        with warnings.catch_warnings():  # the run says them
+            warnings.simplefilter("ignore", SecureFVIWarning)
+            rows = dict(zip(named_silos(None, _count(silos))[0], silos, strict=True))
+            name, first = next(iter((rows if given is None else given.prepared(rows)).items()))
+            schema = read_data(first, name, dtype)[0]
+            layout, start = read_layout(as_model(model, schema, dtype), schema, dtype)
+    except (SecureFVIError, StopIteration):
+        return SFVI()
+    return SFVI() if start.theta or layout.size("global") > weighing.UP_TO else PVI()
 
 
 def build_parties(

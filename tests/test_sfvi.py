@@ -32,7 +32,7 @@ from secure_fvi.models.six_cities import PROGRAM as SIX_CITIES
 def test_defaults_recover_conjugate_posteriors(make: Callable[[], Conjugate]) -> None:
     """Uneven silos, masked sums, no option set: 0.1 posterior sd in the mean, 10% in the sd, stops by itself."""
     problem = make()
-    result = sf.fit(problem.model, problem.silos)
+    result = sf.fit(problem.model, problem.silos, sf.SFVI())
     assert result.converged
     for site, mean in problem.mean.items():
         sd = problem.sd[site]

@@ -46,14 +46,13 @@ from secure_fvi.algorithms.weighing import (
     elsewhere,
     errors,
     line_modes,
-    mirrors_of,
+    mirrored,
     modes,
     named,
     points,
     q_part,
     reported,
     sds_from,
-    turned,
 )
 from secure_fvi.compiled import over_draws
 from secure_fvi.disclosure import Sums
@@ -273,14 +272,15 @@ def near(part: Part, at: Part) -> bool:
 def allowed(problem: Problem, q: Natural, proposal: Tensor) -> bool:
     """Whether a silo answers a proposal (`mixture`): each of its normals is near q, near a mirror image of what one
     before it is near, or near a point of the final sum, where the likelihood was asked for already."""
-    if not bool(proposal.isfinite().all()) or bool((proposal[:, 0] < 0).any()):
+    shares = proposal[:, 0]
+    if not bool(proposal.isfinite().all() & (shares >= 0).all()) or not 0 < float(shares.sum()) <= 2:
         return False
-    own, mirrors = q_part(q), mirrors_of(problem.layout)
+    own = q_part(q)
     images = [own]
     for _, part in unmixed(proposal, q.n):
         if any(near(part, image) for image in images):
             continue
-        image = next((i for m in mirrors for i in (turned(m, j) for j in images) if near(part, i)), None)
+        image = next((i for j in images for i in mirrored(problem, j) if near(part, i)), None)
         if image is None:
             at = points(problem, q)
             told = torch.cat([*at.lines, at.scouts])

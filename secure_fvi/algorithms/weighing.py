@@ -196,7 +196,7 @@ def asked(table: BlockTable) -> bool:
 
 def _lines(layout: Layout) -> list[int]:
     """How many points each line has."""
-    return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(mirrors_of(layout))
+    return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(_mirrors(layout))
 
 
 def _shells(layout: Layout) -> list[int]:
@@ -249,7 +249,7 @@ def points(problem: Problem, q: Natural) -> Points:
         for sign in (1, -1)
     ]
     share = torch.tensor(_BETWEEN, dtype=torch.float64)[:, None]
-    lines += [mean + share * (matrix @ mean - mean) for matrix in mirrors_of(problem.layout)]
+    lines += [mean + share * (matrix @ mean - mean) for matrix in _mirrors(problem.layout)]
     return Points(eps, mean, mean + eps @ q.factor().mT, lines, *_scouts(problem))
 
 
@@ -277,7 +277,7 @@ def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
-def mirrors_of(layout: Layout) -> list[Tensor]:
+def _mirrors(layout: Layout) -> list[Tensor]:
     """Maps (n, n) of unconstrained space under which posteriors are often the same: signs of a site, of an element, or
     of all, the ends of an interval (of an angle they meet), and components of a mixture that change places."""
     n, sites = layout.size("global"), layout.of("global")
@@ -645,10 +645,10 @@ def modes(problem: Problem, q: Natural, seen: Weighed, most: int) -> list[Part] 
     are more than `most`."""
     at, own = points(problem, q), q_part(q)
     found = line_modes(at, seen.joint, [own])
-    straight, mirrors = 2 * min(q.n, _LINES), mirrors_of(problem.layout)
-    own_maps, parts = [mirrors[o.line - straight] for o in found if o.line >= straight], [own]
+    straight, parts = 2 * min(q.n, _LINES), [own]
     for part in parts:  # which grows
-        for image in (turned(matrix, part) for matrix in own_maps):
+        images = mirrored(problem, part)
+        for image in (images[o.line - straight] for o in found if o.line >= straight):
             if float(sds_from(parts, image.mean[None])) > _APART:
                 parts.append(image)
         if len(parts) > most:
@@ -661,6 +661,7 @@ def modes(problem: Problem, q: Natural, seen: Weighed, most: int) -> list[Part] 
     return parts[:most]
 
 
-def turned(matrix: Tensor, part: Part) -> Part:
-    """Its image under a map."""
-    return Part(matrix @ part.mean, torch.linalg.cholesky(matrix @ part.factor @ part.factor.mT @ matrix.mT))
+def mirrored(problem: Problem, part: Part) -> list[Part]:
+    """Its images under each map of `_mirrors`."""
+    maps = _mirrors(problem.layout)
+    return [Part(m @ part.mean, torch.linalg.cholesky(m @ part.factor @ part.factor.mT @ m.mT)) for m in maps]

@@ -26,7 +26,7 @@ from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIState
 from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found, allowed, mixture
-from secure_fvi.algorithms.weighing import Part, q_part, turned
+from secure_fvi.algorithms.weighing import Part, q_part
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties, run
 from secure_fvi.results import Result, refined_draws, summarise
@@ -544,7 +544,11 @@ def _like(q: Natural, off: Any = 0.0, times: Any = 1.0) -> Part:
     return Part(q.mean() + off * q.stddev(), wide)
 
 
-SWAP = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).double()
+def _swapped(part: Part) -> Part:
+    factor = part.factor.flip(0)
+    return Part(part.mean.flip(0), torch.linalg.cholesky(factor @ factor.mT))
+
+
 LINE = torch.tensor([[-3000.0, 0.0], [1.0, 1e-6]]).double()
 
 
@@ -553,7 +557,7 @@ LINE = torch.tensor([[-3000.0, 0.0], [1.0, 1e-6]]).double()
     [
         (lambda q: [_like(q)], True),
         (lambda q: [_like(q, 7 / 2**0.5, 5.0)], True),
-        (lambda q: [_like(q), turned(SWAP, _like(q, 1.0, 2.0))], True),  # components of a mixture change places
+        (lambda q: [_like(q), _swapped(_like(q, 1.0, 2.0))], True),  # components of a mixture change places
         (lambda q: [_like(q, torch.tensor([30.0, 15.0]))], True),  # on a line of the final sum
         (lambda q: [_like(q), _like(q, torch.tensor([2000.0, 2000.0]))], False),
         (lambda q: [_like(q, times=0.0)], False),  # one point of the server's
@@ -567,4 +571,7 @@ def test_a_silo_answers_no_proposal_but_where_it_was_asked(parts: Any, is_allowe
     problem = build(_model(_corners), _rows(*[0.25] * 4), sf.PVI()).server.problem
     q = from_moments(torch.tensor([3.0, -3.0]).double(), torch.tensor([[1.0, 0.05], [0.05, 0.01]]).double())
     found = parts(q)
-    assert allowed(problem, q, mixture([(1 / len(found), part) for part in found])) is is_allowed
+    proposal = mixture([(1 / len(found), part) for part in found])
+    assert allowed(problem, q, proposal) is is_allowed
+    for share in (0.0, -1.0, 1e300):
+        assert not allowed(problem, q, torch.cat([torch.full_like(proposal[:, :1], share), proposal[:, 1:]], 1))

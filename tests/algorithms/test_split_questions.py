@@ -31,6 +31,7 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import RevealRequest, unpack_any
 from secure_fvi.algorithms import hiding, pvi, refining
 from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question, choose_cohort
+from secure_fvi.algorithms.weighing import q_part
 from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
@@ -365,7 +366,7 @@ def near_q(liar: Liar, iteration: int, cohort: tuple[str, ...]) -> Broadcast:
     program: Any = liar.server.program
     state: Any = liar.server.state.algorithm
     q, last = state.q, iteration + 1
-    ready = state.refining._replace(proposal=refining.packed(q.mean(), q.factor()), sums=iteration)
+    ready = state.refining._replace(proposal=refining.mixture([(1.0, q_part(q))]), sums=iteration)
     message: Broadcast = program.broadcast(state._replace(phase="refine", refining=ready), iteration + 2, {})
     said = (last, 1, "refine", iteration - 1) if iteration else (1, 0, "round", 0)
     return message._replace(cohort=cohort, accepted=dict.fromkeys(cohort, last), sums=(said,))

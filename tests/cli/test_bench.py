@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from command_line import CommandLine
 
 import secure_fvi as sf
-from secure_fvi_lab.bench import batch
+from secure_fvi_lab.bench import batch, posteriors
 
 
 @pytest.mark.slow
@@ -57,3 +58,32 @@ def test_bench_gpu_compares_before_it_times(cli: CommandLine, monkeypatch: pytes
     assert answer.code == 1
     assert "nothing is timed" in answer.err
     assert not out.exists()
+
+
+def test_bench_posteriors_measures_an_entry_and_says_what_is_missing(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpyro", None)
+    answer = cli("bench", "posteriors", "--json", "--quick", "--peers", "--entry", "two camps")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert "pip install 'secure-fvi-lab[benchmark]'" in found["peers"]
+    (row,) = found["entries"]["two camps"].values()
+    assert row["converged"] is True
+    assert row["error"] < 0.1 > abs(row["most"] - 1)
+    assert row["exchanges"] > 2 * row["rounds"] > 0
+    refused = cli("bench", "posteriors", "--entry", "two caps")
+    assert refused.code != 0
+    assert "no entry 'two caps'" in refused.err
+
+
+def test_bench_posteriors_counts_what_is_silently_wrong() -> None:
+    """Converged and beyond tolerance; the control is as far off and says so itself."""
+    right = {"converged": True, "error": 0.05, "least": 0.95, "most": 1.05, "exchanges": 20, "seconds": 3.0}
+    wrong, honest = {**right, "error": 0.3}, {**right, "converged": False, "least": 0.5}
+    refused = {"converged": False, "said": "refused: a bound", "seconds": 1.0}
+    rows = dict(zip("abcd", ({"secure-fvi": r} for r in (right, wrong, honest, refused)), strict=True))
+    found = {"entries": rows, "machine": "this", "commit": None, "peers": None}
+    first, second, *_ = posteriors.lines(found)
+    assert first == "2 of 4 converged, 1 of these within 0.1 sds and 10%; 1 silently wrong (over .2 sds or 15%)"
+    assert second == "medians: 20 exchanges, 3.0 s"

@@ -7,20 +7,18 @@ has to do so tomorrow, and those that do not stand in `NOT_YET`. `pytest -s` pri
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from gallery import ENTRIES, HERE, POSTERIORDB, exact
 
 import secure_fvi as sf
 from secure_fvi.errors import AggregationError, SecureFVIWarning
 from secure_fvi.results import Result
+from secure_fvi_lab.posteriors.gallery import ENTRIES, POSTERIORDB, exact, reference, wrong_by
 
-EXACT: dict[str, Any] = json.loads((HERE / "exact.json").read_text())
 MEAN_IN_SD, SD_SHARE = 0.2, 0.15
 #: Entries that may end as not converged, each with what stops it.
 NOT_YET = {
@@ -48,26 +46,6 @@ def fit(name: str, algorithm: Any) -> Result:
         return sf.fit(ENTRIES[name].program, ENTRIES[name].silos, algorithm, sf.Masked(), compile=False, threads=1)
 
 
-def reference(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    if stated := ENTRIES[name].stated:
-        moments = POSTERIORDB[stated]
-        return {
-            site: (torch.tensor(moments["mean"][site]), torch.tensor(moments["sd"][site])) for site in moments["mean"]
-        }
-    return {site: (torch.tensor(m["mean"]), torch.tensor(m["sd"])) for site, m in EXACT[name].items()}
-
-
-def wrong_by(name: str, result: Result) -> tuple[float, float, float]:
-    """The largest error of a mean, in posterior sds; the smallest and the largest ratio of sds."""
-    error, ratios = 0.0, []
-    for site, (mean, sd) in reference(name).items():
-        found = result.posterior[site]
-        error = max(error, float(((found.mean - mean) / sd).abs().max()))
-        ratios.append((found.sd / sd).reshape(-1))
-    ratio = torch.cat(ratios)
-    return error, float(ratio.min()), float(ratio.max())
-
-
 def check(name: str, algorithm: Any) -> None:
     began = time.process_time()
     if name in REFUSED:
@@ -75,7 +53,7 @@ def check(name: str, algorithm: Any) -> None:
             fit(name, algorithm)
         return
     result = fit(name, algorithm)
-    error, least, most = wrong_by(name, result)
+    error, least, most = wrong_by(name, result.posterior)
     took = time.process_time() - began
     line = f"{name}: converged={result.converged}, {error:.3f} sds, sds x {least:.2f} to {most:.2f}, {took:.1f} s"
     print(line if result.converged else f"{line}; {result.convergence['reason']}")

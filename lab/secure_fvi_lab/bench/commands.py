@@ -224,6 +224,17 @@ def silos(silos: int, length: int, leave: float, deadline: float) -> Finding:
     return measure(silos, length, leave, deadline), lines
 
 
+@_measuring("posteriors")
+@click.option("--entry", "names", multiple=True, help="Of the gallery; all by default.")
+@click.option("--peers", is_flag=True, help="NumPyro's guides and NUTS beside, where it has the program.")
+@click.option("--quick", is_flag=True, help="A twelfth of the local steps.")
+def posteriors(names: tuple[str, ...], peers: bool, quick: bool) -> Finding:
+    """Fit the gallery by default, against posteriors that are known. An hour and more for all."""
+    from secure_fvi_lab.bench.posteriors import lines, measure
+
+    return measure(names, peers, quick, functools.partial(click.echo, err=True)), lines
+
+
 @_measuring("glmm")
 @click.option("--family", "families", multiple=True, help="Of sf.glmm; all by default.")
 @click.option("--sites", multiple=True, type=click.IntRange(3), help="Numbers of sites; 3 and 10 by default.")

@@ -1,6 +1,6 @@
 """Models that nobody here wrote, made-up ones that are known for trouble, and their exact posteriors.
 
-`python tests/posteriors/gallery.py` computes `exact.json` again: means and sds of the pooled records' posterior, by
+`python -m secure_fvi_lab.posteriors.gallery` computes `exact.json` again: means and sds of the pooled posterior, by
 quadrature (a minute). The log density there is Pyro's own, of the program as it stands, or, where records have
 latents, of `marginal`, the same model with those integrated out; none of it is this package's. Posteriordb's data and
 the moments of its reference draws are in `posteriordb.json` (`diamonds.json`: 400 of its rows, to five digits).
@@ -8,9 +8,10 @@ the moments of its reference draws are in `posteriordb.json` (`diamonds.json`: 4
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def linear(width: float = _FLAT, scale: float = _FLAT, prior: Any = dist.HalfNor
     return program
 
 
-def _glm(observe: Callable[[Tensor, Tensor | None], Any], width: float = 2.5, size: bool = False) -> Program:
+def _glm(observe: Callable[[Tensor, Any], Any], width: float = 2.5, size: bool = False) -> Program:
     """A regression whose likelihood is `observe(linear predictor, positive parameter)`."""
 
     def program(x: Tensor, y: Tensor) -> None:
@@ -674,7 +675,39 @@ def _of_a_statistician() -> dict[str, Entry]:
     return made
 
 
-ENTRIES = _entries()
+def _in_double() -> dict[str, Entry]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _entries()
+    finally:
+        torch.set_default_dtype(before)
+
+
+ENTRIES = _in_double()
+_EXACT = HERE / "exact.json"
+
+
+def reference(name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Means and sds by site: of posteriordb's reference draws, or of `exact`, as they are kept."""
+    if stated := ENTRIES[name].stated:
+        both = POSTERIORDB[stated]
+        kept = {site: {"mean": both["mean"][site], "sd": both["sd"][site]} for site in both["mean"]}
+    else:
+        kept = json.loads(_EXACT.read_text())[name]
+    double = functools.partial(torch.tensor, dtype=torch.float64)
+    return {site: (double(m["mean"]), double(m["sd"])) for site, m in kept.items()}
+
+
+def wrong_by(name: str, found: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Of `found`, a mean and an sd by site: the largest error of a mean, in posterior sds; the smallest and the largest
+    ratio of sds."""
+    error, ratios = 0.0, []
+    for site, (mean, sd) in reference(name).items():
+        error = max(error, float(((found[site].mean - mean) / sd).abs().max()))
+        ratios.append((found[site].sd / sd).reshape(-1))
+    ratio = torch.cat(ratios)
+    return error, float(ratio.min()), float(ratio.max())
 
 
 # ---- exact moments ----
@@ -778,7 +811,7 @@ def _mode(log_joint: Callable[[Tensor], Tensor], d: int) -> Tensor:
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)
     return z.detach()
 
 
@@ -797,4 +830,4 @@ if __name__ == "__main__":
     for key, value in ENTRIES.items():
         if not value.stated:
             table[key] = {site: {"mean": m.tolist(), "sd": s.tolist()} for site, (m, s) in exact(key).items()}
-    (HERE / "exact.json").write_text(json.dumps(table, indent=1) + "\n")
+    _EXACT.write_text(json.dumps(table, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Models with posteriors that are known, for tests and benchmarks."""

@@ -1,0 +1,102 @@
+"""What `sf.fit` takes where nobody names an algorithm."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import secure_fvi as sf
+from secure_fvi.algorithms.weighing import UP_TO
+from secure_fvi.errors import AggregationError
+from secure_fvi.fitting import default_algorithm
+
+
+def _rows(*sizes: int) -> list[dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(3)
+    return [{"y": 1 + torch.randn(n, generator=rng, dtype=torch.float64)} for n in sizes]
+
+
+def _level(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def _wide(n: int) -> Callable[[Tensor], None]:
+    def program(y: Tensor) -> None:
+        beta = pyro.sample("beta", dist.Normal(torch.zeros(n), 1.0).to_event(1))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(beta.sum(-1), 1.0), obs=y)
+
+    return program
+
+
+def _with_parameter(y: Tensor) -> None:
+    sd = pyro.param("sd", torch.tensor(1.0), constraint=dist.constraints.positive)
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, sd), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "privacy", "wanted"),
+    [
+        (_level, None, "pvi"),
+        (sf.FederatedModel(_level, "r"), None, "pvi"),
+        (_wide(UP_TO), None, "pvi"),
+        (_wide(UP_TO + 1), None, "sfvi"),  # whose q nobody weighs
+        (_with_parameter, None, "sfvi"),
+        (sf.FederatedModel(_level, "r", start={"mu": 2.0}), None, "sfvi"),
+        (_level, sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0), "sfvi"),
+    ],
+)
+def test_the_default_follows_from_the_model(model: Any, privacy: Any, wanted: str) -> None:
+    assert default_algorithm(model, _rows(4, 5, 6), privacy).name == wanted
+
+
+def test_data_decide_by_their_shapes_alone() -> None:
+    """Of numbers that are none the same: the choice is public. The control: other shapes fit no program."""
+    silos = _rows(4, 5, 6)
+    assert default_algorithm(_level, [{"y": 0 * s["y"]} for s in silos]).name == "pvi"
+    assert default_algorithm(_level, [{"x": s["y"]} for s in silos]).name == "sfvi"  # which is refused when it is read
+    with pytest.raises(ValueError, match="'x'"):
+        sf.fit(_level, [{"x": s["y"]} for s in silos])
+
+
+def test_a_fit_without_an_algorithm_is_right_in_few_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the closed form, by a twelfth of the steps, and named in the result. SFVI has thousands of rounds."""
+    monkeypatch.setattr("secure_fvi.fitting.PVI", lambda: sf.PVI(local_steps=80))
+    silos = _rows(7, 40, 13)
+    y = torch.cat([s["y"] for s in silos])
+    precision = len(y) + 1 / 25
+    result = sf.fit(_level, silos, compile=False, threads=1)
+    assert result.algorithm == "pvi"
+    assert result.converged is True
+    assert result.aggregation["exchanges"] <= 40
+    assert abs(float(result.posterior["mu"].mean) - float(y.sum()) / precision) < 0.1 * precision**-0.5
+    assert float(result.posterior["mu"].sd) == pytest.approx(precision**-0.5, rel=0.1)
+
+
+def test_where_a_local_fit_runs_off_sfvi_begins_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A bound that no change of a site keeps stands for a fit that runs off. Two controls: who names partitioned VI, or
+    has a folder of checkpoints, gets the refusal."""
+    own = sf.PVI(local_steps=3, bound=1e-9)
+    monkeypatch.setattr("secure_fvi.fitting.PVI", lambda: own)
+    monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: sf.SFVI(iterations=5))
+    silos, quick = _rows(7, 40, 13), {"compile": False, "threads": 1}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        result = sf.fit(_level, silos, **quick)  # type: ignore[call-overload]
+    assert any("partitioned VI, the default here, was refused (silo '" in str(w.message) for w in heard)
+    assert result.algorithm == "sfvi"
+    for more in ({"algorithm": own}, {"checkpoint_dir": tmp_path / "run"}):
+        with pytest.raises(AggregationError, match="change"):
+            sf.fit(_level, silos, **quick, **more)  # type: ignore[call-overload]
