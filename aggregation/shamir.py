@@ -27,7 +27,11 @@ def _field() -> Any:
     numba.config.THREADING_LAYER = "workqueue"
     import galois
 
-    return galois.GF(2**8, irreducible_poly=0x11D, primitive_element=2)
+    # galois evaluates polynomials over either field while it makes this one: in Python, or numba compiles for a second.
+    galois.GF(2, compile="python-calculate")
+    field = galois.GF(2**8, irreducible_poly=0x11D, primitive_element=2, compile="python-calculate")
+    field.compile("auto")
+    return field
 
 
 def share(secrets: ByteArray, holders: int, threshold: int) -> ByteArray:
