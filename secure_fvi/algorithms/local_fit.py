@@ -560,9 +560,18 @@ class Inputs(NamedTuple):
     eps_silo: Tensor  # (S, 1, n_silo)
     schedule: Tensor  # (S, 3): shares of the rates of q and of own latents, weight of the iterate in the average
 
+    def steps(self, minibatch: bool) -> Iterator[Inputs]:
+        """Those of each step alone, S = 1."""
+        for k in range(len(self.eps)):
+            one = slice(k, k + 1)
+            rows = {name: value[one] for name, value in self.rows.items()} if minibatch else self.rows
+            noise = (self.eps[one], self.eps_record[one], self.eps_silo[one])
+            yield Inputs(self.cavity, self.theta, rows, self.weights, *noise, self.schedule[one])
+
 
 class StepBlock:
-    """Local steps of one model and configuration."""
+    """Local steps of one model and configuration. A block is one call where it is compiled, since calls cost more than
+    its steps; where it is traced each step is one, since a trace takes as long as the steps in it."""
 
     def __init__(self, families: Families) -> None:
         config, problem = families.config, families.problem
@@ -573,10 +582,13 @@ class StepBlock:
         by_shape = families.local.couples_records
         record, rows, noise = (None, None, None) if by_shape else (0, int(self.minibatch), 2)
         axes = (None, record, record, *[None] * 8, rows, record, None, noise, None, None)  # of Carry, then Inputs
-        self._traced = Traced(self._run, axes, problem.mode, by_shape)
+        self._traced, self._by_step = Traced(self._run, axes, problem.mode, by_shape), problem.mode != "compiled"
 
     def __call__(self, carry: Carry, inputs: Inputs) -> Carry:
-        return Carry(*self._traced(*carry, *inputs))
+        carry = carry._replace(moved=torch.zeros_like(carry.moved))
+        for given in inputs.steps(self.minibatch) if self._by_step and self.length > 1 else [inputs]:
+            carry = Carry(*self._traced(*carry, *given))
+        return carry
 
     def _own(
         self, params: Params, gradient: Params, moments: Params, rate: Tensor, root: Tensor, silo: Params | None = None
@@ -610,8 +622,7 @@ class StepBlock:
     def _run(self, *args: object) -> Carry:
         n = len(Carry._fields)
         carry, inputs = Carry(*args[:n]), Inputs(*args[n:])  # type: ignore[arg-type]
-        carry = carry._replace(moved=torch.zeros_like(carry.moved))
-        for k in range(self.length):
+        for k in range(len(inputs.eps)):
             rows = {name: value[k] for name, value in inputs.rows.items()} if self.minibatch else inputs.rows
             carry = self._one(carry, inputs, rows, k)
         return carry

@@ -23,6 +23,7 @@ from pvi_world import REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.natural import Natural, from_moments, quadratic
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
@@ -55,6 +56,23 @@ def test_regression_with_known_noise_is_exact(options: dict[str, Any], rounds: i
     for _ in range(rounds):
         world.round()
     assert _close(world.state.q, exact, 1e-8 if options.get("damping") != "auto" else 1e-3)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_steps_alone_end_where_their_block_does(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """To the last bit, of all records and of batches. The control: one step fewer a round."""
+
+    def end(steps: int) -> Tensor:
+        algorithm = sf.PVI(rounds=2, local_steps=steps, sampling_rate=rate)
+        world = build(REGRESSION, make_regression((7, 30, 12))[0], algorithm)
+        world.round()
+        world.round()
+        return torch.cat([world.state.q.shift, world.state.q.precision.flatten()])
+
+    alone, fewer = end(5), end(4)
+    monkeypatch.setattr(local_fit.Inputs, "steps", lambda self, _: iter([self]))
+    assert torch.equal(end(5), alone)
+    assert not torch.equal(fewer, alone)
 
 
 @pytest.mark.slow
