@@ -28,9 +28,10 @@ def _field() -> Any:
     numba.config.THREADING_LAYER = "workqueue"
     import galois
 
-    field = galois.GF(2**8)  # found in galois' own table, in half the time of one that is named
-    if (int(field.irreducible_poly), int(field.primitive_element)) != (_POLYNOMIAL, 2):
-        field = galois.GF(2**8, irreducible_poly=_POLYNOMIAL, primitive_element=2)
+    # galois evaluates polynomials over either field while it makes this one: in Python, or numba compiles for a second.
+    galois.GF(2, compile="python-calculate")
+    field = galois.GF(2**8, irreducible_poly=_POLYNOMIAL, primitive_element=2, compile="python-calculate")
+    field.compile("auto")
     return field
 
 

@@ -8,13 +8,13 @@ those of silo-level latents with them, and gives back nothing that has not been 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 from torch import Tensor, nn
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
@@ -329,22 +329,29 @@ def _clipped(rows: Tensor, norm: float) -> tuple[Tensor, int]:
 # only where that noise comes from is replaced (its own replays from torch's seed).
 
 
-class _Optimizer(DPPerLayerOptimizer):  # type: ignore[misc]
-    def __init__(self, parts: Sequence[nn.Parameter], norms: Sequence[float], noise: Callable[[Tensor], Tensor]):
-        super().__init__(
-            torch.optim.SGD(parts, lr=1.0),
-            noise_multiplier=0.0,
-            max_grad_norm=list(norms),
-            expected_batch_size=None,
-            loss_reduction="sum",
-        )
-        self._noise = noise
+@functools.lru_cache(maxsize=1)
+def _optimizer() -> Any:
+    """The class. Importing Opacus takes a second, for those alone who need it."""
+    from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 
-    def add_noise(self) -> None:
-        total = torch.cat([p.summed_grad.reshape(-1) for p in self.params])
-        together = self._noise(total.cpu()).to(total.device)  # noise is drawn on the CPU
-        for p, noised in zip(self.params, together.split([p.numel() for p in self.params]), strict=True):
-            p.grad = noised.view_as(p)
+    class Noised(DPPerLayerOptimizer):  # type: ignore[misc]
+        def __init__(self, parts: Sequence[nn.Parameter], norms: Sequence[float], noise: Callable[[Tensor], Tensor]):
+            super().__init__(
+                torch.optim.SGD(parts, lr=1.0),
+                noise_multiplier=0.0,
+                max_grad_norm=list(norms),
+                expected_batch_size=None,
+                loss_reduction="sum",
+            )
+            self._noise = noise
+
+        def add_noise(self) -> None:
+            total = torch.cat([p.summed_grad.reshape(-1) for p in self.params])
+            together = self._noise(total.cpu()).to(total.device)  # noise is drawn on the CPU
+            for p, noised in zip(self.params, together.split([p.numel() for p in self.params]), strict=True):
+                p.grad = noised.view_as(p)
+
+    return Noised
 
 
 def noisy_clipped_sum(
@@ -360,7 +367,7 @@ def noisy_clipped_sum(
     first = next(chunks, None)
     device = first[0].device if first is not None else torch.device("cpu")
     parts = [nn.Parameter(torch.zeros(size, dtype=torch.float64, device=device)) for size in sizes]
-    optimizer = _Optimizer(parts, norms, noise)
+    optimizer = _optimizer()(parts, norms, noise)
     dropped = 0
     for part in parts:  # a sum over no records is zero, and noised like any other
         part.summed_grad = torch.zeros_like(part.data)  # type: ignore[attr-defined]

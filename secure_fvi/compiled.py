@@ -20,17 +20,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
-import torch._inductor.config
 from greenlet import getcurrent, greenlet
 from torch import Tensor
-from torch._dynamo import lookup_backend
-from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.source import ConstantSource
-from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 Mode = Literal["compiled", "traced", "eager"]
@@ -160,6 +154,8 @@ class Traced:
                 run = _compile(graph, flat, axes)
                 return run, _agreed(run(*flat), expected)
             except Exception as error:  # a compiler that is missing, broken or wrong costs speed, not the run
+                from torch._inductor.exc import InductorError
+
                 said = type(error).__name__
                 if isinstance(error, InductorError):  # it has met stand-ins alone, and no data
                     said += f": {str(error).splitlines()[0]}"
@@ -296,6 +292,11 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
     The graph goes to PyTorch's compiler backend directly. `torch.compile` would analyse Python bytecode first, of
     which there is none here, and check its assumptions again in every call, at twice the cost of a small step.
     """
+    # A second, for those alone who compile.
+    import torch._inductor.config
+    from torch._dynamo import lookup_backend
+    from torch._dynamo.exc import RestartAnalysis
+
     for attempt in range(4):
         try:
             # The trace has been compared with the function: no need to assert sizes in every call.
@@ -310,6 +311,9 @@ def _compile(graph: GraphModule, flat: Sequence[Tensor], axes: Sequence[int | No
 
 
 def _stand_ins(flat: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
     fake = FakeTensorMode(shape_env=ShapeEnv())
     stand_ins: list[Tensor] = []
     for tensor, axis in zip(flat, axes, strict=True):

@@ -29,7 +29,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributions import biject_to, transform_to
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secure_fvi.algorithms.base import Problem
@@ -635,6 +634,8 @@ def _written(
     what: str, fn: Callable[..., list[Tensor]], flat: list[Tensor], axes: list[int | None], constants: Params
 ) -> dict[str, Any]:
     """The graph of `fn` as lists and numbers; tensors that it holds go to `constants`."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     functional = torch.func.functionalize(fn)
     why = ""
     for attempt in (fn, functional):  # where the program writes into its own tensors, the second has no such writes

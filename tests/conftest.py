@@ -16,3 +16,10 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secure_fvi.algorithms.weighing.HALF", 32)
     monkeypatch.setattr("secure_fvi.algorithms.refining.DRAWS", 128)
     monkeypatch.setattr("secure_fvi.algorithms.refining.SUMS", 1)
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run as they are: in runs of a few steps a trace costs more than all calls, and gives the same numbers
+    (`test_compiled.py`)."""
+    monkeypatch.setattr("secure_fvi.compiled.TRACE_AFTER_CALLS", 10**9)

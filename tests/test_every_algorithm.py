@@ -35,7 +35,9 @@ ROUNDS, KEY = 3, b"k" * 32
 RECORD = sf.RecordDP(noise_multiplier=2.0, clipping_norm=1.0, noise="silo", retries=0)
 SILO = sf.SiloDP(noise_multiplier=2.0, clipping_norm=1.0, noise="silo", retries=0)
 
-pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning"), pytest.mark.usefixtures("untraced")
+]  # fmt: skip
 
 
 class Parties(NamedTuple):

@@ -80,3 +80,13 @@ def test_nothing_private_of_opacus_is_used() -> None:
     files = [*(ROOT / "secure_fvi").glob("*/*.py"), *(ROOT / "lab").rglob("*.py")]
     assert not [f for f in files if private.search(f.read_text())]
     assert private.search("from opacus.optimizers.optimizer import _mark_as_processed"), "the control"
+
+
+def test_a_fit_loads_nothing_that_few_fits_use() -> None:
+    """Opacus, PyTorch's compiler, sympy, galois and numba cost as much time as all else together. The control: making
+    the field of shares loads the last two."""
+    ask = "print(*sorted({'opacus', 'torch._dynamo', 'sympy', 'galois', 'numba', 'duckdb'} & set(sys.modules)))"
+    field = "from secure_fvi.aggregation import shamir; shamir._field()"
+    code = f"import sys, secure_fvi as sf; sf.fit; {ask}; {field}; {ask}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["", "galois numba"]

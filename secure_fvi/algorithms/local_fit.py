@@ -569,7 +569,8 @@ class Inputs(NamedTuple):
 
 
 class StepBlock:
-    """Local steps of one model and configuration."""
+    """Local steps of one model and configuration. A block is one call where it is compiled, since calls cost more than
+    its steps; where it is traced each step is one, since a trace takes as long as the steps in it."""
 
     def __init__(self, families: Families) -> None:
         config, problem = families.config, families.problem

@@ -333,6 +333,9 @@ def serve_check(memory: int, seconds: int) -> None:
 
 def _request() -> tuple[BinaryIO, bytes, bytes]:
     """Where the answer goes, and the two parts of what was asked."""
+    # What the first graph loads: before the limits, of which it would take a part, and before what is opened is noted.
+    import torch._inductor.config
+
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a program prints is no answer
     torch.set_num_threads(1)
