@@ -530,6 +530,9 @@ class SiloFit:
 #: Steps in a block at most. Latents stay out of longer blocks: those of a batch's records would have to be written back
 #: first, and a step with a silo's is long enough, so that five of them take minutes to compile.
 _LONGEST = 5
+#: Gains of N records' latents go this over N times as far: with full steps their jitters add up, in the gradient of
+#: Z_G, to more than its own, q narrows by chance, and gains that are as of white noise grow as it does.
+_QUIET = 4.0
 #: Natural gradients of a silo's latents go so many times as far as its learning rate says, which is Adam's.
 _NATURAL = 6.0
 
@@ -594,9 +597,15 @@ class StepBlock:
         return carry
 
     def _own(
-        self, params: Params, gradient: Params, moments: Params, rate: Tensor, root: Tensor, silo: Params | None = None
+        self,
+        params: Params,
+        gradient: Params,
+        moments: Params,
+        rates: tuple[Tensor, Tensor],
+        root: Tensor,
+        silo: Params | None = None,
     ) -> tuple[Params, Params]:
-        """The parameters of latents, and the optimiser's state, after a step.
+        """The parameters of latents, and the optimiser's state, after a step. rates: of all, and the share for gains.
 
         Its gains are those of white noise, w in w R^-1 d with R = `root` of q(Z_G), so that a step means the same
         whatever the units of Z_G: in raw units it is nothing to a narrow one, and tears a wide one apart. silo: of
@@ -609,9 +618,10 @@ class StepBlock:
         params = _gains_times(params, root, spread)
         gradient = _gains_times(gradient, back.mT if root.dim() == 2 else back, 1 / spread)
         if "dense" in params:
-            params, moments = self.optimizer.step(params, gradient, moments, rate, local_units(params))
+            params, moments = self.optimizer.step(params, gradient, moments, rates[0], local_units(params))
         else:
-            params = natural_step(params, gradient, _NATURAL * self.optimizer.learning_rate * rate)
+            rate = _NATURAL * self.optimizer.learning_rate * rates[0]
+            params = natural_step(params, gradient, rate, rates[1])
         return _gains_times(params, back, 1 / spread), moments
 
     def observed(self, q: Params, value: Tensor, theta: Params, gradient: Tensor) -> Params:
@@ -644,8 +654,9 @@ class StepBlock:
         after = self.steps.step(q, inputs.eps[k], g.direct + g.path + held, inputs.schedule[k, 0])
         root = self.steps.root(q)
         local = {name: _by_record(value, inputs.weights) for name, value in g.local.items()}
-        record, record_moments = self._own(record, local, carry.record_moments, own_rate, root, silo)
-        silo, silo_moments = self._own(silo, g.silo, carry.silo_moments, own_rate, root)
+        gains = _QUIET / inputs.weights.square().sum().clamp(min=_QUIET)
+        record, record_moments = self._own(record, local, carry.record_moments, (own_rate, gains), root, silo)
+        silo, silo_moments = self._own(silo, g.silo, carry.silo_moments, (own_rate, torch.ones_like(gains)), root)
         # The silo's latents move along with the mean of Z_G, as their conditionals say they do: held back, they would
         # turn a Newton step on the marginal likelihood into a step of EM, which is slow where much is unobserved.
         silo, moved = reanchored_silo(silo, self.steps.loc(after) - self.steps.loc(q), self.n_silo)
@@ -808,9 +819,10 @@ def _gains_times(params: Params, root: Tensor, spread: Tensor) -> Params:
     return new
 
 
-def natural_step(params: Params, gradient: Params, rate: Tensor) -> Params:
-    """All of q(Z_L | Z_G, Z_S), a row a record, after a step along the natural gradient, gains as of white noise; no
-    longer than `_MEAN_STEP` sds for a mean and its gains, and `_SCALE_STEP` in logs for a scale and its own.
+def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor | float = 1.0) -> Params:
+    """All of q(Z_L | Z_G, Z_S), a row a record, after a step along the natural gradient, gains as of white noise and at
+    that share of the rate; no longer than `_MEAN_STEP` sds for a mean and its gains, and `_SCALE_STEP` in logs for a
+    scale and its own.
 
     With white noise u in Z_L = m + L u, Fisher's information is 1 for L^-1 dm and what dm follows Z_G by, and 1 below
     and 2 on the diagonal of L^-1 dL. Steps so need nothing to learn their lengths from, and come to rest where
@@ -823,12 +835,12 @@ def natural_step(params: Params, gradient: Params, rate: Tensor) -> Params:
     unit = unit_lower(params["lower"], n) if "lower" in params else None
     slopes: Params = {"loc": gradient["loc"].unsqueeze(-1)}
     slopes |= {name: gradient[name] for name in ("coupling", "scale_coupling") if name in params}
-    means: Params = {
-        name: rate * _turned(sd * slopes[name], unit, True) for name in ("loc", "coupling") if name in slopes
-    }
+    means: Params = {"loc": rate * _turned(sd * slopes["loc"], unit, True)}
+    if "coupling" in slopes:
+        means["coupling"] = rate * gains * _turned(sd * slopes["coupling"], unit, True)
     scales: Params = {"factor": rate * _factor_slope(gradient, params, unit)}
     if "scale_coupling" in slopes:
-        scales["scale_coupling"] = rate * slopes["scale_coupling"] / _scale_information(unit)
+        scales["scale_coupling"] = rate * gains * slopes["scale_coupling"] / _scale_information(unit)
     new = dict(params)
     for name, step in _shortened(means, _MEAN_STEP).items():
         new[name] = params[name] + (sd * _turned(step, unit, False)).reshape(params[name].shape)

@@ -469,7 +469,7 @@ def test_mass_elsewhere_is_told_where_q_has_not_settled(
     monkeypatch.setattr(weighing, "_SCOUTS", 0)
     said = _quiet(_sinusoid, _waves(), algorithm).convergence["reason"]
     assert settled in said
-    assert "begin at" not in said
+    assert "of the posterior's mass elsewhere" not in said
 
 
 @pytest.mark.parametrize("n_record", [1, 3])

@@ -129,7 +129,7 @@ def test_data_file_of_an_unknown_kind(cli: CommandLine) -> None:
         ("y[0],y[1]\n1,2\n3,nan\n", ("b.csv", "'y[1]'", "no number in 1 row (2)")),
         ("y[0],y[1]\n1,2\n3,\n", ("b.csv", "'y[1]'", "a gap in 1 row (2)", "fill them")),
         ("y[0],y[1]\n1,2\n3,3_12\n", ("b.csv", "'y[1]'", "no number in 1 row (2)")),
-        ('y[0],y[1]\n1,2\n3,"1,5"\n', ("b.csv", "'y[1]'", "no number in 1 row (2)")),
+        ('y[0],y[1]\n1,2\n3,"1,5"\n', ("b.csv", "'y[1]'", "a comma in a number in 1 row (2)")),
         (
             "y[0],y[1],record_id\n1,2,9007199254740993\n",
             ("b.csv", "'record_id'", "no whole number of at most 15 digits"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import CommandLine
+from markupsafe import escape
 from programs import make_intercepts
 
 import secure_fvi as sf
@@ -193,7 +194,7 @@ def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code:
     assert reason in answer.out.replace("\n", " ")
     html = (out / "report.html").read_text()
     assert f"<b>{standing}</b>" in html
-    assert f"{standing.capitalize()}: {reason}" in html
+    assert f"{standing.capitalize()}: {escape(reason)}" in html
     assert snapshot(out)["convergence"] == f"{standing}: {reason}"
     assert cli.run("--resume").code == code
 
