@@ -819,7 +819,7 @@ def _gains_times(params: Params, root: Tensor, spread: Tensor) -> Params:
     return new
 
 
-def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor | float = 1.0) -> Params:
+def natural_step(params: Params, gradient: Params, rate: Tensor, gains: Tensor) -> Params:
     """All of q(Z_L | Z_G, Z_S), a row a record, after a step along the natural gradient, gains as of white noise and at
     that share of the rate; no longer than `_MEAN_STEP` sds for a mean and its gains, and `_SCALE_STEP` in logs for a
     scale and its own.

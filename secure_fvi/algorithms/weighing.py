@@ -616,11 +616,10 @@ def elsewhere(
 
     By the balance heuristic: each point, a draw or a scout, is weighed by the density of all of them together.
     """
-    shares, best = _shares_of_scouts(at, joint, parts, draws, told, log_drawn), -1
-    if len(shares):
-        best = int(shares.argmax())
-    if best < 0 or not float(shares.sum()) > _MISSED:  # not so either where none could be told
+    shares = _shares_of_scouts(at, joint, parts, draws, told, log_drawn)
+    if not float(shares.sum()) > _MISSED:  # not so either where there are none, or none could be told
         return None
+    best = int(shares.argmax())
     z = at.scouts[best]
     far, nats = float(sds_from(parts, z[None])), float(joint[best - len(at.scouts)] - joint[0])
     return Other(far, nats, z, float(shares.sum()))
