@@ -18,6 +18,7 @@ from secure_fvi.cli.data import data
 from secure_fvi.cli.fit import fit
 from secure_fvi.cli.flare import flare
 from secure_fvi.cli.keys import keys
+from secure_fvi.cli.poc import poc
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.run import run
 from secure_fvi.cli.serving import holder, server, silo
@@ -90,7 +91,7 @@ def cli() -> None:
 
 
 for _command in (
-    audit, audit_log, budget, compare, data, fit, flare, holder, keys, policy, run, server, silo, status, watch,
+    audit, audit_log, budget, compare, data, fit, flare, holder, keys, poc, policy, run, server, silo, status, watch,
 ):  # fmt: skip
     cli.add_command(_command)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from secure_fvi.cli.keys_roster import roster
-from secure_fvi.cli.keys_shared import home_option, open_home, passphrase, unsealed_option
+from secure_fvi.cli.keys_shared import home_option, install_files, open_home, passphrase, unsealed_option
 
 FILE = click.Path(path_type=Path)
 
@@ -58,12 +58,7 @@ def init(
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def install(files: tuple[Path, ...], home: Path, debug: bool) -> None:
     """Put FILES that came from others into this site's folder: a roster, signatures, successions. Each is checked."""
-    from secure_fvi.deployment.keeping import install as put
-    from secure_fvi.deployment.names import now
-
-    opened = open_home(home)
-    for path in files:
-        click.echo(f"{path}: {put(opened, path, now())}")
+    install_files(open_home(home), files)
 
 
 @keys.command()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from secure_fvi.cli.keys_shared import code_option, confirm, home_option, open_home
+from secure_fvi.cli.keys_shared import code_option, confirm, home_option, install_files, open_home
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.consortium import ConsortiumRoster
@@ -96,16 +96,21 @@ def show(file: Path, debug: bool) -> None:
 
 
 @roster.command()
+@click.argument("file", required=False, type=FILE)
 @home_option
 @code_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def sign(home: Path, yes_code: str | None, debug: bool) -> None:
-    """Sign the newest installed roster, once all members have read the same code to each other."""
+def sign(file: Path | None, home: Path, yes_code: str | None, debug: bool) -> None:
+    """Sign the roster in FILE, or the newest installed one, once all members have read the same code to each other.
+
+    FILE is installed first, as by `keys install`.
+    """
     from secure_fvi.deployment.consortium import parse_roster
     from secure_fvi.deployment.keeping import sign as sign_installed
     from secure_fvi.deployment.names import now, read_bytes
 
     opened = open_home(home)
+    install_files(opened, () if file is None else (file,))
     path = opened.newest_roster_file()
     found = parse_roster(read_bytes(path, "the roster"), f"'{path}'")
     opened.check_own(found)
@@ -116,14 +121,20 @@ def sign(home: Path, yes_code: str | None, debug: bool) -> None:
 
 
 @roster.command()
+@click.argument("signatures", nargs=-1, type=FILE)
 @home_option
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def verify(home: Path, debug: bool) -> None:
-    """Check the newest installed roster with its signatures and put it in force; older ones are refused then."""
+def verify(signatures: tuple[Path, ...], home: Path, debug: bool) -> None:
+    """Check the newest installed roster with its signatures and put it in force; older ones are refused then.
+
+    SIGNATURES that came from others are installed first, as by `keys install`.
+    """
     from secure_fvi.deployment.keeping import accept
     from secure_fvi.deployment.names import now
 
-    found = accept(open_home(home), now())
+    opened = open_home(home)
+    install_files(opened, signatures)
+    found = accept(opened, now())
     click.echo(f"roster {found.serial} of '{found.consortium}' is in force: signed by {', '.join(found.members)}")
     click.echo(f'for the policy: rosters = ["{found.hash.hex()}"]')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,15 @@ def open_home(path: Path) -> Home:
             err=True,
         )
     return opened
+
+
+def install_files(home: Home, files: Iterable[Path]) -> None:
+    """Put what came from others into the site's folder, and say what each file was."""
+    from secure_fvi.deployment.keeping import install
+    from secure_fvi.deployment.names import now
+
+    for path in files:
+        click.echo(f"{path}: {install(home, path, now())}")
 
 
 def confirm(code: str, given: str | None, question: str) -> None:

@@ -1,0 +1,396 @@
+"""`secure-fvi poc`: a consortium of processes on this machine, made and run by the commands that institutions type.
+
+Nothing here joins or fits: `plan` is a list of lines to be typed and of files to be handed over, and `poc` types them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from secure_fvi.errors import InputError, SecureFVIError
+
+FILE = click.Path(path_type=Path)
+HUB, HOME, PASSPHRASE, LOOPBACK = "hub", "site", "passphrase", "127.0.0.1"
+#: What everybody sets before the first command, beside the words of `plan`.
+SETTINGS = {"SECURE_FVI_HOME": HOME, "SECURE_FVI_KEY_FILE": PASSPHRASE}
+NAMES = ("north", "south", "east", "west", "coast", "hills", "lakes", "plains", "isles", "dales")
+FORMULA, FAMILY = "wheeze ~ smoke + age + (1 | child)", "bernoulli"
+DICTIONARY = """\
+format = 1
+
+[columns.wheeze]
+kind = "boolean"
+
+[columns.smoke]
+kind = "boolean"
+levels = ["no", "yes"]
+
+[columns.age]
+kind = "number"
+unit = "years"
+low = 7
+high = 10
+
+[columns.child]
+kind = "id"
+"""
+_NEEDED = ("grpc", "formulaic", "matplotlib")
+_BEHIND = " 2> silo.log &"
+_REFUSED, _NOT_CONVERGED = 1, 4
+
+
+class Typed(NamedTuple):
+    """A line that somebody at `who` types, in that institution's folder. shown: whether `poc` prints what it says."""
+
+    who: str
+    line: str
+    shown: bool = False
+    ends: tuple[int, ...] = (0,)  # exit codes
+
+    def __str__(self) -> str:
+        return f"{self.who}$ {self.line}"
+
+
+class Handed(NamedTuple):
+    """Files of the giver's folder that the others get, into theirs: by mail, say."""
+
+    giver: str
+    takers: tuple[str, ...]
+    files: str
+
+    def __str__(self) -> str:
+        return f"{self.giver} -> {', '.join(self.takers)}: {self.files}"
+
+
+class Section(NamedTuple):
+    title: str
+    steps: tuple[Typed | Handed, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *(f"  {step}" for step in self.steps)])
+
+
+def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443) -> list[Section]:
+    """What is typed from nothing to a finished job. tables: by site, the file in its folder. The last agrees late."""
+    sites, address = tuple(tables), f"{host}:{port}"
+    first, late = sites[0], sites[-1]
+    everybody = (HUB, *sites)
+
+    def at_each(names: Sequence[str], line: str, shown: Sequence[str] = ()) -> list[Typed]:
+        return [Typed(name, line.format(site=name, table=tables.get(name)), name in shown) for name in names]
+
+    allow = "secure-fvi policy allow job.toml --data {table} --without-dp"
+    offer = f"secure-fvi server start job.toml --out run --listen {address}"
+    log = "audit-log.sqlite"
+    evidence = f"secure-fvi audit-log verify {HOME}/{log} --roster {HOME}/rosters/1.toml --against {log}"
+    return [
+        Section("Each makes its keys, and hands its request to whoever writes the roster", (
+            Typed(HUB, f"secure-fvi keys init --id {HUB} --role server --address {host}"),
+            *at_each(sites, "secure-fvi keys init --id {site} --role silo"),
+            *(Handed(site, (HUB,), f"{HOME}/{site}.request.toml") for site in sites),
+        )),
+        Section("The hub writes the roster, and hands it out with the job", (
+            Typed(HUB, f"secure-fvi keys roster make {HOME}/{HUB}.request.toml *.request.toml "
+                       "--consortium study --out roster.toml"),
+            Handed(HUB, sites, "roster.toml job.toml"),
+        )),
+        Section("All read its code to each other by telephone; each answers y, and hands over its signature", (
+            *at_each(everybody, "secure-fvi keys roster sign roster.toml", (first,)),
+            *(Handed(site, (HUB,), f"{HOME}/rosters/1.sig/{site}.sig") for site in sites),
+        )),
+        Section("The hub hands all signatures out; each puts the roster in force", (
+            *at_each((HUB,), "secure-fvi keys roster verify *.sig"),
+            Handed(HUB, sites, f"{HOME}/rosters/1.sig/*.sig"),
+            *at_each(sites, "secure-fvi keys roster verify *.sig", (first,)),
+        )),
+        Section(f"Each site reads what the job discloses and answers y: all but {late}, for now",
+                tuple(at_each(sites[:-1], allow, (first,)))),
+        Section(f"Sites dial in, and the hub offers the job. {late}'s policy does not allow it: nothing is computed", (
+            *at_each(sites, f"secure-fvi silo start --server {address} --once{_BEHIND}"),
+            Typed(HUB, offer, True, (_REFUSED,)),
+        )),
+        Section(f"{late} has read it too; the hub offers the job again", (
+            *at_each((late,), allow),
+            Typed(HUB, offer, True, (0, _NOT_CONVERGED)),
+        )),
+        Section("What left each site, by its own log: bytes are counted, never kept", tuple(
+            at_each(everybody, "secure-fvi status", everybody))),
+        Section("Evidence: each site's log beside the hub's", (
+            Handed(HUB, sites, f"{HOME}/{log}"),
+            *at_each(sites, evidence, sites),
+        )),
+    ]  # fmt: skip
+
+
+@click.command()
+@click.option("--silos", type=click.IntRange(3, len(NAMES)), help="Made-up institutions; 3 unless given.")
+@click.option("--folder", default="runs/poc", show_default=True, type=FILE, help="What is made; new or empty.")
+@click.option("--data", "files", multiple=True, type=FILE, help="A site's own table (CSV, Parquet), three at least.")
+@click.option("--formula", help=f'What is fitted, such as "{FORMULA}".')
+@click.option("--family", help="gaussian, bernoulli, poisson, ordinal, ...")
+@click.option("--dictionary", type=FILE, help="What the columns of --data are (TOML).")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the job, such as seed=7.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8443, show_default=True, help="On 127.0.0.1.")
+@click.option("--plan", "only_plan", is_flag=True, help="Print what would be typed, and do nothing.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
+def poc(
+    silos: int | None,
+    folder: Path,
+    files: tuple[Path, ...],
+    formula: str | None,
+    family: str | None,
+    dictionary: Path | None,
+    overrides: tuple[str, ...],
+    port: int,
+    only_plan: bool,
+) -> None:
+    """Join several institutions on this machine and run a job between them: a server and a process a site, as in life.
+
+    Prints who types which command and which file goes to whom, runs just that, and leaves a folder an institution.
+    Tables are made up unless given. Everything stays on this machine.
+    """
+    if files and (formula is None or dictionary is None):
+        raise InputError(
+            "--data needs --formula and --dictionary; `secure-fvi data describe TABLE` drafts a dictionary"
+        )
+    if files and (len(files) < 3 or silos not in (None, len(files))):
+        raise InputError(f"--data names {len(files)} tables; give one a site, of 3 sites or more")
+    if not files and dictionary is not None:
+        raise InputError("--dictionary is of tables: give these too, by --data")
+    sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path())
+    tables = {site: f"{site}{path.suffix or '.csv'}" for site, path in sites.items()}
+    sections = plan(tables, port=port)
+    if only_plan:
+        click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
+        return
+    if missing := [name for name in _NEEDED if not _there(name)]:
+        raise ModuleNotFoundError(name=missing[0])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"'{folder}' is in use; give another --folder, or remove it")
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        raise InputError(f"port {port} of this machine is taken; give another --port") from None
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        if not files:
+            sites = {site: _made_up(Path(scratch), site, k) for k, site in enumerate(sites)}
+            dictionary = Path(scratch) / "dictionary.toml"
+            dictionary.write_text(DICTIONARY)
+        assert dictionary is not None
+        job = _job(sites, formula or FORMULA, family or (None if formula else FAMILY), dictionary, overrides)
+        try:
+            for who in (HUB, *sites):
+                (folder / who).mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            raise InputError(f"cannot make '{folder}': {error.strerror}") from None
+        for who in (HUB, *sites):
+            (folder / who / PASSPHRASE).touch(mode=0o600)
+            (folder / who / PASSPHRASE).write_text(secrets.token_hex(16) + "\n")
+        for site, path in sites.items():
+            shutil.copyfile(path, folder / site / tables[site])
+        (folder / HUB / "job.toml").write_text(job)
+    click.echo(_opening(tables))
+    with _Machines(folder) as machines:
+        for section in sections:
+            click.echo(f"\n{section.title}")
+            for _, steps in groupby(section.steps, _what):
+                machines.carry_out(list(steps))
+    own = [step for section in sections for step in section.steps if step[0] == list(sites)[-1]]
+    typed = sum(isinstance(step, Typed) for step in own)
+    click.echo(
+        f"\nEach site has typed {typed} commands and handed over {len(own) - typed} files; all in "
+        f"{time.monotonic() - began:.0f} s. The report: {folder / HUB / 'run' / 'report.html'}. The folders stay: "
+        f"{', '.join(str(folder / who) for who in (HUB, *sites))}"
+    )
+
+
+def _what(step: Typed | Handed) -> object:
+    """The same of lines that several institutions type, each when it likes."""
+    return step.line.split()[1:4] if isinstance(step, Typed) else step
+
+
+def _there(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def _names(files: Sequence[Path]) -> dict[str, Path]:
+    """Tables by site: each is called as its file is, where that can be. Raises InputError for one that is not there."""
+    from secure_fvi.deployment.names import check_id
+
+    if gone := [path for path in files if not path.is_file()]:
+        raise InputError(f"--data: no file '{gone[0]}'")
+    names = [path.stem for path in files]
+    with contextlib.suppress(ValueError):
+        if len({HUB, *map(check_id, names)}) == len(names) + 1:
+            return dict(zip(names, files, strict=True))
+    return {f"site-{k + 1}": path for k, path in enumerate(files)}
+
+
+def _made_up(folder: Path, site: str, at: int) -> Path:
+    """A clinic's children, seen at one to four visits each."""
+    import math
+
+    rng, rows = random.Random(at + 1), ["child,age,smoke,wheeze"]
+    for child in range(40 + 15 * (at % 3)):
+        own, smoke = rng.gauss(0, 1.5), rng.random() < 0.4
+        for age in rng.sample(range(7, 11), rng.randint(1, 4)):
+            p = 1 / (1 + math.exp(-(own - 1 + smoke - 0.2 * (age - 9))))
+            rows.append(f"c{child},{age},{'yes' if smoke else 'no'},{int(rng.random() < p)}")
+    path = folder / f"{site}.csv"
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def _job(sites: dict[str, Path], formula: str, family: str | None, dictionary: Path, overrides: Sequence[str]) -> str:
+    """The job as the hub writes it. Raises InputError and DataError for tables that it does not fit, by site."""
+    from secure_fvi.dictionary import read_dictionary
+    from secure_fvi.runs import wording
+    from secure_fvi.runs.config import override, parse
+    from secure_fvi.runs.records import formula_model, formula_rows
+
+    table: dict[str, Any] = {
+        "model": {
+            "formula": formula,
+            **({"family": family} if family else {}),
+            "options": {},
+            "dictionary": read_dictionary(dictionary).to_table(),
+        },
+        "silo": [{"id": site, "data": str(path)} for site, path in sites.items()],
+        "run": {"compile": False},
+    }
+    for text in overrides:
+        override(table, text)
+    config = parse(table, "the job")
+    model = formula_model(config.model)
+    laid = model.prepared({silo.id: formula_rows(silo, "--data", model) for silo in config.silo})
+    some = next(iter(laid.values()))
+    most = {"rows": some["present"].shape[1]} if model.record_label else {}
+    most |= {t.of.label: some[f"n{k}"] for k, t in enumerate(model.of.terms) if t.place == "silo"}
+    options = config.model.options
+    options = {**options, **({"most": {**most, **options.get("most", {})}} if most else {})}
+    said = config.model.model_copy(update={"options": options})
+    formula_model(said).check_apart()
+    table["model"]["options"] = options
+    table["silo"] = [{"id": site, "data": "at-site"} for site in sites]
+    return wording.dumps(table)
+
+
+def _opening(tables: dict[str, str]) -> str:
+    had = "; ".join(f"{site} has {table}" for site, table in tables.items())
+    settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+    return (
+        f"Each institution has a folder. {HUB}, which runs the server, has written job.toml; {had}; each has a "
+        f"passphrase of its own in the file {PASSPHRASE}.\n"
+        "`north$ ...` is typed at north, in its folder; `north -> hub: FILE` is handed over, by mail say. Each first "
+        f"types:\n  export {settings}"
+    )
+
+
+class _Machines:
+    """The institutions: lines are typed in their folders, here. Ends all that was started when it is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        self._silos: dict[str, subprocess.Popen[str]] = {}
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("SECURE_FVI_")} | SETTINGS
+
+    def __enter__(self) -> _Machines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.terminate()
+        for process in self._started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def carry_out(self, steps: Sequence[Typed | Handed]) -> None:
+        """What is typed or handed over at one time. Raises SecureFVIError where a command does not end as it should."""
+        begun = [self._start(step) if isinstance(step, Typed) else None for step in steps]
+        for step, process in zip(steps, begun, strict=True):
+            click.echo(f"  {step}")
+            if isinstance(step, Handed):
+                self._hand(step)
+            elif process is not None:
+                self._follow(step, process)
+
+    def _hand(self, step: Handed) -> None:
+        for path in _matching(self._folder / step.giver, step.files.split()):
+            for taker in step.takers:
+                shutil.copy(self._folder / step.giver / path, self._folder / taker)
+
+    def _start(self, step: Typed) -> subprocess.Popen[str] | None:
+        """The process of a line, whose questions are answered y; None where it goes on by itself, as a silo's does."""
+        where, behind = self._folder / step.who, step.line.endswith(_BEHIND)
+        words = _matching(where, shlex.split(step.line.removesuffix(_BEHIND))[1:])
+        with (where / "silo.log").open("w") if behind else contextlib.nullcontext(subprocess.PIPE) as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from secure_fvi.cli import main; main()", *words],
+                cwd=where, env=self._environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                text=True,
+            )  # fmt: skip
+        self._started.append(process)
+        if behind:
+            self._silos[step.who] = process
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as answers:
+            answers.write("y\n")
+        return None if behind else process
+
+    def _follow(self, step: Typed, process: subprocess.Popen[str]) -> None:
+        """To the end of what was typed; what it says is shown."""
+        threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+        last = ""
+        assert process.stdout is not None
+        with process.stdout as said:
+            for line in said:
+                last = line.strip() or last
+                if step.shown:
+                    click.echo("    " + line.rstrip().replace("[y/N]: ", "[y/N]: y\n    "))
+        why = last or "it says nothing"
+        if process.wait() in step.ends:
+            return
+        for who in self._failed():
+            log = (self._folder / who / "silo.log").read_text().strip().splitlines()
+            step, why = Typed(who, "secure-fvi silo start"), log[-1] if log else why
+        raise SecureFVIError(f"{step}: {why.removeprefix('secure-fvi: ')} (what was made is in '{self._folder}')")
+
+    def _failed(self) -> list[str]:
+        return [who for who, process in self._silos.items() if process.poll()]
+
+    def _watch(self, process: subprocess.Popen[str]) -> None:
+        """A server waits for whoever is away: where a site's process has failed, that would be for good."""
+        while process.poll() is None:
+            if self._failed():
+                process.terminate()
+                return
+            time.sleep(0.2)
+
+
+def _matching(folder: Path, words: Sequence[str]) -> list[str]:
+    """As a shell does it: a pattern stands for the files in `folder` that match."""
+    found = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if "*" in w else [w] for w in words]
+    return [name for names in found for name in names]
