@@ -16,10 +16,8 @@ import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ import click
 import pytest
 
 from secure_fvi.cli import cli
+from secure_fvi.cli.poc import HUB, NAMES, SETTINGS, plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
@@ -53,9 +52,9 @@ SLOW = (
     "docs/vertical.md",
 )
 #: Run below by tests of their own, which look at what came out.
-LOOKED_AT = ("docs/deployment.md", "docs/end-to-end.md")
+LOOKED_AT = ("docs/end-to-end.md",)
 NOT_RUN = {
-    "docs/distributed.md": "names machines that are not here; docs/deployment.md has the same commands and is run",
+    "docs/distributed.md": "names machines that are not here; tests/deployment/test_poc.py types the same commands",
     "docs/flare.md": "names machines that are not here; tests/deployment/test_flare.py starts FLARE",
 }
 
@@ -63,8 +62,8 @@ NOT_RUN = {
 SAYS = {
     "docs/provisioning.md": {
         "roster signed by all, certificate in force": 1,
-        "data sets: cohort": 1,
-        "is in force: signed by east, hub, north, south": 4,
+        "data sets: data": 1,
+        "is in force: signed by east, hub, north, south": 1,
     },
 }
 
@@ -248,14 +247,16 @@ def test_links_lead_somewhere() -> None:
     assert _dead(ROOT / "docs" / "index.md", wrong) == ["nowhere.md", "glossary.md#nothing", "#nothing"]
 
 
-def test_an_institution_types_nine_commands_and_hands_over_two_files() -> None:
-    """Of the shortest way from nothing to a job by formula, as the page has it."""
-    (block,) = [b for b in _blocks(PAGES["docs/formula.md"].read_text(), "sh") if "silo start" in b]
-    lines = [line.strip() for line in block.splitlines()]
-    typed = [line for line in lines if line.startswith("secure-fvi ") and ("$site" in line or "explain" in line)]
-    assert [line.split()[1] for line in typed].count("silo") == 1
-    assert len(typed) <= 9
-    assert len([line for line in lines if line.startswith("hand $site/")]) == 2
+def test_deployment_types_what_poc_types() -> None:
+    """Line by line, the hub and the first site. That the job is poc's is in `test_poc.py`."""
+    text = PAGES["docs/deployment.md"].read_text()
+    lines = [line for block in _blocks(text, "console") for line in block.splitlines()]
+    steps = [step for part in plan({s: f"{s}.csv" for s in NAMES[:3]}) for step in part.steps]
+    typed = list(dict.fromkeys(str(step) for step in steps if step[0] in (HUB, "north")))  # the job is offered twice
+    assert lines[0] == "north$ export " + " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+    for who in (HUB, "north"):
+        assert [line for line in lines[1:] if line.startswith(who)] == [line for line in typed if line.startswith(who)]
+    assert len(lines) == len(typed) + 1
 
 
 def test_no_page_promises_a_package_on_an_index() -> None:
@@ -283,40 +284,3 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert any("the budget of data set 'data' is epsilon 3" in text for text in refusals)
     assert done.stdout.count("' agree on ") == 3
     assert (tmp_path / "audit" / "audit.html").is_file()
-
-
-def _can() -> bool:
-    """Whether this process may make network namespaces, and other users may run this Python."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("setpriv"):
-        return False
-    # `env` between them, as on the page: setpriv itself still has root's capabilities when it looks for the program.
-    user = ["setpriv", "--reuid", "21001", "--regid", "21001", "--clear-groups", "env"]
-    if subprocess.run([*user, sys.executable, "-c", ""], capture_output=True, check=False, cwd="/").returncode != 0:
-        return False
-    made = subprocess.run(["ip", "netns", "add", "fvi-probe"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "del", "fvi-probe"], capture_output=True, check=False)
-    return made
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder that other users may enter: pytest's own are for one user."""
-    path = Path(tempfile.mkdtemp(prefix="fvi-"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
-    for site in ("hub", "north", "south", "east"):
-        subprocess.run(["ip", "netns", "del", f"fvi-{site}"], capture_output=True, check=False)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not _can(), reason="needs root, ip, setpriv, and a Python that all may run")
-def test_deployment(folder: Path) -> None:
-    """A user and a network namespace for each institution; the page's own job converges."""
-    done = _run("docs/deployment.md", folder, 900)
-    result = json.loads((folder / "hub" / "run" / "result.json").read_text())
-    assert result["converged"] is True
-    assert result["silos"] == ["east", "north", "south"]
-    status = json.loads((folder / "north-status.json").read_text())
-    assert [job["state"] for job in status["jobs"]] == ["finished, converged"]
-    assert done.stdout.count("' agree on ") == 3

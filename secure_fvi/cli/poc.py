@@ -194,6 +194,7 @@ def poc(
             sites = {site: _made_up(Path(scratch), site, k) for k, site in enumerate(sites)}
             dictionary = Path(scratch) / "dictionary.toml"
             dictionary.write_text(DICTIONARY)
+            overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
         assert dictionary is not None
         job = _job(sites, formula or FORMULA, family or (None if formula else FAMILY), dictionary, overrides)
         try:
@@ -276,7 +277,6 @@ def _job(sites: dict[str, Path], formula: str, family: str | None, dictionary: P
             "dictionary": read_dictionary(dictionary).to_table(),
         },
         "silo": [{"id": site, "data": str(path)} for site, path in sites.items()],
-        "run": {"compile": False},
     }
     for text in overrides:
         override(table, text)
