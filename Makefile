@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo test coverage slow pythons lowest experiments mutants leakage gallery lint types house benchmark gpu docs fuzz wheel release clean
+.PHONY: demo poc test coverage slow pythons lowest experiments mutants leakage gallery lint types house benchmark gpu docs fuzz wheel release clean
 
 # Exact versions, each file by its hash; nothing is built from what is not in the lock.
 LOCKED := install -q --require-hashes --no-deps -r
@@ -23,6 +23,11 @@ demo: .venv/.installed
 	rm -rf runs/demo
 	$(BIN)/secure-fvi run examples/six_cities.toml --out runs/demo
 	$(BIN)/secure-fvi compare runs/demo
+
+# Three institutions and a server, each a process, joined as they would be between machines.
+poc: .venv/.installed
+	rm -rf runs/poc
+	$(BIN)/secure-fvi poc
 
 # Two workers on two cores: a second thread in either would wait for the other's.
 test: .venv/.installed
