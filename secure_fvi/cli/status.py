@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 @click.pass_context
 def status(context: click.Context, home: Path, as_json: bool, serve: str | None, patience: float, debug: bool) -> None:
-    """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read.
+    """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read; at the server's, at
+    which round the job that runs is, and for whom it waits since when.
 
     It reads the site's files alone and needs no key. Exits 1 where something cannot be read or does not hang together.
     """
@@ -67,6 +68,7 @@ def _plain(found: Status) -> dict[str, Any]:
             }
             for job in found.jobs
         ],
+        "going": found.going._asdict() if found.going else None,
         "budgets": [budget._asdict() for budget in found.budgets],
         "expiring": list(found.expiring),
         "problems": list(found.problems),
@@ -74,6 +76,7 @@ def _plain(found: Status) -> dict[str, Any]:
 
 
 def _text(found: Status) -> str:
+    from secure_fvi.deployment.names import format_time, now, printable
     from secure_fvi.deployment.status import state_of
 
     lines = [f"'{found.id}', {found.role}, roster {found.roster or 'none'}"]
@@ -84,6 +87,12 @@ def _text(found: Status) -> str:
             f"  job {job.job}: {state_of(job)}{reason}{epsilon}, {job.exchanges} messages, "
             f"{job.bytes_received} bytes in, {job.bytes_sent} out"
         )
+    if (going := found.going) is not None:
+        of = f"round {going.round} of at most {going.rounds} ({going.phase})" if going.rounds else going.phase
+        whom = f"waits for {', '.join(going.waiting)}" if going.waiting else "at work"
+        lines.append(f"  now '{printable(going.name, 200)}', job {going.job}: {of}; {whom} since {going.since}")
+    elif found.last and found.quiet(now()):
+        lines.append(f"  newest row of the log: {format_time(found.last)}")
     lines += [f"  budget of '{b.data_set}': {b.remaining:.3f} left of epsilon {b.epsilon:.3f}" for b in found.budgets]
     lines += [f"! {line}" for line in (*found.expiring, *found.problems)]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.fence import model_for
+from secure_fvi.deployment.going import Teller
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
@@ -224,11 +225,14 @@ class Hub:
             self.offer.job, self._patience, [self._holder] if self._holder else [],
         )  # fmt: skip
         self.engine.watch = self._write_down
+        name = f"{federation.folder.path.resolve().name}: {federation.description}"
+        self._teller = Teller(home.path, self.offer.job, name, self.engine.waiting)
         _log.info("listening at port %d", self.engine.port)
         write_atomically(self._kept / "port", str(self.engine.port).encode())
 
     def close(self) -> None:
         """Let go of the port and of files; the job may go on later."""
+        self._teller.close()
         self.engine.close()
         (self._kept / "port").unlink(missing_ok=True)
         self._trail.close()
@@ -260,6 +264,7 @@ class Hub:
                 self._checkpoints, resume=True, block=Books().block, began=began,
             )  # fmt: skip
             for progress in going:
+                self._teller.round(progress.round, progress.max_rounds, progress.phase)
                 if self._on_round is not None:
                     self._on_round(progress)
             result = going.result()

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from secure_fvi.deployment.going import Going, read_going, seconds_since
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.names import now as clock
@@ -47,6 +48,7 @@ class Status(NamedTuple):
     budgets: tuple[BudgetLeft, ...]
     expiring: tuple[str, ...]
     problems: tuple[str, ...]  # files that cannot be read or do not hang together
+    going: Going | None = None  # at a server's, while its process runs
 
     def quiet(self, now: datetime.datetime) -> float:
         """Seconds since the log's newest row; 0 where no job is open."""
@@ -78,7 +80,8 @@ class Reader:
         soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON) if needed), ())
         last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None
         jobs = tuple(self._chain.jobs.values())
-        return Status(self.home.id, self.home.role, roster, jobs, last, budgets, soon, tuple(problems))
+        going = read_going(self.home.path)
+        return Status(self.home.id, self.home.role, roster, jobs, last, budgets, soon, tuple(problems), going)
 
     def _follow(self) -> None:
         if not self.home.log_file.exists():
@@ -125,6 +128,13 @@ class SiteCollector(Collector):
         quiet = GaugeMetricFamily("secure_fvi_quiet_seconds", "Since the log's newest row, while a job is open")
         quiet.add_metric([], status.quiet(now))
         yield quiet
+        rounds = GaugeMetricFamily("secure_fvi_round", "Rounds that are over of the job that runs", labels=labels)
+        waited = GaugeMetricFamily("secure_fvi_waiting_seconds", "Since a member was asked", labels=["member"])
+        if (going := status.going) is not None:
+            rounds.add_metric([going.job], going.round)
+            for member in going.waiting:
+                waited.add_metric([member], seconds_since(going, now))
+        yield from (rounds, waited)
         left = GaugeMetricFamily(
             "secure_fvi_budget_remaining_epsilon", "Left of a data set's budget", labels=["data_set"]
         )

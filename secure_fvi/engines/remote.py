@@ -61,6 +61,10 @@ class Remote(Transport):
                 self.watch({party: message}, replies)
         return replies[party]
 
+    def waiting(self) -> tuple[int, list[str]]:
+        """The number of the exchange that is open, and who has not answered it; for any thread."""
+        return self.exchanges, sorted(set(self._asked) - set(self._answers))
+
     def _settled(self, began: float) -> bool:
         """Whether the exchange is over. Under `drop` it also ends with the deadline, given enough answers."""
         missing = self._asked.keys() - self._answers.keys()

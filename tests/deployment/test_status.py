@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+from consortium_run import Job, Sites
 from deployment_world import DAY, NOW, World
 from prometheus_client.parser import text_string_to_metric_families
 
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
+from secure_fvi.deployment.going import Teller, read_going
+from secure_fvi.deployment.names import now
 from secure_fvi.deployment.policy import read_policy, write_template
 from secure_fvi.deployment.status import Monitor, Reader
 from secure_fvi.deployment.trail import Exchange, JobEntry
@@ -129,3 +138,51 @@ def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
         assert "write HOST:PORT" in capsys.readouterr().err
     with pytest.raises(InputError, match="cannot listen"):
         Monitor(busy.homes["north"], ("192.0.2.1", 1))
+
+
+@pytest.mark.slow
+def test_the_servers_tells_the_round_and_for_whom_it_waits_since_when(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untraced: None
+) -> None:
+    """East dials in late: its name is there until it does. The control is what is said once the job has ended."""
+    monkeypatch.setattr("secure_fvi.deployment.going._SECONDS", 0.02)
+    command = importlib.import_module("secure_fvi.cli.status")  # the name in its package is the command's
+    reader, said, inner = Reader(world.homes["hub"]), list[str](), Sites._run
+
+    def until(words: str) -> None:
+        last = time.monotonic() + 30
+        while time.monotonic() < last and not (said and words in said[-1]):
+            time.sleep(0.1)
+            said.append(command._text(reader.read(now())))
+
+    def late(self: Sites, silo: str) -> None:
+        if silo == "east":
+            until("joining; waits for east since 20")
+        inner(self, silo)
+
+    monkeypatch.setattr(Sites, "_run", late)
+    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"})
+    job.run(on_round=lambda progress: until(f"round {progress.round} of at most 2 ("))
+    told = "\n".join(said)
+    assert "now 'remote: " in told
+    assert "joining; waits for east since 20" in told
+    assert all(f"round {k} of at most 2 (" in told for k in (1, 2))
+    assert "at work since 20" in said[-1]
+    assert ("now '" in command._text(reader.read(now())), read_going(reader.home.path)) == (False, None)
+
+
+def test_what_a_process_that_has_ended_left_is_not_said(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    teller = Teller(tmp_path, "one", "run", lambda: (1, ["east"]))
+    while (found := read_going(tmp_path)) is None:
+        time.sleep(0.01)
+    assert (found.job, found.waiting, found.process) == ("one", ("east",), os.getpid())
+    held = json.loads((tmp_path / "going.json").read_text())
+    (tmp_path / "going.json").write_text(json.dumps(held | {"process": gone.pid}))
+    assert read_going(tmp_path) is None
+    for damaged in ("", "[]", "{}", json.dumps(held | {"more": 1})):
+        (tmp_path / "going.json").write_text(damaged)
+        assert read_going(tmp_path) is None
+    teller.close()
+    assert not (tmp_path / "going.json").exists()
