@@ -18,13 +18,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from secure_fvi.errors import InputError, SecureFVIError
+
+if TYPE_CHECKING:
+    from secure_fvi.runs.config import Config
 
 FILE = click.Path(path_type=Path)
 HUB, HOME, PASSPHRASE, LOOPBACK = "hub", "site", "passphrase", "127.0.0.1"
@@ -87,8 +91,9 @@ class Section(NamedTuple):
         return "\n".join([self.title, *(f"  {step}" for step in self.steps)])
 
 
-def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443) -> list[Section]:
-    """What is typed from nothing to a finished job. tables: by site, the file in its folder. The last agrees late."""
+def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, function: str | None = None) -> list[Section]:
+    """What is typed from nothing to a finished job. tables: by site, the file in its folder; function: as FILE.py:NAME,
+    where the model is no formula. The last site agrees late."""
     sites, address = tuple(tables), f"{host}:{port}"
     first, late = sites[0], sites[-1]
     everybody = (HUB, *sites)
@@ -96,7 +101,8 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443) -> list
     def at_each(names: Sequence[str], line: str, shown: Sequence[str] = ()) -> list[Typed]:
         return [Typed(name, line.format(site=name, table=tables.get(name)), name in shown) for name in names]
 
-    allow = "secure-fvi policy allow job.toml --data {table} --without-dp"
+    own, files = (f" --function {function}", f" {function.rpartition(':')[0]}") if function else ("", "")
+    allow = f"secure-fvi policy allow job.toml --data {{table}}{own} --without-dp"
     offer = f"secure-fvi server start job.toml --out run --listen {address}"
     log = "audit-log.sqlite"
     evidence = f"secure-fvi audit-log verify {HOME}/{log} --roster {HOME}/rosters/1.toml --against {log}"
@@ -109,7 +115,7 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443) -> list
         Section("The hub writes the roster, and hands it out with the job", (
             Typed(HUB, f"secure-fvi keys roster make {HOME}/{HUB}.request.toml *.request.toml "
                        "--consortium study --out roster.toml"),
-            Handed(HUB, sites, "roster.toml job.toml"),
+            Handed(HUB, sites, f"roster.toml job.toml{files}"),
         )),
         Section("All read its code to each other by telephone; each answers y, and hands over its signature", (
             *at_each(everybody, "secure-fvi keys roster sign roster.toml", (first,)),
@@ -146,6 +152,7 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443) -> list
 @click.option("--formula", help=f'What is fitted, such as "{FORMULA}".')
 @click.option("--family", help="gaussian, bernoulli, poisson, ordinal, ...")
 @click.option("--dictionary", type=FILE, help="What the columns of --data are (TOML).")
+@click.option("--function", metavar="FILE.py:NAME", help="A Pyro model in place of a formula; needs bubblewrap.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the job, such as seed=7.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8443, show_default=True, help="On 127.0.0.1.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be typed, and do nothing.")
@@ -157,6 +164,7 @@ def poc(
     formula: str | None,
     family: str | None,
     dictionary: Path | None,
+    function: str | None,
     overrides: tuple[str, ...],
     port: int,
     only_plan: bool,
@@ -166,7 +174,9 @@ def poc(
     Prints who types which command and which file goes to whom, runs just that, and leaves a folder an institution.
     Tables are made up unless given. Everything stays on this machine.
     """
-    if files and (formula is None or dictionary is None):
+    if function is not None and (formula or family or dictionary or not files):
+        raise InputError("--function needs --data, and no formula, family or dictionary")
+    if files and function is None and (formula is None or dictionary is None):
         raise InputError(
             "--data needs --formula and --dictionary; `secure-fvi data describe TABLE` drafts a dictionary"
         )
@@ -176,12 +186,15 @@ def poc(
         raise InputError("--dictionary is of tables: give these too, by --data")
     sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path())
     tables = {site: f"{site}{path.suffix or '.csv'}" for site, path in sites.items()}
-    sections = plan(tables, port=port)
+    model = None if function is None else Path(function.rpartition(":")[0])
+    sections = plan(tables, port=port, function=function and Path(function).name)
     if only_plan:
         click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
         return
-    if missing := [name for name in _NEEDED if not _there(name)]:
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ModuleNotFoundError(name=missing[0])
+    if function is not None and shutil.which("bwrap") is None:
+        raise InputError("a model of one's own runs in a sandbox: apt-get install bubblewrap")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"'{folder}' is in use; give another --folder, or remove it")
     try:
@@ -195,8 +208,8 @@ def poc(
             dictionary = Path(scratch) / "dictionary.toml"
             dictionary.write_text(DICTIONARY)
             overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
-        assert dictionary is not None
-        job = _job(sites, formula or FORMULA, family or (None if formula else FAMILY), dictionary, overrides)
+        asked = {"formula": formula or FORMULA, "family": family or (None if formula else FAMILY)}
+        job = _job(sites, {"function": function} if function else asked, dictionary, overrides)
         try:
             for who in (HUB, *sites):
                 (folder / who).mkdir(mode=0o700, parents=True)
@@ -208,6 +221,8 @@ def poc(
         for site, path in sites.items():
             shutil.copyfile(path, folder / site / tables[site])
         (folder / HUB / "job.toml").write_text(job)
+        if model is not None:
+            shutil.copy(model, folder / HUB)
     click.echo(_opening(tables))
     with _Machines(folder) as machines:
         for section in sections:
@@ -226,12 +241,6 @@ def poc(
 def _what(step: Typed | Handed) -> object:
     """The same of lines that several institutions type, each when it likes."""
     return step.line.split()[1:4] if isinstance(step, Typed) else step
-
-
-def _there(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 def _names(files: Sequence[Path]) -> dict[str, Path]:
@@ -262,37 +271,47 @@ def _made_up(folder: Path, site: str, at: int) -> Path:
     return path
 
 
-def _job(sites: dict[str, Path], formula: str, family: str | None, dictionary: Path, overrides: Sequence[str]) -> str:
-    """The job as the hub writes it. Raises InputError and DataError for tables that it does not fit, by site."""
+def _job(
+    sites: dict[str, Path], model: dict[str, str | None], dictionary: Path | None, overrides: Sequence[str]
+) -> str:
+    """The job as the hub writes it. Raises InputError and DataError for tables that a formula does not fit, by site."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs import wording
     from secure_fvi.runs.config import override, parse
-    from secure_fvi.runs.records import formula_model, formula_rows
 
     table: dict[str, Any] = {
-        "model": {
-            "formula": formula,
-            **({"family": family} if family else {}),
-            "options": {},
-            "dictionary": read_dictionary(dictionary).to_table(),
-        },
+        "model": {key: said for key, said in model.items() if said is not None},
         "silo": [{"id": site, "data": str(path)} for site, path in sites.items()],
     }
+    if dictionary is not None:
+        table["model"] |= {"options": {}, "dictionary": read_dictionary(dictionary).to_table()}
     for text in overrides:
         override(table, text)
     config = parse(table, "the job")
-    model = formula_model(config.model)
+    if config.model.function is not None:
+        path, _, name = config.model.function.rpartition(":")
+        if not Path(path).is_file():
+            raise InputError(f"--function: no file '{path}'")
+        table["model"]["function"] = f"{Path(path).name}:{name}"
+    else:
+        table["model"]["options"] = _settled(config)
+    table["silo"] = [{"id": site, "data": "at-site"} for site in sites]
+    return wording.dumps(table)
+
+
+def _settled(config: Config) -> dict[str, Any]:
+    """The options of a formula, with the most rows of a record and groups of a silo that its tables come to."""
+    from secure_fvi.runs.records import formula_model, formula_rows
+
+    model, options = formula_model(config.model), config.model.options
     laid = model.prepared({silo.id: formula_rows(silo, "--data", model) for silo in config.silo})
     some = next(iter(laid.values()))
     most = {"rows": some["present"].shape[1]} if model.record_label else {}
     most |= {t.of.label: some[f"n{k}"] for k, t in enumerate(model.of.terms) if t.place == "silo"}
-    options = config.model.options
-    options = {**options, **({"most": {**most, **options.get("most", {})}} if most else {})}
-    said = config.model.model_copy(update={"options": options})
-    formula_model(said).check_apart()
-    table["model"]["options"] = options
-    table["silo"] = [{"id": site, "data": "at-site"} for site in sites]
-    return wording.dumps(table)
+    if most:
+        options = {**options, "most": {**most, **options.get("most", {})}}
+    formula_model(config.model.model_copy(update={"options": options})).check_apart()
+    return options
 
 
 def _opening(tables: dict[str, str]) -> str:

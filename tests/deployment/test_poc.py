@@ -131,12 +131,29 @@ def test_tables_of_ones_own(tmp_path: Path, tables: list[str], typed: list[Any])
     assert [s.line for s in typed if isinstance(s, Typed) and "allow" in s.line][-1].split()[-2] == "three.csv"
 
 
+def test_a_model_of_ones_own_goes_to_all_and_is_named_by_each(
+    tmp_path: Path, tables: list[str], typed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    model, folder = tmp_path / "m.py", tmp_path / "made"
+    model.write_text("def f(y): ...\n")
+    words = ["poc", "--folder", str(folder), "--port", str(_free()), *tables[:6], "--function", f"{model}:f"]
+    assert CliRunner().invoke(cli, words, catch_exceptions=False).exit_code == 0
+    assert read(folder / HUB / "job.toml").model.function == str(folder / HUB / "m.py:f")
+    assert (folder / HUB / "m.py").read_text() == model.read_text()
+    assert "roster.toml job.toml m.py" in [s.files for s in typed if isinstance(s, Handed)]
+    allowed = [s.line for s in typed if isinstance(s, Typed) and "allow" in s.line]
+    assert all(line.endswith(" --function m.py:f --without-dp") for line in allowed)
+    assert len(allowed) == len(OWN)
+
+
 def test_what_is_wrong_is_one_line_and_nothing_is_made(
     tmp_path: Path, tables: list[str], typed: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The control is the test above."""
     port, folder, used = str(_free()), tmp_path / "made", tmp_path / "used"
     used.mkdir()
+    sandboxed = shutil.which("bwrap")
     (used / "mine").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for words, said in (
@@ -147,6 +164,8 @@ def test_what_is_wrong_is_one_line_and_nothing_is_made(
             (["--data", str(tmp_path / "none.csv"), *tables], "no file"),
             (["--data", str(tmp_path / "d.toml"), *tables], "--data"),
             ([*tables, "--formula", "y ~ z"], "no column 'z'"),
+            ([*tables, "--function", "m.py:f"], "no formula, family or dictionary"),
+            ([*tables[:6], "--function", "m.py:f"], "bubblewrap" if sandboxed is None else "no file 'm.py'"),
             ([*tables, "--dictionary", str(tmp_path / "none.toml")], "none.toml"),
             ([*tables, "--family", "gauss"], "gauss"),
             (["--set", "algorithm"], "must look like table.key=value"),
@@ -198,7 +217,10 @@ def _type(text: str, folder: Path, before: Callable[[str], list[str]], hand: Cal
                     start_new_session=True, text=True,
                 )  # fmt: skip
                 started.append(process.pid)
-                process.communicate("y\n", timeout=600)
+                try:
+                    process.communicate("y\n", timeout=600)
+                except subprocess.TimeoutExpired:
+                    pytest.fail(f"{line}: {[log.read_text()[-500:] for log in folder.glob('*/silo.log')]}")
             if " server start " in line:
                 servers.append(process.returncode)
             else:
