@@ -161,68 +161,34 @@ def poc(
     silos: int | None,
     folder: Path,
     files: tuple[Path, ...],
-    formula: str | None,
-    family: str | None,
     dictionary: Path | None,
-    function: str | None,
     overrides: tuple[str, ...],
     port: int,
     only_plan: bool,
+    **model: str | None,
 ) -> None:
     """Join several institutions on this machine and run a job between them: a server and a process a site, as in life.
 
     Prints who types which command and which file goes to whom, runs just that, and leaves a folder an institution.
     Tables are made up unless given. Everything stays on this machine.
     """
-    if function is not None and (formula or family or dictionary or not files):
-        raise InputError("--function needs --data, and no formula, family or dictionary")
-    if files and function is None and (formula is None or dictionary is None):
-        raise InputError(
-            "--data needs --formula and --dictionary; `secure-fvi data describe TABLE` drafts a dictionary"
-        )
-    if files and (len(files) < 3 or silos not in (None, len(files))):
-        raise InputError(f"--data names {len(files)} tables; give one a site, of 3 sites or more")
-    if not files and dictionary is not None:
-        raise InputError("--dictionary is of tables: give these too, by --data")
-    sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path())
-    tables = {site: f"{site}{path.suffix or '.csv'}" for site, path in sites.items()}
-    model = None if function is None else Path(function.rpartition(":")[0])
-    sections = plan(tables, port=port, function=function and Path(function).name)
+    began, asked = time.monotonic(), {key: said for key, said in model.items() if said is not None}
+    _check_asked(silos, files, dictionary, asked)
+    sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("made-up.csv"))
+    tables = {site: f"{site}{path.suffix}" for site, path in sites.items()}
+    sections = plan(tables, port=port, function=Path(asked["function"]).name if "function" in asked else None)
     if only_plan:
         click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
         return
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise ModuleNotFoundError(name=missing[0])
-    if function is not None and shutil.which("bwrap") is None:
-        raise InputError("a model of one's own runs in a sandbox: apt-get install bubblewrap")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"'{folder}' is in use; give another --folder, or remove it")
-    try:
-        socket.create_server((LOOPBACK, port)).close()
-    except OSError:
-        raise InputError(f"port {port} of this machine is taken; give another --port") from None
-    began = time.monotonic()
+    _check_machine(folder, port, asked)
     with tempfile.TemporaryDirectory() as scratch:
         if not files:
             sites = {site: _made_up(Path(scratch), site, k) for k, site in enumerate(sites)}
             dictionary = Path(scratch) / "dictionary.toml"
             dictionary.write_text(DICTIONARY)
+            asked = asked if "formula" in asked else {"formula": FORMULA, "family": FAMILY, **asked}
             overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
-        asked = {"formula": formula or FORMULA, "family": family or (None if formula else FAMILY)}
-        job = _job(sites, {"function": function} if function else asked, dictionary, overrides)
-        try:
-            for who in (HUB, *sites):
-                (folder / who).mkdir(mode=0o700, parents=True)
-        except OSError as error:
-            raise InputError(f"cannot make '{folder}': {error.strerror}") from None
-        for who in (HUB, *sites):
-            (folder / who / PASSPHRASE).touch(mode=0o600)
-            (folder / who / PASSPHRASE).write_text(secrets.token_hex(16) + "\n")
-        for site, path in sites.items():
-            shutil.copyfile(path, folder / site / tables[site])
-        (folder / HUB / "job.toml").write_text(job)
-        if model is not None:
-            shutil.copy(model, folder / HUB)
+        _lay_out(folder, tables, sites, asked, _job(sites, asked, dictionary, overrides))
     click.echo(_opening(tables))
     with _Machines(folder) as machines:
         for section in sections:
@@ -236,6 +202,51 @@ def poc(
         f"{time.monotonic() - began:.0f} s. The report: {folder / HUB / 'run' / 'report.html'}. The folders stay: "
         f"{', '.join(str(folder / who) for who in (HUB, *sites))}"
     )
+
+
+def _check_asked(silos: int | None, files: Sequence[Path], dictionary: Path | None, model: dict[str, str]) -> None:
+    """Raises InputError for options that do not go together."""
+    if "function" in model and (len(model) > 1 or dictionary or not files):
+        raise InputError("--function needs --data, and no formula, family or dictionary")
+    if files and "function" not in model and ("formula" not in model or dictionary is None):
+        raise InputError(
+            "--data needs --formula and --dictionary; `secure-fvi data describe TABLE` drafts a dictionary"
+        )
+    if files and (len(files) < 3 or silos not in (None, len(files))):
+        raise InputError(f"--data names {len(files)} tables; give one a site, of 3 sites or more")
+    if not files and dictionary is not None:
+        raise InputError("--dictionary is of tables: give these too, by --data")
+
+
+def _check_machine(folder: Path, port: int, model: dict[str, str]) -> None:
+    """Raises InputError where the folder or the port is in use, and for what is not installed."""
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ModuleNotFoundError(name=missing[0])  # the command line knows what brings it
+    if "function" in model and shutil.which("bwrap") is None:
+        raise InputError("a model of one's own runs in a sandbox: apt-get install bubblewrap")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"'{folder}' is in use; give another --folder, or remove it")
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        raise InputError(f"port {port} of this machine is taken; give another --port") from None
+
+
+def _lay_out(folder: Path, tables: dict[str, str], sites: dict[str, Path], model: dict[str, str], job: str) -> None:
+    """What everybody has before the first command: a table a site, the job at the hub, a passphrase each."""
+    try:
+        for who in (HUB, *sites):
+            (folder / who).mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise InputError(f"cannot make '{folder}': {error.strerror}") from None
+    for who in (HUB, *sites):
+        (folder / who / PASSPHRASE).touch(mode=0o600)
+        (folder / who / PASSPHRASE).write_text(secrets.token_hex(16) + "\n")
+    for site, path in sites.items():
+        shutil.copyfile(path, folder / site / tables[site])
+    (folder / HUB / "job.toml").write_text(job)
+    if "function" in model:
+        shutil.copy(model["function"].rpartition(":")[0], folder / HUB)
 
 
 def _what(step: Typed | Handed) -> object:
@@ -271,16 +282,14 @@ def _made_up(folder: Path, site: str, at: int) -> Path:
     return path
 
 
-def _job(
-    sites: dict[str, Path], model: dict[str, str | None], dictionary: Path | None, overrides: Sequence[str]
-) -> str:
+def _job(sites: dict[str, Path], model: dict[str, str], dictionary: Path | None, overrides: Sequence[str]) -> str:
     """The job as the hub writes it. Raises InputError and DataError for tables that a formula does not fit, by site."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs import wording
     from secure_fvi.runs.config import override, parse
 
     table: dict[str, Any] = {
-        "model": {key: said for key, said in model.items() if said is not None},
+        "model": dict(model),
         "silo": [{"id": site, "data": str(path)} for site, path in sites.items()],
     }
     if dictionary is not None:
