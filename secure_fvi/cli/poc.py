@@ -11,6 +11,7 @@ import random
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -344,9 +345,11 @@ class _Machines:
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("SECURE_FVI_")} | SETTINGS
 
     def __enter__(self) -> _Machines:
+        self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
         for process in self._started:
             process.terminate()
         for process in self._started:

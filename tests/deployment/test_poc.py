@@ -186,6 +186,20 @@ def test_what_is_wrong_is_one_line_and_nothing_is_made(
     assert not folder.exists()
 
 
+def test_ended_from_outside_it_ends_what_it_started(tmp_path: Path) -> None:
+    started = subprocess.Popen(["sleep", "60"], text=True)
+
+    def work() -> None:
+        with _Machines(tmp_path) as machines:
+            machines._started.append(started)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        work()
+    assert started.poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def _free() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
