@@ -40,7 +40,7 @@ from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.progress import RunProgress
-from secure_fvi.results import LocalPosterior, Result, assessed, number_or_none, refined_draws, summarise
+from secure_fvi.results import LocalPosterior, Result, assessed, counting, number_or_none, refined_draws, summarise
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo, silo_view
 
@@ -353,7 +353,7 @@ def result_of(
 ) -> Result:
     """What a run that has ended found. Warns with SecureFVIWarning where `assessed` does."""
     problem, state = server.problem, server.state.algorithm
-    posterior = server.program.posterior(state)
+    posterior, claim = counting(server, state, server.program.posterior(state))
     verdict = assessed(server.program.verdict(state), algorithm.name, server.rounds)
     tail = np.array(done.objectives)
     metrics, refined = server.program.metrics(state), refined_draws(problem, posterior)
@@ -381,7 +381,7 @@ def result_of(
             "bytes_up_per_silo": max(engine.bytes_up.values()),
             "bytes_down_per_silo": max(engine.bytes_down.values()),
         },
-        privacy=server.claim(),
+        privacy=claim,
         problem=problem,
         variational=posterior,
         refined=refined,

@@ -23,7 +23,7 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
 from secure_fvi import results
-from secure_fvi.algorithms.base import Posterior, Problem, Refined
+from secure_fvi.algorithms.base import NoiseAware, Posterior, Problem, Refined
 from secure_fvi.algorithms.vertical import likelihoods
 from secure_fvi.density import Evaluation, Layout, LogDensity, Params, Site
 from secure_fvi.discovery import Start, as_model, read_layout
@@ -144,6 +144,14 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
     if name == "auto" or {k: v.shape for k, v in eta.items()} != shapes or loc.dim() != 1:
         raise ValueError
     posterior = Posterior(family, eta, theta)
+    said = found["saved"].get("counted")
+    if said is not None:
+        parts = {kind: tensors[f"counted/{kind}"] for kind in results.COUNTED}
+        if [list(value.shape) for value in parts.values()] != [[n], [n, n], [n, n]]:
+            raise ValueError
+        for kind in results.COUNTED[1:]:
+            torch.linalg.cholesky(parts[kind])  # raises where it is no covariance
+        posterior = posterior._replace(counted=NoiseAware(**parts, **said))
     numbers = found["saved"].get("refined")
     if numbers is None:
         return posterior

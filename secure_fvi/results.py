@@ -75,6 +75,19 @@ def assessed(verdict: Verdict, algorithm: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def counting(server: Any, state: Any, found: Posterior) -> tuple[Posterior, dict[str, Any] | None]:
+    """Under differential privacy `found` with the noise counted where it can be, and the job's claim, which says in
+    "sds" whether it is: numbers, or why not. Without: `found` and None."""
+    claim = server.claim()
+    if claim is None:
+        return found, None
+    counted = server.program.noise_aware(state)
+    if isinstance(counted, str):
+        return found, {**claim, "sds": {"count_noise": False, "because": counted}}
+    said = {"count_noise": True, "curvature_error": counted.error, "rounds": counted.rounds}
+    return found._replace(counted=counted), {**claim, "sds": said}
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
 class RunSummary:
     """What every fit reports: the content of result.json. All of it follows from broadcasts and totals."""
@@ -128,6 +141,12 @@ class RunSummary:
             known[name]  # raises for one that there is not
         draws, weights = self._weighted(names) if read is None else ({name: read[0][name] for name in names}, read[1])
         return correlated(draws, weights)
+
+    @property
+    def noise_sd(self) -> Params | None:
+        """Of each global site, by the names that users read, the part of its sd that the noise of privacy adds:
+        sqrt(sd^2 - sd of the same data without noise^2). None where sds do not count it."""
+        return None
 
     def _readable(self) -> tuple[Params, Tensor] | None:
         """Draws of a formula's parameters by the user's names, in the user's units, and weights; None for a model whose
@@ -214,6 +233,30 @@ class Result(RunSummary):
         Everyone may see them."""
         return draw_global(self.problem, self.variational, n, seed)
 
+    @property
+    def unaware(self) -> SitePosteriors:
+        """The moments of q as the run ended, which under differential privacy take its noise for data: `posterior` less
+        what counts the noise, and without refined draws. Everyone may see them."""
+        return summarise(self.problem, self.variational._replace(counted=None, refined=None))
+
+    @property
+    def noise_sd(self) -> Params | None:
+        counted = self.variational.counted
+        if counted is None:
+            return None
+        without = self.variational._replace(counted=counted._replace(covariance=counted.without))
+        one = {site: moments.mean.unsqueeze(0) for site, moments in self.posterior.items()}
+        if self.problem.model.readable(one) is None:
+            bare = summarise(self.problem, without)
+            both = {site: (moments.sd, bare[site].sd) for site, moments in self.posterior.items()}
+        else:
+            n = _moment_draws(moments.mean.numel() for moments in self.posterior.values())
+            whole, less = (
+                self._named(draw_global(self.problem, p, n, _MOMENT_SEED)) for p in (self.variational, without)
+            )
+            both = {name: (value.std(0), less[name].std(0)) for name, value in whole.items()}
+        return {name: (sd.square() - less.square()).clamp(min=0).sqrt() for name, (sd, less) in both.items()}
+
     def _named(self, draws: Params) -> Params:
         found = self.problem.model.readable(draws)
         return draws if found is None else found
@@ -298,8 +341,15 @@ class Result(RunSummary):
         """The content of result.json: `RunSummary`'s, of a formula its parameters by the user's names, and what
         `sf.load` needs: sites, shapes and types, no value."""
         problem, layout, identity = self.problem, self.problem.layout, self.problem.model.identity
+        counted = self.variational.counted
         read = self._readable()
         named = {} if read is None else {"parameters": of_draws(self, *read).to_dict()}
+        apart = self.noise_sd
+        if apart is not None:
+            named["noise"] = {
+                "sd": {name: value.tolist() for name, value in apart.items()},
+                "unaware": {s: {"mean": p.mean.tolist(), "sd": p.sd.tolist()} for s, p in self.unaware.items()},
+            }
         return (
             super().to_json()
             | named
@@ -314,6 +364,7 @@ class Result(RunSummary):
                     "fields": [[name, list(shape), str(dtype)] for name, shape, dtype in problem.schema.fields],
                     "shared": sorted(problem.schema.constants),
                     "refined": refined_numbers(self.variational),
+                    "counted": None if counted is None else {"error": counted.error, "rounds": counted.rounds},
                 }
             }
         )
@@ -341,6 +392,8 @@ class _Elsewhere(dict[str, Any]):
         raise InputError(f"the latents of silo '{name}' are at that silo: neither saved nor pickled")
 
 
+#: Tensors of `NoiseAware` in such a file.
+COUNTED = ("mean", "covariance", "without")
 #: `local` of a result that comes from a file or another process.
 ELSEWHERE: Mapping[str, Any] = _Elsewhere()
 
@@ -355,6 +408,9 @@ def write_result(directory: Path, result: Any) -> None:
     refined = getattr(result.variational, "refined", None)
     if refined is not None:
         tensors |= {"refined/z": refined.z, "refined/weights": refined.weights}
+    counted = getattr(result.variational, "counted", None)
+    if counted is not None:
+        tensors |= {f"counted/{name}": getattr(counted, name) for name in COUNTED}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     family = {"family": result.variational.family.name}
     write_atomically(directory / "posterior.safetensors", save(tensors, family))
@@ -467,8 +523,10 @@ def summarise(problem: Problem, posterior: Posterior, refined: Refined | None = 
     if posterior.family.noise_size == 0:
         at, _ = problem.density.constrain(posterior.eta["loc"], posterior.theta)
         return SitePosteriors({name: SitePosterior(v, torch.zeros_like(v)) for name, v in at.items()})
-    sd = posterior.family.stddev(posterior.eta)
-    exact_mean = problem.layout.split(posterior.eta["loc"], "global")
+    sd, loc = posterior.family.stddev(posterior.eta), posterior.eta["loc"]
+    if posterior.counted is not None:
+        sd, loc = posterior.counted.covariance.diagonal().sqrt().to(loc), posterior.counted.mean.to(loc)
+    exact_mean = problem.layout.split(loc, "global")
     exact_sd = problem.layout.split(sd, "global")
     real = _real_sites(problem)
     others = exact_mean.keys() - real

@@ -51,6 +51,7 @@ class Row(NamedTuple):
     q5: float | None
     q50: float | None
     q95: float | None
+    noise: float | None = None  # the part of the sd that the noise of privacy adds; None where it is not counted
 
 
 class _Printed:
@@ -75,15 +76,17 @@ class Summary(_Printed):
     """What `Result.summary()` returns: `heading`, whether the run converged, and a row each scalar (`rows`).
 
     khat: Pareto k-hat of the importance weights; ess: effective sample size, in draws; draws: how many there were. All
-    None where the posterior is q itself. It follows from broadcasts and totals; everyone may see it.
+    None where the posterior is q itself. note: under differential privacy, whether sds count its noise. It follows from broadcasts and totals; everyone may see it.
     """
 
-    def __init__(self, heading: str, rows: list[Row], khat: float | None, ess: float | None, draws: int | None) -> None:
-        self.heading, self.rows, self.khat, self.ess, self.draws = heading, rows, khat, ess, draws
+    def __init__(
+        self, heading: str, rows: list[Row], khat: float | None, ess: float | None, draws: int | None, note: str = ""
+    ) -> None:
+        self.heading, self.rows, self.khat, self.ess, self.draws, self.note = heading, rows, khat, ess, draws, note
 
     def to_dict(self) -> dict[str, dict[str, float | None]]:
-        """{name: {"mean", "sd", "5%", "50%", "95%"}}."""
-        return {r.name: dict(zip(_COLUMNS, r[1:], strict=True)) for r in self.rows}
+        """{name: {"mean", "sd", "5%", "50%", "95%"}}, and "noise" where the noise of privacy is counted."""
+        return {r.name: dict(zip(self._columns, r[1:], strict=False)) for r in self.rows}
 
     def to_pandas(self) -> Any:
         """A frame with a row each scalar, indexed by name. Raises InputError without pandas."""
@@ -91,10 +94,16 @@ class Summary(_Printed):
             import pandas as pd
         except ImportError:
             raise InputError("to_pandas needs pandas: pip install pandas; to_dict needs nothing") from None
-        return pd.DataFrame.from_dict(self.to_dict(), orient="index", columns=list(_COLUMNS))
+        return pd.DataFrame.from_dict(self.to_dict(), orient="index", columns=list(self._columns))
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return (*_COLUMNS, "noise") if any(row.noise is not None for row in self.rows) else _COLUMNS
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _plain(self.heading)
+        if self.note:
+            yield _plain(self.note)
         if self.khat is not None and self.ess is not None:
             trust = "" if self.khat < _TRUSTED else f", {_TRUSTED} or more: the weights are not to be trusted"
             yield _plain(
@@ -102,10 +111,10 @@ class Summary(_Printed):
             )
         table = Table()
         table.add_column("site")
-        for column in _COLUMNS:
+        for column in self._columns:
             table.add_column(column, justify="right")
         for row in self.rows[:MOST_ROWS]:
-            table.add_row(_plain(row.name), *("-" if value is None else f"{value:.4g}" for value in row[1:]))
+            table.add_row(_plain(row.name), *("-" if value is None else f"{value:.4g}" for value in row[1 : 1 + len(self._columns)]))
         yield table
         if len(self.rows) > MOST_ROWS:
             yield f"and {len(self.rows) - MOST_ROWS} more, in .rows"
@@ -160,6 +169,18 @@ def heading(result: RunSummary) -> str:
     return f"{result.algorithm}, {result.rounds} rounds, {state}{why}"
 
 
+def counts_noise(privacy: Mapping[str, Any] | None) -> str:
+    """Of a result's `privacy`, in a line: whether sds count the noise; "" without differential privacy."""
+    if not privacy:
+        return ""
+    said = privacy.get("sds", {"count_noise": False, "because": "the run is of a version that could not"})
+    if not said["count_noise"]:
+        return (
+            f"sds and quantiles do not count the noise of privacy, so that intervals are too short: {said['because']}"
+        )
+    return "sds and quantiles count the noise of privacy; not what clipping moves, where it cuts one side more"
+
+
 def quantiles(draws: Tensor, weights: Tensor) -> Tensor:
     """The `LEVELS` of draws (S, *shape), by weights (S,) that add up to 1: (3, *shape). Each is the smallest draw up to
     which the weights reach the level."""
@@ -179,7 +200,7 @@ def weighted_moments(draws: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined: Any = None) -> Summary:
     """The table of a result. spread: quantiles (3, *shape) a site; None for a point. refined: weighted draws."""
-    rows = []
+    rows, noise = [], result.noise_sd
     for site, moments in result.posterior.items():
         mean, sd = moments
         if refined is not None:
@@ -189,21 +210,25 @@ def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined:
             rows += [Row(name, value, None, None, None, None) for name, value in zip(names, means, strict=True)]
             continue
         columns = [sd.reshape(-1).tolist(), *spread[site].reshape(len(LEVELS), -1).tolist()]
+        if noise is not None:
+            columns.append(noise[site].reshape(-1).tolist())
         rows += [Row(*row) for row in zip(names, means, *columns, strict=True)]
     found = (
         (float(refined.khat), float(refined.ess), len(refined.weights)) if refined is not None else (None, None, None)
     )
-    return Summary(heading(result) + ("; a point, without spread" if spread is None else ""), rows, *found)
+    note = counts_noise(result.privacy) if spread is not None else ""
+    return Summary(heading(result) + ("; a point, without spread" if spread is None else ""), rows, *found, note)
 
 
 def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor, refined: Any = None) -> Summary:
     """The table of weighted draws (S,) of scalars by name."""
-    rows = []
+    rows, noise = [], result.noise_sd
     for name, values in draws.items():
         mean, sd = weighted_moments(values, weights)
-        rows.append(Row(name, float(mean), float(sd), *quantiles(values, weights).tolist()))
+        added = None if noise is None else float(noise[name])
+        rows.append(Row(name, float(mean), float(sd), *quantiles(values, weights).tolist(), added))
     found = (float(refined.khat), float(refined.ess), len(weights)) if refined is not None else (None, None, None)
-    return Summary(heading(result), rows, *found)
+    return Summary(heading(result), rows, *found, counts_noise(result.privacy))
 
 
 def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:

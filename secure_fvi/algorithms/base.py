@@ -267,6 +267,16 @@ class Refined(NamedTuple):
     integration_error: float  # of the total log-likelihood over draws, from latents that were integrated out, nats
 
 
+class NoiseAware(NamedTuple):
+    """The posterior of Z_G that counts the noise of privacy (`noise_aware`), a normal. Everyone may see it."""
+
+    mean: Tensor  # (n_global,), float64, in unconstrained space
+    covariance: Tensor  # (n_global, n_global)
+    without: Tensor  # (n_global, n_global) of the same data, had there been no noise
+    error: float  # standard error of the likelihood's curvature, over the curvature
+    rounds: int  # that it was learned from
+
+
 class Posterior(NamedTuple):
     """Where a fit ended. Everyone may see it."""
 
@@ -274,6 +284,7 @@ class Posterior(NamedTuple):
     eta: Params
     theta: Params
     refined: Refined | None = None  # in place of q(Z_G), where there is one
+    counted: NoiseAware | None = None  # likewise, under differential privacy
 
     def draws(self, n: int, seed: int | torch.Generator) -> Tensor:
         """Draws of Z_G in unconstrained space (n, n_global)."""
@@ -281,6 +292,10 @@ class Posterior(NamedTuple):
         if self.refined is not None:
             picked = torch.multinomial(self.refined.weights, n, replacement=True, generator=rng)
             return self.refined.z[picked].to(self.eta["loc"])
+        if self.counted is not None:
+            normals = torch.randn(n, len(self.counted.mean), generator=rng, dtype=torch.float64)
+            root = torch.linalg.cholesky(self.counted.covariance)
+            return (self.counted.mean + normals @ root.mT).to(self.eta["loc"])
         eps = torch.randn(n, self.family.noise_size, generator=rng, dtype=torch.float64).to(self.eta["loc"])
         found: Tensor = torch.func.vmap(lambda e: self.family.transform(self.eta, e))(eps)
         return found
@@ -364,6 +379,10 @@ class ServerProgram(Protocol):
 
     def posterior(self, state: Any) -> Posterior:
         """What the state stands for now."""
+        ...
+
+    def noise_aware(self, state: Any) -> NoiseAware | str:
+        """Under differential privacy, the posterior that counts its noise; or in words why there is none."""
         ...
 
     def verdict(self, state: Any) -> Verdict:

@@ -30,6 +30,7 @@ from secure_fvi.algorithms.base import (
     Broadcast,
     Form,
     LocalFit,
+    NoiseAware,
     Order,
     Pending,
     Phase,
@@ -203,6 +204,9 @@ class Program(ABC):
     def commit(self, local: Any, pending: Pending, accepted: int) -> Any:
         """A local state that follows the global one step by step."""
         return pending.local if pending.sum_index == accepted else local
+
+    def noise_aware(self, state: Any) -> NoiseAware | str:
+        return f"it is not worked out how far noise moves {self.config.name}"
 
     def local_fit(self, local: Any) -> LocalFit:
         """No latents of its own."""

@@ -44,13 +44,14 @@ from pydantic import Field
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
-from secure_fvi.algorithms import refining, stationarity, weighing
+from secure_fvi.algorithms import noise_aware, refining, stationarity, weighing
 from secure_fvi.algorithms.base import (
     ITERATION,
     PRIVATE,
     ROUND_PHASE,
     Broadcast,
     LocalFit,
+    NoiseAware,
     Pending,
     Phase,
     Posterior,
@@ -446,6 +447,8 @@ class PVIState(NamedTuple):
     refining: Refining  # and what those after it did
     halvings: int  # of steps after which q would have been improper, or would have lost most of its precision
     turns: Turns  # of a schedule with delays
+    first: Tensor  # (packed,) under privacy, the mean total of rounds before any site was taken in; (0,) otherwise
+    firsts: int  # and how many there were
 
 
 class Finished(NamedTuple):
@@ -602,7 +605,8 @@ class PVIProgram(Program):
             round=0, q=prior, prior=prior, theta=theta, theta_moments=moments, took=none, kept=none, moved=moved,
             damping=0.0, residual=self._one, earlier=self._one, skipped=0, tempered=0, undone=0, last=Counts(),
             quiet=none, stepped=none, shortened=0, theta_moved=0.0, phase=ROUND_PHASE, rest=Rest(), checked=False,
-            refining=refining.start(), halvings=0, turns=turns,
+            refining=refining.start(), halvings=0, turns=turns, firsts=0,
+            first=torch.zeros(0 if self._uncounted else self.families.packed, dtype=torch.float64),
         )  # fmt: skip
 
     def broadcast(self, state: PVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
@@ -645,8 +649,11 @@ class PVIProgram(Program):
         moves = [((theta[n] - v).abs() / (1 + v.abs())).max() for n, v in state.theta.items() if v.numel()]
         theta_moved = float(torch.stack(moves).max()) if moves else 0.0
         quiet = counts.quiet and theta_moved < self.config.tolerance
+        first, firsts = self._first(state, change, asked)
         after = PVIState(
             round=state.round + 1,
+            first=first,
+            firsts=firsts,
             q=q,
             prior=prior,
             theta=theta,
@@ -677,6 +684,45 @@ class PVIProgram(Program):
     def posterior(self, state: PVIState) -> Posterior:
         eta = {name: self.move(value) for name, value in to_eta(state.q).items()}
         return Posterior(self.families.shared, eta, state.theta, state.refining.answer)
+
+    @property
+    def _uncounted(self) -> str | None:
+        """Why no posterior of this job can count the noise of privacy; "" where there is none."""
+        if not self.terms:
+            return ""
+        if self.families.has_latents:
+            return "silos' own latents follow the noised q, and how far is not in the totals"
+        if self.theta_start:
+            return "the pyro.params have no prior, and follow the noise with q"
+        if not self.families.full:
+            return "a diagonal family sends no site's correlations"
+        if self.cohort_size < len(self.problem.silos):
+            return "not all silos are in the first round"
+        if self.families.n > noise_aware.UP_TO:
+            return f"{self.families.n} global dimensions are more than {noise_aware.UP_TO}"
+        return None
+
+    def _first(self, state: PVIState, change: Natural, asked: int) -> tuple[Tensor, int]:
+        """The total of the first round is all silos' sites and noise. Later changes answer the noise of the sites that
+        came of it, which is longer than what clipping leaves of them, so that they tell little."""
+        if self._uncounted is not None or state.took.any() or asked < len(self.problem.silos):
+            return state.first, state.firsts
+        firsts = state.firsts + 1
+        return state.first + (change.pack() - state.first) / firsts, firsts
+
+    def noise_aware(self, state: PVIState) -> NoiseAware | str:
+        if self._uncounted is not None:
+            return self._uncounted
+        prior, terms = self.prior.exact({}), self.terms[ROUND_PHASE]
+        if prior is None:
+            return noise_aware.NOT_NORMAL
+        if not state.firsts:
+            return "a silo was missing in the first round"
+        if terms.adaptive and state.firsts > 1:
+            return "the clipping norm moved before any step was taken"
+        clip = terms.settings.clipping_norm
+        variance = noise_aware.variance_of(terms, len(self.problem.silos), clip) / state.firsts
+        return noise_aware.of_sites(self.families.unpack(state.first), variance, prior)
 
     def at_rest(self, state: PVIState) -> bool:
         """Whether every silo was in quiet rounds, none after a round that was not, and their sum does not move q."""

@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block
-from secure_fvi.algorithms import refining, stationarity, stopping
+from secure_fvi.algorithms import noise_aware, refining, stationarity, stopping
 from secure_fvi.algorithms.base import (
+    CLIP,
     PRIVATE,
     ROUND_PHASE,
     Broadcast,
     LocalFit,
+    NoiseAware,
     Phase,
     Posterior,
     Problem,
@@ -44,6 +46,7 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.by_record import MOST_ROWS, evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
+from secure_fvi.algorithms.natural import Prior
 from secure_fvi.algorithms.refining import REFINE, Refining
 from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
 from secure_fvi.algorithms.stationarity import Rest
@@ -232,6 +235,7 @@ class SFVIState(NamedTuple):
     phase: str  # of the sum to come
     rest: Rest  # what the final sum told of q, where all silos were in it
     refining: Refining  # and what those after it did
+    trace: noise_aware.Trace  # under privacy, of the rounds that are averaged
 
 
 class SFVILocal(NamedTuple):
@@ -340,8 +344,9 @@ class SFVIProgram(StructuredProgram):
         z_global, shift = self._draw(eta, eps)
         moments, monitor = self.optimizer.init(merged), stopping.start()
         return SFVIState(
-            0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest(), refining.start()
-        )
+            0, eta, theta, moments, merged, 0, eps, z_global, shift, monitor, 0, ROUND_PHASE, Rest(), refining.start(),
+            noise_aware.nothing_seen(0 if self._uncounted else self.family.n),
+        )  # fmt: skip
 
     def broadcast(self, state: SFVIState, index: int, accepted: Mapping[str, int]) -> Broadcast:
         cohort = self.asked(state.round, state.phase)
@@ -398,7 +403,7 @@ class SFVIProgram(StructuredProgram):
         step = Step(shown, rate, monitor.r_hat, self._phase(state), finished and phase == ROUND_PHASE)
         after = SFVIState(
             state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest(),
-            state.refining,
+            state.refining, self._seen(state, message, sums, scale / each) if averages and not absent else state.trace,
         )  # fmt: skip
         return after, step
 
@@ -416,6 +421,42 @@ class SFVIProgram(StructuredProgram):
         after = self.refined(state.refining, self.posterior(state), message, sums, absent)
         step = Step(state.rest.objective, 0.0, state.monitor.r_hat, REFINE, after.done)
         return state._replace(refining=after, phase=ROUND_PHASE if after.done else REFINE), step
+
+    @property
+    def _uncounted(self) -> str | None:
+        """Why no posterior of this job can count the noise of privacy; "" where there is none."""
+        config = self.config
+        if not self.terms:
+            return ""
+        if self.n_record or self.n_silo:
+            return "latents of records and silos follow the noised broadcasts, and how far is not in the totals"
+        if self.theta_start:
+            return "the pyro.params have no prior, and follow the noise with q"
+        if config.participation < 1:
+            return "participation below 1 draws other silos each round, which differ by more than noise"
+        if config.average_last == 0:
+            return "average_last = 0 says that no rounds are near the end"
+        if self.family.n > noise_aware.UP_TO:
+            return f"{self.family.n} global dimensions are more than {noise_aware.UP_TO}"
+        return None
+
+    def _seen(self, state: SFVIState, message: Broadcast, sums: Totals, factor: float) -> noise_aware.Trace:
+        """With what this round's total, times `factor`, tells of the likelihood's gradient where it was asked."""
+        if self._uncounted is not None:
+            return state.trace
+        terms = self.terms[ROUND_PHASE]
+        clip = message.scalars.get(CLIP, terms.settings.clipping_norm)
+        variance = noise_aware.variance_of(terms, len(message.cohort), clip) * factor**2
+        gradient = torch.as_tensor(sums[DIRECT]) * factor
+        return noise_aware.seen(state.trace, state.z_global.cpu(), gradient, variance)
+
+    def noise_aware(self, state: SFVIState) -> NoiseAware | str:
+        if self._uncounted is not None:
+            return self._uncounted
+        prior = Prior(self.problem, True).exact({})
+        if prior is None:
+            return noise_aware.NOT_NORMAL
+        return noise_aware.of_gradients(state.trace, prior)
 
     def posterior(self, state: SFVIState) -> Posterior:
         refined = state.refining.answer
