@@ -167,6 +167,16 @@ def privacy(data: Path | None, quick: bool) -> Finding:
     return measure(data, ROUNDS // 4 if quick else ROUNDS), lines
 
 
+@_measuring("coverage")
+@click.option("--fits", type=click.IntRange(10), default=200, show_default=True, help="Of each cell.")
+@click.option("--seed", default=0, show_default=True, help="Of data, noise and draws.")
+def coverage(fits: int, seed: int) -> Finding:
+    """How often 95% intervals of private fits cover the truth, with the noise counted and without. docs/privacy.md."""
+    from secure_fvi_lab.bench.coverage import lines, measure
+
+    return measure(fits, seed), lines
+
+
 @bench.command()
 @click.option("--kills", type=click.IntRange(1), default=200, show_default=True, help="Over as many jobs as it takes.")
 @click.option(

@@ -1,0 +1,226 @@
+"""How often intervals that count the noise of privacy cover the truth, beside those of q, which take noise for data.
+
+Ten coefficients from their prior, N(0, 1), rows of standard normal columns, a linear (noise of sd 1) or a logistic
+response. SFVI: the server's own step, of the code that runs, mapped over all fits of a cell; records' gradients, which
+for these models are a line of algebra, are clipped and get Gaussian noise of the multiplier that the job's terms name
+(`test_the_bench_makes_the_rounds_of_a_fit` holds rounds to those of `sf.fit`). PVI: 200 silos, one round, their exact
+sites, clipped and noised. Where noise hides the curvature there is no interval, and a fit counts as "not given".
+
+Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of the
+exact posterior for whoever knows the curvature and adds up the noise of all rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import torch
+from scipy.stats import binomtest
+from torch import Tensor
+from torch.func import vmap
+
+from secure_fvi.aggregation import Plain
+from secure_fvi.algorithms import noise_aware
+from secure_fvi.algorithms.natural import Natural
+from secure_fvi.algorithms.sfvi import SFVI, SFVIProgram
+from secure_fvi.federated_model import FederatedModel
+from secure_fvi.fitting import build_parties
+from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.privacy.terms import Extent, agree
+from secure_fvi_lab.machine import machine
+
+Kind = Literal["linear", "logistic"]
+DIMENSIONS, ROUNDS, DELTA, SILOS = 10, 300, 1e-5, 200
+#: A norm that few gradients reach: a clipped logistic score is biased, and that is not what is measured.
+CLIPPING = {"linear": 6.0, "logistic": 4.0}
+SITE = 160.0
+EPSILONS, RECORDS = (0.3, 1.0, 3.0), (300, 3000)
+_PRIOR = Natural(torch.zeros(DIMENSIONS, dtype=torch.float64), torch.eye(DIMENSIONS, dtype=torch.float64))
+
+
+def linear(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(DIMENSIONS, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+
+
+def logistic(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(DIMENSIONS, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("row", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+class Data(NamedTuple):
+    beta: Tensor  # (B, n)
+    x: Tensor  # (B, N, n)
+    y: Tensor  # (B, N)
+
+
+class Fits(NamedTuple):
+    """Of B fits of one cell: broadcasts and totals of rounds, and where q ended."""
+
+    z: Tensor  # (B, T, n)
+    g: Tensor  # (B, T, n)
+    mean: Tensor  # (B, n)
+    sd: Tensor  # (B, n)
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """For a terminal, one a cell."""
+    yield f"{'cell':30} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12}"
+    for row in found["rows"]:
+        name = f"{row['algorithm']} {row['kind']}, N = {row['records']}, epsilon {row['epsilon']:g}"
+        if row["given"]:
+            low, high = row["interval"]
+            rest = f"{row['covered']:.3f} ({low:.3f}, {high:.3f})"
+            rest = f"{rest:>24} {row['by_q']:6.3f} {row['best']:6.2f} {row['noise_share']:11.0%}"
+        else:
+            rest = f"{'-':>24} {row['by_q']:6.3f}"
+        yield f"{name:30} {row['given']:4d}/{row['fits']:<4d} {rest}"
+
+
+def measure(fits: int, seed: int = 0) -> dict[str, Any]:
+    """Every cell of SFVI, then those of PVI; DESIGN's machine beside it."""
+    cells = [(kind, n, e) for kind in ("linear", "logistic") for n in RECORDS for e in EPSILONS]
+    rows = [_sfvi_row(kind, n, e, fits, seed) for kind, n, e in cells]  # type: ignore[arg-type]
+    rows += [_pvi_row(e, fits, seed) for e in EPSILONS]
+    return {"machine": machine(), "rounds": ROUNDS, "delta": DELTA, "rows": rows}
+
+
+def drawn(kind: Kind, records: int, fits: int, rng: torch.Generator) -> Data:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    beta, x = normal(fits, DIMENSIONS), normal(fits, records, DIMENSIONS)
+    mean = (x @ beta.unsqueeze(-1)).squeeze(-1)
+    if kind == "linear":
+        return Data(beta, x, mean + normal(fits, records))
+    return Data(beta, x, (torch.rand(fits, records, generator=rng, dtype=torch.float64) < mean.sigmoid()).double())
+
+
+def program_of(kind: Kind, privacy: RecordDP, rounds: int) -> SFVIProgram:
+    """SFVI on the model of a cell; that all silos are here changes no number."""
+    rows = {"x": torch.zeros(2, DIMENSIONS, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
+    model = FederatedModel({"linear": linear, "logistic": logistic}[kind], record_plate="row")
+    algorithm = SFVI(family="full", iterations=rounds, average_last=0.8)
+    parties = build_parties(model, [rows], algorithm, Plain(), privacy=privacy, noise_key=b"bench", compile=False)
+    program = parties.server.program
+    assert isinstance(program, SFVIProgram)
+    return program
+
+
+def simulated(program: SFVIProgram, kind: Kind, data: Data, clip: float, sd: float, rng: torch.Generator) -> Fits:
+    """All rounds of all fits. sd: of the noise in each number of a total."""
+    fits, config = len(data.beta), program.config
+    start = program.init()
+    eta, moments = (
+        {name: v.expand(fits, *v.shape).clone() for name, v in of.items()} for of in (start.eta, start.moments)
+    )
+    average = {f"eta/{name}": v for name, v in eta.items()}
+    move, draw = vmap(program._move_function, (0, None, 0, 0, 0, 0, 0, None)), vmap(program.family.transform)
+    eps, norms = start.eps.expand(fits, -1), data.x.norm(dim=2)
+    z, nothing = draw(eta, eps), torch.zeros(fits, dtype=torch.float64)
+    broadcasts, totals = [], []
+    averaged = 0
+    for round_ in range(config.iterations):
+        mean = (data.x @ z.unsqueeze(-1)).squeeze(-1)
+        residual = data.y - (mean if kind == "linear" else mean.sigmoid())
+        cut = residual * (clip / (residual.abs() * norms)).clamp(max=1.0)
+        noise = torch.randn(fits, DIMENSIONS, generator=rng, dtype=torch.float64)
+        total = (cut.unsqueeze(1) @ data.x).squeeze(1) + sd * noise
+        broadcasts.append(z)
+        totals.append(total)
+        averaged += round_ >= config.iterations * (1 - config.average_last)
+        factors = torch.tensor([1.0, config.multiplier(round_), 1 / max(averaged, 1)], dtype=torch.float64)
+        following = torch.randn(fits, program.family.noise_size, generator=rng, dtype=torch.float64)
+        sums = {"direct": total, "objective": nothing}
+        eta, _, moments, average, z, _, _ = move(eta, {}, moments, average, eps, following, sums, factors)
+        eps = following
+    ended = {name.removeprefix("eta/"): value for name, value in average.items()}
+    sds = vmap(program.family.stddev)(ended)
+    return Fits(torch.stack(broadcasts, 1), torch.stack(totals, 1), ended["loc"], sds)
+
+
+def _sfvi_row(kind: Kind, records: int, epsilon: float, fits: int, seed: int) -> dict[str, Any]:
+    clip = CLIPPING[kind]
+    rng = torch.Generator().manual_seed(seed)
+    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=clip, noise="silo", retries=0)
+    program = program_of(kind, privacy, ROUNDS)
+    variance = noise_aware.variance_of(program.terms["round"], 1, clip)
+    data = drawn(kind, records, fits, rng)
+    found = simulated(program, kind, data, clip, math.sqrt(variance), rng)
+    first = math.ceil(ROUNDS * (1 - program.config.average_last))
+    answers = []
+    for z, g in zip(found.z[:, first:], found.g[:, first:], strict=True):
+        trace = noise_aware.nothing_seen(DIMENSIONS)
+        for at, total in zip(z, g, strict=True):
+            trace = noise_aware.seen(trace, at, total, variance)
+        answers.append(noise_aware.of_gradients(trace, _PRIOR))
+    mean = (data.x @ data.beta.unsqueeze(-1)).squeeze(-1)
+    weight = torch.ones_like(mean) if kind == "linear" else mean.sigmoid() * (-mean).sigmoid()
+    curvature = data.x.mT @ (weight.unsqueeze(-1) * data.x)
+    q = (found.mean - data.beta).abs() < 1.96 * found.sd
+    best = _best_sd(curvature, variance / ROUNDS)
+    return {"algorithm": "SFVI", "kind": kind, "records": records, **_told(answers, data.beta, q, best), **_of(privacy)}
+
+
+def _pvi_row(epsilon: float, fits: int, seed: int) -> dict[str, Any]:
+    records, n = RECORDS[-1], DIMENSIONS
+    rng = torch.Generator().manual_seed(seed)
+    privacy = RecordDP(epsilon=epsilon, delta=DELTA, clipping_norm=SITE, noise="distributed", retries=0)
+    packed = n + n * (n + 1) // 2
+    variance = noise_aware.variance_of(agree(privacy, SILOS, 1.0, 1, Extent(packed, 0, 0)), SILOS, SITE)
+    data = drawn("linear", records, fits, rng)
+    x, y = data.x.reshape(fits, SILOS, -1, n), data.y.reshape(fits, SILOS, -1, 1)
+    precision = x.mT @ x
+    rows, cols = torch.tril_indices(n, n)
+    sites = torch.cat([(x.mT @ y).squeeze(-1), precision[..., rows, cols]], -1)
+    sites = sites * (SITE / 2 / sites.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+    noise = torch.randn(fits, packed, generator=rng, dtype=torch.float64)
+    totals = sites.sum(1) + math.sqrt(variance) * noise
+    answers, q = [], []
+    for total, beta in zip(totals, data.beta, strict=True):
+        lower = torch.zeros(n, n, dtype=torch.float64)
+        lower[rows, cols] = total[n:]
+        seen = Natural(total[:n], lower + lower.tril(-1).mT)
+        answers.append(noise_aware.of_sites(seen, variance, _PRIOR))
+        whole = seen.plus(_PRIOR)
+        q.append((whole.mean() - beta).abs() < 1.96 * whole.stddev() if whole.proper else beta < -math.inf)
+    best = _best_sd(precision.sum(1), variance)
+    return {
+        "algorithm": "PVI", "kind": "linear", "records": records,
+        **_told(answers, data.beta, torch.stack(q), best), **_of(privacy),
+    }  # fmt: skip
+
+
+def _best_sd(curvature: Tensor, variance: float) -> Tensor:
+    """(B, n) sds of the exact posteriors where the curvature (B, n, n) is known and a shift has noise of `variance`."""
+    values, vectors = torch.linalg.eigh(curvature)
+    gain = (vectors * (values.square() / (values + variance)).unsqueeze(1)) @ vectors.mT
+    return torch.linalg.inv(_PRIOR.precision + gain).diagonal(dim1=1, dim2=2).sqrt()
+
+
+def _of(privacy: RecordDP) -> dict[str, Any]:
+    return {"epsilon": privacy.epsilon, "clipping_norm": privacy.clipping_norm}
+
+
+def _told(answers: list[Any], beta: Tensor, q: Tensor, best: Tensor) -> dict[str, Any]:
+    given = [k for k, found in enumerate(answers) if not isinstance(found, str)]
+    told: dict[str, Any] = {"fits": len(answers), "given": len(given), "by_q": float(q.double().mean())}
+    if not given:
+        return told
+    mean = torch.stack([answers[k].mean for k in given])
+    sd = torch.stack([answers[k].covariance.diagonal().sqrt() for k in given])
+    without = torch.stack([answers[k].without.diagonal().sqrt() for k in given])
+    inside = (mean - beta[given]).abs() < 1.96 * sd
+    tested = binomtest(int(inside.sum()), inside.numel()).proportion_ci(0.99, "exact")
+    return told | {
+        "covered": float(inside.double().mean()),
+        "interval": [float(tested.low), float(tested.high)],
+        "best": float((sd / best[given]).mean()),
+        "noise_share": float(((sd.square() - without.square()).clamp(min=0).sqrt() / sd).mean()),
+    }
