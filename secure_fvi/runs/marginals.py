@@ -82,6 +82,7 @@ class PosteriorRow(NamedTuple):
     label: str
     mean: float
     sd: float
+    noise: float | None = None  # the part of the sd that the noise of privacy adds, where it is counted
 
 
 class ComparisonRow(NamedTuple):
@@ -107,11 +108,15 @@ def reason(result: dict[str, Any]) -> str:
 def posterior_rows(result: dict[str, Any]) -> list[PosteriorRow]:
     """One row for each parameter of a formula, or each element of each global site."""
     if "parameters" in result:
-        return [PosteriorRow(name, row["mean"], row["sd"]) for name, row in result["parameters"].items()]
+        named = result["parameters"].items()
+        return [PosteriorRow(name, row["mean"], row["sd"], row.get("noise")) for name, row in named]
     rows = []
     for site, moments in result["posterior"].items():
+        columns = [_flat(moments["mean"]), _flat(moments["sd"])]
+        if "noise" in result:
+            columns.append(_flat(result["noise"]["sd"][site]))
         names = labels(site, shape_of(moments["mean"]))
-        rows += [PosteriorRow(*row) for row in zip(names, _flat(moments["mean"]), _flat(moments["sd"]), strict=True)]
+        rows += [PosteriorRow(*row) for row in zip(names, *columns, strict=True)]
     return rows
 
 

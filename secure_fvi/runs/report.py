@@ -22,6 +22,7 @@ from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 from secure_fvi.runs.options import chosen
+from secure_fvi.summary import counts_noise
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _MOST_ROWS = 60
@@ -62,6 +63,7 @@ def write_report(directory: Path) -> None:
         result=result,
         standing=standing(result),
         reason=reason(result),
+        counts=counts_noise(result["privacy"]),
         run=(about := run.read_run()),
         left=what_left(config),
         seen_by=f"{_privacy_words(result)} {_engine_words(about, result)}",

@@ -113,8 +113,11 @@ def program_of(kind: Kind, privacy: RecordDP, rounds: int) -> SFVIProgram:
     return program
 
 
-def simulated(program: SFVIProgram, kind: Kind, data: Data, clip: float, sd: float, rng: torch.Generator) -> Fits:
-    """All rounds of all fits. sd: of the noise in each number of a total."""
+def simulated(
+    program: SFVIProgram, kind: Kind, data: Data, clip: float, sd: float, rng: torch.Generator, alike: bool = False
+) -> Fits:
+    """All rounds of all fits. sd: of the noise in each number of a total. alike: with the job's own public draws, the
+    same in all fits, in place of draws of their own."""
     fits, config = len(data.beta), program.config
     start = program.init()
     eta, moments = (
@@ -137,6 +140,8 @@ def simulated(program: SFVIProgram, kind: Kind, data: Data, clip: float, sd: flo
         averaged += round_ >= config.iterations * (1 - config.average_last)
         factors = torch.tensor([1.0, config.multiplier(round_), 1 / max(averaged, 1)], dtype=torch.float64)
         following = torch.randn(fits, program.family.noise_size, generator=rng, dtype=torch.float64)
+        if alike:
+            following = program._noise(round_ + 1).expand(fits, -1)
         sums = {"direct": total, "objective": nothing}
         eta, _, moments, average, z, _, _ = move(eta, {}, moments, average, eps, following, sums, factors)
         eps = following
