@@ -146,12 +146,12 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
     posterior = Posterior(family, eta, theta)
     said = found["saved"].get("counted")
     if said is not None:
-        parts = {kind: tensors[f"counted/{kind}"] for kind in results.COUNTED}
-        if [list(value.shape) for value in parts.values()] != [[n], [n, n], [n, n]]:
+        mean, covariance, without = (tensors[f"counted/{kind}"] for kind in results.COUNTED)
+        if mean.shape != (n,) or covariance.shape != (n, n) or without.shape != (n, n):
             raise ValueError
-        for kind in results.COUNTED[1:]:
-            torch.linalg.cholesky(parts[kind])  # raises where it is no covariance
-        posterior = posterior._replace(counted=NoiseAware(**parts, **said))
+        for matrix in (covariance, without):
+            torch.linalg.cholesky(matrix)  # raises where it is no covariance
+        posterior = posterior._replace(counted=NoiseAware(mean, covariance, without, said["error"], said["rounds"]))
     numbers = found["saved"].get("refined")
     if numbers is None:
         return posterior

@@ -343,7 +343,7 @@ class Result(RunSummary):
         problem, layout, identity = self.problem, self.problem.layout, self.problem.model.identity
         counted = self.variational.counted
         read = self._readable()
-        named = {} if read is None else {"parameters": of_draws(self, *read).to_dict()}
+        named: dict[str, Any] = {} if read is None else {"parameters": of_draws(self, *read).to_dict()}
         apart = self.noise_sd
         if apart is not None:
             named["noise"] = {

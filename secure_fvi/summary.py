@@ -76,7 +76,8 @@ class Summary(_Printed):
     """What `Result.summary()` returns: `heading`, whether the run converged, and a row each scalar (`rows`).
 
     khat: Pareto k-hat of the importance weights; ess: effective sample size, in draws; draws: how many there were. All
-    None where the posterior is q itself. note: under differential privacy, whether sds count its noise. It follows from broadcasts and totals; everyone may see it.
+    None where the posterior is q itself. note: under differential privacy, whether sds count its noise. It follows from
+    broadcasts and totals; everyone may see it.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class Summary(_Printed):
         for column in self._columns:
             table.add_column(column, justify="right")
         for row in self.rows[:MOST_ROWS]:
-            table.add_row(_plain(row.name), *("-" if value is None else f"{value:.4g}" for value in row[1 : 1 + len(self._columns)]))
+            numbers = row[1 : 1 + len(self._columns)]
+            table.add_row(_plain(row.name), *("-" if value is None else f"{value:.4g}" for value in numbers))
         yield table
         if len(self.rows) > MOST_ROWS:
             yield f"and {len(self.rows) - MOST_ROWS} more, in .rows"
@@ -198,6 +200,11 @@ def weighted_moments(draws: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (w * (draws - mean).square()).sum(0).clamp(min=0).sqrt()
 
 
+def _weights_say(refined: Any) -> tuple[float | None, float | None, int | None]:
+    """k-hat, effective sample size and number of weighted draws."""
+    return (None, None, None) if refined is None else (float(refined.khat), float(refined.ess), len(refined.weights))
+
+
 def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined: Any = None) -> Summary:
     """The table of a result. spread: quantiles (3, *shape) a site; None for a point. refined: weighted draws."""
     rows, noise = [], result.noise_sd
@@ -213,11 +220,10 @@ def summarised(result: RunSummary, spread: Mapping[str, Tensor] | None, refined:
         if noise is not None:
             columns.append(noise[site].reshape(-1).tolist())
         rows += [Row(*row) for row in zip(names, means, *columns, strict=True)]
-    found = (
-        (float(refined.khat), float(refined.ess), len(refined.weights)) if refined is not None else (None, None, None)
-    )
-    note = counts_noise(result.privacy) if spread is not None else ""
-    return Summary(heading(result) + ("; a point, without spread" if spread is None else ""), rows, *found, note)
+    khat, ess, count = _weights_say(refined)
+    if spread is None:
+        return Summary(heading(result) + "; a point, without spread", rows, khat, ess, count)
+    return Summary(heading(result), rows, khat, ess, count, counts_noise(result.privacy))
 
 
 def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor, refined: Any = None) -> Summary:
@@ -226,9 +232,10 @@ def of_draws(result: RunSummary, draws: Mapping[str, Tensor], weights: Tensor, r
     for name, values in draws.items():
         mean, sd = weighted_moments(values, weights)
         added = None if noise is None else float(noise[name])
-        rows.append(Row(name, float(mean), float(sd), *quantiles(values, weights).tolist(), added))
-    found = (float(refined.khat), float(refined.ess), len(weights)) if refined is not None else (None, None, None)
-    return Summary(heading(result), rows, *found, counts_noise(result.privacy))
+        q5, q50, q95 = quantiles(values, weights).tolist()
+        rows.append(Row(name, float(mean), float(sd), q5, q50, q95, added))
+    khat, ess, count = _weights_say(refined)
+    return Summary(heading(result), rows, khat, ess, count, counts_noise(result.privacy))
 
 
 def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:

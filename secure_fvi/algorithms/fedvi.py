@@ -202,7 +202,7 @@ class FedVIProgram(FedAvgProgram):
 
     def global_rate(self, point: Params) -> Tensor:
         """KL(q(theta) || t) in nats (); -log t(theta) for a point, whose divergence is infinite."""
-        _, eta, theta, _ = self.at(point)
+        _, eta, theta, *_ = self.at(point)
         if self.config.theta == "point":
             return -self.problem.density.log_prior(eta["loc"], theta)
         scale = eta["log_scale"].exp()
@@ -318,7 +318,7 @@ class FedVIProgram(FedAvgProgram):
         density = self.problem.density
 
         def loss(point: Params) -> tuple[Tensor, Tensor]:
-            family, eta, theta, _ = self.at(point)
+            family, eta, theta, *_ = self.at(point)
             z = family.transform(eta, eps_global)
             sites, parameters = density.constrain(z, theta)
             loc, scale = self.encoder.fn({**sites, **parameters}, support.present, **support.rows)

@@ -6,8 +6,8 @@ for these models are a line of algebra, are clipped and get Gaussian noise of th
 (`test_the_bench_makes_the_rounds_of_a_fit` holds rounds to those of `sf.fit`). PVI: 200 silos, one round, their exact
 sites, clipped and noised. Where noise hides the curvature there is no interval, and a fit counts as "not given".
 
-Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of the
-exact posterior for whoever knows the curvature and adds up the noise of all rounds.
+Trials of an interval are coefficients, ten a fit; they are not quite independent. `best` is the mean sd over that of
+the exact posterior for whoever knows the curvature and adds up the noise of all rounds.
 """
 
 from __future__ import annotations
