@@ -432,6 +432,8 @@ class SFVIProgram(StructuredProgram):
             return "latents of records and silos follow the noised broadcasts, and how far is not in the totals"
         if self.theta_start:
             return "the pyro.params have no prior, and follow the noise with q"
+        if self.terms[ROUND_PHASE].adaptive:
+            return "target_quantile cuts silos' gradients by design, which moves q by more than noise"
         if config.participation < 1:
             return "participation below 1 draws other silos each round, which differ by more than noise"
         if config.average_last == 0:
