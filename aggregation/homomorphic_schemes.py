@@ -9,6 +9,9 @@ Degree 8192 with at most 218 bits is 128-bit secure by SEAL's tables; a context 
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -164,12 +167,7 @@ class PublicContext:
         """
         if len(data) > MAX_KEY_BYTES:
             raise ProtocolError("the key holder's public key is too long")
-        try:
-            context = _tenseal().context_from(data, n_threads=1)
-        except Exception:
-            raise ProtocolError("the key holder's public key cannot be read") from None
-        if context.has_secret_key() or not context.has_public_key():
-            raise ProtocolError("the key holder's key must be its public key and nothing more")
+        context = _read_key(scheme, data)
         _check_parameters(scheme, context)
         self.scheme = scheme
         self._context = context
@@ -196,13 +194,15 @@ class PublicContext:
             raise ProtocolError("a ciphertext of the wrong length")
         ts, bfv = _tenseal(), self.scheme is BFV
         try:
-            vector = (ts.bfv_vector_from if bfv else ts.ckks_vector_from)(self._context, data)
+            vector = (ts.bfv_vector_from if bfv else ts.ckks_vector_from)(self._context, _one_vector(self.scheme, data))
             ciphertexts = vector.ciphertext()
             fits = vector.size() == count and len(ciphertexts) == 1
             for c in ciphertexts:
                 fits &= c.size() == 2 and c.poly_modulus_degree() == DEGREE
                 fits &= c.coeff_modulus_size() == self.scheme.primes and not c.is_transparent()
                 fits &= c.is_ntt_form() is not bfv and (bfv or c.scale == CKKS_SCALE)
+        except InputError:
+            raise
         except Exception:  # TenSEAL raises ValueError, RuntimeError and others, whatever its C++ side throws
             raise ProtocolError("a ciphertext cannot be read") from None
         if not fits:
@@ -232,6 +232,161 @@ def _check_parameters(scheme: Scheme, context: Any) -> None:
         raise ProtocolError("the parameters of the key holder's key cannot be read") from None
     if not fits:
         raise ProtocolError(f"the key holder's key has other parameters than {scheme.name} has here")
+
+
+# ---- What TenSEAL is given of others' bytes: one form, unpacked here within the bytes that it stands for ----
+#
+# TenSEAL's messages are protobuf (tenseal/proto); an object of SEAL in them is a frame of 16 bytes (mark, version, kind
+# of compression, length) and what it holds, in zstd. In that are frames again, without compression where SEAL wrote it.
+# TenSEAL unpacks all objects of a message before anything can be looked at, and a hundred bytes stand for one of half a
+# megabyte. So each field is looked at first, and no compressed byte of another party reaches it.
+
+#: SEAL's mark, and the length of a frame's head.
+_MARK, _HEAD = bytes.fromhex("5ea110"), 16
+#: Of a ciphertext (and a public key, which is one over all primes): parameters, form, sizes, scale; then a frame of
+#: numbers.
+_BEFORE_NUMBERS = 73
+#: Fields that TenSEAL writes, by their tags.
+_SIZES, _OBJECT, _SCALE = 0x0A, 0x12, 0x19
+_PARAMETERS, _PUBLIC, _SECRET = 0x0A, 0x12, 0x1A
+_KEY, _FLAGS = 0x0A, 0x10
+
+
+def _one_vector(scheme: Scheme, data: bytes) -> bytes:
+    """The vector of one ciphertext in `data`, without compression. Raises ValueError or IndexError for any other."""
+    fields = _fields(data)
+    if [tag for tag, _ in fields] != [_SIZES, _OBJECT, *([_SCALE] if scheme is CKKS else [])]:
+        raise ValueError("not one ciphertext")
+    (_, sizes), (_, frame), *scale = fields
+    if len(sizes) > 3:
+        raise ValueError("more than one size")
+    return _joined([(_SIZES, sizes), (_OBJECT, _numbers(frame, scheme.primes)), *scale])
+
+
+def _read_key(scheme: Scheme, data: bytes) -> Any:
+    """TenSEAL's context around the public key in `data`, parameters and key alone. Raises ProtocolError."""
+    try:
+        fields = _fields(data)
+        tags = [tag for tag, _ in fields]
+        inner = _fields(fields[1][1]) if tags[:2] == [_PARAMETERS, _PUBLIC] else []
+        alone = len(tags) == 2 and [tag for tag, _ in inner] == [_KEY, _FLAGS, _SCALE]
+        frame = fields[0][1]
+        if tags[:1] != [_PARAMETERS]:
+            raise ValueError("no parameters")
+    except Exception:
+        raise ProtocolError("the key holder's public key cannot be read") from None
+    if not alone:
+        raise ProtocolError("the key holder's key must be its public key and nothing more")
+    moduli = scheme.primes + 2  # of ciphertexts, of keys alone, of plaintexts
+    try:
+        parameters = _unpacked(frame, 17 + moduli * 24)
+        for at in range(_HEAD + 17, len(parameters), 24):
+            _check_plain(parameters, at, 24)
+        key = [(_KEY, _numbers(inner[0][1], scheme.primes + 1)), *inner[1:]]
+    except InputError:
+        raise
+    except Exception:
+        raise ProtocolError(
+            f"the key holder's key is damaged, or has other parameters than {scheme.name} has here"
+        ) from None
+    try:
+        context = _tenseal().context_from(_joined([(_PARAMETERS, parameters), (_PUBLIC, _joined(key))]), n_threads=1)
+    except Exception:  # whatever TenSEAL's C++ side throws
+        raise ProtocolError("the key holder's public key cannot be read") from None
+    if context.has_secret_key() or not context.has_public_key():
+        raise ProtocolError("the key holder's key must be its public key and nothing more")
+    return context
+
+
+def _numbers(frame: bytes, primes: int) -> bytes:
+    """The frame of two polynomials modulo so many primes, without compression. Raises ValueError for any other."""
+    count = 2 * DEGREE * primes
+    plain = _unpacked(frame, _BEFORE_NUMBERS + _HEAD + 8 + 8 * count)
+    at = _HEAD + _BEFORE_NUMBERS
+    _check_plain(plain, at, len(plain) - at)
+    if int.from_bytes(plain[at + _HEAD : at + _HEAD + 8], "little") != count:
+        raise ValueError("another number of numbers")
+    return plain
+
+
+def _check_plain(data: bytes, at: int, length: int) -> None:
+    head = data[at : at + _HEAD]
+    if head[:3] != _MARK or any(head[5:8]) or int.from_bytes(head[8:], "little") != length:
+        raise ValueError("not a frame without compression")
+
+
+def _unpacked(frame: bytes, length: int) -> bytes:
+    """A frame without compression, of `length` bytes beside its head. Raises ValueError for one of more or less."""
+    if frame[:3] != _MARK or int.from_bytes(frame[8:_HEAD], "little") != len(frame):
+        raise ValueError("not a frame")
+    body = frame[_HEAD:]
+    if frame[5] == 2:
+        buffer = ctypes.create_string_buffer(length)
+        if _zstd()(buffer, length, body, len(body)) != length:  # an error is a number past all lengths
+            raise ValueError("not what it stands for")
+        body = buffer.raw
+    elif frame[5]:
+        raise ValueError("compressed in another way")
+    if len(body) != length:
+        raise ValueError("not what it stands for")
+    return frame[:5] + bytes(3) + (_HEAD + length).to_bytes(8, "little") + body
+
+
+@lru_cache(maxsize=1)
+def _zstd() -> Any:
+    """zstd's own `ZSTD_decompress`, out of TenSEAL's library, which has it for SEAL, or else the system's: it writes no
+    byte past the length that it is given. Raises InputError where there is neither."""
+    own = importlib.util.find_spec("_tenseal_cpp")
+    for find in (lambda: own and own.origin, lambda: ctypes.util.find_library("zstd")):
+        try:
+            found = ctypes.CDLL(find() or "").ZSTD_decompress
+        except (OSError, AttributeError):
+            continue
+        found.restype = ctypes.c_size_t
+        found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+        return found
+    raise InputError("homomorphic sums need zstd's library, which this build of TenSEAL does not show: install libzstd")
+
+
+def _fields(data: bytes) -> list[tuple[int, bytes]]:
+    """Tags and values of protobuf, at most four of the types that TenSEAL writes, in their order. Raises ValueError or
+    IndexError for anything else."""
+    found: list[tuple[int, bytes]] = []
+    at = 0
+    while at < len(data):
+        tag, at = data[at], at + 1
+        end = at + 8
+        if tag & 7 != 1:
+            number, end = _varint(data, at)
+        if tag & 7 == 2:
+            at, end = end, end + number
+        if tag > 127 or tag & 7 > 2 or end > len(data) or len(found) == 4:
+            raise ValueError("other fields than TenSEAL's")
+        found.append((tag, data[at:end]))
+        at = end
+    return found
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(0, 70, 7):
+        number |= (data[at] & 127) << shift
+        at += 1
+        if data[at - 1] < 128:
+            return number, at
+    raise ValueError("a number without end")
+
+
+def _joined(fields: Sequence[tuple[int, bytes]]) -> bytes:
+    return b"".join(bytes([tag]) + (_counted(len(v)) if tag & 7 == 2 else b"") + v for tag, v in fields)
+
+
+def _counted(number: int) -> bytes:
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*out, number])
 
 
 # ---- The messages that homomorphic sums add to those of masked sums: between server, key holder and silos ----

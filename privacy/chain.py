@@ -157,6 +157,8 @@ class ChainReader(ABC):
             raise ProtocolError("it does not follow the row before: rows were altered, removed or reordered")
         if link(self.kind, self.head, row.content(self.kind, self.silo)) != row.hash:
             raise ProtocolError("its content is not what was hashed: it was altered or moved")
+        if (type(row.time), type(row.kind), type(row.body)) != (int, str, bytes):  # SQLite keeps any type in any column
+            raise ProtocolError("its content is not well-formed")
         if row.time < self.time:
             raise ProtocolError("its time is before that of the row before")
         if (row.kind == GENESIS) != (row.seq == 1):

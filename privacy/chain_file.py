@@ -18,6 +18,11 @@ from secure_fvi.privacy.witness import Countersignature, check_receipt, make_sta
 _FORMAT = 1
 _BUSY_SECONDS, _RETRY_SECONDS = 60.0, 0.02
 _COLUMNS = "seq, previous, time, kind, body, hash, signature"
+_TABLE = (
+    "CREATE TABLE rows (silo TEXT NOT NULL, seq INTEGER NOT NULL, previous BLOB NOT NULL, "
+    "time INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, hash BLOB NOT NULL, "
+    "signature BLOB NOT NULL, PRIMARY KEY (silo, seq)) WITHOUT ROWID"
+)
 
 
 class ChainFile:
@@ -39,7 +44,9 @@ class ChainFile:
                 self._connection.execute("PRAGMA synchronous = FULL")
             if create:
                 self._prepare()
-            if self._connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+            # Another party's file may call a view `rows`, of rows without end.
+            made = self._connection.execute("SELECT sql FROM sqlite_master").fetchmany(2)
+            if self._connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT or made != [(_TABLE,)]:
                 raise InputError(f"'{path}' is no {kind.name} of this version")
 
     def __repr__(self) -> str:
@@ -63,11 +70,7 @@ class ChainFile:
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
             tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if version == 0 and tables == 0:
-                self._connection.execute(
-                    "CREATE TABLE rows (silo TEXT NOT NULL, seq INTEGER NOT NULL, previous BLOB NOT NULL, "
-                    "time INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, hash BLOB NOT NULL, "
-                    "signature BLOB NOT NULL, PRIMARY KEY (silo, seq)) WITHOUT ROWID"
-                )
+                self._connection.execute(_TABLE)
                 self._connection.execute(f"PRAGMA user_version = {_FORMAT}")
 
     @contextmanager

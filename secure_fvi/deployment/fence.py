@@ -58,6 +58,7 @@ _SECONDS = 600
 _CPU_SECONDS = 540
 #: What it may cost to read it, and to run it on made data: bytes of address space, seconds.
 _CHECK_MEMORY, _CHECK_SECONDS = 4 << 30, 90.0
+_MOST_THREADS = 1024
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 _MODEL, _SCRATCH = "/fence/model", "/fence/scratch"
 UNFENCED = 'sandbox = "off": the code of the model runs in the process that holds this site\'s keys and data'
@@ -120,6 +121,7 @@ class FencedModel:
             "start": dict(self.start),
             "dtype": "float64" if dtype == torch.float64 else "float32",
             "memory": _MEMORY,
+            "threads": _MOST_THREADS,
         }
         asked = json.dumps(request, allow_nan=False).encode()
         message = len(asked).to_bytes(8, "big") + asked + pack_schema(schema)
@@ -301,7 +303,7 @@ def serve() -> None:
     """Answer the one request on the standard input, and end. Only `_python` starts this."""
     out, first, rest = _request()
     asked, schema = json.loads(first), unpack_schema(rest)
-    _limit(asked["memory"], _CPU_SECONDS)
+    _limit(asked["memory"], _CPU_SECONDS, asked["threads"])
     tried: list[str] = []
     _listen(tried)
     forbid()
@@ -350,10 +352,16 @@ def _respond(out: BinaryIO, answer: bytes) -> NoReturn:
     os._exit(0)
 
 
-def _limit(memory: int, seconds: int) -> None:
+def _limit(memory: int, seconds: int, threads: int = _MOST_THREADS) -> None:
     """Of address space, since a limit of data counts neither shared memory nor pages that are made read-only. What it
-    does not count, memory that a file or a segment holds and no process has mapped, `_FORBIDDEN` and `_command` bar."""
+    does not count, memory that a file or a segment holds and no process has mapped, `_FORBIDDEN` and `_command` bar.
+
+    Linux counts threads from 5.14 on for the sandbox alone, before that for all that its user runs; root's, never.
+    """
+    major, minor = (int(part) for part in os.uname().release.split(".")[:2])
+    counted = (major, minor) >= (5, 14)
     for what, most in (
+        *([(resource.RLIMIT_NPROC, threads)] if counted else []),
         (resource.RLIMIT_AS, _mapped() + memory),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, 1 << 28),

@@ -105,9 +105,9 @@ class Whole(NamedTuple):
 class Assembler:
     """Puts the parts of one direction together again. They come in order, since a stream keeps it."""
 
-    def __init__(self, longest: Callable[[], int] = lambda: MAX_MESSAGE_BYTES) -> None:
-        """longest: bytes of the longest message that is expected by now."""
-        self._longest = longest
+    def __init__(self, longest: Callable[[], int] = lambda: MAX_MESSAGE_BYTES, chunk: int = CHUNK_BYTES) -> None:
+        """longest: bytes of the longest message that is expected by now. chunk: of each part but the last."""
+        self._longest, self._chunk = longest, chunk
         self._head: tuple[int, int, int] | None = None  # exchange, pieces, status
         self._bodies: list[bytes] = []
         self._length = 0
@@ -120,9 +120,11 @@ class Assembler:
             self._head, self._bodies, self._length = head, [], 0
         if head != self._head or part.number != len(self._bodies) or part.number >= part.pieces:
             raise ProtocolError("a part of a message out of place")
+        if part.number + 1 < part.pieces and len(part.body) != self._chunk:  # a body of two bytes takes fifty to keep
+            raise ProtocolError("a part of a message that is no whole chunk, and not its last")
         longest = min(self._longest(), MAX_MESSAGE_BYTES)
         self._length += len(part.body)
-        if self._length > longest or ((part.pieces - 1) * CHUNK_BYTES > longest and len(part.body) == CHUNK_BYTES):
+        if max(self._length, (part.pieces - 1) * self._chunk) > longest:
             raise ProtocolError(f"a message of more than the {longest} bytes that are expected at most")
         self._bodies.append(part.body)
         if part.number + 1 < part.pieces:

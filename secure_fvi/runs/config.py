@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -290,7 +289,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises InputError with the file, the dotted key, the value and what would be right.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = wording.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"no configuration file '{path}'") from None
     except IsADirectoryError:
@@ -299,7 +298,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"cannot read '{path}': {error.strerror}") from error
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a TOML file: not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a TOML file: {str(error).splitlines()[0]}") from error
     for text in overrides:
         override(table, text)
@@ -330,8 +329,8 @@ def override(table: dict[str, Any], text: str) -> None:
 
 def _value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = wording.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

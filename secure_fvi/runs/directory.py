@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from typing import Any, Literal
 from secure_fvi import __version__
 from secure_fvi.errors import InputError
 from secure_fvi.files import write_atomically
+from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, parse
 
 State = Literal["empty", "begun", "finished"]
@@ -136,10 +136,10 @@ class RunDirectory:
         """The configuration of the run in this folder. Raises InputError when there is none."""
         path = self.path / "config.toml"
         try:
-            return parse(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+            return parse(wording.loads(path.read_text(encoding="utf-8")), str(path))
         except FileNotFoundError:
             raise InputError(f"'{self.path}' holds no run (no config.toml)") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
             raise InputError(f"{path}: damaged: {error}") from error
 
     def read_run(self) -> dict[str, Any]:

@@ -120,10 +120,11 @@ def _shown(value: Any) -> str:
 # A writer for the little TOML that a resolved configuration needs; the standard library reads it, within bounds
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*+"')
 
 
 def dumps(table: Mapping[str, Any]) -> str:
-    """`table` as TOML that `tomllib` reads back to an equal dict. None and empty tables are left out."""
+    """`table` as TOML that `loads` reads back to an equal dict. None and empty tables are left out."""
     lines: list[str] = []
     _write(table, (), lines)
     return "\n".join(lines).strip() + "\n"
@@ -137,7 +138,8 @@ def _write(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) ->
         if isinstance(value, Mapping) or _is_table_array(value):
             inner.append((key, value))
         else:
-            lines.append(f"{_key(key)} = {_value(value)}")
+            line = f"{_key(key)} = {_value(value)}"
+            lines.append(_QUOTED.sub(_without_dots, line) if _crowded(line) else line)
     for key, value in inner:
         name = ".".join(_key(k) for k in (*path, key))
         if not isinstance(value, Mapping):
@@ -147,6 +149,10 @@ def _write(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) ->
         elif value:
             lines += ["", f"[{name}]"]
             _write(value, (*path, key), lines)
+
+
+def _without_dots(quoted: re.Match[str]) -> str:
+    return quoted[0].replace(".", r"\u002e")
 
 
 def _is_table_array(value: Any) -> bool:
@@ -178,22 +184,36 @@ def _value(value: Any) -> str:
     raise TypeError(f"TOML cannot hold a {type(value).__name__}")
 
 
-_TOKENS = re.compile(
-    r"""(?P<part>[A-Za-z0-9_-]++|"(?:\\.|[^"\\\n])*+"?|'[^'\n]*+'?)|(?P<dot>\.)|(?P<blank>[ \t]++)|(?P<other>[^"'.])""",
-    re.DOTALL,
-)
-#: Names in a dotted key. The parser's time grows with the square: a few kilobytes of `a.a.a` would take hours.
-_DEEPEST = 32
+#: A dot that may part two names of a dotted key, and is not the last one that does: what follows is a quote, or a bare
+#: name and another dot.
+_DOT = re.compile(r"""\.(?=[ \t]*+(?:["']|[A-Za-z0-9_-]++[ \t]*+\.))""")
+#: Such dots in a line. The parser's time grows with the square of a key's parts: a few kilobytes of `a.a.a` would take
+#: hours.
+_MOST_DOTS = 64
+#: Characters of a text: what a dictionary, the longest of our tables, may have.
+_LONGEST = 4 << 20
 
 
 def loads(text: str) -> dict[str, Any]:
-    """The table that TOML `text` holds. Raises ValueError for anything else, RecursionError for what nests too deep."""
-    dots = 0
-    for token in _TOKENS.finditer(text):
-        if token.lastgroup == "dot":
-            dots += 1
-            if dots > _DEEPEST:
-                raise ValueError(f"a key of more than {_DEEPEST} parts")
-        elif token.lastgroup == "other":
-            dots = 0
+    """The table that TOML `text` holds. Raises ValueError for anything else, RecursionError for what nests too deep.
+
+    A key stands on one line, whatever is quoted before it or in it, and each of its dots but the last is a `_DOT`: no
+    line of few has a long key. Decimal numbers have none.
+    """
+    if len(text) > _LONGEST:
+        raise ValueError(f"a table of more than {_LONGEST} characters")
+    if _crowded(text):
+        raise ValueError(
+            f"a key of more than {_MOST_DOTS} parts, or a line of as many dots within words: break the line"
+        )
     return tomllib.loads(text)
+
+
+def _crowded(text: str) -> bool:
+    count = end = 0
+    for dot in _DOT.finditer(text):
+        count = 1 if text.find("\n", end, dot.start()) >= 0 else count + 1
+        end = dot.end()
+        if count > _MOST_DOTS:
+            return True
+    return False

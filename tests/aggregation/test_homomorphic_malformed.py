@@ -1,8 +1,14 @@
 """Malformed bytes to and from the parties of homomorphic sums: refused, without a crash of any."""
 
+import contextlib
+import ctypes
+import importlib.util
 import os
+import re
+import struct
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -12,12 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sum_network import CONTEXT, carry, run_sum
 
+from secure_fvi.aggregation import homomorphic_schemes as schemes
 from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicServer, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     BFV_HALF,
     CKKS,
     DECRYPTIONS,
+    DEGREE,
     MAX_KEY_BYTES,
     Ciphertexts,
     Decrypted,
@@ -122,6 +130,88 @@ class TestCiphertexts:
                 PublicContext(scheme, bad)
         with pytest.raises(ProtocolError, match="other parameters"):
             SecretContext.from_bytes(scheme, SecretContext(CKKS if scheme is BFV else BFV).to_bytes())
+
+
+def _zstd(content: bytes) -> bytes:
+    library = ctypes.CDLL(importlib.util.find_spec("_tenseal_cpp").origin)
+    library.ZSTD_compress.restype = ctypes.c_size_t
+    room = 4096 + len(content)
+    out = ctypes.create_string_buffer(room)
+    size = (ctypes.c_size_t(room), content, ctypes.c_size_t(len(content)), 1)
+    written = library.ZSTD_compress(out, *size)
+    assert written < room
+    return ctypes.string_at(out, written)
+
+
+def _frame(content: bytes) -> bytes:
+    packed = _zstd(content)
+    return bytes.fromhex("5ea1100403020000") + (16 + len(packed)).to_bytes(8, "little") + packed
+
+
+def _peak(read) -> int:
+    """Megabytes that `read` takes at its height, of this process; whatever it raises is left out."""
+
+    def high(name: str) -> int:
+        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left to be used again
+    Path("/proc/self/clear_refs").write_text("5")
+    before = high("VmRSS")
+    with contextlib.suppress(Exception):
+        read()
+    return high("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory's height is read from /proc")
+class TestBombs:
+    """A few kilobytes that stand for 130 MB: many ciphertexts, or keys beside the public one, of compressed zeros."""
+
+    def test_a_ciphertext_takes_no_more_than_an_honest_one(self, monkeypatch):
+        reader = public(BFV)
+        (_, sizes), (_, frame) = schemes._fields(ciphertext(BFV))
+        plain = schemes._numbers(frame, BFV.primes)[16:]
+        many = [(0x0A, sizes), *[(0x12, _frame(plain[:97] + bytes(len(plain) - 97)))] * 250]
+        longer, nested = plain + bytes(1 << 20), plain[:73] + _frame(plain[89:] + bytes(1 << 20))
+        bomb = schemes._joined(many)
+        others = [schemes._joined([(0x0A, sizes), (0x12, _frame(content))]) for content in (longer, nested)]
+        for bad in (bomb, *others):
+            with pytest.raises(ProtocolError, match="cannot be read"):
+                reader.read([bad], 10)
+        assert len(bomb) < 1 << 16
+        assert _peak(lambda: reader.read([bomb], 10)) < 10
+        monkeypatch.setattr(schemes, "_one_vector", lambda scheme, data: data)  # the control: TenSEAL itself
+        assert _peak(lambda: reader.read([bomb], 10)) > 100
+        for taken in others:
+            reader.read([taken], 10)
+
+    def test_a_key_takes_no_more_than_an_honest_one(self):
+        (_, parameters), (_, inner) = schemes._fields(SecretContext(BFV).public_bytes)
+        inside = schemes._fields(inner)
+        key = schemes._numbers(inside[0][1], BFV.primes + 1)
+        zeros = key[: 16 + 97] + bytes(len(key) - 16 - 97)
+        some = (struct.pack("<Q", 4) + zeros * 4) * 50
+        galois = key[16:48] + struct.pack("<Q", DEGREE) + some + bytes(8 * (DEGREE - 50))
+        bomb = schemes._joined([(0x0A, parameters), (0x12, schemes._joined([*inside, (0x2A, _frame(galois))]))])
+        del galois, some
+        assert len(bomb) < MAX_KEY_BYTES
+        with pytest.raises(ProtocolError, match="nothing more"):
+            PublicContext(BFV, bomb)
+        assert _peak(lambda: PublicContext(BFV, bomb)) < 10
+        assert _peak(lambda: schemes._tenseal().context_from(bomb, n_threads=1)) > 100  # the control
+
+    def test_a_key_of_more_than_its_parts_stand_for_is_refused(self):
+        (_, parameters), (_, inner) = schemes._fields(SecretContext(BFV).public_bytes)
+        inside, known = schemes._fields(inner), schemes._unpacked(parameters, 17 + 24 * 6)[16:]
+        key = schemes._numbers(inside[0][1], BFV.primes + 1)[16:]
+        for frames in (
+            (_frame(known + bytes(1 << 20)), inside[0][1]),
+            (parameters, _frame(key + bytes(1 << 20))),
+            (parameters, _frame(key[:73] + _frame(key[89:]))),
+        ):
+            bad = schemes._joined([(0x0A, frames[0]), (0x12, schemes._joined([(0x0A, frames[1]), *inside[1:]]))])
+            with pytest.raises(ProtocolError, match="is damaged"):
+                PublicContext(BFV, bad)
 
 
 class TestMessages:

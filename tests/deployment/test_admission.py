@@ -3,6 +3,7 @@ or a foreign one, and none whom a member vouches for."""
 
 from __future__ import annotations
 
+import base64
 import datetime
 import ssl
 import stat
@@ -353,11 +354,16 @@ def test_a_roster_takes_certificates_of_one_form(world: World) -> None:
 
     assert request(made())
     other = x509.SubjectAlternativeName([x509.DNSName(pinned_name(bytes(32)))])
+    # A name of X.400, of which `cryptography` raises what is no ValueError: it ended the command as an error of ours.
+    unread = x509.UnrecognizedExtension(x509.ObjectIdentifier("2.5.29.17"), bytes.fromhex("3004a3023000"))
+    with pytest.raises(x509.UnsupportedGeneralNameType):
+        _ = x509.load_der_x509_certificate(base64.b64decode(made(alternative=unread))).extensions
     for bad, says in (
         ("nothing", "must be a certificate: DER in base64"),
         (made()[:-4] + "AAAA", "must be a certificate|not signed with its own key"),
         (made(generate_private_key(SECP256R1())), "is not signed with its own key"),
         (made(alternative=None), "lacks what `keys init` writes into it"),
+        (made(alternative=unread), "lacks what `keys init` writes into it"),
         (made(alternative=other), "does not carry the name of its own key"),
         (made(ca=True), "is an authority's, which signs others"),
     ):

@@ -264,6 +264,34 @@ def test_memory_of_every_kind_is_limited(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_fence
+@pytest.mark.skipif(os.getuid() == 0, reason="Linux does not limit root's threads")
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="counted from Linux 5.14 on")
+def test_threads_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: where 1,000 are allowed, all 200 start."""
+    model = tmp_path / "threads.py"
+    starts = """
+import threading
+STOP, FOUND = threading.Event(), [0.0]
+try:
+    for _ in range(200):
+        threading.Thread(target=STOP.wait, daemon=True).start()
+        FOUND[0] += 1
+except RuntimeError:
+    pass
+STOP.set()
+"""
+    model.write_text(HEAD + starts + BODY)
+
+    def started() -> float:
+        return float(fenced(model.read_bytes()).exported(SCHEMA, torch.float64).start.theta["found"])
+
+    assert started() == 200
+    monkeypatch.setattr(fence, "_MOST_THREADS", 100)
+    monkeypatch.setattr(fence, "_answers", {})
+    assert started() < 100
+
+
+@needs_fence
 def test_what_the_process_answers_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that takes over its process and writes an answer itself: bytes that are checked, never unpickled."""
     lies = "import os, pickle\nos.write(3, b'P' + pickle.dumps([1]))\nos._exit(0)\n"

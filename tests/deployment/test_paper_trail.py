@@ -125,6 +125,37 @@ def test_an_altered_row_is_found(pair: Pair, column: str) -> None:
         verify(pair.site_file)
 
 
+def test_a_file_that_is_no_log_is_not_read(pair: Pair, tmp_path: Path) -> None:
+    """A mailed file whose `rows` is a view without an end held `audit-log verify` for good. The control: SQLite reads
+    as many of its rows as are asked for."""
+    endless = (
+        "CREATE VIEW rows AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT 'hub' AS silo, "
+        "i AS seq, x'' AS previous, 0 AS time, 'x' AS kind, x'' AS body, x'' AS hash, x'' AS signature FROM n"
+    )
+    with sqlite3.connect(tmp_path / "view.sqlite") as connection:
+        connection.executescript(f"{endless}; PRAGMA user_version = 1")
+    assert len(connection.execute("SELECT silo FROM rows LIMIT 5000").fetchall()) == 5000
+    connection.close()
+    with pytest.raises(InputError, match="is no audit-log of this version"):
+        verify(tmp_path / "view.sqlite")
+    pair.close()
+    verify(pair.site_file)
+    last = rows(pair.site_file)[1][-1]
+    for other in (last._replace(time="x"), last._replace(body=5)):  # hashed so by who may write into the log
+        hashed = link(TRAIL, other.previous, other.content(TRAIL, "north"))
+        change = "UPDATE rows SET time = ?, body = ?, hash = ? WHERE seq = ?"
+        with sqlite3.connect(pair.site_file) as connection:
+            connection.execute(change, (other.time, other.body, hashed, other.seq))
+        connection.close()
+        with pytest.raises(ProtocolError, match="not well-formed"):
+            verify(pair.site_file)
+    with sqlite3.connect(pair.server_file) as connection:
+        connection.execute("CREATE TRIGGER more AFTER INSERT ON rows BEGIN DELETE FROM rows; END")
+    connection.close()
+    with pytest.raises(InputError, match="is no audit-log of this version"):
+        verify(pair.server_file)
+
+
 def test_the_last_row_of_a_write_answers_for_those_before(pair: Pair) -> None:
     """The server's rows of one exchange with three silos: one signature, which no cut and no change gets around."""
     pair.server.exchanges("job-1", [Exchange(silo, "x", b"answer", b"ask") for silo in ("east", "north", "south")])

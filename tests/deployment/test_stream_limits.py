@@ -18,7 +18,7 @@ from test_stream import Dialer, dialed, echo, serving, tls_of
 
 from secure_fvi.engines import stream_server
 from secure_fvi.engines.stream_client import _chain_file
-from secure_fvi.engines.stream_messages import CHUNK_BYTES, METHOD, OPTIONS, SERVICE, Assembler, parts
+from secure_fvi.engines.stream_messages import CHUNK_BYTES, CODEC, METHOD, OPTIONS, SERVICE, Assembler, Part, parts
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import ProtocolError
 
@@ -133,6 +133,18 @@ def test_an_answer_is_no_longer_than_the_job_has_use_for() -> None:
     short = Assembler(lambda: 2 * CHUNK_BYTES - 1)
     with pytest.raises(ProtocolError, match="more than the"):  # at its first part, which says how many there will be
         short.add(frames[0])
+
+
+def test_small_parts_of_a_message_are_not_kept() -> None:
+    """A member's million parts of two bytes took 26 times their length. The control: where parts of two bytes are whole
+    chunks, 10,000 of them are kept."""
+    for body in (b"", b"xy", bytes(CHUNK_BYTES - 1)):
+        with pytest.raises(ProtocolError, match="no whole chunk"):
+            Assembler().add(CODEC.pack(Part(1, 0, 1 << 20, 0, body)))
+    control = Assembler(chunk=2)
+    for number in range(10_000):
+        assert control.add(CODEC.pack(Part(1, number, 1 << 20, 0, b"xy"))) is None
+    assert len(control._bodies) == 10_000
 
 
 def ended_within(link: socket.socket, seconds: float) -> bool:
