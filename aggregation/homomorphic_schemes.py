@@ -9,9 +9,6 @@ Degree 8192 with at most 218 bits is 128-bit secure by SEAL's tables; a context 
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -21,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from secure_fvi import wire
@@ -243,6 +241,8 @@ def _check_parameters(scheme: Scheme, context: Any) -> None:
 
 #: SEAL's mark, and the length of a frame's head.
 _MARK, _HEAD = bytes.fromhex("5ea110"), 16
+#: What zstd may look back over, in bytes: more than SEAL's own frames need.
+_WINDOW = 2**23
 #: Of a ciphertext (and a public key, which is one over all primes): parameters, form, sizes, scale; then a frame of
 #: numbers.
 _BEFORE_NUMBERS = 73
@@ -321,31 +321,16 @@ def _unpacked(frame: bytes, length: int) -> bytes:
         raise ValueError("not a frame")
     body = frame[_HEAD:]
     if frame[5] == 2:
-        buffer = ctypes.create_string_buffer(length)
-        if _zstd()(buffer, length, body, len(body)) != length:  # an error is a number past all lengths
-            raise ValueError("not what it stands for")
-        body = buffer.raw
+        try:
+            with zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(body) as unpacked:
+                body = unpacked.read(length + 1)
+        except zstandard.ZstdError:
+            raise ValueError("not what it stands for") from None
     elif frame[5]:
         raise ValueError("compressed in another way")
     if len(body) != length:
         raise ValueError("not what it stands for")
     return frame[:5] + bytes(3) + (_HEAD + length).to_bytes(8, "little") + body
-
-
-@lru_cache(maxsize=1)
-def _zstd() -> Any:
-    """zstd's own `ZSTD_decompress`, out of TenSEAL's library, which has it for SEAL, or else the system's: it writes no
-    byte past the length that it is given. Raises InputError where there is neither."""
-    own = importlib.util.find_spec("_tenseal_cpp")
-    for find in (lambda: own and own.origin, lambda: ctypes.util.find_library("zstd")):
-        try:
-            found = ctypes.CDLL(find() or "").ZSTD_decompress
-        except (OSError, AttributeError):
-            continue
-        found.restype = ctypes.c_size_t
-        found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
-        return found
-    raise InputError("homomorphic sums need zstd's library, which this build of TenSEAL does not show: install libzstd")
 
 
 def _fields(data: bytes) -> list[tuple[int, bytes]]:
