@@ -124,6 +124,7 @@ class SumSilo(Protocol):
         context: bytes,
         question: bytes = b"",
         most_missing: int | None = None,
+        past: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """Protect `values` (table.size,) for sum `index`.
 
@@ -131,10 +132,18 @@ class SumSilo(Protocol):
         the values answer, so that a server which shows two silos different broadcasts gets noise. `question` (32 bytes,
         or none) names what is asked, whatever the index: of all sums of one question a silo signs one set of survivors,
         since two totals of the same values over two sets would give the difference away. `most_missing`: how many
-        of the cohort this silo lets be missing from the total, where that is fewer than it lets in general. An index is
-        used at most once. Raises AggregationError for a value that is not finite or past its bound,
+        of the cohort this silo lets be missing from the total, where that is fewer than it lets in general. `past`: by
+        silo id, 32 bytes that name all that this silo and that one were asked together before, or nothing; a whole sum
+        (`whole`) with one of another account is noise. An index is used at most once.
+        Raises AggregationError for a value that is not finite or past its bound,
         ProtocolError for a used index or a cohort under the minimum; nothing is revealed then.
         """
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether a total is of its whole cohort or there is none, so that no sum is signed, and a question that was
+        answered is asked again until there is its total."""
         ...
 
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:

@@ -78,13 +78,14 @@ def log2_hypergeometric_tail(population: int, marked: int, draws: int, at_least:
 
 
 @lru_cache(maxsize=1024)
-def least_in_window(members: int, colluders: int, width: int) -> int:
+def least_in_window(members: int, colluders: int, width: int, orders: int = 1) -> int:
     """Survivors that each `width` consecutive places of a ring in random order must keep; more than `width` if none do.
 
-    One more than the colluders of any window, except with 2^-40 over all windows: one of them is then honest, and
-    honest survivors less than `width` + 1 places apart all the way round share masks in one connected graph.
+    One more than the colluders of any window, except with 2^-40 over all windows of so many `orders`: one of them is
+    then honest, and honest survivors less than `width` + 1 places apart all the way round share masks in one connected
+    graph.
     """
-    places = math.log2(members)
+    places = math.log2(members) + math.log2(orders)
     least = 1
     while least <= width and places + log2_hypergeometric_tail(members, colluders, width, least) > -SECRECY_BITS:
         least += 1
@@ -92,11 +93,12 @@ def least_in_window(members: int, colluders: int, width: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
+def neighbourhood(silos: int, corrupt: float, lost: float, orders: int = 1) -> Neighbourhood:
     """The smallest even k for `silos` of which the given shares are corrupt and lost; else complete.
 
-    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40 whatever losses an adversary chooses; random
-    losses end recovery, or thin a window out, with 2^-30 over all of them. Raises InputError when no k within 255 does.
+    Secrecy fails with at most 2^-40 a neighbourhood, masking with 2^-40 whatever losses an adversary chooses, and
+    whichever of so many `orders` of the ring; random losses end recovery, or thin a window out, with 2^-30 over all of
+    them. Raises InputError when no k within 255 does.
     """
     if not (0 <= corrupt < 1 / 3 and 0 <= lost < 1 / 3):
         raise InputError(f"corrupt and lost must lie in [0, 1/3), got {corrupt:g} and {lost:g}")
@@ -124,8 +126,8 @@ def neighbourhood(silos: int, corrupt: float, lost: float) -> Neighbourhood:
         if max(secrecy, alone) > -SECRECY_BITS or recovery > -RECOVERY_BITS:
             continue
         width = k // 2
-        least = least_in_window(silos, bad, width)
-        disconnected = math.log2(silos) + log2_hypergeometric_tail(silos, bad, width, least)
+        least = least_in_window(silos, bad, width, orders)
+        disconnected = math.log2(silos) + math.log2(orders) + log2_hypergeometric_tail(silos, bad, width, least)
         refused = math.log2(silos) + log2_hypergeometric_tail(silos, gone, width, width - least + 1)
         if least <= width and refused <= -RECOVERY_BITS:
             return Neighbourhood(silos, k, t, False, secrecy, recovery, disconnected, least, refused)

@@ -292,9 +292,15 @@ class HomomorphicSilo:
         context: bytes,
         question: bytes = b"",
         most_missing: int | None = None,
+        past: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
         return self._inner.contribute(index, cohort, table, values, context, question, most_missing)
+
+    @property
+    def whole(self) -> bool:
+        """See `SumSilo.whole`: the key holder asks for signatures on survivors, whoever may be missing."""
+        return self._inner.whole
 
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """See `SumSilo.absent_from`."""

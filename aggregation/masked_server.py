@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -33,10 +33,10 @@ from secure_fvi.aggregation.messages import (
     pack,
     unpack,
 )
-from secure_fvi.aggregation.onetime import MAX_ATTEMPTS, ROW, sealed_length
+from secure_fvi.aggregation.onetime import ROW, sealed_length
 from secure_fvi.aggregation.prg import Mask, apply_masks
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.roster import Roster, check_missing
+from secure_fvi.aggregation.roster import MAX_ATTEMPTS, Roster, check_missing
 from secure_fvi.aggregation.session import Session, advert_statement, graph_order, key_set_hash, nonce_commitment
 from secure_fvi.aggregation.store import MemoryStore, Store
 from secure_fvi.aggregation.unmask import Convicted, ServerBatch, masks_left
@@ -102,7 +102,8 @@ class MaskedServer:
         return {self._roster.ids[place]: proof for place, proof in self._state.left_out.items()}
 
     def prepare(self, index: int) -> Exchanges[None]:
-        """Set-up before the first sum, a refill before the first index of each batch, otherwise nothing.
+        """Set-up before the first sum; where sums recover, a refill before the first index of each batch; otherwise
+        nothing.
 
         Raises AggregationError when too few silos answer to go on.
         """
@@ -111,6 +112,9 @@ class MaskedServer:
         state = self._state
         if state.session is None:
             yield from state.set_up()
+        if self._roster.whole:
+            yield from state.bring_up()
+            return
         number = index // self._roster.batch
         if self._unshown:  # before a refill, at which silos forget the batch of an older sum
             # A silo takes no further question before it has seen who signed the sum with its term in it.
@@ -132,23 +136,41 @@ class MaskedServer:
         contributions: Mapping[str, bytes],
         context: bytes,
     ) -> Exchanges[Total]:
-        """The sum over those whose contribution arrived; one exchange, or two with the consistency check.
+        """The sum over those whose contribution arrived; one exchange, or two with the consistency check. Of whole sums
+        no exchange, and the sum over the cohort.
 
-        Raises AggregationError when fewer than min_cohort contributed, too few signed, or too few revealed.
+        Raises AggregationError when fewer than min_cohort contributed, too few signed, or too few revealed; of whole
+        sums, which names them, when anybody's is missing.
         """
         roster = self._roster
         ring = self._rings.get(table.digest)
         if ring is None:
             ring = self._rings[table.digest] = Ring(table, roster.bits, roster.size)
         admitted = self.admit(index, cohort, table, contributions, context, table.size * ring.dtype.itemsize)
-        agreed = yield from self.agree(index, table, context, admitted)
-        masks = yield from self.masks_left(agreed)
+        payloads, masks = {p: s.payload for p, s in admitted.sent.items()}, list[Mask]()
+        if roster.whole:
+            self._check_all(index, admitted, contributions)
+        else:
+            agreed = yield from self.agree(index, table, context, admitted)
+            payloads, masks = agreed.payloads, (yield from self.masks_left(agreed))
         total = np.zeros(table.size, ring.dtype)
-        for payload in agreed.payloads.values():
+        for payload in payloads.values():
             np.add(total, np.frombuffer(payload, ring.dtype), out=total)
         apply_masks(total, masks)
-        values = decoded(index, lambda: ring.decode(total, len(agreed.payloads)))
-        return Total(values, tuple(roster.ids[p] for p in agreed.payloads))
+        values = decoded(index, lambda: ring.decode(total, len(payloads)))
+        return Total(values, tuple(roster.ids[p] for p in payloads))
+
+    def _check_all(self, index: int, admitted: Admitted, came: Collection[str]) -> None:
+        """Raise AggregationError, which names them and says what is wrong, where contributions of a whole sum are
+        missing."""
+        ids, missing = self._roster.ids, [p for p in self._roster.members_of(admitted.cohort) if p not in admitted.sent]
+        if missing or not admitted.sent:
+            wrong = [ids[p] for p in missing[:3] if ids[p] in came and ids[p] in self.faults]
+            why = "".join(f"; '{silo}' sent {self.faults[silo]}" for silo in wrong)
+            raise AggregationError(
+                f"sum {index}: {len(missing)} of the {len(missing) + len(admitted.sent)} silos asked are missing, past "
+                f"max_missing = 0; nothing usable of {_some([ids[p] for p in missing])}{why}"
+            )
 
     def admit(
         self,
@@ -163,12 +185,16 @@ class MaskedServer:
 
         The others count as dropouts; `faults` says why.
         """
-        roster, batch = self._roster, self._batch(index)
+        roster, batch = self._roster, None if self._roster.whole else self._batch(index)
+        session = self._state.session if batch is None else batch.session
+        if session is None:
+            raise AggregationError(f"sum {index} was not prepared")
+        named, present = (b"", frozenset(session.members)) if batch is None else (batch.digest, batch.present)
         places = sorted(roster.places[silo] for silo in set(cohort) & roster.places.keys())
         asked = roster.bitmap(frozenset(places))
         limit = None if length is None else Limit(length + 4096)
         found: dict[int, tuple[bytes, Sent]] = {}
-        left_out = self._state.left_out.keys() | batch.left_out
+        left_out = set() if batch is None else self._state.left_out.keys() | batch.left_out
         for place in places:
             if roster.ids[place] not in contributions or place in left_out:
                 continue
@@ -178,12 +204,12 @@ class MaskedServer:
                 self._state.fault(place, str(error))
                 continue
             right_length = length is None or len(message.payload) == length
-            if message.sum_index != index or not right_length or place not in batch.present:
+            if message.sum_index != index or not right_length or place not in present:
                 self._state.fault(place, "a contribution of another sum or another length")
                 continue
             sent = Sent(message.payload, hashlib.sha256(message.payload).digest(), message.signature)
-            statement = batch.session.contribution_statement(
-                batch.digest, index, place, asked, table.digest, context, message.question, sent.digest
+            statement = session.contribution_statement(
+                named, index, place, asked, table.digest, context, message.question, sent.digest
             )
             if not roster.verify(place, sent.signature, statement):
                 self._state.fault(place, f"a contribution that it did not sign, or not for this sum {index}")
@@ -417,7 +443,7 @@ class ServerState:
             asked = [p for p in range(roster.size) if failures[p] < 2]
             adverts = yield from self.ask(asked, KeysRequest(attempt), KeyAdvert)
             members = tuple(p for p in sorted(adverts) if self._usable(p, attempt, adverts[p]))
-            self._require(len(members), "set-up")
+            self._require(members, "set-up")
             bitmap = roster.bitmap(frozenset(members))
             columns = [list(c) for c in zip(*(adverts[m][1:] for m in members), strict=True)]
             key_set = KeySet(attempt, bitmap, *columns)
@@ -466,9 +492,10 @@ class ServerState:
             return False
         return True
 
-    def _bring_up(self, session: Session) -> Exchanges[None]:
+    def bring_up(self) -> Exchanges[None]:
         """Send the session to members that missed it; after a restart of the server, to all."""
-        late = set(session.members) - self._ready
+        assert self.session is not None
+        late = set(self.session.members) - self._ready
         if not late or self._keys is None:
             return
         key_set, nonces = self._keys
@@ -481,14 +508,14 @@ class ServerState:
         """Collect the deposits of a batch, and fix who made one."""
         session = self.session
         assert session is not None
-        yield from self._bring_up(session)
+        yield from self.bring_up()
         asked = [p for p in session.members if p not in self.left_out]
         deposits = yield from self.ask(asked, DepositRequest(number), Deposit)
         for place in list(deposits):
             if not _well_formed(session, place, number, deposits[place]):
                 self.fault(place, "a deposit of the wrong form or without its signature")
                 del deposits[place]
-        self._require(len(deposits), "refill")
+        self._require(deposits, "refill")
         batch = ServerBatch(session, number, deposits)
         ids = self.roster.ids
         for one, other in batch.at_odds():
@@ -515,16 +542,16 @@ class ServerState:
         if not roster.consistency_check:
             batch.active.update(replies)
             self._keep(batch)
-            self._require(len(batch.active), "refill")
+            self._require(batch.active, "refill")
             return
         batch.signatures.update((place, reply.signature) for place, reply in replies.items())
         signers = sorted(batch.signatures)[: roster.signatures_needed]
-        self._require(len(batch.signatures), "refill")
+        self._require(batch.signatures, "refill")
         activate = Activate(number, roster.bitmap(frozenset(signers)), [batch.signatures[s] for s in signers])
         done = yield from self.ask(replies, activate, Done)
         batch.active.update(done)
         self._keep(batch)
-        self._require(len(batch.active), "refill")
+        self._require(batch.active, "refill")
 
     def _hear_complaints(self, batch: ServerBatch, replies: Mapping[int, BatchSignature]) -> None:
         """Leave out of this batch owners of whom too many holders say they were dealt no shares that fit.
@@ -563,10 +590,12 @@ class ServerState:
         """Whether sums of this batch come about without `places`."""
         return len(batch.present - places - self.left_out.keys()) >= self._needed
 
-    def _require(self, present: int, stage: str) -> None:
-        if present < self._needed:
+    def _require(self, present: Collection[int], stage: str) -> None:
+        if len(present) < self._needed:
+            missing = [silo for place, silo in enumerate(self.roster.ids) if place not in present]
             raise AggregationError(
-                f"{stage}: {present} of {self.roster.size} silos answered, {self._needed} are needed"
+                f"{stage}: {len(present)} of {self.roster.size} silos answered, {self._needed} are needed; nothing "
+                f"usable of {_some(missing)}"
             )
 
     @property

@@ -36,6 +36,7 @@ from secure_fvi.aggregation.messages import (
 from secure_fvi.aggregation.onetime import (
     PAIR,
     SELF,
+    Asked,
     Drawn,
     Secrets,
     Setup,
@@ -44,6 +45,7 @@ from secure_fvi.aggregation.onetime import (
     open_envelope,
     pair_seeds,
     share_row,
+    whole_key,
 )
 from secure_fvi.aggregation.prg import CHUNK_BYTES, Mask, MaskStream, apply_masks, digest
 from secure_fvi.aggregation.ring import Ring
@@ -121,8 +123,7 @@ class MaskedSilo:
         self._seal = seal
         self._handlers: dict[type, Callable[[Any], tuple[Any, ...]]] = {
             **self._state.handlers(),
-            SignRequest: self._on_sign,
-            RevealRequest: self._on_reveal,
+            **({} if roster.whole else {SignRequest: self._on_sign, RevealRequest: self._on_reveal}),
         }
 
     def __repr__(self) -> str:
@@ -133,7 +134,8 @@ class MaskedSilo:
         request = unpack_any(message, self._roster.limit)
         handler = self._handlers.get(type(request))
         if handler is None:
-            raise ProtocolError(f"a silo does not take {type(request).__name__}")
+            where = " where a total is of all or there is none" if self.whole else ""
+            raise ProtocolError(f"a silo does not take {type(request).__name__}{where}")
         return pack(handler(request))
 
     def contribute(
@@ -145,41 +147,75 @@ class MaskedSilo:
         context: bytes,
         question: bytes = b"",
         most_missing: int | None = None,
+        past: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """Masked ring elements of `values`; see `SumSilo.contribute`.
 
-        Masks are shared with all neighbours of the batch, whoever is in the cohort: a server that names a
-        smaller cohort to one silo removes no mask from it.
+        Of a whole sum the masks are those shared with the neighbours in the cohort, which their keys name with all else
+        that is asked. Where sums recover they are shared with all neighbours of the batch, whoever is in the cohort.
+        Either way a server that names a smaller cohort to one silo removes no mask from it.
         """
         asked = self._check_cohort(index, cohort)
         if len(context) != 32 or len(question) not in (0, 32):
             raise ProtocolError("a context has 32 bytes, and so has a question that is named")
         self._check_bound(index, question)
-        batch = self._state.batch_of(index)
-        batch.session.check_survivors(asked)
-        if index <= self._last_index():
+        batch = None if self.whole else self._state.batch_of(index)
+        session = self._state.agreed.session if batch is None else batch.session
+        assert session is not None
+        session.check_survivors(asked)
+        last, bitmap = self._last_index(), self._roster.bitmap(asked)
+        if index <= last:
             raise ProtocolError(f"sum index {index} was used already, or skipped")
-        if self._store.get(f"{SURVIVORS}/{index}") is not None:
-            raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
-        masks = batch.masks(index, table.digest, context)
+        if batch is None:
+            masks = self._whole_masks(session, Asked(index, bitmap, table.digest, context, question), asked, past or {})
+        else:
+            if self._store.get(f"{SURVIVORS}/{index}") is not None:
+                raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
+            masks = batch.masks(index, table.digest, context)
         payload = self._masked(table, values, masks) if self._seal is None else self._seal(table, values, masks)
-        sent, bitmap = hashlib.sha256(payload).digest(), self._roster.bitmap(asked)
-        # What a retry after a crash must repeat. Encryption is random: there it is the values themselves, keyed.
-        inside = sent if self._seal is None else digest(LABEL_VALUES, batch.self_seed(index), values.tobytes())
+        inside = sent = hashlib.sha256(payload).digest()
+        if self._seal is not None and batch is not None:
+            # What a retry after a crash must repeat. Encryption is random: there it is the values themselves, keyed.
+            inside = digest(LABEL_VALUES, batch.self_seed(index), values.tobytes())
+        if batch is None:
+            self._claim_question(index, question, sorted(asked), sorted(asked))
         self._use(index, batch, digest(LABEL_USE, table.digest, context, bitmap, question, inside))
+        named = b"" if batch is None else batch.digest
         signature = self._identity.sign(
-            batch.session.contribution_statement(
-                batch.digest, index, self._me, bitmap, table.digest, context, question, sent
-            )
+            session.contribution_statement(named, index, self._me, bitmap, table.digest, context, question, sent)
         )
         message = pack(Contribution(index, question, payload, signature))  # type: ignore[arg-type]
-        most = self._max_missing if most_missing is None else min(self._max_missing, most_missing)
-        record = _Record(table.digest, context, bitmap, question, most)
-        kept: bytes = msgpack.packb(record)
-        self._store.put({"last": index.to_bytes(8, "big"), f"{CONTRIBUTED}/{index}": kept})
+        kept = {"last": index.to_bytes(8, "big")}
+        if batch is None:
+            self._forget_uses(last, index)
+        else:
+            most = self._max_missing if most_missing is None else min(self._max_missing, most_missing)
+            kept[f"{CONTRIBUTED}/{index}"] = msgpack.packb(_Record(table.digest, context, bitmap, question, most))
+        self._store.put(kept)
         return message
 
-    def _use(self, index: int, batch: SiloBatch, what: bytes) -> None:
+    @property
+    def whole(self) -> bool:
+        """See `SumSilo.whole`."""
+        return self._roster.whole
+
+    def _whole_masks(
+        self, session: Session, asked: Asked, cohort: frozenset[int], past: Mapping[str, bytes]
+    ) -> list[Mask]:
+        """One for each neighbour in the cohort; none of them comes off but in the total of all."""
+        me, ids, secrets = self._me, self._roster.ids, self._state.agreed.pair_secrets
+        peers = [v for v in session.neighbours(me) if v in cohort]
+        if not peers:
+            raise ProtocolError(f"silo '{self.silo_id}' has no neighbour in the cohort of sum {asked.sum_index}")
+        return [Mask(whole_key(session, secrets[v], me, v, asked, past.get(ids[v], b"")), me > v) for v in peers]
+
+    def _forget_uses(self, last: int, index: int) -> None:
+        """Let go, now and then, of claims on indices up to `last`, below which this store contributes to none."""
+        if 0 <= last // _KEPT_USES < index // _KEPT_USES:
+            first = last // _KEPT_USES * _KEPT_USES
+            self._store.drop([f"{USED}/{i}" for i in range(first, last + 1)])
+
+    def _use(self, index: int, batch: SiloBatch | None, what: bytes) -> None:
         """Claim the masks of an index for what they cover, before it leaves; once claimed they cover nothing else.
 
         The claim binds at once, whatever else a store holds back: a process that was killed before its answer was
@@ -188,7 +224,8 @@ class MaskedSilo:
         """
         if self._store.claim(f"{USED}/{index}", what, settle=False) != what:
             raise ProtocolError(f"sum index {index} was used already, by another process or before a crash")
-        self._state.check_live(batch)
+        if batch is not None:
+            self._state.check_live(batch)
         if index <= self._last_index():
             raise ProtocolError(f"sum index {index} was used already, or skipped")
 
@@ -296,17 +333,22 @@ class MaskedSilo:
         held = self._store.get(f"{SURVIVORS}/{index}")
         if held not in (None, statement):
             raise ProtocolError(f"other survivors of sum {index} were named before")
-        if request.question and held is None:
-            ids = [[roster.ids[p] for p in roster.members_of(m)] for m in (request.cohort, request.survivors)]
-            absent: bytes = msgpack.packb(sorted(set(ids[0]) - set(ids[1])))
-            mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + absent
-            if self._questions.claim(_question_slot(request.question), mine, self._settle) != mine:
-                raise ProtocolError(
-                    f"sum {index}: other survivors of this question were named before, at another index"
-                )
+        if held is None:
+            members = (roster.members_of(m) for m in (request.cohort, request.survivors))
+            self._claim_question(index, request.question, *members)
         if held is None and self._store.claim(f"{SURVIVORS}/{index}", statement) != statement:
             raise ProtocolError(f"other survivors of sum {index} were named before")
         self._state.check_live(batch)
+
+    def _claim_question(self, index: int, question: bytes, cohort: Sequence[int], survivors: Sequence[int]) -> None:
+        """Write down whose terms this question's total has, if it is named; of a whole sum all of the cohort's."""
+        if not question:
+            return
+        ids = [[self._roster.ids[p] for p in places] for places in (cohort, survivors)]
+        absent: bytes = msgpack.packb(sorted(set(ids[0]) - set(ids[1])))
+        mine = digest(LABEL_QUESTION, msgpack.packb(ids)) + absent
+        if self._questions.claim(_question_slot(question), mine, self._settle) != mine:
+            raise ProtocolError(f"sum {index}: other survivors of this question were named before, at another index")
 
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """See `SumSilo.absent_from`. Without the consistency check nobody signed what it was shown."""
@@ -314,12 +356,14 @@ class MaskedSilo:
         return None if held is None else tuple(wire.own(held[32:], "the survivors of a question"))
 
     def shown(self, question: bytes) -> bool | None:
-        """See `SumSilo.shown`; None without the consistency check."""
-        return self._questions.get(_shown_slot(question)) == _WITH if self._roster.consistency_check else None
+        """See `SumSilo.shown`; None for whole sums, and without the consistency check."""
+        signed = self._roster.consistency_check and not self.whole
+        return self._questions.get(_shown_slot(question)) == _WITH if signed else None
 
     def left_out(self, question: bytes) -> bool | None:
-        """See `SumSilo.left_out`; None without the consistency check."""
-        return self._questions.get(_shown_slot(question)) == _WITHOUT if self._roster.consistency_check else None
+        """See `SumSilo.left_out`; None for whole sums, and without the consistency check."""
+        signed = self._roster.consistency_check and not self.whole
+        return self._questions.get(_shown_slot(question)) == _WITHOUT if signed else None
 
     def _on_sign(self, request: SignRequest) -> SetSignature:
         if not self._roster.consistency_check:
@@ -378,6 +422,8 @@ def _masked(ring: Ring, values: FloatArray, masks: Sequence[Mask]) -> np.ndarray
 _KEPT_BATCHES = 2
 #: Indices stay below 2^63, the most that a message can name.
 _LAST_BATCH = 2**50
+#: Claims on indices of whole sums are let go of by so many.
+_KEPT_USES = 64
 #: Slots that a silo keeps for each index of the kept batches.
 CONTRIBUTED, SURVIVORS, USED = "contributed", "survivors", "used"
 
@@ -455,6 +501,14 @@ class SiloState:
         self._keep_setup(setup)
         return Done()
 
+    @property
+    def agreed(self) -> Setup:
+        """Whose session is fixed; ProtocolError before that."""
+        setup = self._current_setup()
+        if setup.session is None:
+            raise ProtocolError("keys are not exchanged yet")
+        return setup
+
     def _current_setup(self) -> Setup:
         if self._setup is None:
             raise ProtocolError("no keys were asked for yet")
@@ -464,9 +518,8 @@ class SiloState:
 
     def on_deposit_request(self, request: DepositRequest) -> Deposit:
         """Draw the secrets of a batch; asked again, hand out the same deposit."""
-        setup = self._current_setup()
-        if setup.session is None:
-            raise ProtocolError("keys are not exchanged yet")
+        setup = self.agreed
+        assert setup.session is not None
         batch = self._batches.get(request.batch)
         if batch is None:
             if self._batches and request.batch < max(self._batches):
@@ -568,14 +621,11 @@ class SiloState:
 
     def handlers(self) -> dict[type, Any]:
         """Which message goes to which method."""
-        return {
-            KeysRequest: self.on_keys_request,
-            KeySet: self.on_key_set,
-            Nonces: self.on_nonces,
-            DepositRequest: self.on_deposit_request,
-            Deliver: self.on_deliver,
-            Activate: self.on_activate,
-        }
+        keys = {KeysRequest: self.on_keys_request, KeySet: self.on_key_set, Nonces: self.on_nonces}
+        if self.roster.whole:
+            return keys
+        batches = {DepositRequest: self.on_deposit_request, Deliver: self.on_deliver, Activate: self.on_activate}
+        return {**keys, **batches}
 
 
 # ---- What one silo keeps of a batch of indices: its own secrets, neighbours' seeds, the shares it holds ----

@@ -27,11 +27,12 @@ from secure_fvi.aggregation.prg import (
     LABEL_MASK,
     LABEL_PAIR_SEEDS,
     LABEL_SEALED_SEEDS,
+    LABEL_WHOLE_MASK,
     derive_key,
     digest,
     keystream,
 )
-from secure_fvi.aggregation.roster import Identity, Roster
+from secure_fvi.aggregation.roster import MAX_ATTEMPTS, Identity, Roster
 from secure_fvi.aggregation.session import (
     Secret,
     Session,
@@ -70,6 +71,28 @@ class Drawn(NamedTuple):
 def mask_key(session: Session, batch_digest: bytes, index: int, table: bytes, context: bytes, seed: bytes) -> bytes:
     """The key of one mask of one sum; any party that differs in a field gets an unrelated one."""
     return derive_key(seed, LABEL_MASK, session.binding, batch_digest, number(index), table, context)
+
+
+class Asked(NamedTuple):
+    """What a whole sum is of: all that its masks depend on besides keys and past."""
+
+    sum_index: int
+    cohort: bytes  # a bitmap
+    table: bytes
+    context: bytes
+    question: bytes
+
+
+def whole_key(session: Session, pair_secret: bytes, one: int, other: int, asked: Asked, past: bytes) -> bytes:
+    """The key of the one mask that two neighbours share in a whole sum: equal at both, secret.
+
+    past: what both were asked before, by each one's own account. Whoever differs in a field gets an unrelated key. The
+    places are among them: a colluder may give out another silo's public key as its own.
+    """
+    low, high = min(one, other), max(one, other)
+    fields = asked.cohort, asked.table, asked.context, asked.question, past
+    names = number(asked.sum_index), number(low), number(high)
+    return derive_key(pair_secret, LABEL_WHOLE_MASK, session.binding, *names, *fields)
 
 
 def pair_seeds(session: Session, batch: int, pair_secret: bytes, one: int, other: int) -> bytes:
@@ -197,9 +220,6 @@ def open_envelope(
 
 # ---- A silo's half of the set-up of masked sums: signed ephemeral keys, the agreed key set, the graph ----
 
-#: Set-ups that a silo takes part in: each gives a cheating server one try at the graph's seed.
-MAX_ATTEMPTS = 8
-
 
 class Setup:
     """Keys of one set-up attempt, from advert to session. Holds the ephemeral private key."""
@@ -286,6 +306,8 @@ class Setup:
         if self.me not in members:
             raise ProtocolError("the key set leaves this silo out")
         needed = max(roster.min_cohort, roster.signatures_needed if roster.consistency_check else 0)
+        if roster.whole:
+            needed = roster.size
         if len(members) < needed:
             raise ProtocolError(f"a key set of {len(members)} silos; at least {needed} are needed")
 

@@ -53,6 +53,7 @@ class PlainSilo:
         context: bytes,
         question: bytes = b"",
         most_missing: int | None = None,
+        past: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """The values as little-endian float64; errors as in `SumSilo.contribute`."""
         if self.silo_id not in cohort:
@@ -68,6 +69,11 @@ class PlainSilo:
                     raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
         self._last_index = index
         return values.astype(_WIRE, copy=False).tobytes()
+
+    @property
+    def whole(self) -> bool:
+        """The server adds what came in."""
+        return False
 
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """Nothing is signed; the server has every term anyway."""

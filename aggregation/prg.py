@@ -81,6 +81,7 @@ LABEL_MASK = b"mask"
 LABEL_PAIR_SEEDS = b"pair-seeds"
 LABEL_ENVELOPE = b"envelope"
 LABEL_SEALED_SEEDS = b"sealed-seeds"
+LABEL_WHOLE_MASK = b"whole-mask"
 
 
 def derive_key(secret: bytes, label: bytes, *fields: bytes) -> bytes:

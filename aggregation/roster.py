@@ -20,6 +20,9 @@ from secure_fvi.wire import Limit
 
 LABEL_ROSTER = b"roster"
 
+#: Set-ups that a silo takes part in: each gives a cheating server a try at the graph's order.
+MAX_ATTEMPTS = 8
+
 
 @dataclass(frozen=True)
 class Roster:
@@ -28,7 +31,7 @@ class Roster:
     session: bytes  # 32 random bytes that no other session has
     members: tuple[tuple[str, bytes], ...]  # (silo id, Ed25519 public key of 32 bytes), sorted by id
     min_cohort: int = 3
-    max_missing: int = 0  # silos of a cohort that may be missing from its total
+    max_missing: int = 0  # silos of a cohort that may be missing from its total; with 0 sums are whole (see `whole`)
     bits: int = 64
     consistency_check: bool = True
     batch: int = 64  # indices whose secrets are shared at once
@@ -91,6 +94,20 @@ class Roster:
         return tuple(Ed25519PublicKey.from_public_bytes(k) for _, k in self.members)
 
     @property
+    def whole(self) -> bool:
+        """Whether a total is of its whole cohort or there is none: pairwise masks alone, one exchange, no recovery.
+
+        Under a key holder the recovering path is taken, whose self masks hide totals from it.
+        """
+        return self.max_missing == 0 and not self.key_holder
+
+    @property
+    def orders(self) -> int:
+        """Orders of the ring of which a cheating server may see one and go on: where silos sign no batch, it can show
+        each a key set of its own at each attempt. Sums that recover count one."""
+        return MAX_ATTEMPTS * self.size if self.whole else 1
+
+    @property
     def signatures_needed(self) -> int:
         """T = floor(2n/3) + 1: two sets cannot both have that many signatures below n/3 colluders."""
         return 2 * self.size // 3 + 1
@@ -98,7 +115,7 @@ class Roster:
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
         """Degree and threshold of the graph."""
-        return neighbourhood(self.size, self.corrupt, self.lost)
+        return neighbourhood(self.size, self.corrupt, self.lost, self.orders)
 
     @cached_property
     def limit(self) -> Limit:

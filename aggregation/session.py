@@ -118,7 +118,7 @@ class Session:
             return 0
         # The colluders are those of the roster, all of whom may be members.
         colluders = min(math.floor(self.roster.corrupt * self.roster.size), len(self.members))
-        return least_in_window(len(self.members), colluders, self._degree // 2)
+        return least_in_window(len(self.members), colluders, self._degree // 2, self.roster.orders)
 
     def neighbours(self, member: int) -> tuple[int, ...]:
         """With whom `member` shares masks, ascending."""
@@ -177,7 +177,10 @@ class Session:
         question: bytes,
         payload: bytes,
     ) -> bytes:
-        """What a silo signs of what it sends: for which sum, asked with whom, and the digest of its payload."""
+        """What a silo signs of what it sends: for which sum, asked with whom, and the digest of its payload.
+
+        batch_digest: of a whole sum, which has no batch, nothing.
+        """
         fields = (number(owner), cohort, table, context, question, payload)
         return digest(LABEL_CONTRIBUTION, self.binding, batch_digest, number(index), *fields)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from secure_fvi.aggregation.base import Block, BlockTable
 from secure_fvi.aggregation.homomorphic import Homomorphic
+from secure_fvi.aggregation.masked import Masked
 from secure_fvi.audits import protocol_weak as weak
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.protocol_contract import attempts_row
@@ -87,7 +88,10 @@ def _rows(kinds: Collection[str], trials: int) -> list[_Row]:
         raise InputError(f"a protocol audit needs at least one trial, not {trials}")
     rows: list[_Row] = []
     if "masked" in kinds:
-        rows += _randomness(trials) + _uniformity() + _replays(trials) + _secrets(trials) + _keys(max(trials // 4, 1))
+        ours, whole = MaskedSubject(), MaskedSubject("whole", Masked())
+        rows += _randomness(trials) + _secrets(trials)
+        for subject in (ours, whole):
+            rows += _uniformity(subject) + _replays(subject, trials) + _keys(subject, max(trials // 4, 1))
     if "homomorphic" in kinds:
         rows += _holder(max(trials // 5, 1))
     return rows
@@ -110,8 +114,8 @@ def _randomness(trials: int) -> list[_Row]:
     ]
 
 
-def _uniformity() -> list[_Row]:
-    ours, seen = replace(MaskedSubject(), table=_LONG), dict[str, tuple[Rounds, int]]()
+def _uniformity(subject: MaskedSubject) -> list[_Row]:
+    ours, seen = replace(subject, table=_LONG), dict[str, tuple[Rounds, int]]()
     pairs = ((ALONE, weak.unmasked), (NEIGHBOURS, weak.scalar), (ROUNDS, weak.reused), (SILOS, weak.same_for_all))
     return [
         (f"uniformity: {kind.name}", partial(uniformity_row, kind, ours, weaken(ours), 16, seen))
@@ -119,8 +123,7 @@ def _uniformity() -> list[_Row]:
     ]
 
 
-def _replays(trials: int) -> list[_Row]:
-    ours = MaskedSubject()
+def _replays(ours: MaskedSubject, trials: int) -> list[_Row]:
     forgetful, blind = weak.forgetful(ours), weak.blind(ours)
     both = weak.forgetful_and_blind(ours)
     one = partial(asked_twice, trials=trials)
@@ -167,8 +170,7 @@ def _secrets(trials: int) -> list[_Row]:
     ]  # fmt: skip
 
 
-def _keys(trials: int) -> list[_Row]:
-    ours = MaskedSubject()
+def _keys(ours: MaskedSubject, trials: int) -> list[_Row]:
     ways: list[tuple[Any, str, MaskedSubject]] = [
         ("forged", "unsigned", weak.credulous(ours)),
         ("borrowed", "signed by a colluder", weak.credulous(ours)),

@@ -37,7 +37,16 @@ from secure_fvi.aggregation.messages import (
     unpack,
     unpack_any,
 )
-from secure_fvi.aggregation.onetime import Setup, draw, mask_key, open_envelope, open_seeds, pair_seeds
+from secure_fvi.aggregation.onetime import (
+    Asked,
+    Setup,
+    draw,
+    mask_key,
+    open_envelope,
+    open_seeds,
+    pair_seeds,
+    whole_key,
+)
 from secure_fvi.aggregation.prg import Mask, apply_masks
 from secure_fvi.aggregation.ring import Ring, RingArray
 from secure_fvi.aggregation.roster import Identity, Roster
@@ -451,7 +460,7 @@ def _under_another_roster(session: MaskedSession, victim: str) -> tuple[Roster, 
 
 
 class _Between:
-    """Set-up, refill and one contribution of the victim, whose peers are all invented."""
+    """Set-up, refill where sums recover, and one contribution of the victim, whose peers are all invented."""
 
     def __init__(
         self,
@@ -472,17 +481,35 @@ class _Between:
         session = self._exchange_keys(advert)
         own = X25519PublicKey.from_public_bytes(advert.public_key)
         secrets = {p: peer.private.exchange(own) for p, peer in self._peers.items()}
+        if self._roster.whole:
+            message, masks = self._whole(session, secrets, values, context)
+        else:
+            message, masks = self._recovering(session, secrets, values, context)
+        words = self._of.words(message).astype(self._of.ring.dtype)
+        apply_masks(words, masks)
+        return self._of.ring.decode(words)
+
+    def _whole(
+        self, session: Session, secrets: dict[int, bytes], values: FloatArray, context: bytes
+    ) -> tuple[bytes, list[Mask]]:
+        """The victim's contribution, and the masks that come off it."""
+        message = self._party.contribute(0, self._of.silos, self._of.table, values, context)
+        everyone = self._roster.bitmap(frozenset(range(self._roster.size)))
+        asked, me = Asked(0, everyone, self._of.table.digest, context, b""), self._place
+        return message, [Mask(whole_key(session, s, me, p, asked, b""), me < p) for p, s in secrets.items()]
+
+    def _recovering(
+        self, session: Session, secrets: dict[int, bytes], values: FloatArray, context: bytes
+    ) -> tuple[bytes, list[Mask]]:
+        """The same, after a batch of which the server has made all else."""
         deposit = unpack(self._party.handle(pack(DepositRequest(0))), Deposit)
         batch = self._agree(session, deposit, secrets)
         message = self._party.contribute(0, self._of.silos, self._of.table, values, context)
         seeds = [(pair_seeds(session, 0, secrets[p], self._place, p)[:32], self._place < p) for p in secrets]
-        masks = [
+        return message, [
             Mask(mask_key(session, batch.digest, 0, self._of.table.digest, context, seed), negative)
             for seed, negative in [(self._self_seed(session, deposit, secrets), True), *seeds]
         ]
-        words = self._of.words(message).astype(self._of.ring.dtype)
-        apply_masks(words, masks)
-        return self._of.ring.decode(words)
 
     def _exchange_keys(self, advert: KeyAdvert) -> Session:
         roster = self._roster

@@ -12,6 +12,8 @@ earlier ones, and counts:
     its answer was used, says the server     only if signatures on that sum came in: all silos were asked the same
     it was not                               only if they did not, and of others, not if they stand in such a sum;
                                              to silos that were not asked with it, only if they signed one without it
+    where sums are whole, and not signed     its answer was used, before it answers another question; and what it and
+                                             another were both asked names the mask they share: of two accounts, noise
 
 What it draws is keyed by its own count of questions (`Past.turn`), which is claimed, with the digest of the question,
 before anything is drawn. Of the past a broadcast may say one thing: whether this silo's last answer was used.
@@ -55,6 +57,7 @@ _NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
 #: What neither follows from data nor is mended by sending noise.
 _OF_MESSAGE = (ProtocolError, BudgetError)
 _log = logging.getLogger(__name__)
+_SHARED = b"secure-fvi/shared-past/1"
 #: Root mean square from which on a column is taken to be on a raw scale.
 _RAW = 5.0
 #: What `on_event` hears of a question that this silo's data could not answer: a site counts them over jobs.
@@ -86,6 +89,7 @@ class Past(NamedTuple):
     settled: Question = BEFORE_ALL  # which that sum answered
     together: tuple[str, ...] = ()  # who was asked it
     seen: Mapping[str, tuple[int, int, int]] = {}  # by silo, the last such question whose survivors it was among
+    shared: Mapping[str, str] = {}  # by silo, a digest of all whole sums that were used and that both were asked
     made: int = 0  # the sum for which the last answer was made, and charged
     counted: int = 0  # answers that were used
     left_out: int = 0  # answers that were not
@@ -213,7 +217,7 @@ class Silo:
             table = self.gate.table
             reply = self._sum.contribute(
                 release.sum_index, broadcast.cohort, table, release.values, context, bytes.fromhex(digest),
-                self._may_lack(past, broadcast),
+                self._may_lack(past, broadcast), _as_bytes(past.shared),
             )  # fmt: skip
         except BaseException as error:
             # What was charged may have been drawn for; of an attempt that ended before nothing has left.
@@ -285,7 +289,7 @@ class Silo:
         index, table = broadcast.sum_index, self.program.tables[broadcast.phase]
         reply = self._sum.contribute(
             index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed),
-            self._may_lack(self.past, broadcast),
+            self._may_lack(self.past, broadcast), _as_bytes(self.past.shared),
         )  # fmt: skip
         self.pending = self.pending._replace(sum_index=index)
         self.answer = self.answer._replace(broadcast=context, reply=reply)
@@ -349,7 +353,9 @@ class Silo:
             )
         if pending is None:
             return past, self.local
-        question = bytes.fromhex(past.answered)
+        question, ends = bytes.fromhex(past.answered), self._phase_of(past).ends
+        if accepted != newest and not ends:
+            self._check_complete(newest)
         shown = self._sum.shown(question)
         if accepted == newest and shown is False:
             raise ProtocolError(
@@ -363,15 +369,33 @@ class Silo:
                 "it, with this one among its survivors: the others may be told that it was"
             )
         # What ends a job brings the last q, which a silo's own state follows whether the sum came about or not.
-        local = self.program.commit(self.local, pending, newest if self._phase_of(past).ends else accepted)
+        local = self.program.commit(self.local, pending, newest if ends else accepted)
         if accepted == newest:
             absent, seen = self._sum.absent_from(question), past.seen
             if absent is not None:
                 seen = {**seen, **dict.fromkeys(set(past.cohort) - set(absent), past.asked)}
             return past._replace(
-                used=accepted, settled=past.asked, together=past.cohort, seen=seen, counted=past.counted + 1
-            ), local
+                used=accepted, settled=past.asked, together=past.cohort, seen=seen, shared=self._shared(past, newest),
+                counted=past.counted + 1,
+            ), local  # fmt: skip
         return past._replace(left_out=past.left_out + 1), local
+
+    def _check_complete(self, newest: int) -> None:
+        """Raises ProtocolError where sums are whole and the server goes on without the last one: it has that total, or
+        an honest server asks this question again until it does."""
+        if self._sum.whole:
+            raise ProtocolError(
+                f"silo '{self.name}': the server asks another question, and says that sum {newest} was not used: a sum "
+                "of all or none is asked for again until it is there"
+            )
+
+    def _shared(self, past: Past, index: int) -> Mapping[str, str]:
+        """`Past.shared` with the last answer in it, which sum `index` has used."""
+        if not self._sum.whole:
+            return past.shared
+        before = {silo: past.shared.get(silo, "") for silo in past.cohort}
+        after = {b: shared_past(b, index, past.answered) for b in set(before.values())}
+        return {**past.shared, **{silo: after[b] for silo, b in before.items()}}
 
     def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:
         """The past with this question in it. Raises ProtocolError where it is not its turn, or is past a limit."""
@@ -474,6 +498,19 @@ class Silo:
             self.on_event("left out", f"sum {self.pending.sum_index if self.pending else 0}: {past.left_out} in all")
         if past.differences > self.past.differences:
             self.on_event("difference", f"round {past.asked.round} lacks silos: {past.differences} such rounds in all")
+
+
+def shared_past(before: str, index: int, answered: str) -> str:
+    """What two silos were asked together, as one digest in hex, once sum `index` has used what both answered to the
+    question of digest `answered`; `before` is the same of all before it, or nothing."""
+    return hashlib.sha256(
+        _SHARED + bytes.fromhex(before) + index.to_bytes(8, "big") + bytes.fromhex(answered)
+    ).hexdigest()
+
+
+def _as_bytes(shared: Mapping[str, str]) -> dict[str, bytes]:
+    """`Past.shared` for the sum."""
+    return {silo: bytes.fromhex(digest) for silo, digest in shared.items()}
 
 
 # ---- What a silo's half of a horizontal algorithm works on, from the silo's data. Never leaves the silo ----

@@ -201,6 +201,18 @@ def test_masks_change_nothing(case: Case) -> None:
     assert _apart(plain, other) > 1e-4
 
 
+@pytest.mark.parametrize("name", ["sfvi", "pvi"])
+def test_sums_that_recover_end_as_whole_ones(name: str) -> None:
+    """To the last digit. A whole sum takes one exchange; they take two more, and some for each batch."""
+    at = next(at for at, case in enumerate(CASES) if case.name == name)
+    whole = ended(at, "masked", None).parties
+    most = CASES[at].build(sf.Masked(max_missing=1)).run(ROUNDS)
+    assert all(torch.equal(one, other) for one, other in zip(whole.state(), most.state(), strict=True))
+    sums = whole.server.state.last_index
+    assert whole.engine.exchanges == sums + 2
+    assert most.engine.exchanges >= 3 * sums + 5
+
+
 def _lose(parties: Parties, silo: str) -> tuple[str, ...]:
     """One round in which the answer of `silo` is lost; who is in the total."""
     exchanges, survivors = parties.server.round(), []

@@ -26,7 +26,7 @@ from secure_fvi.silo import Answer, Past, Silo
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
-_VERSION = 8  # of what lies there
+_VERSION = 9  # of what lies there
 
 
 def boot_id() -> bytes:

@@ -3,9 +3,9 @@
 A contribution that a silo sent is its input plus masks. Each mask is the keystream of a key, so equal keys are one
 unknown and different keys are independent ones; each input (a silo's answer to a question) is one more. A mask is
 known once its seed is: b once as many shares of it as the session's threshold have been revealed, or are held by
-colluders, and the seed of a pair once e of either side is known, or one of the two colludes. Contributions are spied
-on inside the silos (which keys, which sign, which input), but counted only if their bytes came out of a silo's
-`handle`; so are shares.
+colluders, and the seed of a pair once e of either side is known, or one of the two colludes. A whole sum has masks of
+pairs alone. Contributions are spied on inside the silos (which keys, which sign, which input), but counted only if
+their bytes came out of a silo's `handle`; so are shares.
 
 All coordinates of a contribution have the same coefficients, so that one row stands for the whole vector. Rows live
 over GF(p), not over Z_2^64 in which the sums are taken. That loses nothing: a mask's column holds one +1 (b), or +1
@@ -224,14 +224,14 @@ class Knowledge:
             disclosed += held[:1]
         return disclosed, words
 
-    def read(self, table) -> list[tuple[dict, np.ndarray, np.ndarray]]:
+    def read(self, table, roster) -> list[tuple[dict, np.ndarray, np.ndarray]]:
         """Each solved combination carried out on the real bytes: (signs by input, what comes out, the truth)."""
         known, inputs, combination, answers = self.solved()
         out = []
         for row, signs in zip(combination, known, strict=True):
             value, truth = 0, 0
             for at in np.flatnonzero(row):
-                answer, roster = answers[at], self._batches[answers[at].index].session.roster
+                answer = answers[at]
                 ring = Ring(table, roster.bits, roster.size)
                 part = np.frombuffer(answer.payload, ring.dtype).copy()
                 apply_masks(part, [Mask(key, not minus) for key, minus, seed in answer.masks if self.knows(seed)])

@@ -46,7 +46,7 @@ class World:
 
     @property
     def session(self):
-        return self.batch.session
+        return self.server._state.session
 
     def contribute(self, index=0, ids=None, context=CONTEXT, cohort=None):
         values = {s: self.values[s] for s in (ids or self.ids)}

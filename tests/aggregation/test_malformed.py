@@ -380,9 +380,19 @@ def test_survivors_are_signed_for_the_question_that_was_answered():
 
 
 def test_a_refill_that_too_few_take_part_in_fails():
-    world = World(5, prepared=False, consistency_check=False, max_missing=0)
-    with pytest.raises(AggregationError, match="refill: 4 of 5 silos answered, 5 are needed"):
-        carry(world.server.prepare(0), world.silos, [(), (), (), world.ids[:1]])
+    world = World(5, prepared=False, consistency_check=False, max_missing=1)
+    with pytest.raises(AggregationError, match="refill: 3 of 5 silos answered, 4 are needed"):
+        carry(world.server.prepare(0), world.silos, [(), (), (), world.ids[:2]])
+
+
+def test_a_set_up_of_whole_sums_that_lacks_one_names_it():
+    """The next attempt has all."""
+    world = World(5, prepared=False, max_missing=0)
+    says = f"set-up: 4 of 5 silos answered, 5 are needed; nothing usable of '{world.ids[2]}'"
+    with pytest.raises(AggregationError, match=says):
+        carry(world.server.prepare(0), world.silos, [world.ids[2:3]])
+    carry(world.server.prepare(0), world.silos)
+    assert len(world.session.members) == 5
 
 
 def test_a_batch_older_than_the_newest_is_not_drawn():

@@ -38,10 +38,11 @@ def sqlite_in(folder):
     return lambda name: SqliteStore(folder / f"{name}.sqlite")
 
 
+@pytest.mark.parametrize("most", [0, 1])
 @pytest.mark.parametrize("count", [4, pytest.param(35, marks=pytest.mark.slow)])
-def test_all_parties_restart_between_and_within_sums(count):
+def test_all_parties_restart_between_and_within_sums(count, most):
     # 35 silos without assumed losses are on a 2-regular graph, so that nonces and order are restored too.
-    d = Deployment(count, batch=2, corrupt=0.0, lost=0.0)
+    d = Deployment(count, batch=2, corrupt=0.0, lost=0.0, max_missing=most)
     assert d.roster.neighbourhood.complete == (count == 4)
     table = table_of(12)
     for index in range(5 if count == 4 else 3):

@@ -47,13 +47,20 @@ class TestMissing:
             self.difference(world)
 
     @pytest.mark.parametrize("check", [True, False])
-    def test_silos_refuse_it_of_a_server_that_does_not(self, check):
-        world = World(5, max_missing=0, consistency_check=check)
+    @pytest.mark.parametrize("most", [0, 1])
+    def test_silos_refuse_it_of_a_server_that_does_not(self, most, check):
+        """Where nobody may be missing they name no survivors at all: the sum has no self masks to open."""
+        world = World(5, max_missing=most, consistency_check=check)
         world.contribute()
-        four = {0, 2, 3, 4}
-        request = world.sign_request(four) if check else world.reveal_request(four)
+        few = {2, 3, 4} if most else {0, 2, 3, 4}
+        request = world.sign_request(few) if check else world.reveal_request(few)
+        says = (
+            "does not take (Sign|Reveal)Request"
+            if not most
+            else "2 of the 5 silos asked are missing, past max_missing = 1"
+        )
         for silo in world.silos.values():
-            with pytest.raises(ProtocolError, match=r"1 of the 5 silos asked are missing, past max_missing = 0"):
+            with pytest.raises(ProtocolError, match=says):
                 silo.handle(request)
 
     def test_a_site_may_allow_fewer_than_the_roster(self):
@@ -202,7 +209,7 @@ class TestCohort:
 
     @pytest.mark.parametrize("check", [True, False])
     def test_a_contributor_refuses_another_cohort(self, check):
-        world = World(8, max_missing=0, consistency_check=check)
+        world = World(8, max_missing=1, consistency_check=check)
         _, request = self.lie(world)
         for s in world.ids[:6]:
             with pytest.raises(ProtocolError, match="another cohort"):
@@ -210,7 +217,7 @@ class TestCohort:
 
     @pytest.mark.parametrize("check", [True, False])
     def test_who_was_not_asked_takes_it_from_the_survivors_signatures_alone(self, check):
-        world = World(8, max_missing=0, consistency_check=check)
+        world = World(8, max_missing=1, consistency_check=check)
         messages, request = self.lie(world)
         for lie in (request, world.with_proofs(request, messages)):
             with pytest.raises(ProtocolError, match=r"own signature|did not sign"):
@@ -218,7 +225,7 @@ class TestCohort:
 
     def test_control_without_those_signatures_it_signs(self, monkeypatch):
         monkeypatch.setattr(MaskedSilo, "_check_proofs", lambda *arguments: None)
-        world = World(8, max_missing=0)
+        world = World(8, max_missing=1)
         _, request = self.lie(world)
         assert world.silos[world.ids[7]].handle(pack(request))
 
@@ -455,8 +462,9 @@ class TestIsolation:
         with pytest.raises(ProtocolError, match="could be taken apart"):
             session.check_survivors(alone)
 
-    def test_a_sampled_cohort_that_the_graph_cannot_hold_gets_no_contribution(self):
-        world = World(48, max_missing=0, batch=4)
+    @pytest.mark.parametrize("most", [0, 1])
+    def test_a_sampled_cohort_that_the_graph_cannot_hold_gets_no_contribution(self, most):
+        world = World(48, max_missing=most, batch=4)
         asked = [world.ids[p] for p in world.session._order[:6]]
         with pytest.raises(ProtocolError, match="could be taken apart"):
             world.silos[asked[0]].contribute(0, asked, TABLE, world.values[asked[0]], CONTEXT)

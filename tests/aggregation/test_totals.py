@@ -182,14 +182,18 @@ class TestWrongShares:
             with pytest.raises(AggregationError, match="do not open its commitment"):
                 world.total(world.contribute(index), lost=[(), {world.ids[BAD]}], index=index)
 
-    def test_where_nobody_may_be_missing_the_job_ends_and_names_it(self, monkeypatch):
-        world = World(7, prepared=False, batch=2, max_missing=0)
+    def test_where_too_many_would_be_missing_the_job_ends_and_names_it(self, monkeypatch):
+        world = World(7, prepared=False, batch=2, max_missing=1)
         dealing(monkeypatch, world, shares=self.OTHERS)
         bad = world.ids[BAD]
         with pytest.raises(AggregationError, match=bad):
             world.total(world.contribute(), lost=[(), {bad}])
-        with pytest.raises(AggregationError, match=f"past max_missing = 0; nothing usable of '{bad}'"):
-            world.total(world.contribute(1), index=1)
+        messages = world.contribute(1)
+        del messages[world.ids[0]]
+        with pytest.raises(
+            AggregationError, match=f"past max_missing = 1; nothing usable of '{world.ids[0]}', '{bad}'"
+        ):
+            world.total(messages, index=1)
 
     def test_no_proof_holds_against_an_honest_silo(self):
         world = World(7)

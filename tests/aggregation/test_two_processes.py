@@ -35,9 +35,9 @@ class ForgetfulStore(MemoryStore):
 
 
 class TestOneIndexTwice:
-    def difference(self, make_store=MemoryStore):
+    def difference(self, make_store=MemoryStore, most=2):
         """What the difference of two contributions to one index gives away; ProtocolError where it is refused."""
-        world = World(prepared=False)
+        world = World(prepared=False, max_missing=most)
         name = world.ids[VICTIM]
         world.stores[name] = make_store()
         world.restart_silos()
@@ -50,17 +50,20 @@ class TestOneIndexTwice:
         words = [np.frombuffer(payload_of(m), ring.dtype) for m in (again, first)]
         return ring.decode(words[0] - words[1]), two - one
 
-    def test_the_second_process_is_refused(self, tmp_path):
+    @pytest.mark.parametrize("most", [0, 2])
+    def test_the_second_process_is_refused(self, most, tmp_path):
         for make in (MemoryStore, lambda: SqliteStore(tmp_path / "silo.sqlite")):
             with pytest.raises(ProtocolError, match="used already"):
-                self.difference(make)
+                self.difference(make, most)
 
-    def test_control_without_claims_the_difference_is_open(self):
-        assert is_input(*self.difference(ForgetfulStore))
+    @pytest.mark.parametrize("most", [0, 2])
+    def test_control_without_claims_the_difference_is_open(self, most):
+        assert is_input(*self.difference(ForgetfulStore, most))
 
-    def test_between_claim_and_write_the_other_is_refused_too(self):
+    @pytest.mark.parametrize("most", [0, 2])
+    def test_between_claim_and_write_the_other_is_refused_too(self, most):
         """The first process has claimed the index, and is killed or has not written it yet."""
-        world = World()
+        world = World(max_missing=most)
         name = world.ids[VICTIM]
         held = HeldStore(world.stores[name], lambda: None)
         first = another(world, store=held)

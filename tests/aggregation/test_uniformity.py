@@ -7,8 +7,8 @@ import pytest
 from scipy.stats import chi2
 from sum_network import CONTEXT, carry
 
-from secure_fvi.aggregation import Block, BlockTable, Masked
-from secure_fvi.aggregation.masked_silo import SiloBatch
+from secure_fvi.aggregation import Block, BlockTable, Masked, masked_silo
+from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloBatch
 from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, unpack, unpack_any
 
 FALSE_ALARM = 1e-6
@@ -29,10 +29,10 @@ def p_value(data, width=1):
 class View:
     """Everything the server receives in some sums of constant inputs, by what it is."""
 
-    def __init__(self, count=4, bits=32, inputs=None, totals=True):
+    def __init__(self, count=4, bits=32, inputs=None, totals=True, most=0):
         inputs = inputs if inputs is not None else np.zeros(TABLE.size)
         ids = [f"s{i}" for i in range(count)]
-        server, silos = Masked(bits=bits).local_parties(ids)
+        server, silos = Masked(bits=bits, max_missing=most).local_parties(ids)
         self.bits = bits
         self.payloads, self.shares, self.sealed, self.envelopes = [], [], [], []
 
@@ -59,18 +59,19 @@ class View:
                 carry(server.total(index, ids, TABLE, messages, CONTEXT), watched)
 
 
-@pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("level", [0.0, 1.0, -0.5])
-def test_each_contribution_is_uniform_in_every_byte_position(bits, level):
-    view = View(bits=bits, inputs=np.full(TABLE.size, level))
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize(("bits", "level"), [(32, 0.0), (64, 1.0), (32, -0.5)])
+def test_each_contribution_is_uniform_in_every_byte_position(bits, level, most):
+    view = View(bits=bits, inputs=np.full(TABLE.size, level), most=most)
     for row in view.payloads:
         for payload in row.values():
             assert p_value(payload, bits // 8) > FALSE_ALARM
 
 
-def test_control_without_masks_constants_show(monkeypatch):
-    monkeypatch.setattr(SiloBatch, "masks", lambda *arguments: [])
-    for payload in View(totals=False).payloads[0].values():
+@pytest.mark.parametrize("most", [0, 1])
+def test_control_without_masks_constants_show(monkeypatch, most):
+    monkeypatch.setattr(*((SiloBatch, "masks") if most else (MaskedSilo, "_whole_masks")), lambda *arguments: [])
+    for payload in View(totals=False, most=most).payloads[0].values():
         assert p_value(payload, 4) < FALSE_ALARM
 
 
@@ -80,28 +81,38 @@ def test_control_one_unmasked_byte_in_a_hundred_shows():
     assert p_value(bytes(payload)) < FALSE_ALARM
 
 
-def test_sums_and_differences_of_contributions_are_uniform():
-    """No strict subset of one sum's contributions, and no pair of sums, cancels masks."""
-    view = View()
+@pytest.mark.parametrize("most", [0, 1])
+def test_sums_and_differences_of_contributions_are_uniform(most):
+    """No strict subset of one sum's contributions, and no pair of sums, cancels masks; where sums recover, not all of
+    them either, which of a whole sum are the total."""
+    view = View(most=most)
     first, second = ({s: np.frombuffer(p, "<u4") for s, p in row.items()} for row in view.payloads)
-    for size in (2, 3, 4):
+    for size in (2, 3, 4) if most else (2, 3):
         for chosen in itertools.combinations(first, size):
             assert p_value(sum(first[s] for s in chosen).tobytes(), 4) > FALSE_ALARM
+    assert most or not sum(first.values()).any()
     for silo in first:
         assert p_value((first[silo] - second[silo]).tobytes(), 4) > FALSE_ALARM
 
 
-def test_control_a_mask_used_in_two_sums_shows_in_their_difference(monkeypatch):
-    masks = SiloBatch.masks
-    monkeypatch.setattr(SiloBatch, "masks", lambda self, index, *rest: masks(self, 0, *rest))
-    first, second = View(totals=False).payloads
+@pytest.mark.parametrize("most", [0, 1])
+def test_control_a_mask_used_in_two_sums_shows_in_their_difference(monkeypatch, most):
+    if most:
+        masks = SiloBatch.masks
+        monkeypatch.setattr(SiloBatch, "masks", lambda self, index, *rest: masks(self, 0, *rest))
+    else:
+        key = masked_silo.whole_key
+        monkeypatch.setattr(
+            masked_silo, "whole_key", lambda s, p, u, v, asked, past: key(s, p, u, v, asked._replace(sum_index=0), past)
+        )
+    first, second = View(totals=False, most=most).payloads
     for silo, payload in first.items():
         difference = np.frombuffer(payload, "<u4") - np.frombuffer(second[silo], "<u4")
         assert p_value(difference.tobytes(), 4) < FALSE_ALARM
 
 
 def test_shares_seals_and_envelopes_are_uniform():
-    view = View(count=6)
+    view = View(count=6, most=1)
     assert p_value(b"".join(view.shares)) > FALSE_ALARM
     assert p_value(b"".join(view.sealed)) > FALSE_ALARM
     assert p_value(b"".join(view.envelopes)) > FALSE_ALARM

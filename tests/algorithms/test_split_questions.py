@@ -5,7 +5,9 @@ silo waits for silos' signatures before it believes that its answer was used (`S
 one sum (`Order.answered`), that a sum is over when a later question was answered (`MaskedSilo._newest`),
 that a sum which silos have signed was used with all of its survivors or with none (`Silo._heard`, `Past.seen`), that
 silos which were not asked with one are told that its answer was not used only once others have signed that
-(`SumSilo.left_out`), that PVI's dampings stay as they were named (`pvi.check_dampings`).
+(`SumSilo.left_out`), that a whole sum was used before another question is answered (`Silo._check_complete`), that two
+silos' masks in whole sums name what both were asked before (`Silo._shared`), that PVI's dampings stay as named
+(`pvi.check_dampings`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from secure_fvi.algorithms import hiding, pvi, refining
 from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question, choose_cohort
 from secure_fvi.algorithms.weighing import q_part
 from secure_fvi.checkpoints import pack_state, unpack_state
-from secure_fvi.errors import ProtocolError
+from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.gate import Gate
@@ -132,30 +134,43 @@ def believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskedSilo, "shown", lambda self, question: None)
 
 
+def without_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silos whose masks in whole sums do not name what both were asked before."""
+    monkeypatch.setattr(Silo, "_shared", lambda self, past, index: {})
+
+
+@pytest.mark.parametrize("most", [0, 1])
 @pytest.mark.parametrize("held", [True, False])
-def test_two_broadcasts_of_one_question(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_broadcasts_of_one_question(held: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One goes to silo-1, one to the others; neither sum completes, and both "were used"."""
+    if not held or not most:  # of whole sums it is the past that holds, whatever is said of two sums of one question
+        monkeypatch.setattr(Order, "answered", answered)
     if not held:
         believed(monkeypatch)
-        monkeypatch.setattr(Order, "answered", answered)
-    liar = Liar(PVI, STRICT)
+        without_past(monkeypatch)
+    liar = Liar(PVI, STRICT, most)
     liar.ask(liar.first, ALONE)
     other = {**liar.first.tensors, "q": liar.first.tensors["q"] * (1 + 1e-12)}
     liar.ask(liar.first._replace(sum_index=2, tensors=other), *(s for s in liar.names if s != ALONE))
     accepted = {s: 1 if s == ALONE else 2 for s in liar.names}
-    if held:
+    if held and most:
         with pytest.raises(ProtocolError, match="has not shown that silos signed"):
+            liar.isolated(accepted)
+    elif held:
+        with pytest.raises(AggregationError, match="the total lies outside"):
             liar.isolated(accepted)
     else:
         assert liar.isolated(accepted) < 1e-6
 
 
+@pytest.mark.parametrize("most", [0, 1])
 @pytest.mark.parametrize("held", [True, False])
-def test_one_question_under_two_indices(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_question_under_two_indices(held: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Summed by all, then asked of silo-1 alone again: its change would be named by another sum than the others'."""
     if not held:
         monkeypatch.setattr(Order, "answered", answered)
-    liar = Liar(PVI, STRICT)
+        without_past(monkeypatch)
+    liar = Liar(PVI, STRICT, most)
     liar.total(liar.first, liar.ask(liar.first))
     liar.ask(liar.first._replace(sum_index=2), ALONE)
     accepted = {s: 2 if s == ALONE else 1 for s in liar.names}
@@ -249,10 +264,20 @@ def test_who_was_absent_may_be_behind_and_a_sum_that_nobody_has_may_have_failed(
     liar.total(liar.first, {s: r for s, r in replies.items() if s != ALONE})
     liar.isolated({s: 0 if s == ALONE else 1 for s in liar.names})
     assert {silo.past.left_out for silo in liar.silos.values()} == {0, 1}
-    liar = Liar(PVI, limits)
+    liar = Liar(PVI, limits, max_missing=1)
     liar.ask(liar.first)
     liar.isolated(dict.fromkeys(liar.names, 0))
     assert {silo.past.left_out for silo in liar.silos.values()} == {1}
+
+
+def test_a_whole_sum_that_has_failed_is_asked_for_again_and_nothing_else_is_answered() -> None:
+    liar = Liar(PVI, STRICT)
+    liar.ask(liar.first)
+    with pytest.raises(ProtocolError, match="asks another question, and says that sum 1 was not used"):
+        liar.isolated(dict.fromkeys(liar.names, 0))
+    again = liar.first._replace(sum_index=2)
+    liar.total(again, liar.ask(again))
+    assert {silo.past.left_out for silo in liar.silos.values()} == {0}
 
 
 @pytest.mark.parametrize("told", ["used", "not used"])
@@ -473,13 +498,14 @@ def drawn(limits: Limits, max_missing: int = 0) -> tuple[Liar, str, tuple[str, .
     raise AssertionError("no such seed")
 
 
-@pytest.mark.parametrize("withheld", ["who signed", "all"])
+@pytest.mark.parametrize("withheld", ["who signed", "all", "total"])
 @pytest.mark.parametrize("held", [True, False])
 def test_one_is_said_to_be_behind_to_silos_that_were_not_asked_with_it(
     held: bool, withheld: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first sum is complete, and not shown to it; then it is asked with two silos whose terms are in q already."""
-    liar, alone, _ = drawn(STRICT)
+    most = int(withheld != "total")
+    liar, alone, _ = drawn(STRICT, most)
     first = liar.asked(0, dict.fromkeys(liar.names, 0), {})
     liar.total(first, liar.ask(first, *first.cohort))
     accepted = {s: int(s in first.cohort) for s in liar.names}
@@ -493,10 +519,12 @@ def test_one_is_said_to_be_behind_to_silos_that_were_not_asked_with_it(
     monkeypatch.undo()
     if not held:
         monkeypatch.setattr(MaskedSilo, "left_out", lambda self, question: None)
+        monkeypatch.setattr(Silo, "_check_complete", lambda self, newest: None)
     lie = liar.asked(2, accepted, {1: 1.0})
     before = liar.silos[alone].past
     if held:
-        with pytest.raises(ProtocolError, match="to 2 silos that were not asked with it, and has not shown"):
+        says = "to 2 silos that were not asked with it, and has not shown" if most else "says that sum 2 was not used"
+        with pytest.raises(ProtocolError, match=says):
             liar.ask(lie, alone)
         assert liar.silos[alone].past == before
     else:

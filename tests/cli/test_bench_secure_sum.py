@@ -35,6 +35,7 @@ TINY = [
     Work(Setting("masked", 10, 32), (Case(100, 0, 1), Case(100, 1, 1))),
     Work(Setting("masked", 3, 64, False), (Case(100, 0, 1, 2),)),
     Work(Setting("masked", 3, 64, True, True), (Case(100, 0, 1),)),
+    Work(Setting("whole", 3, 64), (Case(100, 0, 1),)),
 ]
 HAVE_FLOWER = importlib.util.find_spec("flwr") is not None
 
@@ -57,21 +58,22 @@ def test_json_has_the_keys_of_the_contract(tiny, cli: CommandLine):
     found = json.loads(answer.out)
     assert found.keys() >= {"machine", "rows"}
     assert isinstance(found["machine"], str)
-    assert len(found["rows"]) == 6
+    assert len(found["rows"]) == 7
     for row in found["rows"]:
         assert row.keys() == CONTRACT | ADDED
         assert row["silo_ms"] > 0
         assert row["server_ms"] > 0
-    whole, lost, masked, masked_lost, unchecked, durable = found["rows"]
-    assert [row["exchanges"] for row in found["rows"]] == [1, 1, 3, 3, 2, 3]
-    assert [row["dropout"] for row in found["rows"]] == [0, 0.1, 0, 0.1, 0, 0]
-    assert whole["bytes_up_per_silo"] == lost["bytes_up_per_silo"] == 800
+    plain, lost, masked, masked_lost, unchecked, durable, whole = found["rows"]
+    assert [row["exchanges"] for row in found["rows"]] == [1, 1, 3, 3, 2, 3, 1]
+    assert [row["dropout"] for row in found["rows"]] == [0, 0.1, 0, 0.1, 0, 0, 0]
+    assert plain["bytes_up_per_silo"] == lost["bytes_up_per_silo"] == 800
+    assert 800 < whole["bytes_up_per_silo"] < unchecked["bytes_up_per_silo"]
     assert 400 < masked["bytes_up_per_silo"] < masked_lost["bytes_up_per_silo"] + 100 < 1500
-    assert (whole["neighbours"], masked["neighbours"], unchecked["neighbours"]) == (0, 9, 2)
-    assert whole["floor_ms"] is whole["flower_ms"] is whole["tenseal_ms"] is masked["tenseal_ms"] is None
+    assert (plain["neighbours"], masked["neighbours"], unchecked["neighbours"], whole["neighbours"]) == (0, 9, 2, 2)
+    assert plain["floor_ms"] is plain["flower_ms"] is plain["tenseal_ms"] is masked["tenseal_ms"] is None
     assert masked["floor_ms"] > 0
     assert masked["silo_checks_ms"] > 0
-    assert unchecked["silo_checks_ms"] == 0
+    assert unchecked["silo_checks_ms"] == whole["silo_checks_ms"] == 0
     assert (unchecked["store"], durable["store"]) == ("memory", "sqlite")
 
 
@@ -200,7 +202,7 @@ def test_plans_end_in_their_rows():
     for quick in (False, True):
         cases = [(item.setting, case) for item in plan(quick) for case in item.cases]
         kinds = {setting.kind for setting, _ in cases}
-        assert kinds == {"plain", "masked", "homomorphic"}
+        assert kinds == {"plain", "masked", "whole", "homomorphic"}
         assert all(case.lost * 3 < setting.silos for setting, case in cases)
         headline = [c for s, c in cases if s == Setting("masked", 11, 32) and (c.length, c.lost) == (10**6, 0)]
         assert len(headline) == 1

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,12 +36,15 @@ TABLE = BlockTable((Block("gradient", (2, 2), 10.0), Block("count", (1,), 1000.0
 
 
 class Scenario(NamedTuple):
-    """Who takes part, and who is away when. away: by sum, who does not contribute, sign, reveal."""
+    """Who takes part, and who is away when. away: by sum, who does not contribute, sign, reveal. unasked: by sum, who
+    is not in its cohort. pasts: whether silos that were in an earlier sum together name it in the masks of the next."""
 
     name: str
     ids: tuple[str, ...]
     options: Mapping[str, Any]
     away: tuple[tuple[Collection[str], Collection[str], Collection[str]], ...]
+    unasked: tuple[Collection[str], ...] = ()
+    pasts: bool = False
 
 
 #: North, lost once it has contributed, has its self mask opened by shares; west, which did not contribute and comes
@@ -60,7 +64,16 @@ RING = Scenario(
     {"max_missing": 1, "batch": 1, "bits": 32, "corrupt": 0.0, "lost": 1e-7},
     ((("s05",), ("s05",), ("s05", "s24")),),
 )
-SCENARIOS = (THREE, RING)
+_NOBODY = (), (), ()
+#: Whole sums, of four, of three of them, and of four again.
+WHOLE = Scenario(
+    "whole", ("east", "north", "south", "west"), {}, (_NOBODY,) * 3, unasked=((), ("north",), ()), pasts=True
+)
+#: Of the neighbours of some silo one is not asked.
+WHOLE_RING = Scenario(
+    "whole-ring", _IDS, {"bits": 32, "corrupt": 0.0, "lost": 1e-7}, (_NOBODY,), unasked=(("s07", "s20"),)
+)
+SCENARIOS = (THREE, RING, WHOLE, WHOLE_RING)
 
 
 class Chance:
@@ -153,30 +166,39 @@ def _played(scenario: Scenario, chance: Chance, on_the_way: Callable[[Sent], byt
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
-    sums = []
+    sums: list[dict[str, Any]] = []
     for index, (silent, unsigned, unrevealed) in enumerate(scenario.away):
         carry(server.prepare(index), lambda step: ())
+        cohort = [s for s in ids if not scenario.unasked or s not in scenario.unasked[index]]
+        together = [{u, v} for u, v in combinations(cohort, 2) if any({u, v} <= set(s["cohort"]) for s in sums)]
+        pasts = {
+            frozenset(pair): chance.named(f"past/{index}/{'/'.join(sorted(pair))}")
+            for pair in together
+            if scenario.pasts
+        }
         context, question = chance.named(f"context/{index}"), chance.named(f"question/{index}")
         values = {
             s: np.array([(at + 1) * (2 * j - 3) / (7.0 + index) % 10 for j in range(4)] + [100.0 * index + at])
             for at, s in enumerate(ids)
         }
         contributions = {}
-        for silo in (s for s in ids if s not in silent):
+        for silo in (s for s in cohort if s not in silent):
+            past = {next(iter(pair - {silo})): named for pair, named in pasts.items() if silo in pair}
             with chance.of(silo):
-                message = silos[silo].contribute(index, ids, TABLE, values[silo], context, question)
+                message = silos[silo].contribute(index, cohort, TABLE, values[silo], context, question, past=past)
             sent.append(Sent(silo, (SERVER,), message))
             contributions[silo] = on_the_way(sent[-1])
         total = carry(
-            server.total(index, ids, TABLE, contributions, context),
+            server.total(index, cohort, TABLE, contributions, context),
             lambda step, gone=(unsigned, unrevealed): gone[step],  # type: ignore[misc]
         )
         sums.append(
             {
                 "index": index,
-                "cohort": list(ids),
+                "cohort": cohort,
                 "context": context.hex(),
                 "question": question.hex(),
+                **({"pasts": sorted([*sorted(p), b.hex()] for p, b in pasts.items())} if pasts else {}),
                 "values": {s: list(values[s]) for s in total.survivors},
                 "total": list(total.values),
             }

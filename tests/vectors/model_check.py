@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from secure_fvi.aggregation.graph import complete_threshold
 
@@ -122,6 +123,12 @@ class World(NamedTuple):
     def start(self) -> State:
         silo = Silo(0 if self.set_up else 1, (Sum(),) * self.indices, (None,) * self.questions)
         return (silo,) * (self.n - 1)
+
+    def steps(self, state: State) -> Iterator[tuple[Step, State]]:
+        return steps(self, state)
+
+    def violation(self, state: State) -> str | None:
+        return violation(self, state)
 
 
 # ---- What a silo does ----
@@ -329,21 +336,21 @@ class Found(NamedTuple):
 
     states: int
     violation: str | None
-    way: tuple[Step, ...]  # the shortest to it
+    way: tuple[Any, ...]  # the shortest to it
 
 
-def search(world: World, most: int = 2_000_000) -> Found:
+def search(world: World | WholeWorld, most: int = 2_000_000) -> Found:
     """Breadth first, until a violation or all states are seen."""
-    start = world.start()
-    before: dict[State, tuple[State, Step] | None] = {start: None}
+    start: Any = world.start()
+    before: dict[Any, tuple[Any, Any] | None] = {start: None}
     queue = deque([start])
     while queue:
         state = queue.popleft()
-        for step, after in steps(world, state):
+        for step, after in world.steps(state):
             if after in before:
                 continue
             before[after] = state, step
-            wrong = violation(world, after)
+            wrong = world.violation(after)
             if wrong is not None:
                 return Found(len(before), wrong, way(before, after))
             if len(before) > most:
@@ -352,9 +359,265 @@ def search(world: World, most: int = 2_000_000) -> Found:
     return Found(len(before), None, ())
 
 
-def way(before: dict[State, tuple[State, Step] | None], state: State) -> tuple[Step, ...]:
-    found: list[Step] = []
+def way(before: dict[Any, tuple[Any, Any] | None], state: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
     while (link := before[state]) is not None:
         state, step = link
         found.append(step)
     return tuple(reversed(found))
+
+
+# ---- Whole sums: pairwise masks alone, and no message but the contribution ----
+#
+# What is known is worked out from the masks: which keystreams are in which contribution, and which combinations of
+# contributions hold none. All honest silos of a cohort, asked the same under the same keys and past, are a total; any
+# other combination is a leak.
+
+
+class Put(NamedTuple):
+    """What a whole sum asks: a question, by its number in the job's order and its words, of a cohort."""
+
+    number: int
+    words: int
+    cohort: Places
+
+
+class Gave(NamedTuple):
+    """A contribution that has left. draw: which of two values a silo might answer with. past: the sums of which the
+    silo believes that they were used with its term, and what they asked."""
+
+    silo: int
+    index: int
+    put: Put
+    draw: int
+    keys: int
+    past: frozenset[tuple[int, Put]]
+
+
+class Member(NamedTuple):
+    """One honest silo. keys: the key set it took, 0 for none. claimed: by index. last: the newest index. waiting: its
+    last answer. cohorts: by question. looked: an index that a second process saw to be free, and has yet to claim."""
+
+    keys: int
+    claimed: tuple[tuple[Put, int] | None, ...]
+    last: int = -1
+    gave: frozenset[Gave] = frozenset()
+    waiting: Gave | None = None
+    past: frozenset[tuple[int, Put]] = frozenset()
+    cohorts: tuple[Places | None, ...] = ()
+    looked: int | None = None
+
+
+Members = tuple[Member, ...]
+#: Key sets: everybody's keys; the same with another key of the colluder; with silo 0's as the colluder's; the server's.
+ONE, TWO, BORROWED, FORGED = 1, 2, 3, 4
+
+WHOLE_RULES = frozenset(
+    {
+        "keys are signed", "the key set is in the key", "places are in the key", "the index is in the key",
+        "the cohort is in the key", "what is asked is in the key", "the past is in the key", "an index is used once",
+        "an index is claimed before it is used", "a claim is one step", "one cohort a question",
+        "at least min_cohort are asked", "a sum is used before the next question",
+    }
+)  # fmt: skip
+
+
+class Deed(NamedTuple):
+    """What the server had a silo do. said: whether it was told that its last answer was used."""
+
+    what: str
+    silo: int
+    index: int = 0
+    put: Put | None = None
+    draw: int = 0
+    said: bool = True
+
+
+class WholeWorld(NamedTuple):
+    """How much there is to try. ordered: whether questions come in an order, with what the server says of the last;
+    otherwise the sum's half stands alone."""
+
+    n: int = 4
+    indices: int = 1
+    numbers: int = 1
+    words: int = 1
+    cohorts: tuple[Places, ...] = ()
+    min_cohort: int = 3
+    ordered: bool = False
+    keysets: tuple[int, ...] = ()  # all have taken the first where none is given
+    kills: bool = True
+    without: frozenset[str] = frozenset()
+
+    def keeps(self, rule: str) -> bool:
+        assert rule in WHOLE_RULES
+        return rule not in self.without
+
+    @property
+    def honest(self) -> range:
+        return range(self.n - 1)
+
+    @property
+    def puts(self) -> list[Put]:
+        cohorts = self.cohorts or (frozenset(range(self.n)),)
+        return [Put(*each) for each in itertools.product(range(self.numbers), range(self.words), cohorts)]
+
+    def start(self) -> Members:
+        claimed, cohorts = (None,) * self.indices, (None,) * (self.numbers * self.words)
+        return (Member(0 if self.keysets else ONE, claimed, cohorts=cohorts),) * (self.n - 1)
+
+    def steps(self, state: Members) -> Iterator[tuple[Deed, Members]]:
+        """All that a server can have happen next."""
+        keysets = (*self.keysets, *((FORGED,) if not self.keeps("keys are signed") else ()))
+        for i, member in enumerate(state):
+            if member.keys == 0:
+                for keys in keysets:
+                    yield Deed("keys", i, keys), replaced(state, i, member._replace(keys=keys))
+                continue
+            if self.kills:
+                yield Deed("crash", i), replaced(state, i, came_back(self, member))
+            draws, said = (0, 1) if self.kills else (0,), (True, False) if self.ordered else (True,)
+            for index, put, draw, told in itertools.product(range(self.indices), self.puts, draws, said):
+                for what in ("claim", "contribute") if self.kills else ("contribute",):
+                    after = gives(self, state, Deed(what, i, index, put, draw, told))
+                    if after is not None:
+                        yield Deed(what, i, index, put, draw, told), after
+            if not self.keeps("a claim is one step"):
+                for index in range(member.last + 1, self.indices):
+                    if member.claimed[index] is None:
+                        yield Deed("look", i, index), replaced(state, i, member._replace(looked=index))
+
+    def violation(self, state: Members) -> str | None:
+        """What is wrong with a state, in a few words."""
+        return known(self, frozenset().union(*(member.gave for member in state)))
+
+
+def replaced(state: Members, at: int, member: Member) -> Members:
+    return (*state[:at], member, *state[at + 1 :])
+
+
+def came_back(world: WholeWorld, member: Member) -> Member:
+    """After a restart over its store."""
+    if world.keeps("an index is claimed before it is used"):
+        return member
+    return member._replace(claimed=(None,) * world.indices, last=-1)
+
+
+def gives(world: WholeWorld, state: Members, deed: Deed) -> Members | None:
+    """Claim question and index, and send. Between the two a silo may be killed."""
+    member, (what, i, index, put, draw, said) = state[deed.silo], deed
+    assert put is not None
+    if not member.keys or i not in put.cohort:
+        return None
+    if world.keeps("at least min_cohort are asked") and len(put.cohort) < world.min_cohort:
+        return None
+    used = index <= member.last or member.claimed[index] not in (None, (put, draw))
+    if used and member.looked != index and world.keeps("an index is used once"):
+        return None
+    past, waiting = member.past, member.waiting
+    if world.ordered and waiting is not None:
+        if put == waiting.put:
+            if draw != waiting.draw:  # it is kept, and masked anew
+                return None
+        elif put.number <= waiting.put.number or not (
+            said or not world.keeps("a sum is used before the next question")
+        ):
+            return None
+        elif said:
+            past |= {(waiting.index, waiting.put)}
+    q = put.number * world.words + put.words
+    if world.keeps("one cohort a question") and member.cohorts[q] not in (None, put.cohort):
+        return None
+    member = member._replace(
+        claimed=(*member.claimed[:index], (put, draw), *member.claimed[index + 1 :]),
+        cohorts=(*member.cohorts[:q], put.cohort, *member.cohorts[q + 1 :]),
+    )
+    if what == "contribute":
+        gave = Gave(i, index, put, draw, member.keys, past)
+        member = member._replace(last=index, gave=member.gave | {gave}, waiting=gave, past=past)
+    return replaced(state, i, member)
+
+
+def masks(world: WholeWorld, gave: Gave) -> dict[tuple[object, ...], int]:
+    """The keystreams in a contribution that server and colluder do not know, with how often they were added."""
+    found: dict[tuple[object, ...], int] = {}
+    u, last = gave.silo, world.n - 1
+    for v in gave.put.cohort - {u}:
+        if gave.keys == FORGED or (v == last and gave.keys != BORROWED):
+            continue
+        # Whose secret it is. The colluder has borrowed the key of silo 0.
+        pair = tuple(sorted((u, v if v != last else 0)))
+        together = frozenset((at, put) for at, put in gave.past if v in put.cohort)
+        fields: dict[str, object] = {
+            "places are in the key": (min(u, v), max(u, v)), "the key set is in the key": gave.keys,
+            "the index is in the key": gave.index, "the cohort is in the key": gave.put.cohort,
+            "what is asked is in the key": gave.put[:2], "the past is in the key": together,
+        }  # fmt: skip
+        key = (pair, *(field for rule, field in fields.items() if world.keeps(rule)))
+        found[key] = found.get(key, 0) + (1 if u < v else -1)
+    return {key: times for key, times in found.items() if times}
+
+
+@lru_cache(maxsize=100_000)
+def known(world: WholeWorld, gave: frozenset[Gave]) -> str | None:
+    """What of these contributions is known that should not be."""
+    rows, totals = sorted(gave, key=repr), allowed_totals(world, gave)
+    put_on = [masks(world, one) for one in rows]
+    keys = sorted({key for row in put_on for key in row}, key=repr)
+    inputs = sorted({(one.silo, one.put, one.draw) for one in rows}, key=repr)
+    matrix = [
+        [row.get(key, 0) for key in keys] + [int((one.silo, one.put, one.draw) == name) for name in inputs]
+        for one, row in zip(rows, put_on, strict=True)
+    ]
+    free = [row[len(keys) :] for row in echelon(matrix) if not any(row[: len(keys)])]
+    told = [[int(any((g.silo, g.put, g.draw) == name for g in total)) for name in inputs] for total in totals]
+    if len(echelon(free)) > len(echelon([row for row in told if len(echelon([*free, row])) == len(echelon(free))])):
+        silos = [{inputs[at][0] for at, x in enumerate(row) if x} for row in echelon(free)]
+        return "one silo's term" if any(len(those) == 1 for those in silos) else "a total that nobody was asked for"
+    by_question: dict[tuple[int, int], set[Places]] = {}
+    for total in totals:
+        if len(total) < world.min_cohort - 1:
+            return "a total of too few"
+        one = next(iter(total))
+        by_question.setdefault(one.put[:2], set()).add(one.put.cohort)
+        if any(
+            g.silo == o.silo and g.put.number > o.put.number and (o.index, o.put) not in g.past
+            for g in gave
+            for o in total
+        ):
+            return "a total that is denied"
+    return "a question with two totals" if any(len(c) > 1 for c in by_question.values()) else None
+
+
+def allowed_totals(world: WholeWorld, gave: frozenset[Gave]) -> list[frozenset[Gave]]:
+    """Contributions of all honest silos of a cohort to one index, of one view."""
+    groups: dict[tuple[object, ...], set[Gave]] = {}
+    for one in gave:
+        groups.setdefault((one.index, one.put, one.keys), set()).add(one)
+    found = []
+    for group in groups.values():
+        cohort = next(iter(group)).put.cohort - {world.n - 1}
+        pairs = itertools.combinations(group, 2)
+        same = all(
+            {x for x in a.past if b.silo in x[1].cohort} == {x for x in b.past if a.silo in x[1].cohort}
+            for a, b in pairs
+        )
+        if same and len(group) == len(cohort) == len({one.silo for one in group}) and next(iter(group)).keys < BORROWED:
+            found.append(frozenset(group))
+    return found
+
+
+def echelon(rows: list[list[int]]) -> list[list[int]]:
+    """Over a prime: reduced rows, none of them zero."""
+    p, rows, done = 2_147_483_629, [list(row) for row in rows], 0
+    for column in range(len(rows[0]) if rows else 0):
+        pivot = next((r for r in range(done, len(rows)) if rows[r][column] % p), None)
+        if pivot is None:
+            continue
+        rows[done], rows[pivot] = rows[pivot], rows[done]
+        inverse = pow(rows[done][column], -1, p)
+        rows[done] = [x * inverse % p for x in rows[done]]
+        for r in range(len(rows)):
+            if r != done and rows[r][column] % p:
+                rows[r] = [(x - rows[r][column] * y) % p for x, y in zip(rows[r], rows[done], strict=True)]
+        done += 1
+    return rows[:done]

@@ -9,10 +9,32 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
-from model_check import RULES, Ask, Named, State, World, changed, contributes, crashed, names, search, steps
+from model_check import (
+    BORROWED,
+    ONE,
+    RULES,
+    TWO,
+    WHOLE_RULES,
+    Ask,
+    Deed,
+    Named,
+    State,
+    WholeWorld,
+    World,
+    came_back,
+    changed,
+    contributes,
+    crashed,
+    gives,
+    names,
+    replaced,
+    search,
+    steps,
+)
 
 from secure_fvi.aggregation import Block, BlockTable, Masked
 from secure_fvi.aggregation.base import carry
@@ -92,6 +114,69 @@ def test_every_rule_is_planted_or_backed() -> None:
         assert search(world._replace(without=frozenset({rule}))).violation is None
 
 
+# ---- Whole sums ----
+
+SIDES = (ALL, TRIPLE, frozenset({1, 2, 3}))
+WHOLE_WORLDS = {
+    "a sum": WholeWorld(),
+    "set-up and a sum": WholeWorld(keysets=(ONE, TWO, BORROWED), kills=False),
+    "set-up and a sum of three": WholeWorld(n=3, keysets=(ONE, TWO, BORROWED)),
+    "two broadcasts, cohorts that differ": WholeWorld(words=2, cohorts=SIDES, kills=False),
+    "a cohort of two": WholeWorld(cohorts=(ALL, PAIR)),
+    "two indices, cohorts that differ": WholeWorld(indices=2, cohorts=(ALL, TRIPLE), kills=False),
+    "three silos, two indices, two broadcasts": WholeWorld(n=3, indices=2, words=2),
+    "three silos, two questions in order, two broadcasts": WholeWorld(
+        n=3, indices=2, numbers=2, words=2, ordered=True, kills=False
+    ),
+    "three silos, two questions in order": WholeWorld(n=3, indices=2, numbers=2, ordered=True),
+}
+WHOLE_LARGE = {
+    "five silos": WholeWorld(n=5, words=2, kills=False),
+    "three questions in order": WholeWorld(n=3, indices=3, numbers=3, words=2, ordered=True, kills=False),
+    "four silos, two questions in order": WholeWorld(indices=2, numbers=2, words=2, ordered=True, kills=False),
+}
+#: Each rule taken out, in which world, and what follows.
+WHOLE_FAULTS = {
+    "keys are signed": ("set-up and a sum of three", "one silo's term"),
+    "the key set is in the key": ("set-up and a sum", "a total that nobody was asked for"),
+    "places are in the key": ("set-up and a sum of three", "one silo's term"),
+    "the index is in the key": ("three silos, two indices, two broadcasts", "one silo's term"),
+    "the cohort is in the key": ("two broadcasts, cohorts that differ", "a total that nobody was asked for"),
+    "what is asked is in the key": ("two broadcasts, cohorts that differ", "a total that nobody was asked for"),
+    "the past is in the key": (
+        "three silos, two questions in order, two broadcasts",
+        "a total that nobody was asked for",
+    ),
+    "an index is used once": ("three silos, two indices, two broadcasts", "one silo's term"),
+    "an index is claimed before it is used": ("a sum", "one silo's term"),
+    "a claim is one step": ("a sum", "one silo's term"),
+    "one cohort a question": ("two indices, cohorts that differ", "a question with two totals"),
+    "at least min_cohort are asked": ("a cohort of two", "a total of too few"),
+    "a sum is used before the next question": ("three silos, two questions in order", "a total that is denied"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_WORLDS)
+def test_no_state_of_whole_sums_is_wrong(name: str) -> None:
+    found = search(WHOLE_WORLDS[name])
+    assert found.violation is None, found.way
+    assert found.states > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE_LARGE)
+def test_no_state_of_a_larger_world_of_whole_sums_is_wrong(name: str) -> None:
+    assert search(WHOLE_LARGE[name]).violation is None
+
+
+@pytest.mark.parametrize("rule", sorted(WHOLE_RULES))
+def test_each_fault_planted_in_whole_sums_is_found(rule: str) -> None:
+    name, violation = WHOLE_FAULTS[rule]
+    found = search(WHOLE_WORLDS[name]._replace(without=frozenset({rule})))
+    assert found.violation == violation, found
+    assert found.way
+
+
 # ---- The machine and the code ----
 
 TABLE = BlockTable((Block("x", (3,), 10.0),))
@@ -118,16 +203,17 @@ class Brittle(MemoryStore):
 class Parties:
     """Real silos behind the steps of the machine; the server has what they sent, and the last one's identity."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World | WholeWorld) -> None:
         self.world, self.ids = world, [f"s{i}" for i in range(world.n)]
         self.identities = {s: Identity() for s in self.ids}
-        kind = Masked(min_cohort=world.min_cohort, max_missing=world.max_missing, batch=world.indices)
+        most = world.max_missing if isinstance(world, World) else 0
+        kind = Masked(min_cohort=world.min_cohort, max_missing=most, batch=world.indices)
         self.roster = kind.roster({s: i.public_key for s, i in self.identities.items()})
         self.stores = {s: Brittle() for s in self.ids}
         self.silos = {s: MaskedSilo(self.roster, s, self.identities[s], self.stores[s]) for s in self.ids}
         server = MaskedServer(self.roster)
         carry(server.prepare(0), lambda messages: {s: self.silos[s].handle(m) for s, m in messages.items()})
-        self.batch = server._state.batches[0]
+        self.batch: Any = server._state.batches.get(0)
         self.sent: dict[tuple[int, int, Ask], tuple[bytes, bytes]] = {}
         self.signed: dict[tuple[int, int, Named], bytes] = {}
 
@@ -179,6 +265,81 @@ class Parties:
         signers = self.roster.bitmap(frozenset(signatures))
         whole = RevealRequest(*request, signers, [signatures[p] for p in sorted(signatures)])
         self.silos[self.ids[i]].handle(pack(whole))
+
+
+class WholeParties(Parties):
+    """The same where sums are whole."""
+
+    def do(self, deed: Deed) -> bool:
+        """Whether the silo takes it."""
+        silo = self.ids[deed.silo]
+        if deed.what == "crash":
+            self.crash(deed.silo)
+            return True
+        assert deed.put is not None
+        self.stores[silo].breaks = deed.what == "claim"
+        (number, words, cohort), ids = deed.put, [self.ids[p] for p in sorted(deed.put.cohort)]
+        context, question = bytes([number, words, *sorted(cohort)]).ljust(32), bytes([number, words]).ljust(32)
+        values = np.full(3, deed.silo + deed.draw / 2)
+        try:
+            self.silos[silo].contribute(deed.index, ids, TABLE, values, context, question)
+        except Killed:
+            self.crash(deed.silo)
+        except ProtocolError:
+            return False
+        finally:
+            self.stores[silo].breaks = False
+        return True
+
+
+def walk_whole(world: WholeWorld, seed: int, length: int = 40) -> tuple[int, int]:
+    """As `walk`, of a masked half alone, without a `Silo` that keeps questions in order."""
+    rng, state, parties, taken = random.Random(seed), world.start(), WholeParties(world), 0
+    for _ in range(length):
+        open_ = [deed for deed, after in world.steps(state) if after != state]
+        if open_ and rng.random() < 0.6:
+            deed = rng.choice(open_)
+        else:
+            what, i, index = (
+                rng.choice(["crash", "claim", "contribute"]),
+                rng.choice(world.honest),
+                rng.randrange(world.indices),
+            )
+            deed = Deed(what, i, index, rng.choice(world.puts), rng.randrange(2))
+        came = replaced(state, deed.silo, came_back(world, state[deed.silo]))
+        after = came if deed.what == "crash" else gives(world, state, deed)
+        did = parties.do(deed)
+        assert did == (after is not None), (deed, state[deed.silo])
+        taken += did
+        state = after or state
+    return taken, length - taken
+
+
+WHOLE_WALKED = [
+    WholeWorld(indices=4, numbers=2, cohorts=(ALL, TRIPLE)),
+    WholeWorld(n=3, indices=3, words=2),
+    WholeWorld(indices=4, cohorts=(ALL, PAIR)),
+]
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_silos_do_what_the_machine_of_whole_sums_does(seed: int) -> None:
+    taken, refused = walk_whole(WHOLE_WALKED[seed % 3], seed)
+    assert taken > 5
+    assert refused > 5
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["an index is used once", "one cohort a question", "at least min_cohort are asked"],
+)
+def test_control_a_machine_of_whole_sums_without_a_rule_does_other_things(rule: str) -> None:
+    def walks() -> None:
+        for seed in range(9):
+            walk_whole(WHOLE_WALKED[seed % 3]._replace(without=frozenset({rule})), seed)
+
+    with pytest.raises(AssertionError):
+        walks()
 
 
 def machine(world: World, state: State, what: str, i: int, index: int, named: Named) -> State | None:

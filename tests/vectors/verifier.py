@@ -102,12 +102,13 @@ def complete_threshold(silos: int) -> int:
     return max(silos // 2 + 1, min(2 * silos // 3 + 1, silos - 1))
 
 
-def graph(n: int, corrupt: float, lost: float) -> tuple[int, int]:
+def graph(n: int, corrupt: float, lost: float, orders: int) -> tuple[int, int]:
     """Neighbours of each silo, n - 1 where the graph is complete, and survivors that each window of k/2 must keep."""
     bad, gone = math.floor(corrupt * n), math.floor(lost * n)
     for k in range(2, min(n - 1, 256), 2) if n > 32 else ():
         t, width = 2 * k // 3 + 1, k // 2
-        least = next((m for m in range(1, width + 1) if n * tail(n, bad, width, m) <= Fraction(1, 2**40)), width + 1)
+        tails = ((m, n * orders * tail(n, bad, width, m)) for m in range(1, width + 1))
+        least = next((m for m, chance in tails if chance <= Fraction(1, 2**40)), width + 1)
         if (
             tail(n - 1, bad, k, 2 * t - k) <= Fraction(1, 2**40)
             and n * (Fraction(corrupt) + Fraction(lost)) ** width <= Fraction(1, 2**40)
@@ -139,7 +140,8 @@ class Verifier:
         need(roster["consistency_check"] and self.ids == sorted(self.ids), "a roster in order, with the check")
         self.n, self.per_batch, self.bits = len(self.ids), roster["batch"], roster["bits"]
         self.needed = 2 * self.n // 3 + 1
-        self.k, self.least = graph(self.n, roster["corrupt"], roster["lost"])
+        self.whole = roster["max_missing"] == 0 and not roster["key_holder"]
+        self.k, self.least = graph(self.n, roster["corrupt"], roster["lost"], 8 * self.n if self.whole else 1)
         self.blocks = vector["blocks"]
         self.table = sha256(b"secure-fvi/block-table/2" + msgpack.packb(self.blocks)).digest()
         private = [vector["private"][silo] for silo in self.ids]
@@ -166,8 +168,9 @@ class Verifier:
     def take(self, sender: str, receivers: Sequence[str], kind: str, message: bytes) -> None:
         """One message. Its sender is a silo's id, or "server"."""
         version, tag, *fields = msgpack.unpackb(message)
-        need(version == 4 and type(tag) is int and 1 <= tag <= 16 and KINDS[tag - 1] == kind, "version and tag")
+        need(version == 5 and type(tag) is int and 1 <= tag <= 16 and KINDS[tag - 1] == kind, "version and tag")
         need(message == msgpack.packb([version, tag, *fields]), "the shortest form of MessagePack")
+        need(not self.whole or tag in (1, 2, 3, 4, 5, 11, 16), "a message of whole sums")
         who = [self.ids.index(r) for r in receivers] if sender == "server" else self.ids.index(sender)
         try:
             getattr(self, f"on_{kind}")(who, *fields)
@@ -322,13 +325,16 @@ class Verifier:
     # Sums
 
     def asked(self, index: int) -> tuple[bytes, bytes, bytes]:
-        """Context, question, and the batch's digest of a sum."""
+        """Context, question, and the batch's digest of a sum, nothing where it is whole."""
         one = self.sums[index]
-        return (
-            bytes.fromhex(one["context"]),
-            bytes.fromhex(one["question"]),
-            self.batch_digests[index // self.per_batch],
-        )
+        batch = b"" if self.whole else self.batch_digests[index // self.per_batch]
+        return bytes.fromhex(one["context"]), bytes.fromhex(one["question"]), batch
+
+    def cohort(self, index: int) -> list[int]:
+        """The places of those who are asked."""
+        cohort = [self.ids.index(silo) for silo in self.sums[index]["cohort"]]
+        need(len(cohort) >= self.roster["min_cohort"] and cohort == sorted(set(cohort)), "a cohort")
+        return cohort
 
     @cached_property
     def scales(self) -> list[tuple[int, int]]:
@@ -345,9 +351,21 @@ class Verifier:
     def mask(self, index: int, seed: bytes) -> list[int]:
         """Ring elements."""
         context, _, batch = self.asked(index)
-        key, width = derive(seed, b"mask", self.binding, batch, n8(index), self.table, context), self.bits // 8
+        return self.expanded(derive(seed, b"mask", self.binding, batch, n8(index), self.table, context))
+
+    def expanded(self, key: bytes) -> list[int]:
+        width = self.bits // 8
         stream = keystream(key, width * len(self.scales))
         return [int.from_bytes(stream[at : at + width], "little") for at in range(0, len(stream), width)]
+
+    def whole_mask(self, index: int, one: int, other: int) -> list[int]:
+        """The one mask that two neighbours share in a whole sum."""
+        context, question, _ = self.asked(index)
+        cohort, (low, high) = self.bitmap(self.cohort(index)), sorted((one, other))
+        pasts = {(a, b): bytes.fromhex(past) for a, b, past in self.sums[index].get("pasts", ())}
+        past = pasts.get((self.ids[low], self.ids[high]), b"")
+        fields = n8(index), n8(low), n8(high), cohort, self.table, context, question, past
+        return self.expanded(derive(self.pair(one, other), b"whole-mask", self.binding, *fields))
 
     def elements(self, payload: bytes) -> list[int]:
         width = self.bits // 8
@@ -357,16 +375,21 @@ class Verifier:
     def on_Contribution(self, place: int, index: int, question: bytes, payload: bytes, signature: bytes) -> None:
         context, asked, batch = self.asked(index)
         need(question == asked and place not in self.contributions[index], "the question, answered once")
-        fields = (n8(index), n8(place), self.everybody, self.table, context, question, sha256(payload).digest())
+        cohort = self.cohort(index)
+        fields = (n8(index), n8(place), self.bitmap(cohort), self.table, context, question, sha256(payload).digest())
         self.signed(place, signature, digest(b"contribution", self.binding, batch, *fields))
         number, at = divmod(index, self.per_batch)
-        points = {x: self.dealt[number, place, h] for x, h in enumerate(self.holders[place], 1)}
-        opened = interpolated(0, dict(list(points.items())[: self.threshold]))
-        values = [
-            (v - m) for v, m in zip(self.elements(payload), self.mask(index, opened[64 * at :][:32]), strict=True)
-        ]
-        for v in self.near[place]:  # the earlier of the two adds
-            mask = self.mask(index, self.seeds(number, place, v)[32 * at : 32 * at + 32])
+        values = self.elements(payload)
+        if self.whole:
+            masks = {v: self.whole_mask(index, place, v) for v in self.near[place] if v in cohort}
+            need(place in cohort and bool(masks), "a silo of the cohort, and a neighbour in it")
+        else:
+            points = {x: self.dealt[number, place, h] for x, h in enumerate(self.holders[place], 1)}
+            opened = interpolated(0, dict(list(points.items())[: self.threshold]))
+            values = [(v - m) for v, m in zip(values, self.mask(index, opened[64 * at :][:32]), strict=True)]
+            seeds = {v: self.seeds(number, place, v)[32 * at : 32 * at + 32] for v in self.near[place]}
+            masks = {v: self.mask(index, seed) for v, seed in seeds.items()}
+        for v, mask in masks.items():  # the earlier of the two adds
             values = [a - (m if place < v else -m) for a, m in zip(values, mask, strict=True)]
         real = self.sums[index]["values"][self.ids[place]]
         encoded = [round(Fraction(x) * Fraction(2) ** e) for x, (e, _) in zip(real, self.scales, strict=True)]
@@ -375,13 +398,14 @@ class Verifier:
 
     def survivors_statement(self, index: int) -> bytes:
         context, question, batch = self.asked(index)
-        fields = (n8(index), self.everybody, self.bitmap(self.contributions[index]), self.table, context, question)
+        cohort, there = self.bitmap(self.cohort(index)), self.bitmap(self.contributions[index])
+        fields = (n8(index), cohort, there, self.table, context, question)
         return digest(b"survivors", self.binding, batch, *fields)
 
     def named(self, index: int, cohort: bytes, survivors: bytes, *asked: bytes) -> None:
         context, question, _ = self.asked(index)
         there = self.contributions[index]
-        need((cohort, survivors) == (self.everybody, self.bitmap(there)), "cohort and survivors")
+        need((cohort, survivors) == (self.bitmap(self.cohort(index)), self.bitmap(there)), "cohort and survivors")
         need(asked == (self.table, context, question), "table, context and question")
         need(self.n - len(there) <= self.roster["max_missing"], "few enough missing")
         need(len(there) >= self.roster["min_cohort"], "enough survivors")
@@ -436,10 +460,11 @@ class Verifier:
             left = [sum(self.order[(i + s) % self.n] in there for s in range(self.k // 2)) for i in range(self.n)]
             need(min(left) >= self.least, "survivors in each window")
         columns = [self.elements(payload) for payload, _ in there.values()]
-        for v in there:
+        need(not self.whole or sorted(there) == self.cohort(index), "all of the cohort")
+        for v in () if self.whole else there:
             b = shown[v]["own"] if v in shown else self.secret(index, v, b"b")
             columns.append([-m for m in self.mask(index, b)])
-        for lost in self.deposits[index // self.per_batch].keys() - there.keys():
+        for lost in self.deposits.get(index // self.per_batch, {}).keys() - there.keys():
             near = [v for v in self.near[lost] if v in there]
             told = {v: shown[v]["seeds"][lost] for v in near if v in shown}
             if set(near) - told.keys():

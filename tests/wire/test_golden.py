@@ -21,6 +21,7 @@ from secure_fvi import alignment, checkpoints, messages
 from secure_fvi.aggregation import homomorphic_schemes
 from secure_fvi.aggregation import messages as sum_messages
 from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.aggregation.onetime import Asked, whole_key
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import Session, advert_statement
 from secure_fvi.algorithms.base import Broadcast
@@ -31,7 +32,7 @@ from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
 from secure_fvi.privacy.ledger import Budget
 from secure_fvi.privacy.ledger_terms import LEDGER
-from secure_fvi.silo import Past
+from secure_fvi.silo import Past, shared_past
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CODECS = {
@@ -85,6 +86,8 @@ def _statements() -> dict[str, bytes]:
     matching = alignment._Session(roster, bytes([1]) * 32, (70, 64, 64))
     blinded = matching.blinded(0, 0, bytes([2]) * 32)
     named = (bytes([1]) * 32, 7, b"\x07", b"\x07", table.digest, bytes([2]) * 32, bytes([3]) * 32)
+    whole = Asked(7, b"\x07", table.digest, bytes([2]) * 32, bytes([3]) * 32)
+    past = bytes.fromhex(shared_past(shared_past("", 3, "05" * 32), 5, "06" * 32))
     return {
         "roster": roster.hash,
         "table": table.digest,
@@ -97,6 +100,9 @@ def _statements() -> dict[str, bytes]:
         "matching order": matching.order(bytes([4]) * 32),
         "unheld": session.unheld_statement(bytes([6]) * 32, b"\x05"),
         "survivors": session.survivors_statement(*named),
+        "shared past": past,
+        "whole mask": whole_key(session, bytes([1]) * 32, 2, 0, whole, past),
+        "whole contribution": session.contribution_statement(b"", 7, 1, *whole[1:], bytes([8]) * 32),
         "contribution": session.contribution_statement(
             named[0], 7, 1, b"\x07", table.digest, named[5], named[6], bytes([8]) * 32
         ),

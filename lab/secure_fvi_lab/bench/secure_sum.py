@@ -80,15 +80,24 @@ def plan(quick: bool) -> list[Work]:
         for check in (False, True)
         for durable in (False, True)
     ]
-    for setting in (Setting("plain", 11), Setting("masked", 11, 32), Setting("masked", 11, 64)):
+    work += [
+        Work(Setting("whole", 3, 64, True, durable), (Case(64, 0, repeats, 16 if quick else 64),))
+        for durable in (False, True)
+    ]
+    for setting in (
+        Setting("plain", 11),
+        *(Setting(k, 11, b) for k, b in (("masked", 32), ("masked", 64), ("whole", 32))),
+    ):
         work.append(Work(setting, tuple(Case(n, 0, repeats) for n in (*lengths, 10**6))))
         # In a session of its own: what the parties keep for 1e7 values takes gigabytes, and is then let go.
         work += [Work(setting, (Case(n, 0, 3),)) for n in long]
     silos = [3, 30, 100] if quick else [3, 10, 30, 100, 300, 1000]
-    for kind, bits in (("plain", 32), ("masked", 32), ("masked", 64)):
+    for kind, bits in (("plain", 32), ("masked", 32), ("masked", 64), ("whole", 32)):
         for count in silos if bits == 32 else [30]:
             few = 5 if count <= 100 else 3
-            cases = [Case(10**4, 0, few), *([Case(10**4, count // 10, few)] if count >= 10 else [])]
+            cases = [Case(10**4, 0, few)]
+            if count >= 10 and kind != "whole":
+                cases.append(Case(10**4, count // 10, few))
             if count == 100 and kind == "masked":
                 cases.append(Case(10**5, count // 10, 3))
             if not (quick and bits == 64):
@@ -166,8 +175,9 @@ def _warm_up(watch: Stopwatch) -> None:
 def _row(parties: Parties, case: Case, notes: list[str]) -> Row:
     """Time one row, ours and its peers in turn."""
     setting = parties.setting
-    masked, homomorphic = setting.kind == "masked", setting.kind == "homomorphic"
-    floor = Floor(case.length, setting.bits, setting.neighbours + 1) if masked else None
+    masked, homomorphic = setting.kind in ("masked", "whole"), setting.kind == "homomorphic"
+    masks = setting.neighbours + (setting.kind == "masked")
+    floor = Floor(case.length, setting.bits, masks) if masked else None
     flower = _flower(case.length, setting.neighbours, notes) if masked else None
     tenseal = TenSEAL(case.length, setting.silos) if homomorphic else None
     ours: list[SumTimes] = []
@@ -359,6 +369,8 @@ def _sessions(rows: list[Row]) -> Table:
 
 def _kind(row: Row) -> str:
     """`masked w=32 no check, sqlite`, and so on."""
+    if row["kind"] == "whole":
+        return f"whole w={row['bits']}{'' if row['store'] == 'memory' else ' ' + row['store']}"
     if row["kind"] != "masked":
         return {"homomorphic": "BFV", "plain": "plain"}[row["kind"]]
     check = "" if row["consistency_check"] else " no check"
@@ -419,6 +431,10 @@ def targets(rows: Sequence[Row]) -> list[dict[str, Any]]:
             # The durable times are shown beside, without a limit: they are the disk's.
             at_most = limit if store == "memory" else None
             found.append(_target(name, None if row is None else row["sum_with_refill_ms"], at_most, unit="ms"))
+    for store in ("memory", "sqlite"):
+        row = _find(rows, kind="whole", silos=3, length=64, store=store)
+        name = f"3 silos, 64 values, whole, {store}: a sum"
+        found.append(_target(name, None if row is None else row["sum_ms"], unit="ms"))
     return [
         *found,
         _target("BFV, 1e5 values: all parties' time over TenSEAL alone", _over(bfv, "sum_ms", "tenseal_sum_ms"), 1.3),

@@ -25,7 +25,7 @@ from secure_fvi.aggregation import Block, BlockTable, Homomorphic, Masked, Plain
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, SumSilo, Total
 from secure_fvi.aggregation.graph import neighbourhood
 from secure_fvi.aggregation.homomorphic import WithHolder
-from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.roster import MAX_ATTEMPTS, Roster
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore, Store
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -40,7 +40,7 @@ CHECKED_ONE_BY_ONE = 32
 class Setting:
     """One session of parties. `bits` is the ring's width; `durable` keeps state in SQLite files."""
 
-    kind: str  # "plain", "masked", "homomorphic"
+    kind: str  # "plain", "masked" (sums that recover), "whole" (masked ones that lack nobody), "homomorphic"
     silos: int
     bits: int = 64
     consistency_check: bool = True
@@ -49,7 +49,9 @@ class Setting:
     @property
     def neighbours(self) -> int:
         """Silos with which each silo masks."""
-        return 0 if self.kind == "plain" else neighbourhood(self.silos, 0.1, 0.1).k
+        if self.kind == "plain":
+            return 0
+        return neighbourhood(self.silos, 0.1, 0.1, MAX_ATTEMPTS * self.silos if self.kind == "whole" else 1).k
 
 
 class SumTimes(NamedTuple):
@@ -167,8 +169,8 @@ class Parties:
         if setting.kind == "plain":
             server, silos = Plain().local_parties(self.ids)
             return server, silos, 1
-        if setting.kind == "masked":
-            most = max(len(self.ids) - 3, 0)
+        if setting.kind in ("masked", "whole"):
+            most = 0 if setting.kind == "whole" else max(len(self.ids) - 3, 1)
             bits: Any = setting.bits
             kind = Masked(max_missing=most, bits=bits, consistency_check=setting.consistency_check)
             server, silos = kind.local_parties(self.ids, store)
