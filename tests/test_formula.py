@@ -790,6 +790,30 @@ def test_the_control_a_power_is_its_base_for_formulaic_and_not_within_I() -> Non
         assert model(f"y ~ {fixed}")
 
 
+_WIDE = "poly(a, 8) + bs(b, df=9) + C(c, contr.sum) + I(b**2.5) + exp(a/3):b + log(a):log1p(b) + scale(a):sqrt(b)"
+
+
+def _moved(design: Design, rows: int, table: dict[str, Any]) -> int:
+    """How many of so many rows have other bits where a row joins behind them, or in front."""
+    whole = design.matrix({n: v[: rows + 1] for n, v in table.items()}, rows + 1)
+    parts = [(whole[:-1], slice(0, rows)), (whole[1:], slice(1, rows + 1))]
+    alone = [(mine, design.matrix({n: v[at] for n, v in table.items()}, rows)) for mine, at in parts]
+    return sum(int((mine != other).any(1).sum()) for mine, other in alone)
+
+
+def test_a_row_of_a_design_is_the_same_whatever_others_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, which a program or a broadcast could make count, for all functions that formulas may use. The
+    control multiplies by BLAS, as was shipped: it rounds the last of an odd number of rows otherwise."""
+    columns = {"a": Column("number", low=0.1, high=9), "b": Column("number", low=0.5, high=7)}
+    design = Design(_WIDE, f"y ~ {_WIDE}", Dictionary(columns | {"c": Column("category", tuple("pqrstu"))}))
+    rng = np.random.default_rng(0)
+    table = {"a": rng.uniform(0.1, 9, 1200), "b": rng.uniform(0.5, 7, 1200), "c": rng.integers(0, 6, 1200)}
+    sizes = (*range(1, 20), 64, 65, 1001)
+    assert [rows for rows in sizes if _moved(design, rows, table)] == []
+    monkeypatch.setattr(formula, "_multiplied", lambda rows, by, out: np.matmul(rows, by, out=out))
+    assert [rows for rows in sizes if _moved(design, rows, table)]
+
+
 def test_the_same_table_twice_is_refused() -> None:
     """In another order and with other names of children as well. The controls: another table, one value more or less,
     the same values among other children, and short tables, which are alike by chance."""
