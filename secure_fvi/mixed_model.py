@@ -532,6 +532,26 @@ class MixedModel(FederatedModel):
         return _described(self)
 
 
+class Counts:
+    """By silo that was read in this process: rows, rows left out, groups by label. No part of a model, whose digest may
+    be shown of a private run: digests and pickles are those of a model that has read nothing."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, silo: str) -> dict[str, Any]:
+        return self._held[silo]
+
+    def __setitem__(self, silo: str, counted: dict[str, Any]) -> None:
+        self._held[silo] = counted
+
+    def items(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(self._held.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counts, ()
+
+
 class Parts(NamedTuple):
     """What a formula and a dictionary come to."""
 
@@ -547,8 +567,7 @@ class Parts(NamedTuple):
     missing: Missing
     local: tuple[str, ...]
     most: Mapping[str, int]
-    #: Of each silo that was read in this process: rows, rows left out, groups by label.
-    counts: dict[str, dict[str, Any]]
+    counts: Counts
 
     @property
     def used(self) -> set[str]:
@@ -623,7 +642,7 @@ def glmm(
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
     of = Parts(
         dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
-        dict(most or {}), {},
+        dict(most or {}), Counts(),
     )  # fmt: skip
     dictionary.check_reviewed(sorted({response.name, *of.used}))
     intercept = of.kept.index(fixed.intercept) if fixed.intercept in of.kept else None

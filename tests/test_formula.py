@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import dataclasses
 import math
+import pickle  # noqa: TID251 - written, not read
 import re
 import warnings
 from functools import partial
@@ -19,10 +21,11 @@ import torch
 
 import secure_fvi as sf
 from secure_fvi import formula
+from secure_fvi.checkpoints import text_of
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.formula import FAMILIES, Design, parse
-from secure_fvi.mixed_model import MixedModel, glmm, user_draws
+from secure_fvi.mixed_model import Counts, MixedModel, glmm, user_draws
 from secure_fvi.runs.options import build
 from secure_fvi.runs.records import FormulaOptions
 from secure_fvi.tables import code_columns, read_coded
@@ -325,6 +328,18 @@ def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None
     (laid,) = prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))
     assert float(laid["present"].sum()) == 37
     assert of.of.counts["site-0"] == {"rows": 37, "left out": 3, "groups": of.of.counts["site-0"]["groups"]}
+
+
+def test_what_a_model_counted_is_no_part_of_its_digest_nor_of_a_pickle() -> None:
+    """Who has the digest, as a run's folder shows it, would try all counts of a silo. The control: counts that are."""
+    of = model("y ~ age + (1 | child)", missing="drop")
+    fresh = text_of(of)
+    prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))
+    assert of.of.counts["site-0"]["left out"] == 3
+    assert text_of(of) == fresh
+    assert pickle.dumps(of.of.counts) == pickle.dumps(Counts())
+    shown = dataclasses.replace(of, of=of.of._replace(counts=dict(of.of.counts.items())))  # type: ignore[arg-type]
+    assert text_of(shown) != fresh
 
 
 def test_tables_of_every_kind_are_laid_out_alike(tmp_path: Path) -> None:
