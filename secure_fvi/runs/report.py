@@ -39,12 +39,13 @@ class Picture(NamedTuple):
 
 
 def write_report(directory: Path) -> None:
-    """Write report.html from the other files of a finished run, compare.json among them where it exists."""
+    """Write report.html from the other files of a finished run, compare.json among them where it exists, and where the
+    run is not private: what that holds has no noise."""
     run = RunDirectory(directory)
     result = run.read_result()
     config = run.read_config()
     metrics = read_metrics(directory / "metrics.jsonl")
-    comparison = _optional(directory / "compare.json")
+    comparison = _comparison(directory, config)
     densities = _optional(directory / "marginals.json") or {}
     rows = comparison_rows(comparison) if comparison else []
     released = [row for row in metrics if row["objective"] is not None]
@@ -177,8 +178,13 @@ def _source(config: Config) -> str:
 
 
 def marginal_figure(directory: Path) -> Figure:
-    """The marginals of a finished run, beside the reference's where there is one."""
-    return _marginals(read_json(directory / "marginals.json"), _optional(directory / "compare.json"))
+    """The marginals of a finished run, beside the reference's where there is one that the report may show."""
+    comparison = _comparison(directory, RunDirectory(directory).read_config())
+    return _marginals(read_json(directory / "marginals.json"), comparison)
+
+
+def _comparison(directory: Path, config: Config) -> dict[str, Any] | None:
+    return _optional(directory / "compare.json") if config.privacy is None else None
 
 
 def _marginals(densities: dict[str, Any], comparison: dict[str, Any] | None) -> Figure:
