@@ -135,7 +135,8 @@ def read_coded(
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
 
-    files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text.
+    files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text,
+    and those of SQLite have the types with which they are declared.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted.
     """
     found = check_table(files, dictionary, query, only, memory, seconds)
@@ -654,7 +655,9 @@ def _copied(
     connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float
 ) -> list[str]:
     """Copy the tables of a SQLite file that the query may mean into memory: the extension that reads them in place is
-    no part of DuckDB. Whole numbers, numbers and texts keep their types where a column holds nothing else."""
+    no part of DuckDB. In a query whole numbers and numbers are of the type with which their column is declared, and all
+    else is text, as all is without a query: SQLite's cells have types of their own, and a column's that followed from
+    its cells would let one record change what the query says of the others."""
     connection.execute(f"CREATE SCHEMA {_identifier(name)}")
     until = time.monotonic() + seconds
     file = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
@@ -665,44 +668,71 @@ def _copied(
             "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
         ).fetchall()
         for (inner,) in held:
-            if query is None or inner.lower() in query.lower():
+            if query is None or re.search(rf"(?<!\w){re.escape(inner)}(?!\w)", query, re.IGNORECASE):
                 made.append(f"{_identifier(name)}.{_identifier(inner)}")
-                _copy(connection, file, inner, made[-1])
+                _copy(connection, file, inner, made[-1], typed=query is not None)
     finally:
         file.close()
     return made
 
 
-def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner: str, table: str) -> None:
+#: Of a type by which a SQLite column is declared: what it holds, and how that is called in DuckDB.
+_DECLARED = (
+    (re.compile("INT"), int, "BIGINT"),
+    (re.compile("CHAR|CLOB|TEXT"), str, "VARCHAR"),
+    (re.compile("BLOB"), bytes, "BLOB"),
+    (re.compile(r"REAL|FLOA|DOUB|\b(NUMERIC|NUMBER|DEC|DECIMAL)\b"), float, "DOUBLE"),
+)
+
+
+def _declared(words: str) -> tuple[type, str]:
+    return next(((held, kind) for part, held, kind in _DECLARED if part.search(words.upper())), (str, "VARCHAR"))
+
+
+def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner: str, table: str, typed: bool) -> None:
+    """typed: by the columns' declared types. Raises DataError for a cell of another."""
     rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
     columns = [d[0] for d in rows.description]
-    held = [
-        {row[0] for row in file.execute(f"SELECT DISTINCT typeof({_identifier(c)}) FROM {_identifier(inner)}")}
-        for c in columns
-    ]
-    types = ["VARCHAR"] * len(columns)
-    for i, found in enumerate(held):
-        if "blob" in found:
-            types[i] = "BLOB"
-        elif found <= {"integer", "null"}:
-            types[i] = "BIGINT"
-        elif found <= {"real", "null"}:
-            types[i] = "DOUBLE"
+    said = dict(file.execute("SELECT name, type FROM pragma_table_xinfo(?)", (inner,)).fetchall())
+    declared = [_declared(said.get(c) or "") for c in columns]
+    types = [kind if typed or kind == "BLOB" else "VARCHAR" for _, kind in declared]
     made = ", ".join(f"{_identifier(c)} {t}" for c, t in zip(columns, types, strict=True))
     connection.execute(f"CREATE TABLE {table} ({made})")
+    wrong: dict[str, list[int]] = {}
+    begin = 1
     while block := rows.fetchmany(50_000):
-        cells = {f"c{i}": _as_objects(values, types[i]) for i, values in enumerate(zip(*block, strict=True))}
+        cells = {}
+        for i, values in enumerate(zip(*block, strict=True)):
+            held = bytes if types[i] == "BLOB" else declared[i][0] if typed else str
+            for at in [k for k, cell in enumerate(values) if not _holds(held, cell)]:
+                wrong.setdefault(columns[i], []).append(begin + at)
+            cells[f"c{i}"] = _as_objects(values, types[i])
+        begin += len(block)
+        if wrong:
+            continue
         connection.register("block", cells)
         casts = ", ".join(f"CAST(c{i} AS {t})" for i, t in enumerate(types))
         connection.execute(f"INSERT INTO {table} SELECT {casts} FROM block")
         connection.unregister("block")
+    if wrong:
+        lines = [Finding(c, f"no {said.get(c) or 'text'}", np.array(at)).line() for c, at in wrong.items()]
+        raise DataError(
+            f"table '{inner}': cells of another type than their column is declared with, {'; '.join(lines)}: query a "
+            "view of the table, which leaves out such columns or casts them, as by CAST(... AS TEXT)"
+        )
+
+
+def _holds(held: type, cell: Any) -> bool:
+    """Whether a column has such a cell: a text column any but bytes, which no dictionary can code."""
+    if cell is None or held is bytes:
+        return True
+    return not isinstance(cell, bytes) if held is str else isinstance(cell, (int, held))
 
 
 def _as_objects(values: Sequence[Any], kind: str) -> npt.NDArray[Any]:
-    """SQLite lets a cell have a type of its own: where a column's differ, all are text. Bytes, which no dictionary
-    can code, are not copied."""
+    """Cells as text; bytes are not copied."""
     array = np.empty(len(values), dtype=object)
-    array[:] = [None if v is None or kind == "BLOB" else str(v) for v in values]
+    array[:] = [None if v is None or kind == "BLOB" else _written(v) for v in values]
     return array
 
 

@@ -3,6 +3,7 @@ by a query that can do nothing else. Attacks on the query have a control in whic
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sqlite3
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from secure_fvi import tables
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.tables import check_table, code_columns, cohort_digest, opened, read_coded
@@ -55,8 +57,9 @@ def write(path: Path, rows: list[list[str]], names: list[str] = NAMES) -> Path:
         return path
     typed = {"age": "DOUBLE", "visits": "BIGINT", "wheeze": "BOOLEAN", "seen": "DATE", "r": "INTEGER", "n": "FLOAT"}
     if path.suffix == ".sqlite":
+        declared = {"age": "REAL", "visits": "INTEGER", "r": "INT", "n": "DECIMAL(5)"}
         with sqlite3.connect(path) as file:
-            file.execute(f"CREATE TABLE t ({', '.join(names)})")
+            file.execute(f"CREATE TABLE t ({', '.join(f'{n} {declared.get(n, str())}' for n in names)})")
             cells = [
                 [None if c == "" else (float(c) if n == "age" else int(c) if n in ("r", "n", "visits") else c.strip())
                  for n, c in zip(names, row, strict=True)]
@@ -343,6 +346,41 @@ def test_a_query_names_the_tables_of_a_database(tmp_path: Path, ending: str) -> 
         read_coded(path, d)
     found = read_coded(path, d, "SELECT visits, x FROM data.t, data.more WHERE visits > 1")
     assert found.columns["visits"].tolist() == [2, 7]
+
+
+def _by_its_cells(connection: Any, file: sqlite3.Connection, inner: str, table: str, typed: bool) -> None:
+    """As it was: a column has the type of its cells, and is text where these differ."""
+    rows = file.execute(f"SELECT * FROM {inner}").fetchall()
+    whole = [all(isinstance(cell, int) for cell in column) for column in zip(*rows, strict=True)]
+    names = [d[0] for d in file.execute(f"SELECT * FROM {inner}").description]
+    made = ", ".join(f"{n} {'BIGINT' if all_ else 'VARCHAR'}" for n, all_ in zip(names, whole, strict=True))
+    connection.execute(f"CREATE TABLE {table} ({made})")
+    connection.executemany(f"INSERT INTO {table} VALUES (?, ?)", [[str(cell) for cell in row] for row in rows])
+
+
+def test_a_cell_of_sqlite_changes_no_other_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells have types of their own. The control takes a column's from all cells, as was shipped: one record with
+    fractions makes the others' numbers text, of which 10 is below 9."""
+    query, ways = "SELECT stop > start AS later FROM data.visits", itertools.count()
+
+    def later(declared: str, *more: tuple[Any, Any]) -> list[float]:
+        path = tmp_path / f"{next(ways)}.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as file:
+            file.execute(f"CREATE TABLE visits (start {declared}, stop {declared})")
+            file.executemany("INSERT INTO visits VALUES (?, ?)", [(9, 10)] * 3 + list(more))
+            file.commit()
+        return read_coded(path, Dictionary({"later": Column("boolean")}), query).columns["later"].tolist()[:3]
+
+    for declared, found in (("INTEGER", 1.0), ("REAL", 1.0), ("NUMERIC", 1.0), ("", 0.0), ("TEXT", 0.0)):
+        assert later(declared) == later(declared, (2, 3)) == [found] * 3
+    assert later("REAL", (2.5, 3.5)) == [1.0] * 3
+    assert later("", (2.5, 3.5)) == [0.0] * 3
+    for declared, cell in (("INTEGER", 2.5), ("REAL", "x"), ("", b"x")):
+        with pytest.raises(DataError, match=r"column 'start': no (INTEGER|REAL|text) in 1 row \(4\).*query a view"):
+            later(declared, (cell, 3))
+    monkeypatch.setattr(tables, "_copy", _by_its_cells)
+    assert later("") == [1.0] * 3
+    assert later("", (2.5, 3.5)) == [0.0] * 3
 
 
 def _attacks(here: Path) -> dict[str, str]:
