@@ -48,11 +48,19 @@ MEMORY, SECONDS = "2GB", 600
 #: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
 _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _FUNCTIONS = {"unnest", "range", "generate_series"}
-#: Functions of a value that tell of DuckDB's own state, or change it; and what its own views' names begin with.
-_OF_ITSELF = {
-    "current_setting", "current_query", "current_database", "current_catalog", "current_schema", "current_schemas",
-    "current_user", "session_user", "user", "version", "getenv", "getvariable", "write_log", "nextval", "currval",
+#: Functions of a value that a query may call: DuckDB's own whose results follow from their arguments, but for two that
+#: look at DuckDB, the clock's, and those of its macros that are plain expressions. A file's macros are none of these.
+_CONSISTENT = """SELECT function_name FROM duckdb_functions() WHERE internal AND NOT starts_with(function_name, '__')
+    AND function_type IN ('scalar', 'aggregate', 'window') AND coalesce(stability, 'CONSISTENT') = 'CONSISTENT'"""
+_OF_ITSELF = {"version", "json_serialize_plan"}
+_CLOCK = {"current_date", "get_current_time", "get_current_timestamp", "now", "today", "transaction_timestamp"}
+_MACROS = {
+    "ago", "date_add", "days_in_month", "fdiv", "fmod", "generate_subscripts", "geomean", "geometric_mean", "if",
+    "json", "json_group_array", "json_group_object", "json_group_structure", "map_contains_entry", "map_contains_value",
+    "md5_number_lower", "md5_number_upper", "nullif", "regexp_split_to_table", "split_part", "wavg", "weighted_avg",
 }  # fmt: skip
+_MACROS_OF_LISTS = ("list_", "array_")
+#: What the names of DuckDB's own views begin with.
 _OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
 #: Rows that a message names.
@@ -521,12 +529,18 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
     given, own = {name.lower() for name in known}, {name.lower() for name in own}
     named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
+    called = {row[0] for row in connection.execute(_CONSISTENT).fetchall()} - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
     for part in parts:
         kind = part.get("type")
         if isinstance(kind, str) and kind.endswith("_NODE") and kind not in _NODES:
             raise InputError(f"{only}; this holds {kind.removesuffix('_NODE').replace('_', ' ')}")
-        if kind == "SHOW_REF" or str(part.get("function_name")).lower() in _OF_ITSELF:
+        if kind == "SHOW_REF":
             raise InputError(f"{only}; this asks about DuckDB itself")
+        function = str(part.get("function_name") or "").lower()
+        if function and kind != "TABLE_FUNCTION":
+            known_here = function in called or function.startswith(_MACROS_OF_LISTS)
+            if not known_here or part.get("schema") or part.get("catalog"):
+                raise InputError(f"{only}; '{function}' is no function of its arguments alone, or a file's own")
         if kind == "TABLE_FUNCTION":
             function = part.get("function", {}).get("function_name", "")
             if function not in _FUNCTIONS:
