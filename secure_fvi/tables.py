@@ -207,7 +207,10 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
         dictionary[name]
     for name in wanted:
         if name not in table.types:
-            raise DataError(f"the table has no column '{name}'{nearest(name, table.types)}")
+            # Where none of the names is there, the first line may be no header but a record.
+            headed = any(n in table.types for n in wanted)
+            hint = nearest(name, table.types) if headed else "; does its first line name the columns?"
+            raise DataError(f"the table has no column '{name}'{hint}")
         if _NESTED.fullmatch(table.types[name]):
             raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
     dictionary.check_reviewed(wanted)
@@ -659,9 +662,13 @@ def _header(path: Path) -> tuple[list[str], str]:
         raise DataError("not a CSV file") from None
     if not any(names):
         raise DataError("the first line must name the columns")
-    for name in names:
-        if not name or [n.lower() for n in names].count(name.lower()) > 1:
-            raise DataError(f"column names must differ, not in case alone, and not be empty; '{name}' is not so")
+    lower = [name.lower() for name in names]
+    for at, name in enumerate(lower, 1):
+        if not name or lower.count(name) > 1:
+            raise DataError(
+                f"column names must differ, not in case alone, and not be empty; that of column {at} in the first line "
+                "is not so"
+            )
     return names, mark
 
 

@@ -235,8 +235,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the first line must name the columns"),
     "latin-1 far down": (("age\n" + "1\n" * 100_000 + "Quixote77é\n").encode("latin-1"), "line 100002 is not UTF-8"),
     "names alone": (b"age\n", "it has no records"),
-    "a missing column": (b"agee\n1\n", "no column 'age'; did you mean 'agee'"),
-    "another case": (b"Age\n1\n", "no column 'age'; did you mean 'Age'"),
+    "a missing column": (b"agee\n1\n", "no column 'age'; does its first line name"),
+    "another case": (b"Age\n1\n", "no column 'age'; does its first line name"),
     "a name twice": (b"age,age\n1,2\n", "column names must differ"),
     "a name in two cases": (b"age,AGE\n1,2\n", "column names must differ, not in case alone"),
     "a name too few": (b"age,\n1,2\n", "column names must differ"),
@@ -346,6 +346,21 @@ def test_a_query_names_the_tables_of_a_database(tmp_path: Path, ending: str) -> 
         read_coded(path, d)
     found = read_coded(path, d, "SELECT visits, x FROM data.t, data.more WHERE visits > 1")
     assert found.columns["visits"].tolist() == [2, 7]
+
+
+def test_a_first_line_that_is_a_record_is_not_quoted(tmp_path: Path) -> None:
+    """The control: a table with a header, of which the nearest name is said."""
+    path = tmp_path / "t.csv"
+    d = Dictionary({"quixote": Column("number"), "age": Column("number")})
+    for first in ("Quixote77,41", "Quixote77,quixote77"):
+        path.write_text(f"{first}\nSancho,42\n")
+        with pytest.raises(DataError) as caught:
+            read_coded(path, d)
+        assert "first line" in str(caught.value)
+        assert "uixote77" not in str(caught.value)
+    path.write_text("quixotes,age\n1,42\n")
+    with pytest.raises(DataError, match="no column 'quixote'; did you mean 'quixotes'"):
+        read_coded(path, d)
 
 
 def _by_its_cells(connection: Any, file: sqlite3.Connection, inner: str, table: str, typed: bool) -> None:

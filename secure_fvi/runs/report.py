@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from secure_fvi import plots
-from secure_fvi.disclosure import kind_of
+from secure_fvi.disclosure import disclose, kind_of
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
@@ -84,7 +84,7 @@ def write_report(directory: Path) -> None:
 
 def what_left(config: Config) -> list[Note]:
     """What the secure sum of a run shows whom, where its parties are apart."""
-    aggregation = chosen(config)[1]
+    algorithm, aggregation, privacy = chosen(config)
     kind = kind_of(aggregation)
     if kind == "plain":
         alone = "Contributions were sent as they are: the server sees each silo's own."
@@ -113,6 +113,10 @@ def what_left(config: Config) -> list[Note]:
         ),
     }[kind]
     notes = [Note(f"{text} No total was formed over fewer than {aggregation.min_cohort} silos.", warns)]
+    count = len(config.silo) or (len(config.partition.silo_ids) if config.partition is not None else 0)
+    if count and "single_silos" in disclose(algorithm, aggregation, privacy, count).kinds:
+        alone = "Totals tell much here: some are of one silo alone, or they are equations that the server can solve for"
+        notes.append(Note(f"{alone} single silos' terms. The job says that it accepts this.", warns=True))
     if aggregation.min_cohort < 3:
         notes.append(Note("With two silos in a total, each can subtract its own term and has the other's.", warns=True))
     return notes
