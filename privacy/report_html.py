@@ -85,7 +85,8 @@ _WIDTH = 100
 
 
 def report_text(report: Report) -> str:
-    """The report in plain text, ending in a newline."""
+    """The report in plain text, ending in a newline. What a ledger says moves no cursor and makes no line of its own:
+    it may be another's."""
     budget = report.budget
     share = report.epsilon / budget["epsilon"]
     lines = [
@@ -110,7 +111,7 @@ def report_text(report: Report) -> str:
         "Not covered:",
         *(line for item in report.not_covered for line in _wrapped(item, "  - ", "    ")),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines) + "\n"
 
 
 def _table(jobs: list[JobReport]) -> list[str]:

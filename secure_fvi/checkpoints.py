@@ -129,7 +129,7 @@ def save_checkpoint(directory: Path, round_: int, parties: Mapping[str, Any]) ->
     folder = directory / name
     if folder.exists():  # left over from a crash before it counted
         shutil.rmtree(folder)
-    folder.mkdir()
+    folder.mkdir(mode=0o700)  # silos' latents and digests of their data are nobody else's
     for number, (party, state) in enumerate(sorted(parties.items())):
         tensors: dict[str, Tensor] = {}
         skeleton = _take_apart(state, "s", tensors)

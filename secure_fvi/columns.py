@@ -354,7 +354,7 @@ class VerticalResult(RunSummary):
         """result.json and posterior.safetensors (q(gamma)); under silos/, a file of each silo's own posterior."""
         directory = made_folder(directory)
         own = directory / "silos"
-        own.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700, exist_ok=True)
         for number, (name, local) in enumerate(sorted(self.local.items())):
             sites = {s: {"mean": p.mean.tolist(), "sd": p.sd.tolist()} for s, p in local.posterior.items()}
             # The silo's name may be any text, so it goes into the file, not into its name.

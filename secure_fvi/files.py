@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file holds either its old content or all of the new, whatever happens in between."""
+def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
+    """The file holds either its old content or all of the new, whatever happens in between. private: nobody else of the
+    machine may read it, at any time."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

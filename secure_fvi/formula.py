@@ -468,7 +468,7 @@ class Design:
             part = slice(begin, min(begin + _AT_ONCE, rows))
             some = _pandas({name: frame[name][part] for name in self.columns}, self.dictionary, part.stop - begin)
             made = np.asarray(_matrix(self._spec, some, self._context), dtype=np.float64)
-            np.matmul(made, self.to_user, out=out[part])
+            _multiplied(made, self.to_user, out[part])
         bad = (~np.isfinite(out)).sum(0)
         if bad.any():
             at = int(bad.argmax())
@@ -540,6 +540,15 @@ class Design:
             if any(not expr.startswith("C(") for expr in python):
                 found.append(at)
         return found
+
+
+def _multiplied(rows: Floats, by: Floats, out: Floats) -> None:
+    """rows (N, p) @ by (p, q) into `out`, column by column, so that a row's last bits follow from it alone. BLAS rounds
+    a row by how many there are, and a record that joins would change another's."""
+    out[:] = 0.0
+    for j in range(by.shape[1]):
+        for k in np.flatnonzero(by[:, j]):
+            out[:, j] += rows[:, k] * by[k, j]
 
 
 class Expression:

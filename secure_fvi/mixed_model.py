@@ -532,6 +532,26 @@ class MixedModel(FederatedModel):
         return _described(self)
 
 
+class Counts:
+    """By silo that was read in this process: rows, rows left out, groups by label. No part of a model, whose digest may
+    be shown of a private run: digests and pickles are those of a model that has read nothing."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, silo: str) -> dict[str, Any]:
+        return self._held[silo]
+
+    def __setitem__(self, silo: str, counted: dict[str, Any]) -> None:
+        self._held[silo] = counted
+
+    def items(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(self._held.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Counts, ()
+
+
 class Parts(NamedTuple):
     """What a formula and a dictionary come to."""
 
@@ -547,8 +567,7 @@ class Parts(NamedTuple):
     missing: Missing
     local: tuple[str, ...]
     most: Mapping[str, int]
-    #: Of each silo that was read in this process: rows, rows left out, groups by label.
-    counts: dict[str, dict[str, Any]]
+    counts: Counts
 
     @property
     def used(self) -> set[str]:
@@ -558,7 +577,7 @@ class Parts(NamedTuple):
 
     def numbered(self, term: Term) -> bool:
         """Whether the dictionary numbers the groups of a silo's term: it lists them, and `most` has room for all. Else
-        they are numbered by which are there."""
+        they are numbered by which are there, as records are always: a number without rows would be a record more."""
         try:
             listed = math.prod(len(_levels(name, self.dictionary[name])) for name in term.of.group)
         except InputError:
@@ -611,6 +630,7 @@ def glmm(
         _check_groups(option, names, parsed)
     fixed = Design(parsed.fixed, formula, dictionary)
     terms = tuple(_placed(parsed, dictionary, shared, record))
+    _check_most(most or {}, terms)
     response = response_of(parsed, family, dictionary)
     if fixed.intercept is None:  # nothing takes up what a centre would leave
         response = response._replace(centre=0.0)
@@ -622,7 +642,7 @@ def glmm(
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}
     of = Parts(
         dictionary, parsed, fixed, terms, response, prior, family, offsets, additions, missing, tuple(local),
-        dict(most or {}), {},
+        dict(most or {}), Counts(),
     )  # fmt: skip
     dictionary.check_reviewed(sorted({response.name, *of.used}))
     intercept = of.kept.index(fixed.intercept) if fixed.intercept in of.kept else None
@@ -639,6 +659,16 @@ def _check_groups(option: str, names: Any, parsed: Parsed) -> None:
     for name in names:
         if name not in groups:
             raise InputError(f"{option}: '{name}' names no groups in the formula{nearest(str(name), groups)}")
+
+
+def _check_most(most: Mapping[str, int], terms: Sequence[Term]) -> None:
+    known = ["rows", *dict.fromkeys(t.of.label for t in terms if t.place == "silo")]
+    for name in most:
+        if name in known:
+            continue
+        if any(t.place == "record" and t.of.label == name for t in terms):
+            raise InputError(f"most: '{name}' is the record, of which a silo has any number; 'rows' are those of one")
+        raise InputError(f"most: '{name}' is no group of a silo in the formula{nearest(str(name), known)}")
 
 
 def _check_offsets(offsets: Sequence[Expression], family: str) -> None:
@@ -684,7 +714,7 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
         keys = np.stack([np.asarray(frame[name], dtype=np.int64) for name in term.of.group], 1)
         different, index = np.unique(keys, axis=0, return_inverse=True)
         groups[label], at[label] = len(different), index.reshape(-1)
-        if term.place == "global" or of.numbered(term):
+        if term.place == "global" or (term.place == "silo" and of.numbered(term)):
             index = np.zeros(rows, dtype=np.int64)
             for name, column in zip(term.of.group, keys.T, strict=True):
                 found = of.dictionary[name]

@@ -48,11 +48,19 @@ MEMORY, SECONDS = "2GB", 600
 #: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
 _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _FUNCTIONS = {"unnest", "range", "generate_series"}
-#: Functions of a value that tell of DuckDB's own state, or change it; and what its own views' names begin with.
-_OF_ITSELF = {
-    "current_setting", "current_query", "current_database", "current_catalog", "current_schema", "current_schemas",
-    "current_user", "session_user", "user", "version", "getenv", "getvariable", "write_log", "nextval", "currval",
+#: Functions of a value that a query may call: DuckDB's own whose results follow from their arguments, but for two that
+#: look at DuckDB, the clock's, and those of its macros that are plain expressions. A file's macros are none of these.
+_CONSISTENT = """SELECT function_name FROM duckdb_functions() WHERE internal AND NOT starts_with(function_name, '__')
+    AND function_type IN ('scalar', 'aggregate', 'window') AND coalesce(stability, 'CONSISTENT') = 'CONSISTENT'"""
+_OF_ITSELF = {"version", "json_serialize_plan"}
+_CLOCK = {"current_date", "get_current_time", "get_current_timestamp", "now", "today", "transaction_timestamp"}
+_MACROS = {
+    "ago", "date_add", "days_in_month", "fdiv", "fmod", "generate_subscripts", "geomean", "geometric_mean", "if",
+    "json", "json_group_array", "json_group_object", "json_group_structure", "map_contains_entry", "map_contains_value",
+    "md5_number_lower", "md5_number_upper", "nullif", "regexp_split_to_table", "split_part", "wavg", "weighted_avg",
 }  # fmt: skip
+_MACROS_OF_LISTS = ("list_", "array_")
+#: What the names of DuckDB's own views begin with.
 _OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
 #: Rows that a message names.
@@ -135,7 +143,8 @@ def read_coded(
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
 
-    files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text.
+    files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text,
+    and those of SQLite have the types with which they are declared.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted.
     """
     found = check_table(files, dictionary, query, only, memory, seconds)
@@ -198,7 +207,10 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
         dictionary[name]
     for name in wanted:
         if name not in table.types:
-            raise DataError(f"the table has no column '{name}'{nearest(name, table.types)}")
+            # Where none of the names is there, the first line may be no header but a record.
+            headed = any(n in table.types for n in wanted)
+            hint = nearest(name, table.types) if headed else "; does its first line name the columns?"
+            raise DataError(f"the table has no column '{name}'{hint}")
         if _NESTED.fullmatch(table.types[name]):
             raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
     dictionary.check_reviewed(wanted)
@@ -520,12 +532,18 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
     given, own = {name.lower() for name in known}, {name.lower() for name in own}
     named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
+    called = {row[0] for row in connection.execute(_CONSISTENT).fetchall()} - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
     for part in parts:
         kind = part.get("type")
         if isinstance(kind, str) and kind.endswith("_NODE") and kind not in _NODES:
             raise InputError(f"{only}; this holds {kind.removesuffix('_NODE').replace('_', ' ')}")
-        if kind == "SHOW_REF" or str(part.get("function_name")).lower() in _OF_ITSELF:
+        if kind == "SHOW_REF":
             raise InputError(f"{only}; this asks about DuckDB itself")
+        function = str(part.get("function_name") or "").lower()
+        if function and kind != "TABLE_FUNCTION":
+            known_here = function in called or function.startswith(_MACROS_OF_LISTS)
+            if not known_here or part.get("schema") or part.get("catalog"):
+                raise InputError(f"{only}; '{function}' is no function of its arguments alone, or a file's own")
         if kind == "TABLE_FUNCTION":
             function = part.get("function", {}).get("function_name", "")
             if function not in _FUNCTIONS:
@@ -644,9 +662,13 @@ def _header(path: Path) -> tuple[list[str], str]:
         raise DataError("not a CSV file") from None
     if not any(names):
         raise DataError("the first line must name the columns")
-    for name in names:
-        if not name or [n.lower() for n in names].count(name.lower()) > 1:
-            raise DataError(f"column names must differ, not in case alone, and not be empty; '{name}' is not so")
+    lower = [name.lower() for name in names]
+    for at, name in enumerate(lower, 1):
+        if not name or lower.count(name) > 1:
+            raise DataError(
+                f"column names must differ, not in case alone, and not be empty; that of column {at} in the first line "
+                "is not so"
+            )
     return names, mark
 
 
@@ -654,7 +676,9 @@ def _copied(
     connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float
 ) -> list[str]:
     """Copy the tables of a SQLite file that the query may mean into memory: the extension that reads them in place is
-    no part of DuckDB. Whole numbers, numbers and texts keep their types where a column holds nothing else."""
+    no part of DuckDB. In a query whole numbers and numbers are of the type with which their column is declared, and all
+    else is text, as all is without a query: SQLite's cells have types of their own, and a column's that followed from
+    its cells would let one record change what the query says of the others."""
     connection.execute(f"CREATE SCHEMA {_identifier(name)}")
     until = time.monotonic() + seconds
     file = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
@@ -665,44 +689,71 @@ def _copied(
             "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
         ).fetchall()
         for (inner,) in held:
-            if query is None or inner.lower() in query.lower():
+            if query is None or re.search(rf"(?<!\w){re.escape(inner)}(?!\w)", query, re.IGNORECASE):
                 made.append(f"{_identifier(name)}.{_identifier(inner)}")
-                _copy(connection, file, inner, made[-1])
+                _copy(connection, file, inner, made[-1], typed=query is not None)
     finally:
         file.close()
     return made
 
 
-def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner: str, table: str) -> None:
+#: Of a type by which a SQLite column is declared: what it holds, and how that is called in DuckDB.
+_DECLARED = (
+    (re.compile("INT"), int, "BIGINT"),
+    (re.compile("CHAR|CLOB|TEXT"), str, "VARCHAR"),
+    (re.compile("BLOB"), bytes, "BLOB"),
+    (re.compile(r"REAL|FLOA|DOUB|\b(NUMERIC|NUMBER|DEC|DECIMAL)\b"), float, "DOUBLE"),
+)
+
+
+def _declared(words: str) -> tuple[type, str]:
+    return next(((held, kind) for part, held, kind in _DECLARED if part.search(words.upper())), (str, "VARCHAR"))
+
+
+def _copy(connection: duckdb.DuckDBPyConnection, file: sqlite3.Connection, inner: str, table: str, typed: bool) -> None:
+    """typed: by the columns' declared types. Raises DataError for a cell of another."""
     rows = file.execute(f"SELECT * FROM {_identifier(inner)}")
     columns = [d[0] for d in rows.description]
-    held = [
-        {row[0] for row in file.execute(f"SELECT DISTINCT typeof({_identifier(c)}) FROM {_identifier(inner)}")}
-        for c in columns
-    ]
-    types = ["VARCHAR"] * len(columns)
-    for i, found in enumerate(held):
-        if "blob" in found:
-            types[i] = "BLOB"
-        elif found <= {"integer", "null"}:
-            types[i] = "BIGINT"
-        elif found <= {"real", "null"}:
-            types[i] = "DOUBLE"
+    said = dict(file.execute("SELECT name, type FROM pragma_table_xinfo(?)", (inner,)).fetchall())
+    declared = [_declared(said.get(c) or "") for c in columns]
+    types = [kind if typed or kind == "BLOB" else "VARCHAR" for _, kind in declared]
     made = ", ".join(f"{_identifier(c)} {t}" for c, t in zip(columns, types, strict=True))
     connection.execute(f"CREATE TABLE {table} ({made})")
+    wrong: dict[str, list[int]] = {}
+    begin = 1
     while block := rows.fetchmany(50_000):
-        cells = {f"c{i}": _as_objects(values, types[i]) for i, values in enumerate(zip(*block, strict=True))}
+        cells = {}
+        for i, values in enumerate(zip(*block, strict=True)):
+            held = bytes if types[i] == "BLOB" else declared[i][0] if typed else str
+            for at in [k for k, cell in enumerate(values) if not _holds(held, cell)]:
+                wrong.setdefault(columns[i], []).append(begin + at)
+            cells[f"c{i}"] = _as_objects(values, types[i])
+        begin += len(block)
+        if wrong:
+            continue
         connection.register("block", cells)
         casts = ", ".join(f"CAST(c{i} AS {t})" for i, t in enumerate(types))
         connection.execute(f"INSERT INTO {table} SELECT {casts} FROM block")
         connection.unregister("block")
+    if wrong:
+        lines = [Finding(c, f"no {said.get(c) or 'text'}", np.array(at)).line() for c, at in wrong.items()]
+        raise DataError(
+            f"table '{inner}': cells of another type than their column is declared with, {'; '.join(lines)}: query a "
+            "view of the table, which leaves out such columns or casts them, as by CAST(... AS TEXT)"
+        )
+
+
+def _holds(held: type, cell: Any) -> bool:
+    """Whether a column has such a cell: a text column any but bytes, which no dictionary can code."""
+    if cell is None or held is bytes:
+        return True
+    return not isinstance(cell, bytes) if held is str else isinstance(cell, (int, held))
 
 
 def _as_objects(values: Sequence[Any], kind: str) -> npt.NDArray[Any]:
-    """SQLite lets a cell have a type of its own: where a column's differ, all are text. Bytes, which no dictionary
-    can code, are not copied."""
+    """Cells as text; bytes are not copied."""
     array = np.empty(len(values), dtype=object)
-    array[:] = [None if v is None or kind == "BLOB" else str(v) for v in values]
+    array[:] = [None if v is None or kind == "BLOB" else _written(v) for v in values]
     return array
 
 

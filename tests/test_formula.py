@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import dataclasses
 import math
+import pickle  # noqa: TID251 - written, not read
 import re
 import warnings
 from functools import partial
@@ -19,10 +21,11 @@ import torch
 
 import secure_fvi as sf
 from secure_fvi import formula
+from secure_fvi.checkpoints import text_of
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.formula import FAMILIES, Design, parse
-from secure_fvi.mixed_model import MixedModel, glmm, user_draws
+from secure_fvi.mixed_model import Counts, MixedModel, glmm, user_draws
 from secure_fvi.runs.options import build
 from secure_fvi.runs.records import FormulaOptions
 from secure_fvi.tables import code_columns, read_coded
@@ -325,6 +328,18 @@ def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None
     (laid,) = prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))
     assert float(laid["present"].sum()) == 37
     assert of.of.counts["site-0"] == {"rows": 37, "left out": 3, "groups": of.of.counts["site-0"]["groups"]}
+
+
+def test_what_a_model_counted_is_no_part_of_its_digest_nor_of_a_pickle() -> None:
+    """Who has the digest, as a run's folder shows it, would try all counts of a silo. The control: counts that are."""
+    of = model("y ~ age + (1 | child)", missing="drop")
+    fresh = text_of(of)
+    prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))
+    assert of.of.counts["site-0"]["left out"] == 3
+    assert text_of(of) == fresh
+    assert pickle.dumps(of.of.counts) == pickle.dumps(Counts())
+    shown = dataclasses.replace(of, of=of.of._replace(counts=dict(of.of.counts.items())))  # type: ignore[arg-type]
+    assert text_of(shown) != fresh
 
 
 def test_tables_of_every_kind_are_laid_out_alike(tmp_path: Path) -> None:
@@ -788,6 +803,30 @@ def test_the_control_a_power_is_its_base_for_formulaic_and_not_within_I() -> Non
     for fixed in ("I(age**2)", "(age + smoke)**2", "age * pressure", "log(age) * log(pressure)"):
         assert Design(fixed, f"y ~ {fixed}", DICTIONARY).size > 1
         assert model(f"y ~ {fixed}")
+
+
+_WIDE = "poly(a, 8) + bs(b, df=9) + C(c, contr.sum) + I(b**2.5) + exp(a/3):b + log(a):log1p(b) + scale(a):sqrt(b)"
+
+
+def _moved(design: Design, rows: int, table: dict[str, Any]) -> int:
+    """How many of so many rows have other bits where a row joins behind them, or in front."""
+    whole = design.matrix({n: v[: rows + 1] for n, v in table.items()}, rows + 1)
+    parts = [(whole[:-1], slice(0, rows)), (whole[1:], slice(1, rows + 1))]
+    alone = [(mine, design.matrix({n: v[at] for n, v in table.items()}, rows)) for mine, at in parts]
+    return sum(int((mine != other).any(1).sum()) for mine, other in alone)
+
+
+def test_a_row_of_a_design_is_the_same_whatever_others_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, which a program or a broadcast could make count, for all functions that formulas may use. The
+    control multiplies by BLAS, as was shipped: it rounds the last of an odd number of rows otherwise."""
+    columns = {"a": Column("number", low=0.1, high=9), "b": Column("number", low=0.5, high=7)}
+    design = Design(_WIDE, f"y ~ {_WIDE}", Dictionary(columns | {"c": Column("category", tuple("pqrstu"))}))
+    rng = np.random.default_rng(0)
+    table = {"a": rng.uniform(0.1, 9, 1200), "b": rng.uniform(0.5, 7, 1200), "c": rng.integers(0, 6, 1200)}
+    sizes = (*range(1, 20), 64, 65, 1001)
+    assert [rows for rows in sizes if _moved(design, rows, table)] == []
+    monkeypatch.setattr(formula, "_multiplied", lambda rows, by, out: np.matmul(rows, by, out=out))
+    assert [rows for rows in sizes if _moved(design, rows, table)]
 
 
 def test_the_same_table_twice_is_refused() -> None:

@@ -127,10 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _fail(message: str, code: int, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
-    # What others wrote may stand in it.
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
-    click.echo(f"secure-fvi: {line}", err=True)
+    click.echo(f"secure-fvi: {_one_line(message)}", err=True)
     sys.exit(code)
+
+
+def _one_line(message: str) -> str:
+    """What others wrote may stand in it."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
 
 
 def _show_warning(
@@ -145,4 +148,4 @@ def _show_warning(
     from secure_fvi.errors import SecureFVIWarning
 
     if issubclass(category, SecureFVIWarning):
-        click.echo(f"secure-fvi: warning: {message}", err=True)
+        click.echo(f"secure-fvi: warning: {_one_line(str(message))}", err=True)

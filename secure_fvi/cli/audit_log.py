@@ -77,6 +77,7 @@ def show(log: Path, as_json: bool, last: int | None, debug: bool) -> None:
     import json
     from typing import Any
 
+    from secure_fvi.deployment.names import printable
     from secure_fvi.deployment.trail_verify import rows
     from secure_fvi.privacy.chain import timestamp
 
@@ -93,7 +94,7 @@ def show(log: Path, as_json: bool, last: int | None, debug: bool) -> None:
             click.echo(json.dumps({**about, **fields, "hash": row.hash.hex()}))
         else:
             said = "  ".join(f"{k} {_short(v)}" for k, v in fields.items() if v not in ("", None))
-            click.echo(f"{row.seq:6} {timestamp(row.time)}  {row.kind:8} {said}")
+            click.echo(printable(f"{row.seq:6} {timestamp(row.time)}  {row.kind:8} {said}", 20_000))
 
 
 def _short(value: object) -> str:

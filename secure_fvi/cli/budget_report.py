@@ -33,7 +33,8 @@ def command(
         report = with_audit(report, read_audit(audit))
     text = _render(report, form, facts, curators, intended_use)
     if out is None:
-        click.echo(text, nl=False)
+        # What a ledger says may be another's, and a page is not made for terminals.
+        click.echo("".join(c if c.isprintable() or c == "\n" else "?" for c in text), nl=False)
         return
     from secure_fvi.files import write_atomically
 

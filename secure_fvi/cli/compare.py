@@ -18,14 +18,22 @@ from secure_fvi.errors import InputError
 @click.option("--draws", type=click.IntRange(100), default=1000, show_default=True, help="Draws of each chain.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Write the marginals to this .png or .svg as well.")
+@click.option("--exact", is_flag=True, help="Of a private run too: compare.json then has what no noise protects.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def compare(
-    directory: Path, reference: str, chains: int, draws: int, data: Path | None, picture: Path | None, debug: bool
+    directory: Path,
+    reference: str,
+    chains: int,
+    draws: int,
+    data: Path | None,
+    picture: Path | None,
+    exact: bool,
+    debug: bool,
 ) -> None:
     """Pool the data of the finished run in DIR, fit the same model centrally, and set the two side by side.
 
     For data that may be pooled: simulations, published data, a rehearsal. Writes compare.json and renews
-    report.html.
+    report.html, where that of a private run goes on without it.
     """
     from secure_fvi.runs.directory import RunDirectory
 
@@ -48,6 +56,7 @@ def compare(
             chains,
             draws,
             lambda text: status.update(f"pooled data: {text}"),
+            exact,
         )
     write_report(directory)
     if picture is not None:

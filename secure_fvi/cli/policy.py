@@ -169,7 +169,7 @@ def _formula_lines(job: Config) -> list[str]:
 
     if job.model.formula is None:
         return []
-    rule = wording.dumps({"model": [rule_of(job.model)]}).strip().splitlines()
+    rule = [line for line in wording.dumps({"model": [rule_of(job.model)]}).splitlines() if line]
     return [*formula_model(job.model).describe(), "a policy allows this formula, and no code, by:", *rule, ""]
 
 

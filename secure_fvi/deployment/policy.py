@@ -70,6 +70,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # formula = "wheeze ~ smoke * age + (1 | child)"   # or a list; "any" allows all over the columns of the dictionary
 # family = "bernoulli"   # "gaussian" unless given; or a list, or "any"
 # record = "child"       # where the job names the group that is a record
+# most = { rows = 4 }    # what the job says of it, number for number; "any" allows all
 
 # Any other model, by its hash: secure-fvi policy hash-model CONFIG
 # [[model]]
@@ -106,14 +107,17 @@ class PrivacyRules(Table):
 
 
 class ModelRule(Table):
-    """An agreed model: by its hash, or by its formula, with the family and, where a job names it, the record's group
-    ("any" for all). function: this site's copy, "path/to/file.py:name"; None for a shipped program."""
+    """An agreed model: by its hash, or by its formula, with the family and, where a job has them, the record's group
+    and `most` ("any" for all). Other options of a formula are public (priors), follow from the site's own dictionary
+    and data set (shared, missing), or change nothing that a site computes (local). function: this site's copy,
+    "path/to/file.py:name"; None for a shipped program."""
 
     hash: Hex32 | None = None
     function: Text | None = None
     formula: Text | tuple[Text, ...] | None = None
     family: Text | tuple[Text, ...] = "gaussian"
     record: Text | None = None
+    most: Literal["any"] | dict[Text, int] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -121,8 +125,8 @@ class ModelRule(Table):
             raise ValueError("a model is agreed to by its hash, or by its formula")
         if self.hash is None and self.function is not None:
             raise ValueError("a formula has no function")
-        if self.hash is not None and (self.family != "gaussian" or self.record is not None):
-            raise ValueError("family and record belong to a formula")
+        if self.hash is not None and (self.family != "gaussian" or self.record is not None or self.most):
+            raise ValueError("family, record and most belong to a formula")
         return self
 
     @property
@@ -136,13 +140,15 @@ class ModelRule(Table):
         formulas = [_blanks(text) for text in self.formulas]
         named = ((formulas, _blanks(model.formula)), (_listed(self.family), family_of(model)))
         agreed = all("any" in allowed or text in allowed for allowed, text in named)
-        return agreed and self.record in ("any", model.options.get("record"))
+        agreed = agreed and self.record in ("any", model.options.get("record"))
+        return agreed and self.most in ("any", model.options.get("most", {}))
 
 
-def rule_of(model: Model) -> dict[str, str]:
+def rule_of(model: Model) -> dict[str, Any]:
     """The `[[model]]` of a policy that allows this job's formula and no other."""
-    said = {"formula": _blanks(str(model.formula)), "family": family_of(model)}
-    return said | ({"record": str(model.options["record"])} if "record" in model.options else {})
+    said: dict[str, Any] = {"formula": _blanks(str(model.formula)), "family": family_of(model)}
+    said |= {"record": str(model.options["record"])} if "record" in model.options else {}
+    return said | ({"most": model.options["most"]} if "most" in model.options else {})
 
 
 def family_of(model: Model) -> str:

@@ -35,16 +35,24 @@ def compare(
     chains: int = 2,
     draws: int = 1000,
     on_progress: Callable[[str], None] | None = None,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Fit the reference, write compare.json and return its content.
 
     Per site: mean and sd of the reference, run_mean and run_sd, mean_error_in_sd = (run_mean - mean) / sd and
     sd_ratio = run_sd / sd, all in the site's own shape. Where the model has `pyro.param`s the reference is
-    the posterior given the run's values of them. Raises InputError when the folder holds no finished run.
+    the posterior given the run's values of them. exact: of a private run too, whose noise the reference goes around; no
+    budget is charged. Raises InputError when the folder holds no finished run, or a private one.
     """
     run = RunDirectory(directory)
-    result = run.read_result()
-    federation = federate(run.read_config(), data_dir)
+    result, config = run.read_result(), run.read_config()
+    if config.privacy is not None and not exact:
+        raise InputError(
+            f"the run in '{directory}' is private, and the reference is the exact posterior of the pooled data, "
+            "without noise and charged to no budget: with --exact it is written to compare.json, for whoever may see "
+            "the data"
+        )
+    federation = federate(config, data_dir)
     if not isinstance(federation, Federation):
         raise InputError(
             "compare pools records of one model; 'reproduce vertical-logistic' sets vertical runs beside pooled fits"
@@ -63,7 +71,7 @@ def compare(
         "sites": {site: _row(found.sites[site].flatten(0, 1), result["posterior"][site]) for site in sites},
         "marginals": marginals({site: found.sites[site].flatten(0, 1) for site in sites}),
     }
-    write_atomically(directory / "compare.json", json.dumps(content, indent=2).encode())
+    write_atomically(directory / "compare.json", json.dumps(content, indent=2).encode(), private=exact)
     return content
 
 

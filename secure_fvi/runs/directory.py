@@ -108,8 +108,7 @@ class RunDirectory:
         if self.state == "empty":
             began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             if config.privacy is not None:
-                write_atomically(self.path / _KEY, secrets.token_bytes(32))
-                (self.path / _KEY).chmod(0o600)
+                write_atomically(self.path / _KEY, secrets.token_bytes(32), private=True)
             run = {**self._says(digest), "job": secrets.token_hex(16), "began": began, "version": __version__}
             write_atomically(self.path / "run.json", json.dumps({**run, **provenance}, indent=2).encode())
             write_atomically(self.path / "config.toml", config.to_toml().encode())

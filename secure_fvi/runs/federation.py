@@ -228,7 +228,8 @@ class VerticalFederation(FederationBase):
 
     def provenance(self) -> dict[str, str]:
         model = [self.likelihood, *(self.data.predictors[name] for name in self.data.silos)]
-        aligned = {} if self.order is None else {"alignment": self.order}
+        # Under privacy who was matched is the parties' own: whoever knows all but one would try the last.
+        aligned = {} if self.order is None or self.privacy is not None else {"alignment": self.order}
         return {**super().provenance(), "model": text_of(model), **aligned}
 
     def fit(self, **common: Any) -> VerticalResult:

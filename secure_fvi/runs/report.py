@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from secure_fvi import plots
-from secure_fvi.disclosure import kind_of
+from secure_fvi.disclosure import disclose, kind_of
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
@@ -39,12 +39,13 @@ class Picture(NamedTuple):
 
 
 def write_report(directory: Path) -> None:
-    """Write report.html from the other files of a finished run, compare.json among them where it exists."""
+    """Write report.html from the other files of a finished run, compare.json among them where it exists, and where the
+    run is not private: what that holds has no noise."""
     run = RunDirectory(directory)
     result = run.read_result()
     config = run.read_config()
     metrics = read_metrics(directory / "metrics.jsonl")
-    comparison = _optional(directory / "compare.json")
+    comparison = _comparison(directory, config)
     densities = _optional(directory / "marginals.json") or {}
     rows = comparison_rows(comparison) if comparison else []
     released = [row for row in metrics if row["objective"] is not None]
@@ -83,7 +84,7 @@ def write_report(directory: Path) -> None:
 
 def what_left(config: Config) -> list[Note]:
     """What the secure sum of a run shows whom, where its parties are apart."""
-    aggregation = chosen(config)[1]
+    algorithm, aggregation, privacy = chosen(config)
     kind = kind_of(aggregation)
     if kind == "plain":
         alone = "Contributions were sent as they are: the server sees each silo's own."
@@ -112,6 +113,10 @@ def what_left(config: Config) -> list[Note]:
         ),
     }[kind]
     notes = [Note(f"{text} No total was formed over fewer than {aggregation.min_cohort} silos.", warns)]
+    count = len(config.silo) or (len(config.partition.silo_ids) if config.partition is not None else 0)
+    if count and "single_silos" in disclose(algorithm, aggregation, privacy, count).kinds:
+        alone = "Totals tell much here: some are of one silo alone, or they are equations that the server can solve for"
+        notes.append(Note(f"{alone} single silos' terms. The job says that it accepts this.", warns=True))
     if aggregation.min_cohort < 3:
         notes.append(Note("With two silos in a total, each can subtract its own term and has the other's.", warns=True))
     return notes
@@ -177,8 +182,13 @@ def _source(config: Config) -> str:
 
 
 def marginal_figure(directory: Path) -> Figure:
-    """The marginals of a finished run, beside the reference's where there is one."""
-    return _marginals(read_json(directory / "marginals.json"), _optional(directory / "compare.json"))
+    """The marginals of a finished run, beside the reference's where there is one that the report may show."""
+    comparison = _comparison(directory, RunDirectory(directory).read_config())
+    return _marginals(read_json(directory / "marginals.json"), comparison)
+
+
+def _comparison(directory: Path, config: Config) -> dict[str, Any] | None:
+    return _optional(directory / "compare.json") if config.privacy is None else None
 
 
 def _marginals(densities: dict[str, Any], comparison: dict[str, Any] | None) -> Figure:

@@ -18,9 +18,11 @@ from command_line import CommandLine
 from secure_fvi import compiled
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.ledger import Ledger, verify
+from secure_fvi.runs import comparing, report
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import federate
+from secure_fvi.runs.marginals import Draws
 from secure_fvi.runs.records import silo_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
@@ -58,6 +60,28 @@ def test_a_private_run_says_what_it_guarantees_and_keeps_its_ledger(cli: Command
     assert len(told["jobs"]) == 1
     page = (cli.folder / "out" / "report.html").read_text()
     assert "epsilon" in page.lower()
+
+
+def test_the_exact_posterior_is_set_beside_a_private_run_where_asked_alone(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is for whoever may see the data, so not in the report. The control: a report that takes it in."""
+    private(cli)
+    cli.change("iterations = 40", "iterations = 4")
+    assert cli.run().code == 0
+    out = cli.folder / "out"
+    answer = cli("compare", out)
+    assert answer.code == 2
+    assert "is private, and the reference is the exact posterior of the pooled data" in answer.err
+    assert not (out / "compare.json").exists()
+    exact = Draws({site: 1 + torch.rand(2, 100) for site in ("mu", "tau")}, 1.0, 100.0, 1.0)
+    monkeypatch.setattr(comparing, "_fit", lambda *_: exact)
+    assert cli("compare", out, "--exact").code == 0
+    assert (out / "compare.json").stat().st_mode & 0o077 == 0
+    assert "No-U-Turn" not in (out / "report.html").read_text()
+    monkeypatch.setattr(report, "_comparison", lambda folder, config: json.loads((folder / "compare.json").read_text()))
+    report.write_report(out)
+    assert "No-U-Turn" in (out / "report.html").read_text()
 
 
 def test_what_a_private_run_shows_follows_from_data_through_noise_alone(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import shutil
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from secure_fvi.cli import main
+from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
-from secure_fvi.runs.report import write_report
+from secure_fvi.runs.report import what_left, write_report
 from secure_fvi.runs.watching import snapshot
 
 CONFIG = """
@@ -121,3 +123,13 @@ def test_the_watch_page_says_why_it_shows_no_budget(
     state = snapshot(tmp_path / "out")
     assert state["budgets"] == []
     assert said in state["no_budgets"]
+
+
+@pytest.mark.parametrize("schedule", ["asynchronous", "synchronous"])
+def test_a_run_whose_totals_tell_of_single_silos_says_so(schedule: str) -> None:
+    """The control: the same by a schedule whose totals do not."""
+    asks = {"reveal_changes": True, "buffer": 3} if schedule == "asynchronous" else {}
+    table = {**tomllib.loads(CONFIG), "partition": {"count": 5}}
+    table["algorithm"] = {"name": "pvi", "rounds": 4, "schedule": schedule, **asks}
+    said = " ".join(note.text for note in what_left(parse(table, "job.toml")))
+    assert ("equations that the server can solve" in said) == (schedule == "asynchronous")

@@ -124,6 +124,9 @@ def test_several_columns_join_rows_and_the_order_repeats(tmp_path: Path) -> None
     assert (income, dose, found.data.response.tolist()) in (([1, 2], [3, 4], [1, 0]), ([2, 1], [4, 3], [0, 1]))
     assert found.digest() == again.digest()
     assert found.provenance()["alignment"] == again.provenance()["alignment"] != other.provenance()["alignment"]
+    # Who knows all but one of the people would try the last: under privacy the digest is not shown.
+    private = [f"privacy.{said}" for said in ('unit="record"', "epsilon=4.0", "delta=1e-3", "clipping_norm=1.0")]
+    assert "alignment" not in federate(read(config, [*joined, "seed=1", *private]), None).provenance()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from programs import ENCODED, make_clinics, make_intercepts, make_slopes
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import columns
+from secure_fvi import columns, mixed_model
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.algorithms.pvi import PVIProgram, part_views
 from secure_fvi.algorithms.vertical import Bernoulli, MeanField, Predictor, Vertical, linear, predictors
@@ -164,6 +164,73 @@ def test_a_record_of_a_new_group_renumbers_no_other(monkeypatch: pytest.MonkeyPa
         wards_world({"kind": "id"}, False)
     monkeypatch.setattr(MixedModel, "numbered_by_data", None)
     assert gaps(lambda changed: wards_world({"kind": "id"}, changed), 5).max() > 2
+
+
+_LATENT = "(1 + x0 + x1 + x2 | g)"  # of a record: more than are integrated out
+_GROUPED: dict[str, Any] = {f"x{j}": {"kind": "number", "low": 0, "high": 3} for j in range(3)} | {
+    "y": {"kind": "number", "low": -9, "high": 9},
+    "g": {"kind": "integer", "low": 0, "high": 60},
+    "ward": {"kind": "integer", "low": 0, "high": 3},
+    "region": {"kind": "category", "levels": ["a", "b"], "shared": True},
+}
+
+
+def grouped_world(formula: str, most: dict[str, int], joins: int | None, rounds: int) -> Parties:
+    """Ten records of codes 0 to 10 without 5, in wards 1 and 2; `joins`: the code of one more, of ward 3."""
+    rng, code = np.random.default_rng(0), np.array([k for k in range(11) if k != 5])
+    table: dict[str, Any] = {f"x{j}": rng.uniform(0, 3, 10).round(2) for j in range(3)}
+    table |= {"y": rng.normal(size=10).round(2), "g": code, "ward": 1 + code % 2, "region": code % 2}
+    if joins is not None:
+        one = {"x0": 3.0, "x1": 3.0, "x2": 3.0, "y": 9.0, "g": joins, "ward": 3, "region": 1}
+        table = {name: np.append(values, one[name]) for name, values in table.items()}
+    table["region"] = np.array(["a", "b"])[table["region"]]
+    model = sf.glmm(formula, dictionary=_GROUPED, record="g", most=most)
+    silos = list(model.prepared({"silo-1": table}).values())
+    records = len(silos[0]["y"])
+    ids = [torch.from_numpy(np.sort(table["g"])) if records == len(table["g"]) else torch.arange(records)]
+    dp = sf.RecordDP(noise_multiplier=NOISE, clipping_norm=CLIP, noise="silo", retries=0)
+    algorithm = sf.SFVI(iterations=rounds, learning_rate=0.1)
+    server, engine, _ = build_parties(
+        model, silos, algorithm, sf.Plain(), record_ids=ids, compile=False, privacy=dp, noise_key=KEY
+    )
+    return Parties(server, engine)
+
+
+@pytest.mark.parametrize(
+    ("effects", "most"),
+    [
+        ("(1 | g)", {}),
+        (_LATENT, {}),
+        ("(1 | ward) + (1 | g)", {"ward": 4}),
+        ("(1 | region) + " + _LATENT, {}),
+    ],
+)
+def test_a_record_of_a_formula_moves_each_release_by_at_most_the_norm(
+    effects: str, most: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest code, and of one in a gap of the codes. `most` has to say what shapes follow from, and cannot name
+    the record's own group. The control lets it, as was shipped: codes then number the records, and 50 without rows,
+    whose latents follow the releases, join with one."""
+    formula = "y ~ x0 + " + effects
+
+    def build(joins: int | None, **more: int) -> Callable[[bool], Parties]:
+        return lambda changed: grouped_world(formula, {"rows": 1, **most, **more}, joins if changed else None, 4)
+
+    for joins in (60, 5):
+        found = gaps(build(joins), 4)
+        assert len(found) == 4
+        assert 0.3 < found.max() <= 1 + 1e-9
+    with pytest.raises(InputError, match="numbers of rows and groups that shapes follow from"):
+        grouped_world(formula, {}, None, 1)
+    with pytest.raises(InputError, match="most: 'g' is the record"):
+        build(60, g=61)(False)
+    if effects == _LATENT:
+        grouped = mixed_model._grouped
+        monkeypatch.setattr(mixed_model, "_check_most", lambda *_: None)
+        monkeypatch.setattr(
+            mixed_model, "_grouped", lambda of, frame, *more: grouped(of, frame, *more)._replace(record=frame["g"])
+        )
+        assert gaps(build(60, g=61), 4).max() > 2
 
 
 CLIENT = {"rounds": ROUNDS, "weights": "equal"}

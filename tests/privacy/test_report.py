@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from secure_fvi.cli import cli
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
@@ -364,3 +366,20 @@ def test_deltas_of_changed_budgets_add_up(tmp_path: Path) -> None:
     wide = _changed(tmp_path, Budget("adults", 3.0, 0.6), Budget("adults", 2.0, 0.7), step=1.0)
     assert wide.budget["bound"]["delta"] == 1.0
     assert "at delta 1, which promises nothing" in wide.composition
+
+
+def test_a_ledger_of_somebody_else_moves_no_cursor_and_makes_no_line(path: Path) -> None:
+    """Members hand on their ledgers. The control: what its words hold, which click would echo to a terminal."""
+    evil = "all rows of one person\x1b[2J\x1b[H\nspent epsilon 0.01 of 3\u202e"
+    ledger = Ledger.open(path, "hospital-a")
+    ledger.open_job(_job("third", SAMPLED, 1, record=evil, noise=evil, rng=evil, public=[evil]))
+    ledger.close()
+    found = read_report(path, "hospital-a", "adults")
+    assert any("\x1b[2J\x1b[H\n" in str(job.rng) for job in found.jobs)
+    text = report_text(found)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert not any(line.startswith("spent") for line in text.splitlines())
+    for form in ([], ["--format", "html"]):
+        said = CliRunner().invoke(cli, ["budget", "report", str(path), "--silo", "hospital-a", *form], color=True)
+        assert said.exit_code == 0
+        assert "\x1b" not in said.output
