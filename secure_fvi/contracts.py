@@ -3,18 +3,19 @@
 *The program* (`check_program`), on made data, at every party alike: log p is a sum over records, says the same each
 time it is run, has a gradient in every latent, and gives draws as the end of a fit does. *The data*
 (`read_at_silo`), at their silo: observed values lie in the support of their sites, labels point into what they index,
-terms are finite, and the sum over records holds on rows of the silo's own. Pyro's validation is off while a program
-runs; this stands in its place, and costs a silo one run on its data and five on eight of its rows.
+terms are finite, and the sum over records holds among the silo's own. Pyro's validation is off while a program runs;
+this stands in its place, and costs a silo two runs on its data, one on half of them and five on eight rows or fewer.
 
 What is found at a silo counts that silo's rows: it is for that silo alone (`DataError`).
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _MADE = 4  # records of made data
-_SOME = 8  # rows at a silo that are also evaluated in parts
+_SOME = 8  # rows at a silo that are also evaluated in parts, and few enough to show what many drown
 _AT_ONCE = 1024  # rows whose gradient is looked at together
 _SPREAD = 0.1  # of the point at which log p is compared, around the start
 _DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
@@ -70,12 +71,16 @@ class _Point:
         self.z_record = around(start.z_record[:1].expand(records, -1))
         self.theta = {name: value.to(problem.device) for name, value in start.theta.items()}
 
-    def evaluate(self, rows: Params, part: slice = slice(None), silo: float = 0.0, record: float = 0.0) -> LogTerms:
-        """Log p of some records, with the silo's or the records' latents moved by so much."""
-        return self.problem.density.evaluate(
-            self.z_global, self.z_silo + silo, self.z_record[part] + record, self.theta,
-            {name: value[part] for name, value in rows.items()},
-        )  # fmt: skip
+    def evaluate(self, rows: Params, silo: float = 0.0, record: float = 0.0) -> LogTerms:
+        """Log p, with the silo's or the records' latents moved by so much."""
+        z_silo, z_record = self.z_silo + silo, self.z_record + record
+        return self.problem.density.evaluate(self.z_global, z_silo, z_record, self.theta, rows)
+
+    def of(self, part: Tensor) -> _Point:
+        """The same values, of some of the records."""
+        found = copy.copy(self)
+        found.z_record = self.z_record[part]
+        return found
 
     def latents(self) -> Params:
         split = self.problem.layout.split
@@ -115,9 +120,11 @@ def _check_program(point: _Point, rows: Params, importance_samples: int) -> None
             "the log density of the global sites is not finite near the start; look at their priors, or say where to "
             "begin with start={...}"
         )
-    records, shared, silo = _dependent(point, rows)
-    if records or shared or silo:
-        raise InputError(_NO_SUM if records else _PRIOR.format("global" if shared else "silo"))
+    found = _dependent(point, rows)
+    if found.records:
+        raise InputError(found.said())
+    if found.shared or found.silo:
+        raise InputError(_PRIOR.format("global" if found.shared else "silo"))
     _check_owners(point, rows, first)
     if type(problem.density) is LogDensity:  # of a traced program's graph that was looked at when it was traced
         _check_gradients(point, rows)
@@ -164,9 +171,9 @@ def _drawn_so_far() -> tuple[bytes, bytes, int]:
 
 
 _NO_SUM = (
-    "the model's log density is not a sum over records: together and in parts, the same records have another one. A "
+    "the model's log density is not a sum over records: together and in parts, the same records have another one{}. A "
     "program that standardises, lags, sorts or counts over records is another model at every silo; work such numbers "
-    "out before, over all silos, and pass them with sf.Shared"
+    "out before, over all silos, and pass them as a column, or with sf.Shared where they are the same for all records"
 )
 
 
@@ -176,31 +183,72 @@ _PRIOR = (
 )
 
 
-def _dependent(point: _Point, rows: Params) -> tuple[int, bool, bool]:
-    """How many records have another term in one half of the rows, or alone, than among all; whether global and silo
-    sites have."""
+class _Dependent(NamedTuple):
+    """What another choice of records changes."""
+
+    records: int = 0  # how many have another term among some of the records than among all
+    looked_at: int = 0
+    shared: bool = False  # whether global sites have
+    silo: bool = False
+    sites: tuple[str, ...] = ()  # of records, whose terms change
+
+    def said(self) -> str:
+        return _NO_SUM.format(f" at {', '.join(map(repr, self.sites))}" if self.sites else "")
+
+
+def _dependent(point: _Point, rows: Params) -> _Dependent:
+    """Evaluates all rows, and some of them apart from the rest."""
     count = len(point.z_record)
     if count < 2:
-        return 0, False, False
-    whole = point.evaluate(rows)
-    bad, shared, silo = torch.zeros(count, dtype=torch.bool, device=whole.records.device), False, False
-    for part, found in _in_parts(lambda part: point.evaluate(rows, part), count):
-        bad[part] |= ~_alike(found.records, whole.records[part])
-        shared |= not _same(found.shared, whole.shared)
-        silo |= not _same(found.silo, whole.silo)
-    return int(bad.sum()), shared, silo
+        return _Dependent()
+
+    def evaluate(part: Tensor) -> LogTerms:
+        return point.of(part).evaluate({name: value[part] for name, value in rows.items()})
+
+    with torch.no_grad():
+        whole = point.evaluate(rows)
+        bad, looked_at = torch.zeros(2, count, dtype=torch.bool, device=whole.records.device)
+        shared, silo, sites = False, False, set[str]()
+        for part, found in _in_parts(evaluate, count):
+            differ = ~_alike(found.records, whole.records[part])
+            if bool(differ.any()) and not sites:
+                sites = _differing(point, rows, part)
+            bad[part] |= differ
+            looked_at[part] = True
+            shared |= not _same(found.shared, whole.shared)
+            silo |= not _same(found.silo, whole.silo)
+    return _Dependent(int(bad.sum()), int(looked_at.sum()), shared, silo, tuple(sorted(sites)))
 
 
-def _in_parts(evaluate: Callable[[slice], _T], count: int) -> Iterator[tuple[slice, _T]]:
-    """What a program says of either half of the records, and of the first and the last alone."""
-    half = count // 2
-    for part in (slice(0, half), slice(half, count), slice(0, 1), slice(count - 1, count)):
+def _differing(point: _Point, rows: Params, part: Tensor) -> set[str]:
+    """The sites of records that have other terms among some of the rows than among all. Of a graph, or where discrete
+    sites are summed out, none is known by itself."""
+    if type(point.problem.density) is not LogDensity:
+        return set()
+    some, few = point.of(part), {name: value[part] for name, value in rows.items()}
+    runs = [p.problem.density.run(p.latents(), p.theta, r) for p, r in ((point, rows), (some, few))]
+    names = [name for name in runs[0].own if name in runs[0].in_records]
+    terms = zip(names, *(run.terms["record"] for run in runs), strict=False)
+    return {name for name, whole, found in terms if not _same(found, whole[part])}
+
+
+def _in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Tensor, _T]]:
+    """What a program says of some of `count` records, by their places: of a few that are spread among them together,
+    of either half of these, of the first and the last alone, and of half of all. What depends on few records that stand
+    anywhere is seen by the last; what others drown there, by the first."""
+    few = torch.linspace(0, count - 1, min(count, _SOME)).round().long()
+    half = len(few) // 2
+    parts = [few[:half], few[half:], few[:1], few[-1:]]
+    if count > _SOME:
+        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        parts += [few, drawn[: count // 2].sort().values]
+    for part in parts:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # standard deviations of one record, say
                 found = evaluate(part)
         except Exception:
-            if part.stop - part.start > 1:
+            if len(part) > 1:
                 raise
             continue  # a fit never runs a program on one row, but record by record, which is looked at by itself
         yield part, found
@@ -384,7 +432,7 @@ def _check_mapped(point: _Point, rows: Params, expected: Tensor, why: str) -> No
             "decide on its course (.item(), `if`, boolean indexing), nor may it count on several records"
         ) from error
     if not _same(found, expected):
-        raise InputError(_NO_SUM)
+        raise InputError(_NO_SUM.format(""))
 
 
 # ---- a predictor of a vertical run ----
@@ -392,7 +440,7 @@ def _check_mapped(point: _Point, rows: Params, expected: Tensor, why: str) -> No
 _ROWS = (
     "a row of eta depends on other rows: together and in parts, the same people have another one. A program that "
     "standardises, lags, sorts or counts over rows is another model in every batch; work such numbers out before, "
-    "under privacy not from these people, and pass them with sf.Shared"
+    "under privacy not from these people, and pass them as a column, or with sf.Shared where they are the same for all"
 )
 _ROW_PRIOR = (
     "the prior of its sites depends on rows; pass what it needs with sf.Shared (a scale, the number of groups), under "
@@ -411,7 +459,7 @@ def check_predictor(predictor: Predictor, alone: bool) -> None:
             "predictor: another eta each time it is run: it draws numbers, or changes its own state; draw with "
             "pyro.sample alone"
         )
-    bad, in_prior = _coupled(predictor, rows)
+    bad, _, in_prior = _coupled(predictor, rows)
     if in_prior:
         raise InputError(f"predictor: {_ROW_PRIOR}")
     if bad:
@@ -432,19 +480,16 @@ def check_predictor(predictor: Predictor, alone: bool) -> None:
 
 
 def check_predictor_at_silo(predictor: Predictor, rows: Params, silo: str) -> None:
-    """The same contract on some of a silo's own rows, without privacy: there no row would be evaluated alone. Raises
+    """The same contract on a silo's own rows, without privacy: there no row would be evaluated alone. Raises
     DataError, which counts rows."""
-    size = len(next(iter(rows.values())))
-    at = torch.linspace(0, size - 1, min(size, _SOME)).round().long()
-    some = {name: value[at.to(value.device)] for name, value in rows.items()}
     try:
-        bad, in_prior = _coupled(predictor, some)
+        bad, looked_at, in_prior = _coupled(predictor, rows)
     except Exception as error:
         raise DataError(f"silo '{silo}': the predictor fails on part of its data ({type(error).__name__})") from None
     if in_prior:
         raise DataError(f"silo '{silo}': predictor: {_ROW_PRIOR}")
     if bad:
-        raise DataError(f"silo '{silo}': predictor: in {bad} of {len(at)} rows looked at, {_ROWS}")
+        raise DataError(f"silo '{silo}': predictor: in {bad} of {looked_at} rows looked at, {_ROWS}")
 
 
 def _near(predictor: Predictor) -> tuple[Tensor, Params]:
@@ -478,22 +523,24 @@ def _varied(predictor: Predictor, theta: Tensor, points: Params) -> Params:
     return made | whole
 
 
-def _coupled(predictor: Predictor, rows: Params) -> tuple[int, bool]:
-    """How many rows have another eta in one half of the rows, or alone, than among all; whether the prior depends on
-    rows."""
+def _coupled(predictor: Predictor, rows: Params) -> tuple[int, int, bool]:
+    """How many rows have another eta among some of the rows than among all, of how many that were looked at; whether
+    the prior depends on rows."""
     theta, points = _near(predictor)
-    whole, prior = predictor.evaluate(theta, points, rows)
-    in_prior = not _same(prior, predictor.log_prior(theta, points))
-    bad = torch.zeros(len(whole), dtype=torch.bool, device=whole.device)
+    with torch.no_grad():
+        whole, prior = predictor.evaluate(theta, points, rows)
+        in_prior = not _same(prior, predictor.log_prior(theta, points))
+        bad, looked_at = torch.zeros(2, len(whole), dtype=torch.bool, device=whole.device)
 
-    def evaluate(part: slice) -> tuple[Tensor, Tensor]:
-        return predictor.evaluate(theta, points, {name: value[part] for name, value in rows.items()})
+        def evaluate(part: Tensor) -> tuple[Tensor, Tensor]:
+            return predictor.evaluate(theta, points, {name: value[part] for name, value in rows.items()})
 
-    if len(whole) > 1:
-        for part, (found, own) in _in_parts(evaluate, len(whole)):
-            bad[part] |= True if found.shape != whole[part].shape else ~_alike(found, whole[part]).all(-1)
-            in_prior |= not _same(own, prior)
-    return int(bad.sum()), in_prior
+        if len(whole) > 1:
+            for part, (found, own) in _in_parts(evaluate, len(whole)):
+                bad[part] |= True if found.shape != whole[part].shape else ~_alike(found, whole[part]).all(-1)
+                looked_at[part] = True
+                in_prior |= not _same(own, prior)
+    return int(bad.sum()), int(looked_at.sum()), in_prior
 
 
 # ---- a silo's data ----
@@ -522,19 +569,20 @@ def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
 
 def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[_Point, Params]:
     """Raise DataError where global terms depend on a silo's data, or its records on each other; what was looked at."""
-    at = torch.linspace(0, size - 1, min(size, _SOME)).round().long().to(problem.device)
-    some, point = {name: value[at] for name, value in rows.items()}, _Point(problem, len(at))
+    few = torch.linspace(0, size - 1, min(size, _SOME)).round().long()
+    some, point = {name: value[few] for name, value in rows.items()}, _Point(problem, len(few))
     try:
         problem.density.check_global_density(rows, silo, problem.start.z_global)
-        dependent, _, silo_site = _dependent(point, some)
+        found = _dependent(_Point(problem, size), {name: value[:size] for name, value in rows.items()})
     except InputError:
         raise
     except Exception as error:
         raise DataError(f"silo '{silo}': the model fails on part of its data ({type(error).__name__})") from None
-    if silo_site:
+    if found.silo:
         raise DataError(f"silo '{silo}': {_PRIOR.format('silo')}")
-    if dependent:
-        raise DataError(f"silo '{silo}': {dependent} of {len(at)} records looked at depend on others: {_NO_SUM}")
+    if found.records:
+        counted = f"{found.records} of {found.looked_at} records looked at"
+        raise DataError(f"silo '{silo}': {counted} depend on others: {found.said()}")
     for first in range(0, size, _AT_ONCE):
         part = {name: value[first : min(first + _AT_ONCE, size)] for name, value in rows.items()}
         _check_steepness(problem, part, size, silo)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.density import running
-from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
 
 _rng = torch.Generator().manual_seed(0)
@@ -706,6 +706,38 @@ def test_a_program_is_looked_at_near_its_start() -> None:
     rows = engine.silos["silo-1"].view.rows
     with pytest.raises(RuntimeError, match="not positive-definite"):
         server.problem.density.check_global_density(rows, "silo-1", torch.zeros(1))
+
+
+def _centred_in_groups(g: Tensor, y: Tensor) -> None:
+    """Eight rows of eight groups are each their group's mean, and so is any part of them."""
+    count = torch.zeros(40).index_add(0, g, torch.ones_like(y))
+    mean = torch.zeros(40).index_add(0, g, y) / count.clamp(min=1)
+    _observe(y, _level() + 0.5 * mean[g])
+
+
+def _last_season(g: Tensor, y: Tensor) -> None:
+    """Eight rows moved on by 24 are where they were, and so are four."""
+    _observe(y, _level() + 0.5 * y.roll(24))
+
+
+def _one_large(g: Tensor, y: Tensor) -> None:
+    """One record, which is none of the eight."""
+    _observe(y, _level(), torch.where((y > 5).any(), 3.0, 1.0))
+
+
+_FEW = torch.linspace(0, 47, 8).round().long()
+_PAIRS = torch.arange(48).div(2, rounding_mode="floor")  # of two rows, side by side
+_LONG = torch.randn(48, generator=_rng).where(torch.arange(48) != 9, torch.tensor(9.0))
+
+
+@pytest.mark.parametrize("program", [_centred_in_groups, _last_season, _one_large])
+def test_what_eight_rows_do_not_show_is_seen_among_all(program: Program) -> None:
+    """Eight rows of the silo and their parts agree, which was all that was looked at: alone they are taken."""
+    model = sf.FederatedModel(program, "r")
+    silo = {"g": _PAIRS, "y": _LONG}
+    build(model, [{name: value[_FEW] for name, value in silo.items()}] * 3)
+    with pytest.raises(DataError, match=r"silo 'silo-1': \d+ of \d+ records looked at .* another one at 'y'"):
+        build(model, [silo] * 3)
 
 
 @pytest.mark.parametrize("model", ["model", None, 3, {"y": 1}])

@@ -133,6 +133,20 @@ def test_what_only_a_silos_rows_show_is_refused_there() -> None:
     check_predictor_at_silo(predictor, {"x": X.abs()}, "a")
 
 
+def test_what_eight_rows_do_not_show_is_seen_among_all() -> None:
+    """A lag of 24 rows, which takes eight rows, and four, to themselves."""
+
+    def program(x: Tensor) -> Tensor:
+        return x.roll(24, 0)[:, 0] * pyro.sample("slope", Normal(0.0, 1.0))
+
+    rows = {"x": torch.randn(48, 1, generator=torch.Generator().manual_seed(2))}
+    predictor = Predictor(program, rows)
+    few = torch.linspace(0, 47, 8).round().long()
+    check_predictor_at_silo(predictor, {"x": rows["x"][few]}, "a")  # the control: these alone agree
+    with pytest.raises(DataError, match=r"predictor: in \d+ of \d+ rows looked at, a row of eta depends on other rows"):
+        check_predictor_at_silo(predictor, rows, "a")
+
+
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 def test_what_rows_share_comes_by_sf_shared() -> None:
     """The remedy: the numbers that a program would have worked out itself."""
