@@ -43,6 +43,7 @@ from secure_fvi.density import (
 )
 from secure_fvi.discovery import Discovery, Start, kind_of, start_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning, UntestedOperation
+from secure_fvi.federated_model import rounded
 from secure_fvi.privacy.settings import RecordDP
 
 if TYPE_CHECKING:
@@ -891,9 +892,11 @@ def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
     bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
-    long = int((found >= 2**53).sum()) if found.dtype.kind == "f" else 0  # of these many are one
+    long = int(rounded(found).sum())
     if long and not bad:
-        raise DataError(f"silo '{silo}': record_ids are floats of more than 15 digits in {long} of {len(found)} rows")
+        raise DataError(
+            f"silo '{silo}': record_ids are floats of too many digits to be told apart in {long} of {len(found)} rows"
+        )
     if bad:
         raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
     return found.astype(np.int64)

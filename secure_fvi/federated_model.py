@@ -184,7 +184,21 @@ def _ragged(data: Any, group: str, silo: str) -> tuple[npt.NDArray[np.int64], di
         raise InputError(f"silo '{silo}': '{group}' must be one id a row")
     if bad := int(np.sum([i is None or i != i for i in ids.tolist()])):
         raise DataError(f"silo '{silo}': '{group}' is missing in {bad} of {len(ids)} rows")
+    if bad := int(rounded(ids).sum()):
+        raise DataError(
+            f"silo '{silo}': '{group}' holds floats of too many digits to be told apart in {bad} of {len(ids)} rows; "
+            "give ids as whole numbers or text"
+        )
     return np.unique(ids.astype(str) if ids.dtype.kind == "O" else ids, return_inverse=True)[1].reshape(-1), columns
+
+
+def rounded(ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """(rows,) where an id is a float so large that another whole number may have become the same."""
+    if ids.dtype.kind == "O":
+        return np.array([isinstance(i, (float, np.floating)) and bool(rounded(np.asarray(i))) for i in ids])
+    if ids.dtype.kind != "f":
+        return np.zeros(ids.shape, dtype=bool)
+    return np.abs(ids) >= 2.0 ** (np.finfo(ids.dtype).nmant + 1)
 
 
 def _laid(record: npt.NDArray[np.int64], columns: Mapping[str, Any], most: int, silo: str) -> Laid:

@@ -77,8 +77,11 @@ _UNREADABLE = {
     "boolean": "neither of its two values",
     "category": "a level that the dictionary lacks",
     "date": "no date such as 2024-12-31",
-    "id": "no id",
+    "id": "an id as a float, of fewer digits than tell ids apart,",
 }
+#: Up to where whole numbers of DuckDB's types of floats differ; and how other programs write a float of more.
+_FLOATS = {"FLOAT": 2**24, "DOUBLE": TOLD_APART}
+_ROUNDED = r"[+-]?([0-9]+([.,][0-9]*)?[eE]\+0*(1[1-9]|[2-9][0-9]|[1-9][0-9]{2})|[0-9]{16,}\.[0-9]*)"
 #: What some countries' programs write in place of the point.
 _COMMA = "a comma in a number"
 _DECIMAL = r"regexp_full_match({text}, '[+-]?[0-9]+,[0-9]+')"
@@ -174,8 +177,11 @@ def _fitting(found: Coded, missing: Missing, cure: str = "") -> Coded:
 
 
 def remedy(findings: Iterable[Finding]) -> str:
-    """ "; ..." where a query puts right what does not fit."""
-    return next((f"; {with_points(f.column)}" for f in findings if f.what == _COMMA), "")
+    """ "; ..." where something puts right what does not fit."""
+    found = {f.what: f.column for f in findings}
+    if _COMMA in found:
+        return f"; {with_points(found[_COMMA])}"
+    return "; write ids as text or as whole numbers" if _UNREADABLE["id"] in found else ""
 
 
 def check_table(
@@ -197,7 +203,8 @@ def code_columns(
 ) -> Coded:
     """As `read_coded`, of a table in memory: a dict of columns, or a pandas, polars or Arrow table."""
     with _held(table, list(dictionary.columns if only is None else only)) as held:
-        return _fitting(_checked(held, dictionary, only), missing)
+        found = _checked(held, dictionary, only)
+    return _fitting(found, missing, remedy(f for f in found.findings if f.what != _COMMA))  # there is no query
 
 
 def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded:
@@ -325,11 +332,10 @@ def _value(cell: str, column: Column, kind: str) -> str:
     """SQL for the coded value, NULL where there is none."""
     text, number = _text(cell, kind), _number(cell, kind)
     if column.kind == "id":
-        return (
-            f"CASE WHEN {text} NOT IN ('', 'nan') THEN {text} END"
-            if _NUMERIC.fullmatch(kind)
-            else f"nullif({text}, '')"
-        )
+        told_apart = f"abs({cell}) < {_FLOATS[kind]}" if kind in _FLOATS else "true"
+        if not _NUMERIC.fullmatch(kind):
+            told_apart = f"NOT regexp_full_match({text}, {_quoted(_ROUNDED)})"
+        return f"CASE WHEN {text} <> '' AND {told_apart} THEN {text} END"
     if column.kind == "category":
         levels = ", ".join(map(_quoted, column.levels))
         return f"CAST(enum_code(TRY_CAST({text} AS ENUM({levels}))) AS BIGINT)"
@@ -496,7 +502,8 @@ def _cells(values: Any, name: str) -> npt.NDArray[Any]:
     if np.ma.isMaskedArray(found):
         found = np.ma.filled(found.astype(object), None)
     if found.dtype.kind in "biuf":
-        return np.ascontiguousarray(found, np.float64 if found.dtype.kind == "f" else None)
+        short = found.dtype == np.float32  # whose digits the ids in it are told apart by
+        return np.ascontiguousarray(found, np.float64 if found.dtype.kind == "f" and not short else None)
     cells = found.astype("datetime64[us]").astype(object) if found.dtype.kind == "M" else found
     out = np.empty(len(cells), dtype=object)
     out[:] = [None if _is_nothing(c) else _written(c) for c in cells]

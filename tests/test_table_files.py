@@ -223,6 +223,31 @@ def test_columns_in_memory_are_held_to_what_files_are(name: str, cell: str, what
     assert len(code_columns({name: [right] * 3}, DICTIONARY, only=[name]).columns[name]) == 3
 
 
+@pytest.mark.parametrize(
+    ("ids", "right"),
+    [
+        (np.arange(3) + 2.0**60, np.arange(3) + 2**60),
+        (np.arange(3, dtype=np.float32) + np.float32(2**24), np.arange(3, dtype=np.float32) + np.float32(2**23)),
+        ([2.0**60, None, 2.0**60 + 1], [2**60, "1", 2**60 + 1]),
+        (["1.23457E+17", "1,23457E+17", "1e+20"], ["12E5", "7E21", "1.5"]),  # as spreadsheets write them, and labels
+        (["1152921504606846976.0"] * 3, ["1152921504606846976", "1152921504606846977", "4.0"]),
+    ],
+)
+def test_ids_that_floats_have_rounded_are_refused(ids: Any, right: Any, tmp_path: Path) -> None:
+    """Two patients' would be one; what tells them apart is taken. The same from Parquet, where arrays have types."""
+    dictionary = Dictionary({"p": Column("id")})
+    with pytest.raises(
+        DataError, match=r"column 'p': an id as a float, .* row.*; write ids as text or as whole numbers"
+    ):
+        code_columns({"p": ids}, dictionary)
+    assert len(code_columns({"p": right}, dictionary).names["p"]) == 3
+    if isinstance(ids, np.ndarray):
+        file, kind = tmp_path / "t.parquet", "FLOAT" if ids.dtype == np.float32 else "DOUBLE"
+        duckdb.from_query(f"SELECT unnest($1)::{kind} AS p", params=[ids.tolist()]).write_parquet(str(file))
+        with pytest.raises(DataError, match="an id as a float"):
+            read_coded(file, dictionary)
+
+
 def test_times_of_day_are_no_dates() -> None:
     """Of a frame's column as of a file's: they were cut off without a word."""
     days = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[ns]")

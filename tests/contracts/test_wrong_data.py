@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.errors import InputError
+from secure_fvi.errors import DataError, InputError
 from secure_fvi.fitting import build_parties
 
 N, BAD = 12, 3
@@ -366,7 +366,11 @@ def test_silos_that_are_no_list(silos: Any) -> None:
         ([torch.arange(N)[:, None], torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
         (
             [torch.arange(N) + 2.0**60, torch.arange(N)],
-            "silo 'silo-1': record_ids are floats of more than 15 digits in 12 of 12 rows",
+            "silo 'silo-1': record_ids are floats of too many digits to be told apart in 12 of 12 rows",
+        ),
+        (
+            [(torch.arange(N) + 2.0**24).float(), torch.arange(N)],
+            "silo 'silo-1': record_ids are floats of too many digits to be told apart in 12 of 12 rows",
         ),
         ([["a"] * N, torch.arange(N)], "silo 'silo-1': record_ids must be whole numbers"),
         ([torch.arange(N), torch.arange(3) + 50], "silo 'silo-2': 3 record ids for 12 records"),
@@ -374,6 +378,24 @@ def test_silos_that_are_no_list(silos: Any) -> None:
 )
 def test_wrong_record_ids(ids: list[Any], words: str) -> None:
     assert words in _refusal(_normal, {"y": _u}, {"y": _u}, record_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "first"),
+    [(np.float64, 2.0**53), (np.float32, 2.0**24), (np.float16, 2.0**11), (object, 2.0**53)],
+)
+def test_groups_by_floats_that_are_not_told_apart(ids: Any, first: float) -> None:
+    """Below, as floats with fractions, and as whole numbers of as many digits they are."""
+    model = sf.FederatedModel(_normal, group="patient")
+
+    def groups(start: Any, kind: Any) -> int:
+        column = np.array([start + k for k in range(N)], dtype=kind)
+        return len(model.prepared({"a": {"patient": column, "y": _Y}})["a"]["y"])
+
+    with pytest.raises(DataError, match=r"'patient' holds floats of too many digits to be told apart in 12 of 12 rows"):
+        groups(first, ids)
+    assert groups(int(first), np.int64) == groups(first / 2 - N, ids) == N
+    assert groups(0.5, ids) == N
 
 
 def test_a_file_joined_to_itself() -> None:
