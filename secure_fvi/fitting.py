@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Unpack, overload
 
 import numpy as np
@@ -45,6 +46,7 @@ from secure_fvi.server import Server
 from secure_fvi.silo import Silo, silo_view
 
 Rows = FederatedModel | Callable[..., Any]
+_LEAST_RATE = 0.005  # from which the default's learning rate is not lowered any more
 
 
 class FitOptions(Options, total=False):
@@ -183,8 +185,9 @@ def fit(
 ) -> Any:
     """Fit `model` over `silos` (dicts of tensors or arrays, the keyword arguments of its Pyro function, or frames).
 
-    Without an `algorithm` it is that of `default_algorithm`; where that is partitioned VI and a silo's fit runs off, a
-    warning says so and SFVI begins anew, unless there is a `checkpoint_dir`. A bare Pyro function is taken as a model
+    Without an `algorithm` it is that of `default_algorithm`; where that runs off, a warning says so, and SFVI begins
+    anew in place of partitioned VI, or at a fifth of its own learning rate, twice at most, unless there is a
+    `checkpoint_dir`. A bare Pyro function is taken as a model
     of global and record-level sites alone, whose record plate is the one plate around all that it observes. `Columns`
     is a model of silos that hold different columns of the same people: silos are dicts of the arguments of each silo's
     predictor, row i the same person everywhere.
@@ -198,26 +201,39 @@ def fit(
     """
     checked(_Arguments, {"on_round": on_round})
 
+    rounds = 0
+
     def drained(by: Any) -> Any:
-        going = run(model, silos, by, aggregation, privacy, seed, **options)
+        nonlocal rounds
+        going, rounds = run(model, silos, by, aggregation, privacy, seed, **options), 0
         with RunProgress(None if progress is None else not progress) as shown:
             for step in going:
+                rounds = step.round + 1
                 shown.update(step)
                 if on_round is not None:
                     on_round(step)
         return going.result()
 
-    try:
+    kept = options.get("checkpoint_dir") is not None  # what began there goes on there, or not at all
+    if algorithm is not None or kept or getattr(model, "default_algorithm", None) or privacy is not None:
         return drained(algorithm)
-    except AggregationError as error:
-        kept = options.get("checkpoint_dir") is not None  # what began there goes on there, or not at all
-        if algorithm is not None or kept or getattr(model, "default_algorithm", None) or privacy is not None:
-            raise
-        said = (
-            f"partitioned VI, the default here, was refused ({error}); SFVI goes on in its place, for many more rounds"
-        )
-        warnings.warn(said, SecureFVIWarning, stacklevel=2)
-    return drained(SFVI())
+    by = None
+    while True:
+        try:
+            return drained(by)
+        except AggregationError as error:
+            before = by or default_algorithm(model, silos, privacy, complete(_of_run(options))["dtype"])
+            if before.name == "sfvi":
+                if not rounds or before.learning_rate < _LEAST_RATE:
+                    raise
+                by = replace(before, learning_rate=before.learning_rate / 5)
+                said = f"SFVI, the default here, ran off after {rounds} rounds ({error}); it begins anew at a fifth of "
+                said += f"its learning rate, {by.learning_rate:g}"
+            else:
+                by = SFVI()
+                said = f"partitioned VI, the default here, was refused ({error}); SFVI goes on in its place, for many "
+                said += "more rounds"
+            warnings.warn(said, SecureFVIWarning, stacklevel=2)
 
 
 def default_algorithm(

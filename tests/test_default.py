@@ -15,7 +15,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.weighing import UP_TO
-from secure_fvi.errors import AggregationError
+from secure_fvi.errors import AggregationError, SecureFVIWarning
 from secure_fvi.fitting import default_algorithm
 
 
@@ -100,3 +100,19 @@ def test_where_a_local_fit_runs_off_sfvi_begins_anew(monkeypatch: pytest.MonkeyP
     for more in ({"algorithm": own}, {"checkpoint_dir": tmp_path / "run"}):
         with pytest.raises(AggregationError, match="change"):
             sf.fit(_level, silos, **quick, **more)  # type: ignore[call-overload]
+
+
+def test_where_sfvi_runs_off_it_begins_anew_at_a_lower_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps of ten sds leave the bound, of two do not. Controls: who names the
+    algorithm, or has a folder of checkpoints, gets the refusal; so do data of which a lower rate mends nothing."""
+    fast, silos = sf.SFVI(iterations=6, learning_rate=10.0, bound=1e5), _rows(7, 40, 13)
+    model, quick = sf.FederatedModel(_level, "r", start={"mu": 2.0}), {"compile": False, "threads": 1}
+    monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: fast)
+    with pytest.warns(SecureFVIWarning, match=r"SFVI, the default here, ran off after \d+ rounds .* learning rate, 2"):
+        assert sf.fit(model, silos, **quick).rounds == 6  # type: ignore[call-overload]
+    for more in ({"algorithm": fast}, {"checkpoint_dir": tmp_path / "run"}):
+        with pytest.raises(AggregationError, match="exceeds the declared bound"):
+            sf.fit(model, silos, **quick, **more)  # type: ignore[call-overload]
+    monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: sf.SFVI(iterations=6, bound=1e-9))
+    with pytest.raises(AggregationError, match="exceeds the declared bound"):
+        sf.fit(model, silos, **quick)  # type: ignore[call-overload]

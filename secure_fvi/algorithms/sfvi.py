@@ -65,7 +65,7 @@ from secure_fvi.algorithms.structured import (
 from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced, TracedOnMade, threads
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
@@ -383,7 +383,7 @@ class SFVIProgram(StructuredProgram):
         )
         objective, *iterate = np.split(to_numpy(watched), [1, 1 + self.family.n])
         if not math.isfinite(objective[0]):
-            raise InputError(
+            raise AggregationError(
                 f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
             )
         monitor = stopping.observe(state.monitor, *iterate)
