@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from pyro.distributions import Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import biject_to, constraints
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -359,8 +359,8 @@ def _check_slope(point: _Point, rows: Params, site: str, gradient: Tensor | None
         )
     if gradient is None:
         warnings.warn(
-            f"site '{site}' does not reach the likelihood: nothing that is observed depends on it, so that its "
-            "posterior is its prior. Leave it out, and draw it afterwards with result.predict",
+            f"site '{site}' does not reach the likelihood: on made data nothing that is observed depends on it, and q "
+            "stays at its prior. Leave it out, and draw it afterwards with result.predict",
             SecureFVIWarning,
             stacklevel=2,
         )
@@ -377,7 +377,7 @@ def _in_steps(point: _Point, rows: Params, site: str, direction: Tensor) -> bool
         gradient = _gradient(value, leaf)
         if gradient is not None and bool(gradient.any()):
             return False
-        values.append(float(value))
+        values.append(float(value.detach()))
     return bool(np.isfinite(values).all()) and float(np.ptp(values)) > 1e-3 * (1 + abs(values[0]))
 
 
@@ -565,6 +565,7 @@ def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
     point, some = check_parts(problem, rows, size, silo)
     if found.masked:
         _check_masks(point, some, silo)
+    _check_steps(point, some, {name: value[:size] for name, value in rows.items()}, found.priors, silo)
     return start_of(found)
 
 
@@ -645,6 +646,58 @@ def _check_masks(point: _Point, rows: Params, silo: str) -> None:
         _check_masked(name, mask, _gradient(_others(run, name), latents[name]), silo)
 
 
+def _check_steps(point: _Point, some: Params, rows: Params, priors: Mapping[str, Any], silo: str) -> None:
+    """Raise DataError where values of a site's prior change log p on all of the silo's rows, of which no gradient tells
+    at any of them: of `t < c`, for one. Made data, which are all alike, need not lie where the step is."""
+    for site in _flat(point, some, priors):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                prior = priors[site]
+                values = biject_to(prior.support).inv(prior.sample((_SOME,)))
+        except Exception:  # a distribution of the user's own, or an improper one, of which none can be drawn
+            continue
+        found = []
+        for value in values:
+            total, sloped = _around(point.problem, rows, site, value)
+            if sloped:
+                break
+            found.append(total)
+        else:
+            tolerance = 1e-6 if point.problem.dtype == torch.float64 else 1e-3
+            if np.isfinite(found).all() and np.ptp(found) > tolerance * (1 + abs(found[0])):
+                raise DataError(
+                    f"silo '{silo}': site '{site}' reaches the likelihood by steps alone: its value decides between "
+                    "others', as in torch.where(t < c, a, b), and no gradient says so, so that q would stay at the "
+                    "prior. Smooth the step, torch.sigmoid((c - t) / width) for t < c, or give it a grid of values "
+                    "whose terms are summed out"
+                )
+
+
+def _flat(point: _Point, rows: Params, names: Iterable[str]) -> list[str]:
+    """Sites that some rows' terms do not follow, by their gradient."""
+    latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
+    with torch.enable_grad():
+        run = point.problem.density.run(latents, point.theta, rows)
+    gradients = {name: _gradient(_others(run, name), latents[name]) for name in names}
+    return [name for name, gradient in gradients.items() if gradient is None or not bool(gradient.any())]
+
+
+def _around(problem: Problem, rows: Params, site: str, value: Tensor) -> tuple[float, bool]:
+    """Of rows, log p with a site at `value`, its own prior aside, and whether it has a gradient in it."""
+    total, count = 0.0, len(next(iter(rows.values())))
+    for first in range(0, count, _AT_ONCE):
+        part = {name: rows[name][first : first + _AT_ONCE] for name in rows}
+        point, leaf = _Point(problem, min(_AT_ONCE, count - first)), value.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            terms = _others(problem.density.run({**point.latents(), site: leaf}, point.theta, part), site)
+        gradient = _gradient(terms, leaf)
+        if gradient is not None and bool(gradient.any()):
+            return 0.0, True
+        total += float(terms.detach())
+    return total, False
+
+
 class _AtSilo(Discovery):
     """Reads the program on a silo's rows, and looks at each site in the record plate."""
 
@@ -652,6 +705,7 @@ class _AtSilo(Discovery):
         super().__init__(problem.model, size + 1, problem.dtype, problem.device)
         self.size, self.silo, self.columns = size, silo, columns
         self.masked = False
+        self.priors: dict[str, Any] = {}  # of latent sites outside the record plate
 
     def _pyro_sample(self, msg: Any) -> None:
         super()._pyro_sample(msg)
@@ -660,6 +714,8 @@ class _AtSilo(Discovery):
         if not msg["is_observed"]:
             self.masked |= site_mask(msg) is not None
         if not record_dim(msg, self.model.record_plate):
+            if not msg["is_observed"]:
+                self.priors[msg["name"]] = msg["fn"]
             return
         self._check_weights(msg)
         if msg["is_observed"] and not isinstance(msg["fn"], Unit):

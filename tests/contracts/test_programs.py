@@ -740,6 +740,29 @@ def test_what_eight_rows_do_not_show_is_seen_among_all(program: Program) -> None
         build(model, [silo] * 3)
 
 
+def test_a_step_where_made_data_are_not_is_seen_at_a_silo() -> None:
+    """A hard change point: made data lie at 1, far from it, where nothing depends on it. The control is the remedy; a
+    site that nothing uses stays a warning, and an effect of few, whom the eight rows have not, works."""
+
+    def changes(sharp: bool, used: bool = True) -> sf.FederatedModel:
+        def program(t: Tensor, y: Tensor) -> None:
+            c = pyro.sample("c", dist.Normal(120.0, 40.0))
+            few = pyro.sample("few", dist.Normal(0.0, 1.0))
+            level = pyro.sample("level", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+            before = (t < c).to(y.dtype) if sharp else torch.sigmoid((c - t) / 10)
+            moved = level[0] * before + level[1] * (1 - before) if used else level[0]
+            _observe(y, moved + few * (t == 20.0))
+
+        return sf.FederatedModel(program, "r")
+
+    silos = [{"t": 10.0 * torch.arange(24.0), "y": torch.randn(24, generator=_rng)}] * 3
+    with pytest.warns(SecureFVIWarning, match="'c' does not reach"), pytest.raises(DataError, match="by steps alone"):
+        build(changes(True), silos)
+    build(changes(False), silos)
+    with pytest.warns(SecureFVIWarning, match="'c' does not reach the likelihood: on made data nothing"):
+        build(changes(True, used=False), silos)
+
+
 @pytest.mark.parametrize("model", ["model", None, 3, {"y": 1}])
 def test_what_is_no_model(model: Any) -> None:
     with pytest.raises(InputError, match=r"the model must be an sf\.FederatedModel or a Pyro function"):
