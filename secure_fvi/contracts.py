@@ -756,11 +756,41 @@ class _AtSilo(Discovery):
         term = fn.log_prob(observed_value(msg) if msg["is_observed"] and not isinstance(fn, Unit) else value)
         count = self._count(msg, ~torch.isfinite(scale_and_mask(term, 1.0, msg["mask"])))
         if count:
+            self._check_parameters(msg)
             names = self.columns.of(value, *vars(fn).values()) or "no column"
             raise DataError(
                 f"silo '{self.silo}': the log density of site '{msg['name']}' is not finite at the start in {count} of "
                 f"{self.size} rows, from {names}: values on the edge of what {kind_of(fn)} takes, or too large; "
                 "correct or rescale them, or say where to begin with start={...}"
+            )
+
+    def _check_parameters(self, msg: Any) -> None:
+        """Of a site whose density is not finite: the scale, say, where that is what it cannot be."""
+        fn = msg["fn"]
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        for name, constraint in fn.arg_constraints.items():
+            given = vars(fn).get(name)
+            if constraint.is_discrete or not isinstance(given, Tensor):
+                continue
+            try:
+                bad = ~constraint.check(given)
+            except Exception:  # a constraint of the user's own, or one that depends on others
+                continue
+            if not bool(bad.any()):
+                continue
+            because = "for any data: it follows from sites that can be so. Give these priors that cannot (HalfNormal, "
+            because += "Dirichlet in place of Normal), or take exp() or softmax() of them"
+            if columns := self.columns.of(given):
+                because = f"from {columns}; correct or rescale it"
+            bad = bad.reshape(*bad.shape[: len(fn.batch_shape)], -1).any(-1) if bad.dim() > len(fn.batch_shape) else bad
+            try:
+                where = f" in {self._count(msg, bad)} of {self.size} rows"
+            except (RuntimeError, IndexError):  # of another shape than the site's
+                where = ""
+            raise DataError(
+                f"silo '{self.silo}': site '{msg['name']}' has a {name} at the start that {kind_of(msg['fn'])} does "
+                f"not take ({described(constraint)}){where}, {because}"
             )
 
     def _count(self, msg: Any, bad: Tensor) -> int:

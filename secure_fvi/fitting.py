@@ -217,12 +217,12 @@ def fit(
     kept = options.get("checkpoint_dir") is not None  # what began there goes on there, or not at all
     if algorithm is not None or kept or getattr(model, "default_algorithm", None) or privacy is not None:
         return drained(algorithm)
-    by = None
+    by: Any = None
     while True:
         try:
             return drained(by)
         except AggregationError as error:
-            before = by or default_algorithm(model, silos, privacy, complete(_of_run(options))["dtype"])
+            before: Any = by or default_algorithm(model, silos, privacy, complete(_of_run(options))["dtype"])
             if before.name == "sfvi":
                 if not rounds or before.learning_rate < _LEAST_RATE:
                     raise

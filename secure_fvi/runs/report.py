@@ -178,7 +178,7 @@ def _source(config: Config) -> str:
     model = config.model
     if model.likelihood is not None:
         return f"{model.likelihood} regression over columns"
-    return model.program or Path(str(model.function)).name
+    return model.formula or model.program or Path(str(model.function)).name
 
 
 def marginal_figure(directory: Path) -> Figure:

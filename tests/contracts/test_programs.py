@@ -161,6 +161,21 @@ def shared_factor(y: Tensor) -> None:
         pyro.factor("f", -((y - mu) ** 2) / len(y))
 
 
+# ---- parameters that latents make what they cannot be ----
+
+
+@mistake("site 'y' has a scale at the start that Normal does not take (numbers above 0) in 9 of 9 rows, for any data")
+def a_scale_of_either_sign(y: Tensor) -> None:
+    _observe(y, _level(), pyro.sample("s", dist.Normal(0.0, 1.0)))
+
+
+@mistake("site 'y' has a rate at the start that Exponential does not take (numbers above 0) in 9 of 9 rows, for any")
+def a_rate_of_either_sign(y: Tensor) -> None:
+    rate = pyro.sample("rate", dist.Normal(-1.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Exponential(rate), obs=y.abs())
+
+
 # ---- latents that do not reach the likelihood ----
 
 CUT = "site 'mu' does not reach the likelihood"
