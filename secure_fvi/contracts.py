@@ -948,10 +948,10 @@ def _axes(part: Any) -> int:
 # ---- records ----
 
 
-def check_repeats(rows: Params, silo: str) -> None:
+def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -> None:
     """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
     itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
-    rows, which a column of the table names."""
+    rows, which a column of the table names. named: the columns that they were made of, as their owner knows them."""
     if "present" in rows and rows["present"].shape[1:] > (1,):
         return
     columns = [value.reshape(len(value), -1).double() for value in rows.values()]
@@ -964,8 +964,8 @@ def check_repeats(rows: Params, silo: str) -> None:
     if len(different) >= _DIFFERENT_ROWS and int(counts.min()) > 1:
         raise DataError(
             f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
-            f"{', '.join(repr(name) for name in rows)}: every record is there several times. Remove the copies, or "
-            "give records ids of their own (record_ids, or a column record_id) if they are different people"
+            f"{', '.join(map(repr, named or rows))}: every record is there several times. Remove the copies, or give "
+            "records ids of their own (record_ids, or a column record_id) if they are different people"
         )
 
 

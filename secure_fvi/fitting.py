@@ -310,7 +310,7 @@ def _row_parties(
     disclosed = disclosed.of_program(program.tables, terms, aggregation)
     server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
-    ids = _record_ids(names, [records for _, records in read.values()], record_ids)
+    ids = _record_ids(names, [records for _, records in read.values()], record_ids, getattr(model, "columns", None))
     books = books_of(of, bool(terms))
     guards = build_guards(
         ordered, program.tables, terms, algorithm.name, books, noise, disclosed.rows, going_on=goes_on(of)
@@ -342,11 +342,11 @@ def _count(silos: Any) -> int:
 
 
 def _record_ids(
-    names: Sequence[str], records: Sequence[Records], record_ids: Sequence[Tensor] | None
+    names: Sequence[str], records: Sequence[Records], record_ids: Sequence[Tensor] | None, columns: Any
 ) -> dict[str, npt.NDArray[np.int64]]:
     if record_ids is None:
         for name, r in zip(names, records, strict=True):
-            check_repeats(r.rows, name)
+            check_repeats(r.rows, name, columns)
         return {name: np.arange(r.size) for name, r in zip(names, records, strict=True)}
     if len(record_ids) != len(names):
         raise InputError(f"record_ids for {len(record_ids)} silos, data for {len(names)}")

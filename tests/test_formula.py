@@ -601,8 +601,9 @@ def test_the_command_prints_the_table_and_a_site_is_named_where_it_does_not_fit(
     data = [word for p in paths for word in ("--data", str(p))]
     quick = [word for setting in QUICK for word in ("--set", setting)]
     with pytest.warns(sf.SecureFVIWarning, match="unassessed"):
-        done = CliRunner().invoke(cli, [*words, *data, *quick], catch_exceptions=False)
+        done = CliRunner().invoke(cli, [*words, *data, *quick, "--out", str(tmp_path / "out")], catch_exceptions=False)
     assert done.exit_code == 0
+    assert f"<h1>{FORMULA}</h1>" in (tmp_path / "out" / "report.html").read_text()
     assert "odds ratio" in done.output
     assert "sd(child) (Intercept)" in done.output
     paths[1].write_text(paths[1].read_text().replace(",f,", ",q77,"))

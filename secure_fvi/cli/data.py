@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 if TYPE_CHECKING:
-    from secure_fvi.dictionary import Column
-    from secure_fvi.tables import Opened
+    from secure_fvi.dictionary import Column, Dictionary
+    from secure_fvi.tables import Coded, Opened
 
 FILE = click.Path(path_type=Path)
 #: A column with so many different texts or fewer, which repeat, is drafted as a category.
@@ -88,7 +88,7 @@ def check(
     coding: Path,
     query: str | None,
     tables: tuple[str, ...],
-    missing: str,
+    missing: Literal["refuse", "drop"],
     rows: int,
     formula: str | None,
     debug: bool,
@@ -98,7 +98,7 @@ def check(
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError
     from secure_fvi.formula import columns_of
-    from secure_fvi.tables import GAP, check_table, opened, remedy
+    from secure_fvi.tables import GAP, check_table, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
     used = list(dictionary.columns) if formula is None else columns_of(formula, dictionary)
@@ -122,8 +122,27 @@ def check(
         raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}{hint}")
     if len(gaps) == found.read:
         raise DataError(f"{table}: no row is without a gap")
+    if formula is not None:
+        with _about(table):
+            _check_records(read_coded(files, dictionary, query, missing, used), formula, dictionary, table.name)
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
+
+
+def _check_records(found: Coded, formula: str, dictionary: Dictionary, name: str) -> None:
+    """Raise DataError where the formula's records repeat each other, as its fit does."""
+    import torch
+
+    from secure_fvi.contracts import check_repeats
+    from secure_fvi.errors import InputError
+    from secure_fvi.federated_model import read_data
+    from secure_fvi.mixed_model import glmm
+
+    try:
+        laid = glmm(formula, dictionary=dictionary).prepared({name: found})[name]
+    except InputError:  # of another family, whose fit says what it asks of a response
+        return
+    check_repeats(read_data(laid, name, torch.float64)[1].rows, name, found.columns)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class SiteJob:
                 used = {**rows, RECORD_ID: ids} if ids_are_own else rows
             self.schema, records = read_data(rows, home.id, dtype)
             if not ids_are_own:
-                check_repeats(records.rows, home.id)
+                check_repeats(records.rows, home.id, used)
             self.cohort = Cohort(home, decision.offer, self.folder, used, decision.data)
         work, run = work_of([rows], algorithm, privacy), config.run
         # A job may ask for more than this machine has: so many that the process ends.

@@ -129,6 +129,24 @@ def test_a_check_by_a_formula_looks_at_what_its_fit_reads(folder: Path, capsys: 
     assert (code, out.splitlines()[1:]) == (0, ["of these the formula uses age, person, wheeze", "it fits"])
 
 
+def test_a_check_by_a_formula_sees_a_table_joined_to_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the fit does, by the table's own names. The controls: once, and with a group, whose rows may be alike."""
+    rows = [f"{20 + i}.5,{i / 7},{i % 4}" for i in range(12)]
+    (folder / "twice.csv").write_text("\n".join(["age,y,site", *rows, *rows]))
+    (folder / "once.csv").write_text("\n".join(["age,y,site", *rows]))
+    number = 'kind = "number"\nlow = 0\nhigh = 100\ncentre = 50\nscale = 10'
+    text = f"format = 1\n[columns.age]\n{number}\n[columns.y]\n{number}\n[columns.site]\nkind = 'id'\n"
+    (folder / "t.toml").write_text(text)
+
+    def checked(table: str, formula: str) -> tuple[int, str]:
+        code, _, err = run(capsys, "check", table, "--dictionary", "t.toml", "--formula", formula)
+        return code, err
+
+    code, said = checked("twice.csv", "y ~ age")
+    assert (code, "12 of 24 rows repeat another one in all of 'age', 'y':" in said) == (2, True)
+    assert checked("once.csv", "y ~ age")[0] == checked("twice.csv", "y ~ age + (1 | site)")[0] == 0
+
+
 def test_a_check_names_columns_and_rows_and_no_cells(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "describe", "t.csv", "--output", "d.toml")
     review(folder / "d.toml")
