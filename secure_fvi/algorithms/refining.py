@@ -161,6 +161,14 @@ class Found(NamedTuple):
         return None
 
 
+#: What it means that weighted draws are no answer, and what to do.
+_REMEDY = (
+    "the posterior has not the form of a few normals near q (tails, modes apart, a bend, an edge): write the model in "
+    "other terms (non-centred, on the log scale, with what is alike in an order), or with priors that rule out what "
+    "cannot be"
+)
+
+
 class Refining(NamedTuple):
     """The server's state. All of it follows from broadcasts and totals."""
 
@@ -202,7 +210,8 @@ class Refining(NamedTuple):
         if not self.sums or self.sound:
             return None
         times = f"{self.sums} sum{'s' * (self.sums != 1)}"
-        return f"q could not be refined by {times} at draws near it: {self.lost or self.found.against()}"
+        said = f"q could not be refined by {times} at draws near it: {self.lost or self.found.against()}"
+        return said if self.lost else f"{said}; {_REMEDY}"
 
     def reason(self) -> str:
         """Of an answer, in words."""
@@ -247,7 +256,7 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
         return of_q._replace(reason=f"{of_q.reason}; {_NESTED}")
     details = {**of_q.details, **state.details()}
     if state.answer is not None:
-        rests = "tables are of these draws; q, on which the silos' own latents rest alone, is not as near"
+        rests = "tables are of these draws; q, on which latents of silos or records, if any, rest alone, is not as near"
         own = "" if of_q.converged else f"; {rests}: {of_q.reason}"
         return Verdict(True, f"{state.reason()}{own}", details)
     against = state.against()
