@@ -449,7 +449,7 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
     def curved(z: Tensor) -> tuple[Tensor, Tensor]:
         """Slopes (N, n) and a factor (N, n, n) of the inverse of minus the curvature."""
         # Backwards twice: forwards, where tangents are zero, PyTorch asks Python for their shapes in every operation.
-        first_slope, pull = torch.func.vjp(slope, z)
+        first_slope, pull = torch.func.vjp(slope, z)[:2]
         curve = -torch.stack([pull(z.new_zeros(z.shape).index_fill(1, k, 1.0))[0] for k in index], -1)
         a, c = curve[:, 0, 0], curve[:, -1, -1]
         b = 0.5 * (curve[:, 0, -1] + curve[:, -1, 0]) if n > 1 else torch.zeros_like(a)
