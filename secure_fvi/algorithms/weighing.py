@@ -448,17 +448,18 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
 
     def curved(z: Tensor) -> tuple[Tensor, Tensor]:
         """Slopes (N, n) and a factor (N, n, n) of the inverse of minus the curvature."""
-        found = [torch.func.jvp(slope, (z,), (z.new_zeros(z.shape).index_fill(1, k, 1.0),)) for k in index]
-        curve = -torch.stack([pair[1] for pair in found], -1)
+        # Backwards twice: forwards, where tangents are zero, PyTorch asks Python for their shapes in every operation.
+        first_slope, pull = torch.func.vjp(slope, z)[:2]
+        curve = -torch.stack([pull(z.new_zeros(z.shape).index_fill(1, k, 1.0))[0] for k in index], -1)
         a, c = curve[:, 0, 0], curve[:, -1, -1]
         b = 0.5 * (curve[:, 0, -1] + curve[:, -1, 0]) if n > 1 else torch.zeros_like(a)
         left = a - b.square() / c
         fine = (left > 0) & (c > 0)
         first, last = torch.where(fine, left, 1.0).rsqrt(), torch.where(fine, c, 1.0).rsqrt()
         if n == 1:
-            return found[0][0], torch.where(fine[:, None, None], first[:, None, None], before)
+            return first_slope, torch.where(fine[:, None, None], first[:, None, None], before)
         made = torch.stack([first, torch.zeros_like(a), -b / torch.where(fine, c, 1.0) * first, last], -1)
-        return found[0][0], torch.where(fine[:, None, None], made.unflatten(-1, (2, 2)), before)
+        return first_slope, torch.where(fine[:, None, None], made.unflatten(-1, (2, 2)), before)
 
     index = [torch.tensor([k], device=loc.device) for k in range(n)]
     before = log_scale.exp().unsqueeze(-1) * moments.get("lower", torch.eye(n, dtype=loc.dtype, device=loc.device))
@@ -468,10 +469,14 @@ def _around_mode(log_density: Callable[[Tensor], Tensor], moments: Params) -> Pa
         white = (factor.mT @ g.unsqueeze(-1)).squeeze(-1)
         length = white.norm(dim=-1, keepdim=True)
         step = (factor @ (white * (_STRIDE / length.clamp(min=_STRIDE))).unsqueeze(-1)).squeeze(-1)
-        tried = torch.stack([*(at + share * step for share in _SHARES), at])
-        heights = torch.cat([over_draws(log_density, tried[:-1]).nan_to_num(nan=-math.inf), height[None]])
-        best = heights.argmax(0, keepdim=True)
-        at, height = torch.take_along_dim(tried, best[..., None], 0)[0], torch.take_along_dim(heights, best, 0)[0]
+        tried = torch.stack([at + share * step for share in _SHARES])
+        heights = over_draws(log_density, tried).nan_to_num(nan=-math.inf)
+        # The first of the highest, the place itself last: comparisons cost a tenth of argmax along so short an axis.
+        best, top = tried[0], heights[0]
+        for other, its in zip([*tried[1:], at], [*heights[1:], height], strict=True):
+            higher = its > top
+            best, top = torch.where(higher[..., None], other, best), torch.where(higher, its, top)
+        at, height = best, top
     _, factor = curved(at)
     good = (at.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[:, None]
     scale = factor.diagonal(dim1=-2, dim2=-1)

@@ -345,7 +345,7 @@ def test_theta_is_averaged_near_what_sfvi_finds() -> None:
 def test_a_killed_run_ends_where_an_unbroken_one_does(options: dict[str, Any], tmp_path: Path) -> None:
     """Stopped between phases after the second round and resumed from the checkpoint: the same bits."""
     problem = make_clinics()
-    algorithm = sf.SFVIAvg(rounds=4, local_steps=40, tolerance=10.0, **options)
+    algorithm = sf.SFVIAvg(rounds=4, local_steps=10, tolerance=10.0, **options)
 
     class _KilledError(Exception):
         pass

@@ -81,7 +81,7 @@ def test_pooling_counts_each_global_density_once() -> None:
     torch.testing.assert_close(difference, expected, check_dtype=False)
 
 
-def test_theta_is_held_at_the_value_of_the_run() -> None:
+def test_theta_is_held_at_the_value_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(y: torch.Tensor) -> None:
         scale = pyro.param("scale", torch.tensor(1.0), constraint=torch.distributions.constraints.positive)
         mu = pyro.sample("mu", LogNormal(0.0, 1.0))
@@ -93,7 +93,9 @@ def test_theta_is_held_at_the_value_of_the_run() -> None:
     trace = pyro.poutine.trace(pooled).get_trace()
     y, mu = trace.nodes["y"]["value"], trace.nodes["mu"]["value"]
     torch.testing.assert_close(trace.nodes["y"]["fn"].log_prob(y), Normal(mu, 0.25).log_prob(y), check_dtype=False)
-    found = sample_nuts(pooled, "person", ["mu"], warmup=100, draws=200)
+    # Compiling takes ten seconds and nothing is claimed of it; of 60 draws of log mu about half are below zero.
+    monkeypatch.setattr("secure_fvi.runs.nuts.shutil.which", lambda _: None)
+    found = sample_nuts(pooled, "person", ["mu"], warmup=20, draws=30)
     assert bool((found.sites["mu"] > 0).all())
 
 

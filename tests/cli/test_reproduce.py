@@ -33,6 +33,7 @@ def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
+@pytest.mark.usefixtures("few_draws")
 def test_sfvi_avg_from_a_configuration(cli: CommandLine) -> None:
     cli.change('name = "sfvi"\niterations = 120', 'name = "sfvi-avg"\nrounds = 2\nlocal_steps = 20')
     answer = cli.run()

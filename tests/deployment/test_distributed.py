@@ -41,6 +41,7 @@ def stop_at(round_: int) -> Any:
     return watch
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: str(a["name"]))
 def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algorithm: dict[str, Any]) -> None:
     job = Job(world, tmp_path, algorithm=algorithm)
