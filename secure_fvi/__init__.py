@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before MKL's first use. Without it MKL rounds a row of a product by where it stands on some processors; record privacy
+# rests on its not doing so (`algorithms.by_record.check_machine`).
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from secure_fvi.aggregation import Homomorphic as Homomorphic

@@ -42,6 +42,7 @@ from secure_fvi.algorithms.base import (
     SiloProgram,
     SiloView,
 )
+from secure_fvi.algorithms.by_record import check_machine
 from secure_fvi.contracts import read_at_silo
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
@@ -532,7 +533,10 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
             f"silo '{silo}': record ids must be different whole numbers of at least 0; in {bad} of {len(ids)} rows "
             "they are not"
         )
-    made = problem.schema.dummy_rows(1) if isinstance(problem.privacy, RecordDP) else {}
+    made: dict[str, torch.Tensor] = {}
+    if isinstance(problem.privacy, RecordDP):
+        check_machine()
+        made = problem.schema.dummy_rows(1)
     rows = {name: torch.cat([t, made.get(name, t[:1]).to(t)]).to(problem.device) for name, t in records.rows.items()}
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)
     weights[-1] = 0.0

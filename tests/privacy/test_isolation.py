@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,9 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import sfvi
+from secure_fvi.algorithms.by_record import check_machine
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
+from secure_fvi.errors import InputError
 from secure_fvi.exported import GraphDensity, Program, TensorGraph, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.fitting import build_parties
@@ -86,6 +89,24 @@ def test_a_record_on_which_the_program_fails_moves_no_other(how: str) -> None:
     assert found[0] > 0.9  # there is a record
     assert found.max() <= 1 + 1e-9
     assert found.min() == 0  # and it failed, which is nothing
+
+
+def test_a_machine_that_rounds_rows_by_their_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MKL does on some processors, where `MKL_CBWR` is not set. The control is this machine as it is."""
+    assert os.environ["MKL_CBWR"]  # by `import secure_fvi`
+    check_machine.cache_clear()
+    check_machine()
+    product = torch.Tensor.__matmul__
+
+    def by_place(rows: Tensor, weights: Tensor) -> Tensor:
+        found = product(rows, weights)
+        found[-1] = torch.nextafter(found[-1], found[-1] + 1)
+        return found
+
+    check_machine.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "__matmul__", by_place)
+    with pytest.raises(InputError, match=r"its place among the others.*MKL_CBWR"):
+        failing_world("unfenced", False)
 
 
 def _traced_in(how: str, records: int, fails: bool, rounds: int) -> int:
