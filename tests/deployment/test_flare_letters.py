@@ -29,12 +29,10 @@ from secure_fvi.engines.flare import (
     LETTER,
     Ended,
     FlareCarrier,
-    Letter,
     Post,
     SiteParty,
-    read_letter,
-    write_letter,
 )
+from secure_fvi.engines.letters import Letter, read_letter, write_letter
 from secure_fvi.engines.remote import Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
@@ -81,7 +79,7 @@ class Network:
         flare_kits.write_job(home.path, "job", flare_kits.Job(config=str(job.path), out=str(out)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SecureFVIWarning)
-            post = Post(home, self.send, self.over.is_set)
+            post = Post(self.send, self.over.is_set)
             flare.serve(home, "job", functools.partial(FlareCarrier, post=post))
         return (out / "posterior.safetensors").read_bytes()
 
@@ -278,8 +276,8 @@ def test_a_site_answers_its_server_alone(world: World, spoil: Callable[[World], 
 def test_an_answer_names_its_question(network: Network) -> None:
     """FLARE's server hands each question the answer of an older one: taken for none. The control: the right ones."""
     home, older = network.world.homes["hub"], {}
-    post = Post(home, network.send, network.over.is_set)
-    carrier = FlareCarrier(SILOS, "", None, lambda _: "", b"", "job", Patience("drop"), post=post)
+    post = Post(network.send, network.over.is_set)
+    carrier = FlareCarrier(SILOS, "", None, lambda _: "", b"", "job", home, Patience("drop"), post=post)
     ask = functools.partial(carrier.exchange, dict.fromkeys(SILOS, b"\xffanything"))
 
     def spoil(site: str, answer: bytes) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from consortium_run import HOLDER, SILOS, Job
+from consortium_run import HOLDER, SILOS, Job, met
 from deployment_world import NOW, World, new_world
 from holder_world import VALUES, Held
 from test_processes import Processes
@@ -282,6 +282,7 @@ class TestPolicy:
         config = held.offer.config.model_copy(update={"aggregation": Aggregation(kind="masked")})
         offer = sign_offer(replace(held.offer, job="another", config=config), world.homes["hub"].identity())
         held.allow(aggregations=["masked"])
+        met(world.homes["hub"], held.site)
         with pytest.raises(InputError, match="'masked' needs no key holder"):
             held.site.handle("another", JOIN + offer)
 
@@ -310,7 +311,7 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
         return b"answer to " + message
 
     roster, patience = hub.roster(NOW).hash, Patience("drop", 0.05, 1)
-    server = StreamServer(["north"], "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", patience, [HOLDER])
+    server = StreamServer(["north"], "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", hub, patience, [HOLDER])
     seen: list[tuple[Any, Any]] = []
     server.watch = lambda messages, replies: seen.append((dict(messages), dict(replies)))
     late: list[Dialer] = []
