@@ -26,7 +26,7 @@ from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, read_bytes
 from secure_fvi.deployment.policy import SitePolicy
-from secure_fvi.deployment.rotation import read_succession
+from secure_fvi.deployment.rotation import keys_of, read_succession
 from secure_fvi.deployment.trail import TRAIL, Trail
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import ChainKind
@@ -277,14 +277,9 @@ def open_witness(home: Home, kind: ChainKind = TRAIL) -> Witness:
 
 def records_keys(home: Home, roster: ConsortiumRoster, member: str) -> tuple[bytes, ...]:
     """The public keys under which `member` may keep records, its present identity first, then those before it."""
-    keys = [roster.member(member).identity_key]
     paths = sorted((home.path / "successions").glob("*.toml"))
     known = [read_succession(read_bytes(p, "the succession"), f"'{p}'") for p in paths]
-    while True:
-        before = next((s.before for s in known if s.member == member and s.after == keys[-1]), None)
-        if before is None or before in keys:
-            return tuple(keys)
-        keys.append(before)
+    return keys_of(roster.member(member), known)
 
 
 def _signer(home: Home, key: bytes) -> Identity:

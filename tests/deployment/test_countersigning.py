@@ -13,7 +13,7 @@ from deployment_world import NOW, World
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment import countersigning, keeping
-from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail
+from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail, open_witness
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import install
 from secure_fvi.deployment.rotation import succeed
@@ -194,7 +194,8 @@ def test_a_server_that_makes_a_receipt_up_is_named_and_ends_nobodys_record(met: 
         north.ledger_file.unlink()
     kind = TRAIL if record == "audit-log" else LEDGER
     receipts = [made_up(kind, hub, north)]
-    seen = countersigning.Seen(receipts if kind is TRAIL else [], receipts if kind is LEDGER else [])
+    genuine = open_witness(hub).receipt(north.identity().public_key)
+    seen = countersigning.Seen(receipts if kind is TRAIL else [genuine], receipts if kind is LEDGER else [])
     with closing(open_trail(north)) as trail:
         with pytest.raises(ProtocolError, match=r"^'hub' sent a receipt that it made up"):
             answer(north, trail, "hub", countersigning._CODEC.pack(seen))
