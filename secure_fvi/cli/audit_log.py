@@ -69,7 +69,7 @@ def verify(
             if members.member(other.silo).role != "server":
                 raise ProtocolError(f"'{against}' is the log of '{other.silo}', which is no server in the roster")
             check_key(other, keys[other.silo])
-        elif pinned is not None:
+        else:
             click.echo(f"  compared with a log of '{other.silo}', key {other.public_key.hex()} (not pinned)")
         found = compare(log, against)
         click.echo(f"'{found.site}' and '{found.server}' agree on {found.agreed} exchanges in {len(found.jobs)} jobs")
