@@ -98,7 +98,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
-    if not met and (before is None or not before.accepted):
+    if not met and (before is None or not (before.accepted or before.exchanges)):
         raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
     if trail.full:  # it goes on, by a row that is there
         return Decision(offer, roster, policy, data)

@@ -269,8 +269,8 @@ def test_statements_under_a_key_that_is_not_the_members(world: World) -> None:
     log = open_trail(world.homes["north"])
     witness = open_witness(world.homes["hub"])
     with raises(ProtocolError, "not under an identity of the member that made it"):
-        countersigning._countersigned(witness, log.statement(0), (bytes(32),))
-    assert countersigning._countersigned(witness, log.statement(0), (log.chain.public_key,))
+        countersigning._countersigned(witness, log.statement(0), (bytes(32),), "north")
+    assert countersigning._countersigned(witness, log.statement(0), (log.chain.public_key,), "north")
 
 
 # Jobs and sessions
