@@ -120,6 +120,11 @@ def shown_length(data: bytes) -> int:
     return (_CODEC.unpack(data, Countersignature) if proves(data) else _CODEC.unpack(data, Receipt)).length
 
 
+def witness_key(data: bytes) -> bytes:
+    """The public key of the witness that the receipt `data` says it is by: not checked."""
+    return (_CODEC.unpack(data, Countersignature) if proves(data) else _CODEC.unpack(data, Receipt)).witness_key
+
+
 def check_receipt(
     data: bytes, witness_keys: frozenset[bytes] | None = None, chain: ChainKind = LEDGER
 ) -> Countersignature:
@@ -167,8 +172,13 @@ class Witness:
         One of the older form says no more than how far this witness has seen it."""
         return self._store.get(self._slot(public_key) + "/receipt") or b""
 
-    def countersign(self, statement: bytes, public_key: bytes) -> bytes:
-        """A receipt for `statement` by the ledger of `public_key` (32 bytes, as pinned in the roster).
+    def key_of(self, member: str) -> bytes:
+        """The key of the ledger that was countersigned last for `member`; empty before any."""
+        return self._store.get(self._member(member)) or b""
+
+    def countersign(self, statement: bytes, public_key: bytes, member: str = "") -> bytes:
+        """A receipt for `statement` by the ledger of `public_key` (32 bytes, as pinned in the roster); member: whose
+        `key_of` that is from now on, where named.
 
         Raises ProtocolError, and remembers nothing, if it is forged, shorter than what was seen, or does not
         continue it. The new length is on disk before the receipt exists.
@@ -204,7 +214,8 @@ class Witness:
         signature = self._identity.sign(self._chain.label(_RECEIPT) + _received(unsigned))
         receipt = _CODEC.pack(unsigned._replace(signature=signature))
         slot, seen = self._slot(public_key), msgpack.packb([stated.length, head])
-        self._store.put({slot: bytes(seen), f"{slot}/receipt": receipt})
+        named = {self._member(member): public_key} if member else {}
+        self._store.put({slot: bytes(seen), f"{slot}/receipt": receipt, **named})
         return receipt
 
     def _seen(self, public_key: bytes) -> tuple[int, bytes]:
@@ -213,6 +224,9 @@ class Witness:
             return 0, NOTHING
         length, head = wire.own(stored, "what this witness saw", _SEEN)
         return length, head
+
+    def _member(self, member: str) -> str:
+        return f"{self._chain.name}/of/{member}"
 
     def _slot(self, public_key: bytes) -> str:
         return f"{self._chain.name}/{public_key.hex()}"

@@ -39,7 +39,7 @@ import json, time, msgpack
 from secure_fvi import alignment, wire
 from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.deployment import countersigning, job, session_messages
-from secure_fvi.engines import flare, stream_messages
+from secure_fvi.engines import letters, stream_messages
 from secure_fvi.messages import decode_broadcast
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import Row
@@ -54,7 +54,7 @@ units.append(b"\\xc4\\x20" + bytes(32))
 codecs = {"masked": messages.unpack_any, "homomorphic": homomorphic_schemes.unpack_any,
           "session": session_messages.CODEC.unpack_any, "stream": stream_messages.CODEC.unpack_any,
           "countersigning": countersigning._CODEC.unpack_any, "offer": job._CODEC.unpack_any,
-          "witness": witness._CODEC.unpack_any, "letter": flare._CODEC.unpack_any,
+          "witness": witness._CODEC.unpack_any, "letter": letters.CODEC.unpack_any,
           "matching": alignment._CODEC.unpack_any}
 plain = {"broadcast": decode_broadcast, "schema": session_messages.unpack_schema,
          "tensors": lambda d: wire.tensors(d, "x"),

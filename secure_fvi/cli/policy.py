@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.serving import sandbox_option
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.deciding import Decision
@@ -133,9 +134,12 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
 @_asked()
 @click.option("--with-data", is_flag=True, help="Read all silos' data and trace the model, for blocks and noise.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
+@sandbox_option
 @click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
 @_debug
-def explain(config: Asked, with_data: bool, data_dir: Path | None, as_json: bool) -> None:
+def explain(
+    config: Asked, with_data: bool, data_dir: Path | None, sandbox: Literal["required", "off"], as_json: bool
+) -> None:
     """Say in words what the job that CONFIG describes discloses, to whom, how often, and what a policy has to list."""
     import json
 
@@ -144,7 +148,12 @@ def explain(config: Asked, with_data: bool, data_dir: Path | None, as_json: bool
     from secure_fvi.runs.federation import disclosure_of
 
     job = config.job()
-    found = disclosure_of(job, data_dir, with_data)
+    model = None
+    if with_data and not job.vertical:
+        from secure_fvi.deployment.fence import model_for
+
+        model, _ = model_for(job, sandbox, None, None, *(Path(s.data) for s in job.silo))
+    found = disclosure_of(job, data_dir, model)
     check_carried(found, job.engine or Engine())
     if not as_json:
         _say([*_formula_lines(job), *found.lines()])

@@ -240,11 +240,12 @@ class ConsortiumRoster:
         return replace(found, key_holder=key_holder)
 
 
-def session_id(roster: ConsortiumRoster, job: bytes, nonces: Mapping[str, bytes]) -> bytes:
-    """A session's 32 bytes, from the job's hash and 32 fresh bytes of each silo: new if one silo's are new."""
+def session_id(roster: ConsortiumRoster, job: bytes, nonces: Mapping[str, bytes], protocol: int) -> bytes:
+    """A session's 32 bytes, from the job's hash, 32 fresh bytes of each silo and the version of the protocol in which
+    it goes on: new if one silo's are new, another for whom another version is named."""
     if any(len(n) != 32 for n in nonces.values()) or not nonces:
         raise ProtocolError("a session needs 32 fresh bytes of each silo")
-    return digest(LABEL_SESSION, roster.hash, job, msgpack.packb(sorted(nonces.items())))
+    return digest(LABEL_SESSION, roster.hash, job, msgpack.packb([protocol, sorted(nonces.items())]))
 
 
 def write_roster(

@@ -26,7 +26,7 @@ from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, read_bytes
 from secure_fvi.deployment.policy import SitePolicy
-from secure_fvi.deployment.rotation import read_succession
+from secure_fvi.deployment.rotation import keys_of, read_succession
 from secure_fvi.deployment.trail import TRAIL, Trail
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy.chain import ChainKind
@@ -34,7 +34,15 @@ from secure_fvi.privacy.chain_file import ChainFile
 from secure_fvi.privacy.ledger import Ledger
 from secure_fvi.privacy.ledger_state import read_chain
 from secure_fvi.privacy.ledger_terms import LEDGER
-from secure_fvi.privacy.witness import Witness, WitnessFault, check_receipt, proves, shown_length, stated_key
+from secure_fvi.privacy.witness import (
+    Witness,
+    WitnessFault,
+    check_receipt,
+    proves,
+    shown_length,
+    stated_key,
+    witness_key,
+)
 
 _log = logging.getLogger(__name__)
 #: First byte of these messages, both of the server's.
@@ -102,8 +110,8 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
         signed = {
             site: _pack(
                 Countersigned(
-                    _countersigned(trails, s.trail, keys[site]),
-                    _countersigned(ledgers, s.ledger, keys[site]) if s.ledger else b"",
+                    _countersigned(trails, s.trail, keys[site], site),
+                    _countersigned(ledgers, s.ledger, keys[site], site) if s.ledger else b"",
                     trail.statement(since[site]),
                 )
             )
@@ -116,17 +124,23 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
             trail.add_receipt(receipt, keys[site][0])
 
 
+def ends(message: bytes) -> bool:
+    """Whether this message, without its first byte, is the second of the server's, to which a site has answered all."""
+    return _CODEC.kind_of(message) is Countersigned
+
+
 def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
     """The site's part: the answer to either message, without its first byte, of the member `server`.
 
-    Raises ProtocolError where the site's own records, or the server's, are not what was seen before.
+    Raises ProtocolError where the site's own records, or the server's, are not what was seen before, and where the
+    server shows less of them than it has countersigned: it has lost what it saw, or hides it.
     """
     keys = records_keys(home, home.roster(now()), server)
     with closing(SqliteStore(home.seen_file)) as store:
         witness = Witness(home.id, home.identity(), store, TRAIL)
         if _CODEC.kind_of(message) is not Seen:
             signed = _CODEC.unpack(message, Countersigned)
-            receipt = _countersigned(witness, signed.statement, keys)
+            receipt = _countersigned(witness, signed.statement, keys, server)
             with _of(server):
                 trail.add_receipt(signed.trail, keys[0])
                 if signed.ledger:
@@ -134,7 +148,7 @@ def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:
                         ledger.add_receipt(signed.ledger, keys[0])
             return _CODEC.pack(Receipt(receipt))
         seen = _CODEC.unpack(message, Seen)
-        stated = trail.statement(_check_own(trail, server, keys, seen.trails))
+        stated = trail.statement(_check_shown(trail, server, keys, seen.trails))
         return _CODEC.pack(Stated(stated, _ledger(home, server, keys, seen.ledgers), _receipts(witness, keys)))
 
 
@@ -148,7 +162,22 @@ def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[byt
             raise ProtocolError(f"the ledger of '{home.id}' is gone: the server has seen one; restore its newest copy")
         return b""
     with closing(open_ledger(home)) as ledger:
-        return ledger.statement(_check_own(ledger, server, keys, receipts))
+        return ledger.statement(_check_shown(ledger, server, keys, receipts))
+
+
+def _check_shown(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
+    """`_check_own`, where the `peer` may not show less than this record says that its present identity has seen."""
+    since = _check_own(record, peer, witness_keys, receipts)
+    shown = max((shown_length(r) for r in receipts if proves(r)), default=0)  # the others are a claim
+    given = (r for r in reversed(record.chain.receipts) if proves(r) and witness_key(r) == witness_keys[0])
+    before = next(map(shown_length, given), 0)
+    if shown < before:
+        raise ProtocolError(
+            f"'{peer}' shows {shown} rows of the {record.chain.kind.name}, of which it has countersigned {before}: "
+            "what it saw of others' records (seen.sqlite) was lost, or it hides it; let it restore the newest copy, or "
+            "have another identity in the next roster"
+        )
+    return since
 
 
 def _check_own(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
@@ -190,11 +219,25 @@ def _receipts(witness: Witness, keys: tuple[bytes, ...]) -> list[bytes]:
     return [receipt for key in keys if (receipt := witness.receipt(key))]
 
 
-def _countersigned(witness: Witness, statement: bytes, keys: tuple[bytes, ...]) -> bytes:
+def _countersigned(witness: Witness, statement: bytes, keys: tuple[bytes, ...], member: str) -> bytes:
+    """The receipt for what `member` states of its records, under one of its `keys`, the newest first.
+
+    Records stay with the key that began them, and may begin anew under a later one alone, for which all have signed a
+    roster: of a member whose records were seen, none under an earlier key are countersigned, nor under one of which
+    nothing says that it is later.
+    """
     key = stated_key(statement)
     if key not in keys:
         raise ProtocolError("a statement about records that are not under an identity of the member that made it")
-    return witness.countersign(statement, key)
+    seen = witness.key_of(member) or next((k for k in keys if witness.length(k)), key)
+    if keys.index(key) > (keys.index(seen) if seen in keys else 0):
+        raise ProtocolError(
+            f"'{member}' states records under key {key.hex()[:16]}..., which did not follow {seen.hex()[:16]}..., "
+            "under which this site has seen its records"
+        )
+    if key != seen:
+        _log.warning("'%s' has begun its records anew under its key %s...", member, key.hex()[:16])
+    return witness.countersign(statement, key, member)
 
 
 def _pack(message: Seen | Countersigned) -> bytes:
@@ -234,14 +277,9 @@ def open_witness(home: Home, kind: ChainKind = TRAIL) -> Witness:
 
 def records_keys(home: Home, roster: ConsortiumRoster, member: str) -> tuple[bytes, ...]:
     """The public keys under which `member` may keep records, its present identity first, then those before it."""
-    keys = [roster.member(member).identity_key]
     paths = sorted((home.path / "successions").glob("*.toml"))
     known = [read_succession(read_bytes(p, "the succession"), f"'{p}'") for p in paths]
-    while True:
-        before = next((s.before for s in known if s.member == member and s.after == keys[-1]), None)
-        if before is None or before in keys:
-            return tuple(keys)
-        keys.append(before)
+    return keys_of(roster.member(member), known)
 
 
 def _signer(home: Home, key: bytes) -> Identity:

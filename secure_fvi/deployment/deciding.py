@@ -14,6 +14,7 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
+from secure_fvi.engines.remote import SessionLost
 from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError
 from secure_fvi.runs.config import Config
 from secure_fvi.silo import UNANSWERABLE
@@ -52,8 +53,10 @@ class Decision(NamedTuple):
         return config.model_copy(update={"silo": silos, "model": model})
 
 
-def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> Decision:
-    """Accept the job offer in `message`, or raise ProtocolError or PolicyError with the reason.
+def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, met: bool) -> Decision:
+    """Accept the job offer in `message`, or raise ProtocolError or PolicyError with the reason; SessionLost, so that
+    the server begins again, for a job that is new here where records were not countersigned just before (`met`): they
+    may have been restored from a copy, of which the server could tell.
 
     An id stands for one offer: another offer of the same id is refused, and so is one of a job that has `FINISHED`.
     Either way the log says so before this returns. What the job will cost is the ledger's question, and how much noise
@@ -72,6 +75,11 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
         jobs = trail.chain.jobs
         accepted = {r.fields["offer"] for r in jobs.values() if r.accepted}
         offer = read_offer(message, roster, home.id, now, accepted)
+        speaking = next(iter(roster.of_role("server")))
+        if offer.server != speaking.id:  # another server's offer is not this one's to hand on
+            raise ProtocolError(
+                f"an offer of '{offer.server}', where '{speaking.id}' is the server that is listened to"
+            )
         before = jobs.get(offer.job)
         if before is not None and before.accepted and before.fields["offer"] != offer.hash:
             raise ProtocolError(f"job '{offer.job}' was accepted with another offer; a new job needs a new id")
@@ -90,6 +98,8 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime) -> 
     except SecureFVIError as error:
         trail.job(job_entry(offer, policy.hash, accepted=False, reason=printable(str(error))))
         raise
+    if not met and (before is None or not (before.accepted or before.exchanges)):
+        raise SessionLost(f"job '{offer.job}' is new to '{home.id}', and its records were not countersigned first")
     if trail.full:  # it goes on, by a row that is there
         return Decision(offer, roster, policy, data)
     trail.job(job_entry(offer, policy.hash, accepted=True))

@@ -25,7 +25,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Literal
 
@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import make_certificate, pem_of, read_certificate
-from secure_fvi.deployment.consortium import ConsortiumRoster, Member, trusted
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member, parse_roster, trusted
 from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.signatures import load_roster
 from secure_fvi.engines.remote import TlsFiles
@@ -290,6 +290,17 @@ class Home:
         """Remember a checked roster: older ones are refused from now on."""
         self.check_not_older(roster)
         self._accept(serial=roster.serial, roster=roster.hash.hex())
+
+    def accepted_rosters(self) -> Iterator[ConsortiumRoster]:
+        """The rosters that have been in force here, the newest first, each named by the next, as they lie here."""
+        wanted, serial = self._accepted().roster, self.in_force
+        while serial and self.roster_file(serial).exists():
+            path = self.roster_file(serial)
+            found = parse_roster(read_bytes(path, "the roster"), f"'{path}'")
+            if found.hash.hex() != wanted:
+                return
+            yield found
+            wanted, serial = found.previous.hex(), serial - 1
 
     def _accepted(self) -> _Accepted:
         path = self.path / "accepted.json"

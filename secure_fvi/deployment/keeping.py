@@ -12,7 +12,7 @@ from secure_fvi.deployment.consortium import ConsortiumRoster, parse_roster
 from secure_fvi.deployment.home import Home, make_tls
 from secure_fvi.deployment.names import format_time, read_bytes, write_bytes
 from secure_fvi.deployment.requests import make_request
-from secure_fvi.deployment.rotation import read_succession, succeed
+from secure_fvi.deployment.rotation import Succession, read_succession, succeed
 from secure_fvi.deployment.signatures import check_signature, read_signature, sign_roster, signature_folder
 from secure_fvi.errors import ProtocolError, SecureFVIError
 from secure_fvi.key_files import create_key, load_key
@@ -45,7 +45,9 @@ def install(home: Home, source: Path, now: datetime.datetime) -> str:
         return f"signature of '{signature.member}' under roster {roster.serial}"
     if b'kind = "identity-succession"' in content:
         succession = read_succession(content, where)
-        _put(home.path / "successions" / f"{succession.member}-{succession.after.hex()[:16]}.toml", content)
+        path = home.path / "successions" / f"{succession.member}-{succession.after.hex()[:16]}.toml"
+        _check_succession(home, succession, path)
+        _put(path, content)
         return f"succession of the identity of '{succession.member}'"
     roster = parse_roster(content, where)
     home.check_own(roster)
@@ -55,6 +57,24 @@ def install(home: Home, source: Path, now: datetime.datetime) -> str:
         shutil.rmtree(signature_folder(path), ignore_errors=True)  # they are under another draft
         _put(path, content)
     return f"roster {roster.serial} of '{roster.consortium}', not in force before all have signed it"
+
+
+def _check_succession(home: Home, succession: Succession, path: Path) -> None:
+    """Raises ProtocolError for a succession that what this site has accepted contradicts: who has an identity can make
+    any number of others that it is said to follow, and begin records anew under one of them."""
+    member = succession.member
+    rosters = list(home.accepted_rosters())  # the newest first
+    known = [r.members[member].identity_key for r in rosters if member in r.members]
+    if succession.after in known:
+        older = [key for key in known[known.index(succession.after) :] if key != succession.after]
+        begun = bool(rosters) and rosters[-1].serial == 1  # nobody was somebody else before the first roster
+    else:
+        older, begun = known, False
+    if (older and succession.before != older[0]) or (not older and begun):
+        raise ProtocolError(f"no roster that this site has accepted names {succession.before.hex()[:16]}... "
+                            f"as what '{member}' was before {succession.after.hex()[:16]}...")  # fmt: skip
+    if path.exists() and read_succession(path.read_bytes(), f"'{path}'").before != succession.before:
+        raise ProtocolError(f"'{path}' says that '{member}' was somebody else before; one of the two is forged")
 
 
 def sign(home: Home, now: datetime.datetime) -> tuple[ConsortiumRoster, Path]:

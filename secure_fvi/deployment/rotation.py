@@ -78,6 +78,17 @@ def read_succession(content: bytes, source: str) -> Succession:
     return found
 
 
+def keys_of(member: Member, known: Iterable[Succession]) -> tuple[bytes, ...]:
+    """The public keys under which a member may keep records: that of its identity, then those before it, as successions
+    that are `known` say."""
+    keys, announced = [member.identity_key], list(known)
+    while True:
+        before = next((s.before for s in announced if s.member == member.id and s.after == keys[-1]), None)
+        if before is None or before in keys:
+            return tuple(keys)
+        keys.append(before)
+
+
 def check_changes(
     before: ConsortiumRoster, members: Iterable[Member], successions: Iterable[Succession], replaced: Iterable[str] = ()
 ) -> list[str]:

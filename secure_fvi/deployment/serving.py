@@ -222,7 +222,7 @@ class Hub:
         tls = home.credentials([*self._roster.of_role("silo"), *self._roster.of_role("holder")])
         self.engine = federation.carrier(
             self.offer.silos, federation.listen, tls, self._admit, self._roster.hash,
-            self.offer.job, self._patience, [self._holder] if self._holder else [],
+            self.offer.job, home, self._patience, [self._holder] if self._holder else [],
         )  # fmt: skip
         self.engine.watch = self._write_down
         name = f"{federation.folder.path.resolve().name}: {federation.description}"

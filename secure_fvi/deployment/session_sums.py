@@ -46,7 +46,7 @@ def session_of(roster: ConsortiumRoster, offer: bytes, opened: Open, aggregation
     nonces = dict(zip(opened.silos, opened.nonces, strict=True))
     if opened.holder:
         nonces[key_holder_of(roster).id] = opened.holder
-    return session_id(roster, offer, nonces)
+    return session_id(roster, offer, nonces, opened.protocol)
 
 
 def session_roster(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from secure_fvi.deployment.consortium import Member
-from secure_fvi.deployment.countersigning import SEEN, open_trail
+from secure_fvi.deployment.countersigning import SEEN, ends, open_trail
 from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
 from secure_fvi.deployment.holder_job import HolderJob
@@ -56,6 +56,7 @@ class Site:
         self._trail = open_trail(home)
         self._server = ""
         self._job: SiteJob | HolderJob | None = None
+        self._met = False  # whether records were countersigned since this process took its last new job
         self._under: tuple[int, ...] = ()  # what roster and policy were when that was taken
 
     def __repr__(self) -> str:
@@ -65,7 +66,9 @@ class Site:
         """The answer to one message about `job`; nothing leaves before the site's log has it."""
         kind = message[:1]
         if kind == SEEN:
-            return countersign(self.home, self._trail, server_of(self.home).id, message[1:])
+            answer = countersign(self.home, self._trail, server_of(self.home).id, message[1:])
+            self._met = ends(message[1:])
+            return answer
         if kind not in _STEPS:
             raise ProtocolError(f"{self.home.role} '{self.home.id}': a message of unknown kind")
         try:
@@ -142,7 +145,8 @@ class Site:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
         self._let_go()
         self._under = self._rules()
-        decision = decide(self.home, offer, self._trail, now())
+        decision = decide(self.home, offer, self._trail, now(), met=self._met)
+        self._met = False
         if decision.offer.job != job:
             raise ProtocolError(f"an offer of job '{decision.offer.job}' on the stream of job '{job}'")
         try:
@@ -271,4 +275,6 @@ def client_of(home: Home, address: str, server: str, handle: Callable[[str, byte
         check,
         lambda: home.roster(now()).hash,
         handle,
+        home,
+        server,
     )

@@ -8,7 +8,7 @@ answer that was lost on the way is in the site's log alone, and is counted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,15 @@ def verify(
         file.close()
 
 
+def check_key(chain: TrailChain, keys: Sequence[bytes]) -> None:
+    """Raises ProtocolError for a log under none of `keys`, those of the party that it says it is of."""
+    if chain.public_key not in keys:
+        raise ProtocolError(
+            f"a log that says it is of '{chain.silo}' is under key {chain.public_key.hex()[:16]}..., which "
+            "the roster does not name for it; where an identity before began it, name its succession"
+        )
+
+
 def rows(path: str | os.PathLike[str]) -> tuple[str, list[Row]]:
     """Party and rows of the log as they are stored, unchecked."""
     file = ChainFile(Path(path), TRAIL, read_only=True)
@@ -66,17 +75,26 @@ class Agreement:
 
 
 def compare(site_path: str | os.PathLike[str], server_path: str | os.PathLike[str]) -> Agreement:
-    """Check a site's log against the server's, both verified by themselves before.
+    """Check a site's log against the server's, both verified by themselves before, and under the keys of both.
 
-    Raises ProtocolError that names the first exchange on which they differ.
+    Raises ProtocolError that names the first exchange on which they differ, or the job of which one of them has
+    exchanges with the other and the other none.
     """
     site, site_seen, site_jobs = _exchanges(site_path)
     server, server_seen, server_jobs = _exchanges(server_path)
-    jobs = sorted(site_seen.keys() & server_seen.keys())
+    asked = {job for job, seen in site_seen.items() if any(e.peer == server for e in seen)}
+    answered = {job for job, seen in server_seen.items() if any(e.peer == site and e.received for e in seen)}
+    jobs = sorted(asked | answered)
     if not jobs:
         raise InputError(f"the logs of '{site}' and '{server}' have no job in common")
     agreed = lost = unanswered = 0
     for job in jobs:
+        for has, has_not, told in ((site, server, server_seen), (server, site, site_seen)):
+            if job not in told:
+                raise ProtocolError(
+                    f"job '{job}': '{has}' has exchanges with '{has_not}', whose log has none: left out there, or this "
+                    "is an older copy of it"
+                )
         for name in ("offer", "roster", "model"):
             if site_jobs[job][name] != server_jobs[job][name]:
                 raise ProtocolError(f"'{site}' and '{server}' have another '{name}' for job '{job}'")

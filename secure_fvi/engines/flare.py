@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import secrets
@@ -24,10 +23,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, Time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from secure_fvi import wire
-from secure_fvi.aggregation.messages import Codec
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
-from secure_fvi.deployment.names import Role, now, parse_table, read_bytes
+from secure_fvi.deployment.names import parse_table, read_bytes
 from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.site import Site, server_of
 from secure_fvi.deployment.site_job import Local
@@ -40,79 +37,24 @@ from secure_fvi.engines.flare_kits import (
     ended_file,
     job_file,
 )
+from secure_fvi.engines.letters import Letter, check_letter, read_letter, write_letter
 from secure_fvi.engines.remote import Patience, Remote, shown
 from secure_fvi.engines.stream_client import answered
-from secure_fvi.engines.stream_messages import _STATUS, LONGEST, Whole
-from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.engines.stream_messages import LONGEST, Whole
+from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import write_atomically
-from secure_fvi.privacy.chain import signed
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.running import execute_federation
 
 _log = logging.getLogger(__name__)
 
-LABEL = b"secure-fvi/flare-letter/1/"
 LETTER, BUSY = "letter", "busy"  # what a message of FLARE holds
 #: A site that still computes says so after `_HOLD` seconds; FLARE waits `REPLY` for one that may be gone.
 _HOLD, REPLY, _PAUSE = 5.0, 15.0, 0.2
 #: Seconds of silence after which a site's process is taken for dead, and at the start, for not there yet.
 SILENCE, START = 45.0, 120.0
 _HELD, _SAY = 60.0, 60.0  # seconds for a folder that a process before may still hold; between two lines of the log
-
-
-# ---- letters ----
-
-
-class Letter(NamedTuple):
-    """One message or one answer. number: 32 fresh bytes, or the digest of the letter that is answered."""
-
-    sender: str
-    receiver: str
-    job: str
-    number: bytes
-    status: int
-    body: bytes
-
-
-class _Signed(NamedTuple):
-    letter: bytes
-    signature: bytes
-
-
-_name = wire.text(200, printable=True)
-_CODEC = Codec(
-    {
-        Letter: (1, (_name, _name, _name, wire.binary(32), _STATUS, wire.binary())),
-        _Signed: (2, (wire.binary(), wire.binary(64))),
-    }
-)
-
-
-def write_letter(letter: Letter, home: Home) -> tuple[bytes, bytes]:
-    """The letter, signed by the home's identity, and the digest that an answer has to name."""
-    packed = _CODEC.pack(letter)
-    digest = hashlib.sha256(LABEL + packed).digest()
-    identity = home.identity_in(home.roster(now()))
-    return _CODEC.pack(_Signed(packed, identity.sign(LABEL + digest))), digest
-
-
-def read_letter(content: bytes, home: Home, *roles: Role, most: int) -> tuple[Letter, bytes]:
-    """A letter to this home of at most `most` bytes, and its digest. Raises ProtocolError that names the reason."""
-    if len(content) > most + 2048:
-        raise ProtocolError(f"a letter of more than the {most} bytes that are expected at most")
-    envelope = _CODEC.unpack(content, _Signed)
-    letter = _CODEC.unpack(envelope.letter, Letter)
-    roster = home.roster(now())
-    sender = roster.member(letter.sender)
-    if sender.role not in roles:
-        raise ProtocolError(f"a letter of '{sender.id}', a {sender.role} in the roster")
-    digest = hashlib.sha256(LABEL + envelope.letter).digest()
-    if not signed(sender.identity_key, LABEL, digest, envelope.signature):
-        raise ProtocolError(f"a letter that is not signed by the identity of '{sender.id}'")
-    if letter.receiver != home.id:
-        raise ProtocolError(f"a letter to '{letter.receiver}'")
-    return letter, digest
 
 
 # ---- the server's end ----
@@ -126,7 +68,6 @@ class Post(NamedTuple):
     """What FLARE's server gives a carrier. send: a letter to a site, and what came back; over: whether the job is to
     end."""
 
-    home: Home
     send: Callable[[str, bytes], Mapping[str, Any]]
     over: Callable[[], bool]
 
@@ -144,6 +85,7 @@ class FlareCarrier(Remote):
         admit: Callable[[bytes], str],
         roster: bytes,
         job: str,
+        home: Home,
         patience: Patience | None = None,
         others: Sequence[str] = (),
         *,
@@ -151,7 +93,7 @@ class FlareCarrier(Remote):
     ) -> None:
         """What a `StreamServer` takes, of which address and TLS are FLARE's here."""
         super().__init__(names, others, patience)
-        self._job, (self._home, self._send, self._over) = job, post
+        self._job, self._home, (self._send, self._over) = job, home, post
         self._threads = ThreadPoolExecutor(2 * (len(names) + len(others)), "ask")
         self._heard: dict[str, float] = {}  # by site, when it last said anything
 
@@ -200,8 +142,7 @@ class FlareCarrier(Remote):
             return  # FLARE's own word for a site that is not there
         try:
             letter, _ = read_letter(content, self._home, "silo", "holder", most=self.longest)
-            if letter.sender != site or letter.number != question or letter.job != self._job:
-                raise ProtocolError("an answer to another letter")
+            check_letter(letter, site, self._job, b"", question)
         except SecureFVIError as error:
             _log.warning("what came for '%s' is no answer: %s", site, shown(str(error).encode()))
             return
@@ -294,8 +235,7 @@ class SiteParty:
         is not the server's."""
         site = self._site.result() if self._site.done() else None
         letter, digest = read_letter(content, self._home, "server", most=site.longest() if site else LONGEST)
-        if letter.sender != server_of(self._home).id:
-            raise ProtocolError(f"a letter of '{letter.sender}'")
+        check_letter(letter, server_of(self._home).id, letter.job, b"")
         with self._lock:
             if self._last is None or self._last.digest != digest:
                 self._last = _Question(digest, self._thread.submit(self._make, letter, digest))

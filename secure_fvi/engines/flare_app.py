@@ -64,7 +64,7 @@ class ServerController(Controller):  # type: ignore[misc]
 
         try:
             home = home_of_environment()
-            post = Post(home, send, lambda: bool(abort_signal.triggered))
+            post = Post(send, lambda: bool(abort_signal.triggered))
             serve(home, self.job, functools.partial(FlareCarrier, post=post))
         except SecureFVIError as error:
             text = shown(str(error).encode())

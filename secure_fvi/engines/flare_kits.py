@@ -1,7 +1,8 @@
 """What stands outside FLARE's processes: a site's startup kit made safe and started, and jobs submitted until they end.
 
-A startup kit is FLARE's folder for one participant (`startup/`, `local/`), made by `nvflare provision`. What FLARE lets
-a job bring to a site is said in `local/`: here no code at all, and no class but ours.
+A startup kit is FLARE's folder for one participant (`startup/`, `local/`), made by `nvflare provision`. FLARE runs in a
+folder of our own that has the kit's keys, certificates and addresses in it, and nothing else of the kit. What FLARE
+lets a job bring to a site is said in its `local/`: here no code at all, and no class but ours.
 """
 
 from __future__ import annotations
@@ -10,27 +11,28 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import HOME_VARIABLE, Home
 from secure_fvi.deployment.job import silo_ids
-from secure_fvi.deployment.names import ROLES, Table, now, printable
+from secure_fvi.deployment.names import ROLES, Table, now, printable, read_bytes, write_bytes
 from secure_fvi.deployment.site_job import Local
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.files import write_atomically
-from secure_fvi.key_files import PASSPHRASE_VARIABLE
+from secure_fvi.key_files import KEY_FILE_VARIABLE, PASSPHRASE_VARIABLE
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
@@ -51,13 +53,21 @@ _RIGHTS = {
         ("clone_job", "download_job", "operate", "shell_commands", "byoc", "server-predeployed-flwr"), "none"
     ),
 }
-_OURS = {"resources.json", "authorization.json", "log_config.json"}
 _APP = "nvflare.app_common"
 _STORAGE = f"{_APP}.storages.filesystem_storage.FilesystemStorage"
 _LOG = "nvflare.fuel.utils.log_utils.BaseFormatter"
 #: Incarnations of one job in a row that may end without a round more.
 MOST_TRIES = 5
 _LOOK, _BETWEEN, _FLARE_AWAY, _LOST, _AGAIN = 1.0, 10.0, 60.0, 30.0, 5.0  # seconds
+
+
+#: Text without braces or dollars, in which FLARE would put values of its environment; and a file of `startup/`.
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/@ \[\]-]{0,200}$")]
+_File = Annotated[str, Field(pattern=r"^([A-Za-z0-9_-]{1,40}\.(key|crt|pem))?$")]
+
+
+class _Words(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def check_flare() -> None:
@@ -68,22 +78,68 @@ def check_flare() -> None:
         raise InputError("this needs NVIDIA FLARE: pip install '.[flare]' in a checkout") from None
 
 
-def guard(kit: Path) -> None:
-    """Let no job bring code or name a class other than ours, and no log leave the site: FLARE would stream it to the
-    server, and a site's log counts its records' faults. What the kit's `local/` says is all written here.
+class _Service(_Words):
+    target: _Word = ""
+    scheme: _Word = ""
 
-    Who made the kit may be the server, and FLARE builds whatever class a file of `local/` names: none of them is read.
-    Of the kit count keys, certificates and addresses. Raises InputError for a folder that holds anything else.
+
+class _Server(_Words):
+    name: _Word = ""
+    service: _Service = _Service()
+    identity: _Word = ""
+    auth_identity: _Word = ""
+    admin_server: _Word = ""
+    admin_port: int = 0
+    ssl_private_key: _File = ""
+    ssl_cert: _File = ""
+    ssl_root_cert: _File = ""
+    connection_security: _Word = ""
+
+
+class _Client(_Words):
+    ssl_private_key: _File = ""
+    ssl_cert: _File = ""
+    ssl_root_cert: _File = ""
+    fqsn: _Word = ""
+    is_leaf: bool = True
+    connection_security: _Word = ""
+    auth_identity: _Word = ""
+
+
+class _Kit(_Words):
+    """What `startup/fed_client.json` or `fed_server.json` of a kit says, and all that it may say."""
+
+    format_version: Literal[2]
+    require_signed_jobs: bool = False
+    servers: tuple[_Server, ...]
+    client: _Client = _Client()
+
+
+def guard(kit: Path, workspace: Path) -> None:
+    """Write FLARE's folder `workspace` anew, from the kit's keys, certificates and addresses alone: what FLARE itself
+    has left there of its jobs stays.
+
+    Let no job bring code or name a class other than ours, and no log leave the site: FLARE would stream it to the
+    server, and a site's log counts its records' faults. Who made the kit may be the server. FLARE builds whatever class
+    a file of `local/` or `startup/` names, runs what lies in folders of its jobs, and puts the values of the process's
+    environment in the place of their names in braces, some of which it tells the server: of all that nothing is read.
+    Raises InputError for what is no kit, or says more than a kit does.
     """
-    local, at = kit / "local", _startup(kit)
-    known = {f"{name}.default" for name in _OURS} | _OURS | {"privacy.json.sample"}
-    known |= {f"{name}.sample" for name in _OURS}
-    if odd := sorted(p.name for p in local.iterdir() if p.name not in known or not p.is_file()):
-        raise InputError(f"'{local}' holds '{odd[0]}', which is no part of a startup kit that this was tried with")
-    if unknown := sorted(_read(kit / "startup" / at, kit).keys() - {"format_version", "servers", "client"}):
-        raise InputError(f"'{kit}': startup/{at} has '{unknown[0]}', which is no part of a startup kit")
+    at = _startup(kit)
+    said = _addresses(kit, at)
+    for folder in ("startup", "local"):
+        shutil.rmtree(workspace / folder, ignore_errors=True)
+        (workspace / folder).mkdir(mode=0o700, parents=True)
+    write_atomically(workspace / "startup" / at, json.dumps(said.model_dump(exclude_unset=True), indent=2).encode())
+    ends: list[_Client | _Server] = [said.client, *said.servers]
+    for one in ends:
+        for name in {one.ssl_private_key, one.ssl_cert, one.ssl_root_cert} - {""}:
+            path = kit / "startup" / name
+            if path.is_file():  # FLARE itself says what is missing
+                write_bytes(workspace / "startup" / name, read_bytes(path, "a file of the startup kit"))
+    local = workspace / "local"
     rights = {"format_version": "1.0", "permissions": {"project_admin": dict(_RIGHTS)}}
-    of_role = _of_server(kit.resolve()) if at == "fed_server.json" else _of_site()
+    of_role = _of_server(workspace.resolve()) if at == "fed_server.json" else _of_site()
     resources = {
         "format_version": 2, "class_allow_list": list(CLASSES), "class_list_enforcement_mode": "enforce",
         "allow_log_streaming": False, **of_role,
@@ -152,12 +208,15 @@ def _startup(kit: Path) -> str:
     raise InputError(f"'{kit}' is no startup kit of FLARE: startup/fed_client.json is missing")
 
 
-def _read(path: Path, kit: Path) -> dict[str, Any]:
+def _addresses(kit: Path, name: str) -> _Kit:
     try:
-        table: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        raise InputError(f"'{kit}' is no startup kit of FLARE: '{path.name}' is missing or damaged") from None
-    return table
+        return _Kit.model_validate_json(read_bytes(kit / "startup" / name, "a file of the startup kit"))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, found["loc"]))
+        raise InputError(
+            f"'{kit}': startup/{name}: '{printable(where, 80)}' is not as in a startup kit that this was tried with"
+        ) from None
 
 
 class Job(Table):
@@ -189,45 +248,73 @@ def write_job(home: Path, name: str, job: Job) -> None:
     write_atomically(path, wording.dumps(job.model_dump(mode="json")).encode())
 
 
-def environment(home: Home, local: Local | None = None) -> dict[str, str]:
-    """Of FLARE's processes at a site: which site it is, where its data are, and this Python first."""
+def environment(home: Home, local: Local | None = None, key_file: Path | None = None) -> dict[str, str]:
+    """Of FLARE's processes at a site: which site it is, where its data are, and this Python first; no passphrase, but
+    which file has it, and no module out of the folder that a process stands in."""
     local = local or Local()
     found = {**os.environ, HOME_VARIABLE: str(home.path.resolve())}
     for name, path in ((DATA_VARIABLE, local.data), (DATA_DIR_VARIABLE, local.data_dir)):
         if path is not None:
             found[name] = str(path.resolve())
     found[REPEATABLE_VARIABLE] = "1" if local.repeatable else "0"
-    if home.passphrase is not None:
-        found[PASSPHRASE_VARIABLE] = home.passphrase
+    found.pop(PASSPHRASE_VARIABLE, None)
+    if key_file is not None:
+        found[KEY_FILE_VARIABLE] = str(key_file)
+    found["PYTHONSAFEPATH"] = "1"
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", os.defpath)])
     return found
 
 
+@contextlib.contextmanager
+def _key_file(home: Home) -> Iterator[Path | None]:
+    """A file with the passphrase of this site's keys, in memory where the system has such, for as long as FLARE runs;
+    None where the environment names one, or the keys have none."""
+    secret = home.passphrase
+    if secret is None or (os.environ.get(KEY_FILE_VARIABLE) and not os.environ.get(PASSPHRASE_VARIABLE)):
+        yield None
+        return
+    if secret != secret.partition("\n")[0].strip():
+        raise InputError("under FLARE a passphrase is one line that neither begins nor ends with a blank")
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        path = Path(folder) / "passphrase"
+        write_bytes(path, secret.encode())
+        path.chmod(0o600)
+        yield path
+
+
+def workspace_of(home: Home) -> Path:
+    """The folder in which FLARE runs at this member."""
+    return home.path / "flare" / "workspace"
+
+
 def command(kit: Path, home: Home) -> list[str]:
-    """FLARE's process of this member, from the installed package: of the kit no program is run. It is guarded first."""
-    guard(kit)
+    """FLARE's process of this member, from the installed package, in a folder that is guarded first."""
     at = _startup(kit)
     if (at == "fed_server.json") != (home.role == "server"):
         raise InputError(f"'{kit}' is a kit for another role than '{home.id}' has, a {home.role}")
+    workspace = workspace_of(home)
+    guard(kit, workspace)
     module = "server.server_train" if home.role == "server" else "client.client_train"
     own = ["secure_train=true", f"uid={home.id}", "org=consortium", "config_folder=config"]
     run = [sys.executable, "-P", "-u", "-m", f"nvflare.private.fed.app.{module}"]
-    return [*run, "-m", str(kit.resolve()), "-s", at, "--set", *own]
+    return [*run, "-m", str(workspace.resolve()), "-s", at, "--set", *own]
 
 
 def run(kit: Path, home: Home, local: Local | None = None) -> None:
     """Run it until FLARE's administrator or a signal stops it, and again when it dies."""
-    over = kit / "shutdown.fl"  # FLARE's own sign
-    while not over.exists():
-        process = subprocess.Popen(command(kit, home), env=environment(home, local), cwd=home.path)
-        try:
-            process.wait()
-        finally:
-            process.terminate()
-            process.wait()
-        if not over.exists():
-            _log.warning("FLARE's process of '%s' has ended (%d); it is started again", home.id, process.returncode)
-            time.sleep(_AGAIN)
+    over = workspace_of(home) / "shutdown.fl"  # FLARE's own sign
+    with _key_file(home) as key_file:
+        while not over.exists():
+            process = subprocess.Popen(command(kit, home), env=environment(home, local, key_file), cwd=home.path)
+            try:
+                process.wait()
+            finally:
+                process.terminate()
+                process.wait()
+            if not over.exists():
+                _log.warning("FLARE's process of '%s' has ended (%d); it is started again", home.id, process.returncode)
+                time.sleep(_AGAIN)
     over.unlink()
 
 

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from secure_fvi.engines.letters import OVERHEAD, Letter, check_letter, read_letter, write_letter
 from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_messages import (
     GREETING,
@@ -38,6 +39,9 @@ from secure_fvi.engines.stream_messages import (
 from secure_fvi.engines.stream_server import RECHECK
 from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError
 from secure_fvi.wire import PROTOCOLS, agreed
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.home import Home
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
@@ -69,15 +73,17 @@ class StreamClient:
         check_server: Callable[[bytes], None],
         roster: Callable[[], bytes],
         handle: Handler,
+        home: Home,
+        server: str,
     ) -> None:
         """`address`: "host:port". What follows is asked for at each connection, since files may be renewed: keys, the
         name that the server's certificate must have, a check of that certificate (PEM; ProtocolError refuses it), the
-        hash of the roster. `handle` makes the answers.
+        hash of the roster. `handle` makes the answers. `home`: whose letters they are, to and from the member `server`.
         """
         self._host, self._port = split_address(address)
         self._address = address
         self._tls, self._tls_name, self._check_server, self._roster = tls, tls_name, check_server, roster
-        self._handle = handle
+        self._handle, self._home, self._server = handle, home, server
         self._last: tuple[str, bytes, int, bytes] | None = None  # job, message, status, answer
         self._stop = threading.Event()
         self._call: Any = None
@@ -137,19 +143,21 @@ class StreamClient:
         credentials = grpc.ssl_channel_credentials(tls.trusted, tls.private_key, tls.certificate)
         options = (*OPTIONS, ("grpc.ssl_target_name_override", self._tls_name()), ("grpc.use_local_subchannel_pool", 1))
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        roster = self._roster()
-        outgoing.put(GREETINGS.pack(Hello(roster)))
+        roster, connection = self._roster(), os.urandom(32)
+        outgoing.put(GREETINGS.pack(Hello(roster, connection)))
         with grpc.secure_channel(self._address, credentials, options) as channel:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(_until_none(outgoing))
             self._call = call
             try:
                 if not self._stop.is_set():  # it may have been set while there was no call to break
-                    self._converse(call, outgoing, roster)
+                    self._converse(call, outgoing, roster, connection)
             finally:
                 self._call = None
                 outgoing.put(None)
 
-    def _converse(self, frames: Iterator[bytes], outgoing: queue.SimpleQueue[bytes | None], roster: bytes) -> None:
+    def _converse(
+        self, frames: Iterator[bytes], outgoing: queue.SimpleQueue[bytes | None], roster: bytes, connection: bytes
+    ) -> None:
         greeting = next(frames, None)
         if greeting is None:  # a server that was just being stopped
             raise ConnectionError("the stream ended before its greeting")
@@ -159,15 +167,19 @@ class StreamClient:
             raise ProtocolError(f"the server goes by roster {welcome.roster.hex()[:16]}..., not by this silo's")
         agreed({"the server": [welcome.protocol], "this silo": PROTOCOLS})
         _log.info("connected to %s, protocol %d", self._address, welcome.protocol)
-        assembler = Assembler(self.longest)
+        assembler = Assembler(lambda: self.longest() + OVERHEAD)
         for frame in frames:
             with _malformed("frame"):
                 whole = assembler.add(frame)
             if whole is None:
                 continue
             self._check_again()
-            status, answer = self._answer(welcome.job, whole.message)
-            for out in parts(whole.exchange, answer, status):
+            with _malformed("letter"):
+                letter, question = read_letter(whole.message, self._home, "server", most=self.longest())
+                check_letter(letter, self._server, welcome.job, connection)
+            status, answer = self._answer(letter.job, letter.body)
+            reply = Letter(self._home.id, self._server, letter.job, question, status, answer, connection)
+            for out in parts(whole.exchange, write_letter(reply, self._home)[0], status):
                 outgoing.put(out)
             if self._stop.is_set():
                 break

@@ -1,10 +1,12 @@
-"""What travels on a stream: a greeting each way, then messages in numbered parts. MessagePack of a fixed schema.
+"""What travels on a stream: a greeting each way, then letters in numbered parts. MessagePack of a fixed schema.
 
 silo                            server
-Hello(roster, token, protocols) ->
+Hello(roster, connection, protocols) ->
                        <-       Welcome(roster, job, protocol)
                        <-       Part(exchange, 0, 2, MESSAGE, ...), Part(exchange, 1, 2, MESSAGE, ...)
 Part(exchange, 0, 1, MESSAGE | REFUSAL | RESTART, ...)  ->
+
+Greetings are TLS's word alone; what is asked and answered after them is in `letters`, which an identity signs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ GREETING = wire.Limit(1024)
 #: What a part's `status` says of the whole message. RESTART: the silo needs the session to be opened anew.
 MESSAGE, REFUSAL, RESTART = 0, 1, 2
 _LONGEST_REASON = 4000
-_count, _STATUS = wire.whole(), wire.one_of(MESSAGE, REFUSAL, RESTART)
+_count, STATUS = wire.whole(), wire.one_of(MESSAGE, REFUSAL, RESTART)
 
 #: The same at both ends. A part with its frame is somewhat longer than a chunk.
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -42,11 +44,11 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Hello(NamedTuple):
-    """Silo to server: the hash of the roster that it goes by; token: empty, since no launcher starts a silo on a
-    stream; protocols: the versions that it speaks."""
+    """Silo to server: the hash of the roster that it goes by; connection: 32 fresh bytes, which every letter on this
+    stream names (none before protocol 5); protocols: the versions that it speaks."""
 
     roster: bytes
-    token: bytes = b""
+    connection: bytes = b""
     protocols: Sequence[int] = wire.PROTOCOLS
 
 
@@ -77,7 +79,7 @@ GREETINGS = Codec(
     },
     GREETING_FORM,
 )
-CODEC = Codec({Part: (3, (_count, _count, _count, _STATUS, wire.binary(most=CHUNK_BYTES)))})
+CODEC = Codec({Part: (3, (_count, _count, _count, STATUS, wire.binary(most=CHUNK_BYTES)))})
 
 
 def parts(exchange: int, message: bytes, status: int = MESSAGE, chunk: int = CHUNK_BYTES) -> Iterator[bytes]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from secure_fvi.engines.letters import OVERHEAD, Letter, check_letter, read_letter, write_letter
 from secure_fvi.engines.remote import Patience as Patience
 from secure_fvi.engines.remote import Remote, TlsFiles, shown
 from secure_fvi.engines.stream_messages import (
     GREETING,
     GREETINGS,
+    MESSAGE,
     METHOD,
     OPTIONS,
     SERVICE,
@@ -30,6 +35,9 @@ from secure_fvi.engines.stream_messages import (
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.wire import PROTOCOLS, agreed
 
+if TYPE_CHECKING:
+    from secure_fvi.deployment.home import Home
+
 _log = logging.getLogger(__name__)
 
 #: Seconds for the handshakes of a connection, and again for the greeting of a stream.
@@ -41,16 +49,24 @@ RECHECK = 60.0
 
 
 class _Link:
-    """One silo's live stream, and the certificate (PEM) with which it was opened."""
+    """One silo's live stream: the certificate (PEM) with which it was opened, the 32 bytes that the silo drew for it,
+    and the digest of the newest letter on it."""
 
-    def __init__(self, certificate: bytes, context: Any) -> None:
-        self.certificate, self._context = certificate, context
+    def __init__(self, certificate: bytes, connection: bytes, context: Any) -> None:
+        self.certificate, self.connection, self._context = certificate, connection, context
         self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self.closed = False
+        self.closed, self.asked = False, b""
 
     def send(self, exchange: int, message: bytes) -> None:
+        """In place of what waits here still: it is of an exchange that is over, and for a silo that reads nothing one
+        message after the other would be kept."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.outgoing.get_nowait()
         for frame in parts(exchange, message):
             self.outgoing.put(frame)
+        if self.closed:
+            self.outgoing.put(None)
 
     def close(self) -> None:
         """Let what is on its way arrive, and end."""
@@ -78,20 +94,23 @@ class StreamServer(Remote):
         admit: Callable[[bytes], str],
         roster: bytes,
         job: str,
+        home: Home,
         patience: Patience | None = None,
         others: Sequence[str] = (),
     ) -> None:
         """`listen`: "host:port", port 0 for any. `admit`: the id of the silo whose certificate (PEM) it is given, or
-        ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. `others`: who is let in
-        as well, and reached by `ask` alone. Raises InputError where the address cannot be had.
+        ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. `home`: whose letters
+        are sent. `others`: who is let in as well, and reached by `ask` alone. Raises InputError where the address
+        cannot be had.
         """
         super().__init__(names, others, patience)
-        self._admit, self._roster, self._job = admit, roster, job
+        self._admit, self._roster, self._job, self._home = admit, roster, job, home
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._greeting: dict[str, Any] = {}  # by silo, the stream whose greeting is awaited
         self._logins: dict[bytes, tuple[float, float]] = {}  # by certificate: streams it may open, and since when
         self._number = 0
+        self._digests: dict[int, bytes] = {}  # SHA-256 of the exchange's messages, by object
         self._closing = threading.Event()
         self.refused: deque[str] = deque(maxlen=1000)  # why connections were turned away, newest last
         self._grpc = grpc.server(
@@ -154,11 +173,11 @@ class StreamServer(Remote):
     def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:
         with self._changed:
             self._number += 1
-            self._asked, self._answers = dict(messages), {}
-            for silo, message in messages.items():
+            self._asked, self._answers, self._digests = dict(messages), {}, {}
+            for silo in messages:
                 link = self._links.get(silo)
                 if link is not None:
-                    link.send(self._number, message)
+                    self._send(silo, link)
             began = time.monotonic()
             while not self._settled(began):
                 left = self.patience.deadline - (time.monotonic() - began)
@@ -167,12 +186,21 @@ class StreamServer(Remote):
             self._absent |= messages.keys() - answers.keys()
         return {silo: answers[silo].message for silo in messages if self._usable(silo, answers.get(silo))}
 
+    def _send(self, silo: str, link: _Link) -> None:
+        """The question of the present exchange, in a letter of its own for this stream."""
+        body = self._asked[silo]
+        if id(body) not in self._digests:  # a broadcast is one object for all silos
+            self._digests[id(body)] = hashlib.sha256(body).digest()
+        letter = Letter(self._home.id, silo, self._job, secrets.token_bytes(32), MESSAGE, body, link.connection)
+        content, link.asked = write_letter(letter, self._home, self._digests[id(body)])
+        link.send(self._number, content)
+
     # ---- streams ----
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """One silo's stream, from its greeting on. Runs in a thread of gRPC's."""
         try:
-            silo, certificate, protocol = self._greet(requests, context)
+            silo, certificate, connection, protocol = self._greet(requests, context)
         except SecureFVIError as error:
             text = shown(str(error).encode())
             self.refused.append(text)
@@ -180,7 +208,7 @@ class StreamServer(Remote):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
         except _Hasty:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams of this silo in too short a time")
-        link = _Link(certificate, context)
+        link = _Link(certificate, connection, context)
         context.add_callback(link.close)
         yield GREETINGS.pack(Welcome(self._roster, self._job, protocol))
         with self._changed:
@@ -190,7 +218,7 @@ class StreamServer(Remote):
             self._links[silo] = link
             self._absent.discard(silo)
             if silo in self._asked and silo not in self._answers:
-                link.send(self._number, self._asked[silo])
+                self._send(silo, link)
             self._changed.notify_all()
         _log.info("%s has connected", self._named(silo))
         threading.Thread(target=self._read, args=(silo, link, requests), daemon=True).start()
@@ -198,9 +226,9 @@ class StreamServer(Remote):
             yield frame
         self._drop(silo, link)
 
-    def _greet(self, requests: Iterator[bytes], context: Any) -> tuple[str, bytes, int]:
-        """Which silo it is, its certificate, and the protocol that both speak; raises ProtocolError with the reason why
-        it is not let in."""
+    def _greet(self, requests: Iterator[bytes], context: Any) -> tuple[str, bytes, bytes, int]:
+        """Which silo it is, its certificate, what it calls the connection, and the protocol that both speak; raises
+        ProtocolError with the reason why it is not let in."""
         seen = context.auth_context()
         version = seen.get("ssl_tls_version", [b""])[0].decode()
         certificate = seen.get("x509_pem_cert", [b""])[0]
@@ -215,7 +243,10 @@ class StreamServer(Remote):
             raise ProtocolError(
                 f"'{silo}' goes by roster {hello.roster.hex()[:16]}..., this server by {self._roster.hex()[:16]}..."
             )
-        return silo, certificate, agreed({f"'{silo}'": hello.protocols, "this server": PROTOCOLS})
+        protocol = agreed({f"'{silo}'": hello.protocols, "this server": PROTOCOLS})
+        if len(hello.connection) != 32:
+            raise ProtocolError(f"'{silo}' has drawn no name for its connection")
+        return silo, certificate, hello.connection, protocol
 
     def _check_pace(self, certificate: bytes) -> None:
         """Raises _Hasty for a certificate with which streams are opened in too quick a succession."""
@@ -248,12 +279,12 @@ class StreamServer(Remote):
 
     def _read(self, silo: str, link: _Link, requests: Iterator[bytes]) -> None:
         """Take in what the silo answers until its stream ends."""
-        assembler = Assembler(lambda: self.longest)
+        assembler = Assembler(lambda: self.longest + OVERHEAD)
         try:
             for frame in requests:
                 whole = assembler.add(frame)
                 if whole is not None:
-                    self._take(silo, whole)
+                    self._take(silo, link, whole)
         except SecureFVIError as error:
             _log.warning("the stream of silo '%s' is cut: %s", silo, error)
         except Exception:
@@ -262,13 +293,21 @@ class StreamServer(Remote):
         link.close()
         self._drop(silo, link)
 
-    def _take(self, silo: str, whole: Whole) -> None:
+    def _take(self, silo: str, link: _Link, whole: Whole) -> None:
+        """Raises ProtocolError for what is no answer of the silo's to what it was asked on this stream."""
+        with self._changed:
+            question = link.asked
+            if whole.exchange != self._number:  # too late
+                self._absent.discard(silo)
+                return
+        letter, _ = read_letter(whole.message, self._home, "silo", "holder", most=self.longest)
+        check_letter(letter, silo, self._job, link.connection, question)
         with self._changed:
             self._absent.discard(silo)
             if whole.exchange != self._number or silo not in self._asked or silo in self._answers:
                 return  # too late, or a second time
-            self._answers[silo] = whole
-            if whole.status or len(self._answers) == len(self._asked) or self.patience.on_loss == "drop":
+            self._answers[silo] = Whole(whole.exchange, letter.status, letter.body)
+            if letter.status or len(self._answers) == len(self._asked) or self.patience.on_loss == "drop":
                 self._changed.notify_all()
 
     def _drop(self, silo: str, link: _Link) -> None:

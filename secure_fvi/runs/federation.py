@@ -23,6 +23,7 @@ from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
+from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree, read_data
 from secure_fvi.fitting import fit
 from secure_fvi.mixed_model import MixedModel
@@ -162,43 +163,53 @@ def _horizontal(
         )
     model, description = model_of(config)
     model.check_declared(privacy)
-    record_ids: tuple[Tensor, ...] | None
-    if config.partition is not None:
-        ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
-    elif isinstance(model, MixedModel):
-        laid = _tables(config, model)
-        ids, silos, record_ids = tuple(laid), tuple(laid.values()), None
-    else:
-        ids, silos, record_ids = _from_files(config)
+    ids, silos, record_ids = _records(config, data_dir, model)
     threads = config.run.threads  # written into the configuration: sums depend on their number in the last bits
     threads = choose_threads(work_of(silos, algorithm, privacy)) if threads == "auto" else threads
     complete = written_out(config, threads, algorithm, aggregation, privacy)
     return Federation(complete, description, algorithm, aggregation, privacy, model, ids, silos, record_ids)
 
 
-def disclosure_of(config: Config, data_dir: Path | None = None, traced: bool = False) -> Disclosure:
-    """What the job of `config` discloses. traced: with blocks and noise, for which every silo's data are read.
+def _records(
+    config: Config, data_dir: Path | None, model: FederatedModel | Elsewhere
+) -> tuple[tuple[str, ...], tuple[dict[str, Tensor], ...], tuple[Tensor, ...] | None]:
+    """Every silo's id, its data and the numbers of its records, where it does not number its own."""
+    if config.partition is not None:
+        return _partitioned(_dataset(config, data_dir), config.partition, config.seed)
+    if isinstance(model, MixedModel):
+        laid = _tables(config, model)
+        return tuple(laid), tuple(laid.values()), None
+    return _from_files(config)
+
+
+def disclosure_of(
+    config: Config, data_dir: Path | None = None, model: FederatedModel | Elsewhere | None = None
+) -> Disclosure:
+    """What the job of `config` discloses. model: its model, traced on every silo's data, for blocks and noise as well;
+    the job may be somebody else's, so that who calls says where the model's code runs.
 
     Raises InputError for a job that no engine runs.
     """
     config = settled(config)
     algorithm, aggregation, privacy = chosen(config)
     if config.vertical:
-        if traced:
+        if model is not None:
             raise InputError("blocks of silos with different columns follow from the number of people: a row each")
         count = len(config.silo) or len(federate(config, data_dir).data.silos)  # type: ignore[attr-defined]
         return disclose(algorithm, aggregation, privacy, count)
     ids = config.partition.silo_ids if config.partition is not None else [silo.id for silo in config.silo]
     found = disclose(algorithm, aggregation, privacy, len(ids))
-    if not traced:
+    if model is None:
         return found
-    of = federate(config, data_dir)
-    assert isinstance(of, Federation)
+    if isinstance(model, FederatedModel):
+        model.check_declared(privacy)
+    names, silos, _ = _records(config, data_dir, model)
+    dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
     schema = check_schemas_agree(
-        {name: read_data(rows, name, of.dtype)[0] for name, rows in zip(of.silo_ids, of.silos, strict=True)}
+        {name: read_data(rows, name, dtype)[0] for name, rows in zip(names, silos, strict=True)}
     )
     problem = build_problem(
-        of.model, schema, algorithm, sorted(ids), config.seed, privacy, Machine(config.run.device, of.dtype, False)
+        model, schema, algorithm, sorted(ids), config.seed, privacy, Machine(config.run.device, dtype, False)
     )
     program = algorithm.server(problem)
     return found.of_program(program.tables, program.terms, aggregation)

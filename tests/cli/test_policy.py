@@ -49,7 +49,7 @@ def test_a_job_is_explained_in_words_and_for_programs(line: CommandLine) -> None
 
 def test_blocks_and_noise_are_told_once_the_data_are_read(line: CommandLine) -> None:
     private = ("--set", "privacy.unit=record", "--set", "privacy.noise_multiplier=3.0", "--set", "privacy.delta=1e-3")
-    text = _explain(line, "--with-data", "--set", "aggregation.kind=masked", *private)
+    text = _explain(line, "--with-data", "--sandbox", "off", "--set", "aggregation.kind=masked", *private)
     for words in ("direct: 2;", "noise: Skellam, 3 times the clipping norm 1", "1 colluder and 0 losses", "noised"):
         assert words in text
     assert "exact" not in text

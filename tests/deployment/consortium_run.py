@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from deployment_world import NOW, World
 
+from secure_fvi.deployment.countersigning import countersign, open_trail
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.serving import remote_federation
 from secure_fvi.deployment.site import Site, run_site
@@ -39,6 +42,14 @@ SIX_CITIES = {
     "partition": {"ids": list(SILOS), "sizes": [200, 180, 157]},
     "run": {"compile": False},
 }
+
+
+def met(hub: Home, site: Site) -> None:
+    """Server and site countersign each other's records: a site takes no new job before."""
+    with closing(open_trail(hub)) as trail:
+        countersign(
+            hub, hub.roster(NOW), trail, [site.home.id], lambda asked: {s: site.handle("", m) for s, m in asked.items()}
+        )
 
 
 class Job:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import torch
-from consortium_run import SILOS, Job
+from consortium_run import SILOS, Job, met
 from deployment_world import NOW, World
 from safetensors.torch import save
 
@@ -39,7 +39,7 @@ from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_sums import OpenSession, server_sum, session_of
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
-from secure_fvi.engines import flare, stream_messages
+from secure_fvi.engines import letters, stream_messages
 from secure_fvi.engines.remote import SessionLost
 from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
 from secure_fvi.federated_model import Schema
@@ -160,7 +160,7 @@ _STATE = (torch.zeros(3), {"a": np.zeros(2)}, 3)
 
 def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     """By name, what reads bytes of others, or its own files, and valid examples of each kind."""
-    h, sm, st, cs, fl = homomorphic_schemes, session_messages, stream_messages, countersigning, flare
+    h, sm, st, cs, fl = homomorphic_schemes, session_messages, stream_messages, countersigning, letters
     d32, d64 = bytes(32), bytes(64)
     request = h.DecryptRequest(1, d32, d32, b"\x07", b"\x07", d32, d32, d32, b"\x07", [d64] * 3, 4, [b"x" * 40])
     key, parts = h.HolderKey(b"k" * 50, d64), h.Ciphertexts([b"a", b"b"])
@@ -172,7 +172,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     config = "[model]\nprogram='six-cities'\nx=[1,{y=2}]\n"
     offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32, [3]))
     row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
-    letter = fl._CODEC.pack(fl.Letter("hub", "a", "job", d32, 0, b"body"))
+    letter = fl.CODEC.pack(fl.Head("hub", "a", "job", d32, 0, d32, d32))
     seen = (
         cs.Seen([b"a"], [b"b"]),
         cs.Stated(b"a", b"b", [b"c"]),
@@ -203,7 +203,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         ),
         "offer": (job._CODEC.unpack_any, [job._CODEC.pack(job._Signed(offered, d64)), offered]),
         "configuration": (lambda data: job._parse(data.decode("utf-8", "replace")), [CONFIG]),
-        "letter": (fl._CODEC.unpack_any, [letter, fl._CODEC.pack(fl._Signed(letter, d64))]),
+        "letter": (fl.CODEC.unpack_any, [letter, fl.CODEC.pack(fl.Envelope(letter, b"body", d64))]),
         "posterior": (lambda data: wire.tensors(data, "a posterior"), [save({"eta/loc": torch.zeros(3)})]),
         "matching": (alignment._CODEC.unpack_any, matching_world(random.Random(1), 99)[1]),
         "row": (lambda data: row._replace(body=data).fields(), [row.body]),
@@ -413,6 +413,8 @@ def opened_job(made: Job, data: Path | None) -> Opened:
     algorithm, aggregation, _ = chosen(made.config)
     sites, bag = {s: Site(homes[s], Local(data_dir=data)) for s in silos}, list[bytes]()
     found = Opened(offer.job, sites, None, bag)  # type: ignore[arg-type]
+    for site in sites.values():
+        met(hub, site)
     answers = found.exchange(dict.fromkeys(silos, session_messages.JOIN + signed))
     joined = {s: codec.unpack(answers[s], session_messages.Joined) for s in silos}
     schema = session_messages.unpack_schema(joined[silos[0]].schema)

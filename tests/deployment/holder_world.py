@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from consortium_run import HOLDER, SILOS, SIX_CITIES
+from consortium_run import HOLDER, SILOS, SIX_CITIES, met
 from deployment_world import NOW, World
 
 from secure_fvi.aggregation import Block, BlockTable, Homomorphic
@@ -74,6 +74,7 @@ class Held:
         return self.home.state_folder / "jobs" / self.offer.job
 
     def join(self) -> Joined:
+        met(self.world.homes["hub"], self.site)
         return CODEC.unpack(self.site.handle(self.offer.job, JOIN + self.signed), Joined)
 
     def opening(self, holder: bytes, min_cohort: int = 3) -> Open:

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from deployment_world import NOW, World
 
-from secure_fvi.deployment import countersigning
-from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import SqliteStore
+from secure_fvi.deployment import countersigning, keeping
+from secure_fvi.deployment.countersigning import answer, countersign, open_ledger, open_trail, open_witness
 from secure_fvi.deployment.home import Home
-from secure_fvi.deployment.trail import TRAIL
+from secure_fvi.deployment.keeping import install
+from secure_fvi.deployment.rotation import succeed
+from secure_fvi.deployment.trail import TRAIL, Trail
 from secure_fvi.deployment.trail_verify import verify
 from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy import witness
@@ -21,12 +25,16 @@ from secure_fvi.privacy.chain import ChainKind
 from secure_fvi.privacy.ledger import Budget
 from secure_fvi.privacy.ledger import verify as verify_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
+from secure_fvi.privacy.witness import stated_key
 
 SITES = ("north", "south")
 
 
-def meet(world: World, alter: Callable[[str, bytes], bytes] = lambda site, reply: reply) -> None:
-    """What happens at the start of a job. alter: what a site sends in place of its answer."""
+def meet(
+    world: World, alter: Callable[[str, bytes], bytes] = lambda site, reply: reply, log: Trail | None = None
+) -> None:
+    """What happens at the start of a job. alter: what a site sends in place of its answer; log: the server's, where it
+    is another."""
     hub = world.homes["hub"]
 
     def exchange(messages: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -37,7 +45,7 @@ def meet(world: World, alter: Callable[[str, bytes], bytes] = lambda site, reply
         return replies
 
     with closing(open_trail(hub)) as trail:
-        countersign(hub, hub.roster(NOW), trail, SITES, exchange)
+        countersign(hub, hub.roster(NOW), trail if log is None else log, SITES, exchange)
 
 
 def write(home: Home, what: str) -> None:
@@ -186,7 +194,8 @@ def test_a_server_that_makes_a_receipt_up_is_named_and_ends_nobodys_record(met: 
         north.ledger_file.unlink()
     kind = TRAIL if record == "audit-log" else LEDGER
     receipts = [made_up(kind, hub, north)]
-    seen = countersigning.Seen(receipts if kind is TRAIL else [], receipts if kind is LEDGER else [])
+    genuine = open_witness(hub).receipt(north.identity().public_key)
+    seen = countersigning.Seen(receipts if kind is TRAIL else [genuine], receipts if kind is LEDGER else [])
     with closing(open_trail(north)) as trail:
         with pytest.raises(ProtocolError, match=r"^'hub' sent a receipt that it made up"):
             answer(north, trail, "hub", countersigning._CODEC.pack(seen))
@@ -194,11 +203,65 @@ def test_a_server_that_makes_a_receipt_up_is_named_and_ends_nobodys_record(met: 
     spend(north, 3.0)
 
 
-def test_receipts_of_the_older_form_prove_nothing_and_say_so(met: World, caplog: pytest.LogCaptureFixture) -> None:
-    hub, north = met.homes["hub"], met.homes["north"]
+def test_receipts_of_the_older_form_prove_nothing_and_say_so(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    hub, north = world.homes["hub"], world.homes["north"]
+    spend(north, 1.0)
     seen = countersigning.Seen([made_up(TRAIL, hub, north, old=True)], [made_up(LEDGER, hub, north, old=True)])
     with closing(open_trail(north)) as trail:
         answer(north, trail, "hub", countersigning._CODEC.pack(seen))
         trail.note("job", "and goes on")
     assert "'hub' has receipts of an older form for the audit-log, which prove nothing" in caplog.text
     assert "for the ledger" in caplog.text
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_log_begun_anew_under_a_key_that_never_was(
+    met: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: bool
+) -> None:
+    """A server makes a key of its own, signs that its identity follows it, and begins a second log under it, without
+    what stood in the first. No roster names that key, so that no site takes the succession; where one lies there still,
+    the second log is not countersigned. In the control both happen."""
+    hub, never = met.homes["hub"], Identity()
+    file = tmp_path / "hub.succession.toml"
+    file.write_bytes(succeed("hub", never, hub.identity(), NOW))
+    for site in SITES:
+        if control:
+            monkeypatch.setattr(keeping, "_check_succession", lambda *_: None)
+            install(met.homes[site], file, NOW)
+            continue
+        with pytest.raises(ProtocolError, match=r"no roster .* as what 'hub' was before"):
+            install(met.homes[site], file, NOW)
+        (met.homes[site].path / "successions").mkdir(exist_ok=True)
+        shutil.copy(file, met.homes[site].path / "successions")
+    own = countersigning._check_own
+    monkeypatch.setattr(countersigning, "_check_own", lambda r, *of: 0 if r.chain.silo == "hub" else own(r, *of))
+    if control:
+        monkeypatch.setattr(
+            countersigning, "_countersigned", lambda witness, said, *_: witness.countersign(said, stated_key(said))
+        )
+    with closing(Trail.open(tmp_path / "second.sqlite", "hub", never, create=True)) as second:
+        second.roster(1, bytes(32))
+        if control:
+            meet(met, log=second)
+            assert len(second.chain.receipts) == 2
+            return
+        with pytest.raises(ProtocolError, match=r"'hub' states records under key .*, which did not follow"):
+            meet(met, log=second)
+    monkeypatch.undo()
+    meet(met)
+
+
+def test_a_key_that_was_lost_is_followed_by_the_one_that_all_have_signed(met: World) -> None:
+    """Its log begins anew under that one, with no word of the one before."""
+    assert met.roster is not None
+    hub, after = met.homes["hub"], Identity()
+    keys = (after.public_key,)
+    with closing(SqliteStore(met.homes["north"].seen_file)) as store:
+        by = witness.Witness("north", met.homes["north"].identity(), store, TRAIL)
+        assert by.key_of("hub") == hub.identity().public_key
+        with closing(Trail.open(met.root / "after.sqlite", "hub", after, create=True)) as log:
+            log.roster(2, bytes(32))
+            assert countersigning._countersigned(by, log.statement(), keys, "hub")
+        assert by.key_of("hub") == after.public_key
+        with closing(open_trail(hub)) as first, pytest.raises(ProtocolError, match="which did not follow"):
+            countersigning._countersigned(by, first.statement(), (*keys, hub.identity().public_key), "hub")

@@ -36,6 +36,7 @@ from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast
 from secure_fvi.runs.config import parse
 from secure_fvi.silo import Silo
+from secure_fvi.wire import PROTOCOLS
 
 CONFIG = {
     "model": {"program": "six-cities"},
@@ -72,8 +73,8 @@ def test_a_sum_between_sites_leaves_logs_that_agree(world: World) -> None:
     for name, home in sites.items():
         home.policy_file.write_text(POLICY.format(roster=roster.hash.hex(), model=model.hex()))
         home.policy_file.chmod(0o600)
-        assert decide(home, sign_offer(offer, hub.identity()), logs[name], NOW).offer == offer
-    session = roster.session(session_id(roster, offer.hash, {name: os.urandom(32) for name in sites}))
+        assert decide(home, sign_offer(offer, hub.identity()), logs[name], NOW, met=True).offer == offer
+    session = roster.session(session_id(roster, offer.hash, {name: os.urandom(32) for name in sites}, PROTOCOLS[-1]))
     silos = {}
     for name, home in sites.items():
         home.state_folder.mkdir(mode=0o700)

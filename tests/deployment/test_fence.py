@@ -19,10 +19,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from click.testing import CliRunner
 from consortium_run import SILOS, Job
 from deployment_world import NOW, World
 
 from secure_fvi import exported
+from secure_fvi.cli import cli
 from secure_fvi.deployment import fence
 from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import decide
@@ -36,6 +38,7 @@ from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.exported import export
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.runs import wording
 
 try:
     check_fence()
@@ -428,7 +431,7 @@ def test_without_a_sandbox_a_site_refuses_unless_it_says_off(job: Job, monkeypat
             model_for(job.config, "required", None, None, home.path)
         allow(job, "north", sandbox="off")
         trail = open_trail(home)
-        decision = decide(home, sign_offer(offer, job.world.homes["hub"].identity()), trail, NOW)
+        decision = decide(home, sign_offer(offer, job.world.homes["hub"].identity()), trail, NOW, met=True)
         trail.close()
         assert decision.policy.sandbox == "off"
         notes = [row.fields()["what"] for row in rows(home.log_file)[1] if row.kind == "note"]
@@ -478,3 +481,32 @@ def test_another_secure_fvi_at_the_server_is_refused_by_both_names(
         check(offer, policy(package=[other.hex()]))
     for package in ([other.hex(), ours], "any"):
         assert check(offer, policy(package=package)) is not None
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_what_somebody_elses_job_discloses_is_said_without_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: bool
+) -> None:
+    """`policy explain --with-data` of a job that came by mail: its model's code ran as the user, and read the
+    passphrase of the site's keys, as it does in the control, outside the sandbox. Where there is none, it is refused.
+    """
+    monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
+    mark = tmp_path / "mark"
+    spying = f"import contextlib, os, pathlib\nwith contextlib.suppress(OSError):\n    pathlib.Path({str(mark)!r})"
+    spying += ".write_text(os.environ.get('SECURE_FVI_PASSPHRASE', 'none'))\n"
+    (tmp_path / "model.py").write_text(HEAD + spying + BODY.replace("FOUND", "[0.0]"))
+    silos = []
+    for name in SILOS:
+        (tmp_path / f"{name}.csv").write_text("record_id,y\n1,0.5\n2,0.1\n")
+        silos.append({"id": name, "data": str(tmp_path / f"{name}.csv")})
+    table = {"model": {"function": f"{tmp_path / 'model.py'}:model"}, "silo": silos, "algorithm": {"name": "sfvi"}}
+    (tmp_path / "job.toml").write_text(wording.dumps(table))
+    more = ["--sandbox", "off"] if control else []
+    answer = CliRunner().invoke(cli, ["policy", "explain", str(tmp_path / "job.toml"), "--with-data", *more])
+    if NO_FENCE and not control:
+        assert "there is no 'bwrap' here" in str(answer.exception)
+    else:
+        assert (answer.exit_code, "records" in answer.output) == (0, True), answer.output
+    assert mark.exists() == control
+    if control:
+        assert mark.read_text() == "correct horse"

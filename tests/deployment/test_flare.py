@@ -66,7 +66,10 @@ class Processes:
     def pids(self, name: str, module: str) -> list[int]:
         """The processes of one member that run FLARE's `module`, such as client.worker_process."""
         found = subprocess.run(
-            ["pgrep", "-f", f"{module} -m {self.kits / name} "], capture_output=True, text=True, check=False
+            ["pgrep", "-f", f"{module} -m {flare_kits.workspace_of(self.world.homes[name])} "],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return [int(n) for n in found.stdout.split()]
 
@@ -88,7 +91,7 @@ class Processes:
         for process in self.running.values():
             process.kill()
             process.wait()
-        found = subprocess.run(["pgrep", "-f", str(self.kits)], capture_output=True, text=True, check=False)
+        found = subprocess.run(["pgrep", "-f", str(self.world.root)], capture_output=True, text=True, check=False)
         for pid in found.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -199,5 +202,5 @@ def test_code_in_a_job_does_not_run_at_a_site(flare: Processes, tmp_path: Path) 
 
 def test_no_log_of_a_site_reaches_the_server(flare: Processes) -> None:
     """FLARE would stream it there by default."""
-    assert not list((flare.kits / "hub").rglob("*error_log*east*"))
+    assert not list(flare_kits.workspace_of(flare.world.homes["hub"]).rglob("*error_log*east*"))
     assert "Saved live log" not in (flare.folder / "hub.log").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging.config
+import os
 import sys
 import threading
 import time
@@ -29,12 +30,10 @@ from secure_fvi.engines.flare import (
     LETTER,
     Ended,
     FlareCarrier,
-    Letter,
     Post,
     SiteParty,
-    read_letter,
-    write_letter,
 )
+from secure_fvi.engines.letters import Letter, read_letter, write_letter
 from secure_fvi.engines.remote import Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
@@ -81,7 +80,7 @@ class Network:
         flare_kits.write_job(home.path, "job", flare_kits.Job(config=str(job.path), out=str(out)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SecureFVIWarning)
-            post = Post(home, self.send, self.over.is_set)
+            post = Post(self.send, self.over.is_set)
             flare.serve(home, "job", functools.partial(FlareCarrier, post=post))
         return (out / "posterior.safetensors").read_bytes()
 
@@ -278,8 +277,8 @@ def test_a_site_answers_its_server_alone(world: World, spoil: Callable[[World], 
 def test_an_answer_names_its_question(network: Network) -> None:
     """FLARE's server hands each question the answer of an older one: taken for none. The control: the right ones."""
     home, older = network.world.homes["hub"], {}
-    post = Post(home, network.send, network.over.is_set)
-    carrier = FlareCarrier(SILOS, "", None, lambda _: "", b"", "job", Patience("drop"), post=post)
+    post = Post(network.send, network.over.is_set)
+    carrier = FlareCarrier(SILOS, "", None, lambda _: "", b"", "job", home, Patience("drop"), post=post)
     ask = functools.partial(carrier.exchange, dict.fromkeys(SILOS, b"\xffanything"))
 
     def spoil(site: str, answer: bytes) -> Mapping[str, Any]:
@@ -317,28 +316,42 @@ def test_a_silo_computes_while_flare_waits(network: Network, monkeypatch: pytest
 # ---- kits ----
 
 
-def _kit(folder: Path, startup: str = "{}", **local: Any) -> Path:
+#: What FLARE 2.9.0 makes for a site.
+_STARTUP = {
+    "format_version": 2,
+    "servers": [{"name": "study", "service": {"scheme": "grpc", "target": "hub:8002"}, "identity": "hub"}],
+    "client": {
+        "ssl_private_key": "client.key", "ssl_cert": "client.crt", "ssl_root_cert": "rootCA.pem", "fqsn": "east",
+        "is_leaf": True, "connection_security": "mtls",
+    },
+}  # fmt: skip
+
+
+def _kit(folder: Path, startup: Mapping[str, Any] = _STARTUP, **local: Any) -> Path:
     """A site's kit; local: tables of its `local/`, by name, beside those of FLARE's own making."""
     made = [{"id": "site_log_streamer", "path": f"{_APP}.logging.site_log_streamer.SiteLogStreamer", "args": {}}]
     resources = {"class_allow_list": ["*"], "allow_log_streaming": True, "components": made}
     kit = folder / "east"
     (kit / "local").mkdir(parents=True)
     (kit / "startup").mkdir()
-    (kit / "startup" / "fed_client.json").write_text(startup)
+    (kit / "startup" / "fed_client.json").write_text(json.dumps(startup))
+    (kit / "startup" / "client.key").write_text("a key")
     for name, table in {"resources": resources, "log_config": {"version": 1}, **local}.items():
         (kit / "local" / f"{name}.json.default").write_text(json.dumps(table))
     return kit
 
 
 def test_a_guarded_kit_takes_no_code_and_gives_no_log(tmp_path: Path) -> None:
-    kit = _kit(tmp_path)
-    flare_kits.guard(kit)
-    resources = json.loads((kit / "local" / "resources.json").read_text())
+    work = tmp_path / "work"
+    flare_kits.guard(_kit(tmp_path), work)
+    assert json.loads((work / "startup" / "fed_client.json").read_text()) == _STARTUP
+    assert (work / "startup" / "client.key").read_text() == "a key"
+    resources = json.loads((work / "local" / "resources.json").read_text())
     assert resources["class_allow_list"] == list(flare_kits.CLASSES)
     assert resources["class_list_enforcement_mode"] == "enforce"
     assert resources["allow_log_streaming"] is False
     assert [c["id"] for c in resources["components"]] == ["resource_manager", "resource_consumer", "process_launcher"]
-    rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
+    rights = json.loads((work / "local" / "authorization.json").read_text())["permissions"]
     assert list(rights) == ["project_admin"]
     assert {k for k, v in rights["project_admin"].items() if v != "none"} == {"submit_job", "manage_job", "view"}
 
@@ -373,31 +386,74 @@ def test_nothing_that_a_kit_names_is_built(kind: str, tmp_path: Path, monkeypatc
     if "log_config" in _RUN_OF_A_KIT[kind]:
         logging.config.dictConfig(json.loads(read(spoilt)["log_config.json"]) | {"disable_existing_loggers": False})
         assert (tmp_path / "ran").exists()
-    plain = _kit(tmp_path / "plain")
-    for kit in (spoilt, plain):
-        flare_kits.guard(kit)
-    assert read(spoilt) == read(plain)
-    assert "touch" not in "".join(read(spoilt).values())
+    works = [tmp_path / "work-spoilt", tmp_path / "work-plain"]
+    for kit, work in zip((spoilt, _kit(tmp_path / "plain")), works, strict=True):
+        flare_kits.guard(kit, work)
+    assert read(works[0]) == read(works[1])
+    assert "touch" not in "".join(read(works[0]).values())
 
 
 def test_who_makes_a_kit_runs_nothing_at_the_site(tmp_path: Path, world: World) -> None:
-    """The server hands kits out. Its scripts are not run, and what no kit has is refused; the control is the kit as
-    FLARE makes it."""
+    """The server hands kits out. Of what else lies in one, scripts, tables of resources, modules, a folder of a job to
+    come with code in it, nothing is where FLARE runs; what FLARE has left there is. The control: the kit has it all."""
     east = world.homes["east"]
-    kit = _kit(tmp_path / "plain")
-    (kit / "startup" / "sub_start.sh").write_text("touch ran")
+    kit, work = _kit(tmp_path / "plain"), flare_kits.workspace_of(east)
+    odd = ("startup/sub_start.sh", "startup/x__resources.json", "startup/evil.py", "local/custom/x.py", "nvflare/x.py",
+           "local/privacy.json", "1b4e28ba/app_east/custom/sitecustomize.py", "startup/fed_client.yml")  # fmt: skip
+    for name in odd:
+        (kit / name).parent.mkdir(parents=True, exist_ok=True)
+        (kit / name).write_text("touch ran")
+        assert (kit / name).exists()
+    (work / "its-own-job").mkdir(parents=True)
+    (work / "startup").mkdir()
+    (work / "startup" / "older__resources.json").write_text("{}")
     command = flare_kits.command(kit, east)
     assert command[:5] == [sys.executable, "-P", "-u", "-m", "nvflare.private.fed.app.client.client_train"]
     assert not any("start.sh" in word for word in command)
-    with pytest.raises(InputError, match="has 'components', which is no part"):
-        flare_kits.command(_kit(tmp_path / "startup", startup='{"components": []}'), east)
-    for name in ("custom", "privacy.json", "job_resources.json"):
-        odd = _kit(tmp_path / name)
-        (odd / "local" / name).mkdir() if name == "custom" else (odd / "local" / name).write_text("{}")
-        with pytest.raises(InputError, match=f"holds '{name}', which is no part"):
-            flare_kits.command(odd, east)
+    made = {str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()}
+    ours = {f"local/{name}.json" for name in ("resources", "authorization", "log_config")}
+    assert made == ours | {"startup/fed_client.json", "startup/client.key"}
+    assert (work / "its-own-job").is_dir()
+    assert flare_kits.environment(east)["PYTHONSAFEPATH"] == "1"
+    assert command[command.index("-s") - 1] == str(work.resolve())
     with pytest.raises(InputError, match="for another role than 'hub' has, a server"):
         flare_kits.command(kit, world.homes["hub"])
+
+
+_SPYING = "{$SECURE_FVI_PASSPHRASE}"
+
+
+@pytest.mark.parametrize(("what", "more"), [
+    ("client.site_config", {"client": {**_STARTUP["client"], "site_config": {"label": _SPYING}}}),  # type: ignore[dict-item]
+    ("client.fqsn", {"client": {"fqsn": _SPYING}}),
+    ("servers.0.service.target", {"servers": [{"service": {"scheme": "grpc", "target": _SPYING}}]}),
+    ("servers.0.path", {"servers": [_RUN]}),
+    ("client.ssl_cert", {"client": {"ssl_cert": "../../identity.pem"}}),
+    ("components", {"components": []}),
+])  # fmt: skip
+def test_a_kit_reads_nothing_out(
+    what: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE puts the values of its process's environment where a kit names them in braces, and tells the server: in the
+    control, by its own way of doing so, the passphrase of the site's keys, which is no longer there either."""
+    home = Home.create(tmp_path / "site", "east", "silo", passphrase="correct horse")
+    kit = _kit(tmp_path, _STARTUP | more)
+    flare_kits.guard(_kit(tmp_path / "plain"), tmp_path / "work")
+    with pytest.raises(InputError, match=f"'{what}' is not as in a startup kit"):
+        flare_kits.guard(kit, tmp_path / "work")
+    monkeypatch.setenv("SECURE_FVI_PASSPHRASE", "correct horse")
+    said = (kit / "startup" / "fed_client.json").read_text()
+    if _SPYING in said:
+        assert "correct horse" in said.replace(_SPYING, _SPYING.format(**{f"${k}": v for k, v in os.environ.items()}))
+    with flare_kits._key_file(home) as key_file:
+        found = flare_kits.environment(home, key_file=key_file)
+        assert "correct horse" not in str(found)
+        monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
+        for name in ("SECURE_FVI_HOME", "SECURE_FVI_KEY_FILE"):
+            monkeypatch.setenv(name, found[name])
+        assert flare.home_of_environment().identity().public_key == home.identity().public_key
+    assert key_file is not None
+    assert not key_file.exists()
 
 
 def test_what_is_no_kit_is_said(tmp_path: Path, world: World) -> None:

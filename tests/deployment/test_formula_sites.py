@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from consortium_run import SILOS, Job
+from consortium_run import SILOS, Job, met
 from deployment_world import NOW, World
 from test_processes import Processes
 
@@ -106,6 +106,7 @@ class Study:
         made = self.offer() if offer is None else offer
         at = Site(self.world.homes[site], Local(repeatable=True))
         try:
+            met(self.world.homes["hub"], at)
             return CODEC.unpack(
                 at.handle(made.job, JOIN + sign_offer(made, self.world.homes["hub"].identity())), Joined
             )

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from consortium_run import HOLDER, SILOS, Job
+from consortium_run import HOLDER, SILOS, Job, met
 from deployment_world import NOW, World, new_world
-from holder_world import VALUES, Held
+from holder_world import TABLE, VALUES, Held
 from test_processes import Processes
 from test_stream import Dialer, tls_of
 
@@ -23,6 +23,7 @@ from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     HolderKey,
     HolderKeyRequest,
+    PrimeRing,
     SecretContext,
     pack,
     unpack,
@@ -44,7 +45,7 @@ from secure_fvi.deployment.trail_verify import compare, rows
 from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
 from secure_fvi.messages import ROUND
 from secure_fvi.privacy.ledger_account import read_ledger
 from secure_fvi.runs.config import Aggregation
@@ -79,6 +80,27 @@ class TestSums:
         assert sorted(p.name for p in held.folder.iterdir()) == ["ended", "offer"]  # no key is left
         chain = held.site._trail.chain.jobs[held.offer.job]
         assert (chain.exchanges, chain.outcome) == (2 + 1 + 2 + 1, "finished")  # join, open; key; totals; end
+
+    def test_its_key_holder_is_trusted_for_the_total(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Alone, and without seeing anything, it moves an element by 5, and all is signed: the pages say so. What no
+        sum of the silos' bounds can be is refused; the control, an honest one, is `test_of_a_session`."""
+        held, ring, honest = Held(world), PrimeRing(TABLE, len(SILOS)), SecretContext.decrypt
+        held.open()
+
+        def moved(times: int) -> Any:
+            shift = times * ring.encode(np.array([0.0, 0.0, 5.0, 0.0, 0.0]), ())
+
+            def decrypt(self: SecretContext, vectors: Any) -> Any:
+                found = np.array(honest(self, vectors))
+                return (found + shift + ring.modulus // 2) % ring.modulus - ring.modulus // 2
+
+            return decrypt
+
+        monkeypatch.setattr(SecretContext, "decrypt", moved(1))
+        assert close_to_sum(held.total(0).values - np.array([0.0, 0.0, 5.0, 0.0, 0.0]))
+        monkeypatch.setattr(SecretContext, "decrypt", moved(7))
+        with pytest.raises(AggregationError):
+            held.total(1)
 
     def test_a_holder_that_was_killed_goes_on(self, world: World) -> None:
         """In the same session; also where it was killed after it noted a sum and before the answer was on record."""
@@ -282,6 +304,7 @@ class TestPolicy:
         config = held.offer.config.model_copy(update={"aggregation": Aggregation(kind="masked")})
         offer = sign_offer(replace(held.offer, job="another", config=config), world.homes["hub"].identity())
         held.allow(aggregations=["masked"])
+        met(world.homes["hub"], held.site)
         with pytest.raises(InputError, match="'masked' needs no key holder"):
             held.site.handle("another", JOIN + offer)
 
@@ -310,7 +333,7 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
         return b"answer to " + message
 
     roster, patience = hub.roster(NOW).hash, Patience("drop", 0.05, 1)
-    server = StreamServer(["north"], "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", patience, [HOLDER])
+    server = StreamServer(["north"], "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", hub, patience, [HOLDER])
     seen: list[tuple[Any, Any]] = []
     server.watch = lambda messages, replies: seen.append((dict(messages), dict(replies)))
     late: list[Dialer] = []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from deployment_world import World
+from deployment_world import NOW, World
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_trail
+from secure_fvi.deployment.rotation import succeed
 from secure_fvi.deployment.trail import Exchange, JobEntry, Trail
 
 SITES = ("east", "north", "south", "hub")
@@ -185,13 +187,52 @@ def test_a_log_is_verified_and_shown(shell: Shell, world: World, monkeypatch: py
     assert "(not pinned)" in shell.done("audit-log", "verify", files["north"])
     stranger = Trail.open("stranger.sqlite", "north", Identity(), create=True)
     stranger.close()
-    shell.refused(1, "the chain belongs to key", "audit-log", "verify", "stranger.sqlite", "--roster", roster)
+    shell.refused(1, "the roster does not name for it", "audit-log", "verify", "stranger.sqlite", "--roster", roster)
     forged = open_trail(world.homes["hub"])
     forged.exchanges("job-1", [Exchange("north", "Contribution", b"made up", b"ask")])
     forged.close()
     shell.refused(1, "not in the log of 'north'", "audit-log", "verify", files["north"], "--against", files["hub"])
     wrong = world.homes["hub"].path / "identity.pub"
     shell.refused(1, "the chain belongs to key", "audit-log", "verify", files["north"], "--public-key", wrong)
+
+
+def test_a_log_is_compared_with_the_servers_own(shell: Shell, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log called 'hub' that anybody made, in which a false answer was mended, or a job that the server's log leaves
+    out, was taken. The control: a comparison without the roster, which says so, and the server's own log as it is."""
+    monkeypatch.delenv("SECURE_FVI_PASSPHRASE")
+    hub, before = world.homes["hub"], Identity()
+    entry = JobEntry("job-1", b"o" * 32, b"r" * 32, b"m" * 32, b"p" * 32, True)
+    earlier = Trail.open("earlier.sqlite", "hub", before, create=True)
+    logs = {
+        "site": open_trail(world.homes["north"]), "hub": open_trail(hub), "earlier": earlier,
+        "stranger": Trail.open("stranger.sqlite", "hub", Identity(), create=True),
+    }  # fmt: skip
+    for name, log in logs.items():
+        log.job(entry)
+        ours = name == "site"
+        log.exchanges("job-1", [Exchange(*(("hub", "x", b"q", b"a") if ours else ("north", "x", b"a", b"q")))])
+    roster = world.homes["north"].roster_file(1)
+    verify = ["audit-log", "verify", world.homes["north"].log_file, "--roster", roster]
+    assert "agree on 1 exchanges in 1 jobs" in shell.done(*verify, "--against", hub.log_file)
+    shell.refused(1, "the roster does not name for it", *verify, "--against", "stranger.sqlite")
+    key = world.homes["north"].path / "identity.pub"
+    out = shell.done(*verify[:3], "--public-key", key, "--against", "stranger.sqlite")
+    assert "a log of 'hub', key" in out
+    assert "(not pinned)" in out
+    shell.refused(1, "no server in the roster", *verify, "--against", world.homes["north"].log_file)
+    shell.refused(1, "the roster does not name for it", *verify, "--against", "earlier.sqlite")
+    Path("hub.succession.toml").write_bytes(succeed("hub", before, hub.identity(), NOW))
+    shell.done(*verify, "--succession", "hub.succession.toml", "--against", "earlier.sqlite")
+    logs["site"].job(dataclasses.replace(entry, job="job-2"))
+    logs["site"].exchanges("job-2", [Exchange("hub", "x", b"q2", b"a2")])
+    against = [*verify, "--against", hub.log_file]
+    shell.refused(1, "job 'job-2': 'north' has exchanges with 'hub', whose log has none", *against)
+    logs["hub"].job(dataclasses.replace(entry, job="job-2"))
+    logs["hub"].exchanges("job-2", [Exchange("north", "x", b"a2", b"q2")])
+    logs["hub"].job(dataclasses.replace(entry, job="job-3"))
+    assert "agree on 2 exchanges in 2 jobs" in shell.done(*against)
+    logs["hub"].exchanges("job-3", [Exchange("north", "x", b"a3", b"q3")])
+    shell.refused(1, "job 'job-3': 'hub' has exchanges with 'north', whose log has none", *against)
 
 
 def test_a_passphrase_may_be_typed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,9 +304,12 @@ def test_logs_of_other_jobs_are_not_compared(pair: Pair, tmp_path: Path) -> None
     (tmp_path / "other").mkdir()
     other = Pair(tmp_path / "other")
     other.server.job(dataclasses.replace(ENTRY, job="job-2"))
-    other.server.exchanges("job-2", [Exchange("north", "x", b"a", b"b")])
     with pytest.raises(InputError, match="have no job in common"):
-        compare(pair.site_file, other.server_file)
+        compare(other.site_file, other.server_file)
+    other.server.exchanges("job-2", [Exchange("north", "x", b"a", b"b")])
+    for one, job in ((pair, "job-1"), (other, "job-2")):
+        with pytest.raises(ProtocolError, match=f"job '{job}': '(north|hub)' has exchanges with"):
+            compare(one.site_file, other.server_file)
 
 
 def test_an_exchange_needs_an_accepted_job(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import msgpack
 import pytest
 import torch
 from consortium_run import SILOS, Job
+from consortium_run import met as countersigned
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from deployment_world import DAY, NOW, World
@@ -25,7 +26,8 @@ from safetensors.torch import load_file, save
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.deployment import countersigning, fence, model_hash, session_messages, signatures, site_job
+from secure_fvi.deployment import countersigning, deciding, fence, model_hash, session_messages, signatures, site_job
+from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.certificates import general_name, is_p256, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
 from secure_fvi.deployment.countersigning import open_trail, open_witness
@@ -267,8 +269,8 @@ def test_statements_under_a_key_that_is_not_the_members(world: World) -> None:
     log = open_trail(world.homes["north"])
     witness = open_witness(world.homes["hub"])
     with raises(ProtocolError, "not under an identity of the member that made it"):
-        countersigning._countersigned(witness, log.statement(0), (bytes(32),))
-    assert countersigning._countersigned(witness, log.statement(0), (log.chain.public_key,))
+        countersigning._countersigned(witness, log.statement(0), (bytes(32),), "north")
+    assert countersigning._countersigned(witness, log.statement(0), (log.chain.public_key,), "north")
 
 
 # Jobs and sessions
@@ -418,6 +420,8 @@ def test_a_silo_lets_as_many_sums_lack_silos_as_the_job_says(world: World, tmp_p
     offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW)
     signed = JOIN + sign_offer(offer, hub.identity())
     sites = [Site(world.homes[name], Local(data_dir=DATA)) for name in SILOS]
+    for site in sites:
+        countersigned(hub, site)
     joined = [CODEC.unpack(site.handle(offer.job, signed), Joined) for site in sites]
     opened = Open(list(SILOS), [j.nonce for j in joined], schema_digest(unpack_schema(joined[0].schema)), 0, b"", 2, 1)
     sites[0].handle(offer.job, OPEN + CODEC.pack(opened))
@@ -569,6 +573,7 @@ def test_jobs_that_data_could_not_answer_are_counted(world: World, tmp_path: Pat
             trail.omission(before.job, "unanswerable", "round 0: AggregationError")
     site = Site(world.homes["east"], Local())
     try:
+        countersigned(world.homes["hub"], site)
         if met < 3:
             assert CODEC.unpack(site.handle(offer.job, join), Joined).nonce
         else:
@@ -580,6 +585,34 @@ def test_jobs_that_data_could_not_answer_are_counted(world: World, tmp_path: Pat
         site.close()
 
 
+def test_a_new_job_waits_until_records_were_countersigned(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was restored from a copy would be charged again for a job of a server that leaves that out; so it
+    is in the control. One that goes on needs no more of it."""
+    offer, join = _offered(world, tmp_path)
+    site, hub = Site(world.homes["east"], Local()), world.homes["hub"]
+    with closing(site):
+        with raises(SessionLost, f"job '{offer.job}' is new to 'east', and its records were not countersigned first"):
+            site.handle(offer.job, join)
+        assert offer.job not in site._trail.chain.jobs
+        countersigned(hub, site)
+        assert site.handle(offer.job, join)
+        another, offered = _offered(world, tmp_path)
+        with raises(SessionLost, "is new to 'east'"):
+            site.handle(another.job, offered)
+        assert site.handle(offer.job, join)
+    seen = countersigning._CODEC.pack(countersigning.Seen([], []))
+    with closing(Site(world.homes["east"], Local())) as site:
+        with raises(ProtocolError, r"'hub' shows 0 rows of the audit-log, of which it has countersigned \d+"):
+            site.handle("", countersigning.SEEN + seen)
+        with monkeypatch.context() as patched:  # switched off, both
+            patched.setattr(site_of, "decide", lambda *of, met: deciding.decide(*of, met=True))
+            patched.setattr(countersigning, "_check_shown", countersigning._check_own)
+            site.handle("", countersigning.SEEN + seen)
+            assert site.handle(another.job, offered)
+
+
 def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, bytes]:
     """What a site with 200 records answers to JOIN and OPEN of a job that says that there are so many over all."""
     made = Job(
@@ -589,6 +622,7 @@ def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, b
     hub, site = world.homes["hub"], Site(world.homes["east"], Local())
     offer = make_offer(made.config, hub.roster(NOW), "hub", manifest(made.config).hash, NOW, f"job-{number}")
     with closing(site):
+        countersigned(hub, site)
         status, reply = answered(site.handle, offer.job, JOIN + sign_offer(offer, hub.identity()))
         if status:
             return status, reply
@@ -651,6 +685,7 @@ _BAD: dict[str, Callable[[World, Path], Callable[..., Any]]] = {
 
 def _told(world: World, join: bytes, job: str) -> tuple[int, bytes]:
     site = Site(world.homes["east"], Local())
+    countersigned(world.homes["hub"], site)
     try:
         return answered(site.handle, job, join)
     finally:
@@ -668,6 +703,7 @@ def test_whatever_is_wrong_with_its_data_a_site_says_the_same_of_them(
         monkeypatch.setattr(site_job, "silo_part", make(world, tmp_path))
         told.add(_told(world, join, offer.job))
         site = Site(world.homes["east"], Local())
+        countersigned(world.homes["hub"], site)
         with pytest.raises(DataError) as caught:
             site.handle(offer.job, join)
         own.add(str(caught.value))
@@ -707,6 +743,7 @@ def test_a_message_that_is_refused_has_a_row_as_well(world: World, tmp_path: Pat
     monkeypatch.setattr("secure_fvi.deployment.site._MOST_REFUSED", 3)
     offer, join = _offered(world, tmp_path)
     site = Site(world.homes["east"], Local())
+    countersigned(world.homes["hub"], site)
     site.handle(offer.job, join)
     for k in range(5):
         with pytest.raises(SecureFVIError):

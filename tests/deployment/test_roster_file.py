@@ -232,17 +232,18 @@ def test_two_members_cannot_share_a_key(world: World) -> None:
 def test_the_session_roster_has_the_silos_and_the_settings(world: World) -> None:
     roster = world.homes["north"].roster(NOW)
     nonces = {m.id: bytes([i]) * 32 for i, m in enumerate(roster.of_role("silo"))}
-    session = session_id(roster, b"job", nonces)
+    session = session_id(roster, b"job", nonces, 5)
     made = roster.session(session)
     assert made.ids == ("east", "north", "south")
     assert dict(made.members)["north"] == world.homes["north"].identity().public_key
     assert (made.session, made.min_cohort, made.bits) == (session, 3, 64)
     assert roster.session(session, key_holder=bytes(64)).key_holder == bytes(64)
     for other in ({**nonces, "east": bytes([9]) * 32}, dict(list(nonces.items())[:2])):
-        assert session_id(roster, b"job", other) != session
-    assert session_id(roster, b"another job", nonces) != session
+        assert session_id(roster, b"job", other, 5) != session
+    assert session_id(roster, b"another job", nonces, 5) != session
+    assert session_id(roster, b"job", nonces, 6) != session  # a silo to whom another version was named is in another
     with pytest.raises(ProtocolError, match="32 fresh bytes"):
-        session_id(roster, b"job", {"east": b"short"})
+        session_id(roster, b"job", {"east": b"short"}, 5)
 
 
 @pytest.mark.parametrize("looser", [Masked(bits=32), Masked(consistency_check=False), Masked(corrupt=0.0)])

@@ -331,10 +331,10 @@ def test_a_server_may_not_choose_who_is_asked(site: Site, world: World) -> None:
     ):
         site.policy(min_cohort=2, **rules)
         with pytest.raises(PolicyError) as caught:
-            decide(home, message, trail, NOW)
+            decide(home, message, trail, NOW, met=True)
         assert says in str(caught.value)
     site.policy(min_cohort=2, silos=0.5, must_include=["south"])
-    decide(home, message, trail, NOW)
+    decide(home, message, trail, NOW, met=True)
     for wrong in (0.0, 1.5, "most"):
         with pytest.raises(InputError, match="silos"):
             site.policy(silos=wrong)
@@ -518,16 +518,16 @@ def test_a_decision_is_written_down_whichever_it_is(site: Site, world: World) ->
     home, hub = world.homes["north"], world.homes["hub"].identity()
     trail = open_trail(home)
     policy = site.policy()
-    decision = decide(home, sign_offer(site.offer(), hub), trail, NOW)
+    decision = decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
     local = decision.local_config("north")
     assert local.model.function == site.function
     assert {s.id: s.data for s in local.silo}["north"] == str(site.folder / "cohort.csv")
     assert {s.id: s.data for s in local.silo}["south"] == "at-site"
     site.policy(max_rounds=99)
     with pytest.raises(PolicyError, match="at most 99"):
-        decide(home, sign_offer(site.offer(), hub), trail, NOW)
+        decide(home, sign_offer(site.offer(), hub), trail, NOW, met=True)
     with pytest.raises(ProtocolError, match="not signed by the identity"):
-        decide(home, sign_offer(site.offer(), Identity()), trail, NOW)
+        decide(home, sign_offer(site.offer(), Identity()), trail, NOW, met=True)
     trail.close()
     chain = verify(home.log_file)
     accepted, refused = chain.jobs.values()
@@ -544,17 +544,17 @@ def test_an_id_stands_for_one_job(site: Site, world: World) -> None:
     trail, offer = open_trail(home), site.offer()
     site.policy()
     message = sign_offer(offer, hub)
-    decide(home, message, trail, NOW)
+    decide(home, message, trail, NOW, met=True)
     other = dataclasses.replace(offer, made=offer.made + 1)
     with pytest.raises(ProtocolError, match="was accepted with another offer"):
-        decide(home, sign_offer(other, hub), trail, NOW)
+        decide(home, sign_offer(other, hub), trail, NOW, met=True)
     trail.close_job(offer.job, "lost the server")
-    decide(home, message, trail, NOW + 20 * DAY)  # it goes on, after its offer has expired for others
+    decide(home, message, trail, NOW + 20 * DAY, met=True)  # it goes on, after its offer has expired for others
     with pytest.raises(ProtocolError, match="the job offer expired"):
-        decide(home, sign_offer(site.offer(), hub), trail, NOW + 20 * DAY)
+        decide(home, sign_offer(site.offer(), hub), trail, NOW + 20 * DAY, met=True)
     trail.close_job(offer.job, FINISHED)
     with pytest.raises(ProtocolError, match="has finished; its offer was sent again"):
-        decide(home, message, trail, NOW)
+        decide(home, message, trail, NOW, met=True)
 
 
 def test_a_key_holder_has_no_model_and_no_data(site: Site, world: World) -> None:

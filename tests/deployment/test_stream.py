@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import random
+import shutil
 import socket
 import ssl
 import threading
@@ -13,19 +15,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 from deployment_world import NOW, World
 
 from secure_fvi import wire
+from secure_fvi.aggregation.roster import Identity
+from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import Home
-from secure_fvi.engines import stream_client
+from secure_fvi.engines import letters, stream_client, stream_server
 from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Hello, Welcome, Whole, parts
 from secure_fvi.engines.stream_server import Patience, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.key_files import create_key
 
 SILOS = ("east", "north", "south")
 Handle = Callable[[str, bytes], bytes]
@@ -40,15 +46,19 @@ def tls_of(home: Home) -> TlsFiles:
 
 @contextmanager
 def serving(
-    world: World, patience: Patience | None = None, names: tuple[str, ...] = SILOS, listen: str = "127.0.0.1:0"
+    world: World,
+    patience: Patience | None = None,
+    names: tuple[str, ...] = SILOS,
+    listen: str = "127.0.0.1:0",
+    home: Home | None = None,
 ) -> Iterator[StreamServer]:
-    hub = world.homes["hub"]
+    hub = home or world.homes["hub"]
     roster = hub.roster(NOW).hash
 
     def admit(certificate: bytes) -> str:
         return hub.roster(NOW).whose(certificate, NOW, "silo").id
 
-    server = StreamServer(names, listen, tls_of(hub), admit, roster, "job-1", patience)
+    server = StreamServer(names, listen, tls_of(hub), admit, roster, "job-1", hub, patience)
     try:
         yield server
     finally:
@@ -66,7 +76,7 @@ class Dialer:
 
         self.client = StreamClient(
             f"127.0.0.1:{server.port}", lambda: tls_of(site), lambda: site.roster(NOW).tls_name("hub"),
-            check, lambda: site.roster(NOW).hash, handle,
+            check, lambda: site.roster(NOW).hash, handle, site, "hub",
         )  # fmt: skip
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -240,7 +250,7 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(
         dialer = Dialer.__new__(Dialer)
         dialer.client = StreamClient(
             f"127.0.0.1:{server.port}", lambda: tls_of(stranger), lambda: stranger.roster(NOW).tls_name("hub"),
-            lambda certificate: None, lambda: changed, echo,
+            lambda certificate: None, lambda: changed, echo, stranger, "hub",
         )  # fmt: skip
         dialer.error = None
         dialer.thread = threading.Thread(target=dialer._run, daemon=True)
@@ -253,6 +263,7 @@ def test_who_is_not_admitted_is_told_why_and_the_others_go_on(
         dialer.client = StreamClient(
             f"127.0.0.1:{server.port}", lambda: forged,
             lambda: stranger.roster(NOW).tls_name("hub"), lambda certificate: None, lambda: changed, echo,
+            stranger, "hub",
         )  # fmt: skip
         dialer.error = None
         dialer.thread = threading.Thread(target=dialer._run, daemon=True)
@@ -415,7 +426,7 @@ def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
 def test_an_address_that_is_taken_is_named(world: World) -> None:
     tls, roster = tls_of(world.homes["hub"]), world.homes["hub"].roster(NOW).hash
     with serving(world) as server, pytest.raises(InputError, match=f"cannot listen at '127.0.0.1:{server.port}'"):
-        StreamServer(SILOS, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster, "job")
+        StreamServer(SILOS, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster, "job", world.homes["hub"])
 
 
 def test_the_highest_common_protocol_is_chosen_and_a_refusal_names_both(
@@ -459,3 +470,91 @@ def test_a_message_of_another_version_is_refused_by_both_numbers() -> None:
     frame[1] += 1
     with pytest.raises(ProtocolError, match=f"version {wire.PROTOCOLS[-1] + 1}; this side speaks version"):
         Assembler().add(bytes(frame))
+
+
+class Thief(Home):
+    """A member's folder without its identity: his own in its place, as who has the TLS key, the certificate and the
+    files that are nobody's secret."""
+
+    def __init__(self, folder: Path, of: Home) -> None:
+        shutil.copytree(of.path, folder)
+        for name in ("identity.pem", "identity.pub"):
+            (folder / name).unlink()
+        create_key(folder / "identity.pem", None, True)
+        super().__init__(folder)
+        self._of = of
+
+    def roster(self, now: datetime.datetime) -> ConsortiumRoster:
+        return self._of.roster(now)
+
+    def identity_in(self, roster: ConsortiumRoster) -> Identity:
+        return self.identity()
+
+
+def _believe(patched: pytest.MonkeyPatch) -> None:
+    """Letters count whoever signed them: TLS alone says who speaks, as it did."""
+    patched.setattr(letters, "signed", lambda *_: True)
+
+
+@pytest.mark.parametrize("stolen", ["hub", "north"])
+def test_a_tls_key_speaks_for_nobody(
+    world: World, tmp_path: Path, stolen: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thief connects as the member. What he asks as the server no silo looks into, what he answers as a silo the
+    server does not take. In the control both are believed."""
+    thief, asked = Thief(tmp_path / "thief", world.homes[stolen]), list[bytes]()
+
+    def answer(job: str, message: bytes) -> bytes:
+        asked.append(message)
+        return b"an answer"
+
+    homes = {"hub": world.homes["hub"], "north": world.homes["north"], stolen: thief}
+    for control in (False, True):
+        caplog.clear()
+        with monkeypatch.context() as patched, serving(world, names=("north",), home=homes["hub"]) as server:
+            if control:
+                _believe(patched)
+            dialer = Dialer(world, server, "north", answer, homes["north"])
+            assert server.wait_for(["north"], 20)
+            server.patience = Patience("drop", 30.0 if control else 0.7, 0)
+            assert server.exchange({"north": b"x"}) == ({"north": b"an answer"} if control else {})
+            if not control:
+                doubted(caplog, f"not signed by the identity of '{stolen}'")
+            dialer.stop()
+        assert bool(asked) == (control or stolen == "north")
+
+
+def test_what_was_said_on_one_connection_says_nothing_on_another(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server's own letter, sent again on a silo's next stream: not answered, and in the control it is. On one
+    stream the server asks again what it likes, and gets the same bytes."""
+    asked: list[bytes] = []
+
+    def answer(job: str, message: bytes) -> bytes:
+        asked.append(message)
+        return b"an answer"
+
+    write = stream_server.write_letter
+    for control in (False, True):
+        kept: list[tuple[bytes, bytes]] = []
+        caplog.clear()
+        with monkeypatch.context() as patched, serving(world, names=("north",)) as server:
+
+            def again(*given: Any, kept: list[tuple[bytes, bytes]] = kept) -> tuple[bytes, bytes]:
+                kept.append(kept[0] if kept else write(*given))
+                return kept[0]
+
+            patched.setattr(stream_server, "write_letter", again)
+            with dialed(world, server, answer, ("north",)):
+                assert server.exchange({"north": b"x"}) == {"north": b"an answer"}
+            asked.clear()
+            if control:
+                for module in (stream_client, stream_server):
+                    patched.setattr(module, "check_letter", lambda *_: None)
+            with dialed(world, server, answer, ("north",)):
+                server.patience = Patience("drop", 30.0 if control else 0.7, 0)
+                assert bool(server.exchange({"north": b"x"})) == control
+        if not control:
+            doubted(caplog, "about another job, or of another connection")
+        assert asked == ([b"x"] if control else [])

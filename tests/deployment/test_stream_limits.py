@@ -18,8 +18,19 @@ from test_stream import Dialer, dialed, echo, serving, tls_of
 
 from secure_fvi.engines import stream_server
 from secure_fvi.engines.stream_client import _chain_file
-from secure_fvi.engines.stream_messages import CHUNK_BYTES, CODEC, METHOD, OPTIONS, SERVICE, Assembler, Part, parts
-from secure_fvi.engines.stream_server import StreamServer
+from secure_fvi.engines.stream_messages import (
+    CHUNK_BYTES,
+    CODEC,
+    GREETINGS,
+    METHOD,
+    OPTIONS,
+    SERVICE,
+    Assembler,
+    Hello,
+    Part,
+    parts,
+)
+from secure_fvi.engines.stream_server import Patience, StreamServer
 from secure_fvi.errors import ProtocolError
 
 OTHERS = ("east", "north")
@@ -145,6 +156,32 @@ def test_small_parts_of_a_message_are_not_kept() -> None:
     for number in range(10_000):
         assert control.add(CODEC.pack(Part(1, number, 1 << 20, 0, b"xy"))) is None
     assert len(control._bodies) == 10_000
+
+
+def _append(link: stream_server._Link, exchange: int, message: bytes) -> None:
+    """As messages were sent: behind those that wait."""
+    for frame in parts(exchange, message):
+        link.outgoing.put(frame)
+
+
+def test_who_reads_nothing_is_kept_one_message(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that holds its stream open and reads nothing, in a job that goes on without it. The control keeps all
+    that it was ever asked: nine messages of two frames each."""
+    greeting = GREETINGS.pack(Hello(world.homes["south"].roster(NOW).hash, bytes(32)))
+    for control in (False, True):
+        with (
+            monkeypatch.context() as patched,
+            serving(world, Patience("drop", 0.05, 0), ("south",)) as server,
+            opened(world, server, [greeting], 1),
+        ):
+            if control:
+                patched.setattr(stream_server._Link, "send", _append)
+            assert server.wait_for(["south"], 20)
+            for _ in range(9):
+                server._absent.clear()
+                assert server.exchange({"south": bytes(CHUNK_BYTES + 1)}) == {}
+            kept = server._links["south"].outgoing.qsize()
+            assert kept >= 15 if control else kept <= 2
 
 
 def ended_within(link: socket.socket, seconds: float) -> bool:

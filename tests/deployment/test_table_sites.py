@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from consortium_run import Job
+from consortium_run import Job, met
 from deployment_world import NOW, World
 from safetensors import safe_open
 
@@ -70,6 +70,7 @@ class Door:
         offer = make_offer(config, roster, "hub", manifest(config).hash, NOW, name)
         site = Site(self.home, Local())
         try:
+            met(self.hub, site)
             return CODEC.unpack(site.handle(name, JOIN + sign_offer(offer, self.hub.identity())), Joined)
         finally:
             site.close()

@@ -26,7 +26,7 @@ from secure_fvi.aggregation.roster import Roster
 from secure_fvi.aggregation.session import Session, advert_statement
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.deployment import countersigning, holding, job, session_messages
-from secure_fvi.engines import flare, stream_messages
+from secure_fvi.engines import letters, stream_messages
 from secure_fvi.federated_model import Schema
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import make_row
@@ -38,7 +38,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 CODECS = {
     "countersigning": countersigning._CODEC,
     "homomorphic sum": homomorphic_schemes._CODEC,
-    "flare letter": flare._CODEC,
+    "letter": letters.CODEC,
     "masked sum": sum_messages._CODEC,
     "matching": alignment._CODEC,
     "offer": job._CODEC,

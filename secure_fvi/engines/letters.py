@@ -1,0 +1,110 @@
+"""Letters: how a member's word reaches another, whoever carries it. Each is signed by its sender's identity, which the
+roster names, for one receiver, one job and one connection; an answer names the letter that it answers.
+
+TLS, or FLARE, says at whose machine a connection ends: by a key that lies in clear in a process which listens, and that
+a thief has without the identity. What is asked and answered counts by its letter alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from secure_fvi import wire
+from secure_fvi.aggregation.messages import Codec
+from secure_fvi.deployment.names import Role, now
+from secure_fvi.engines.stream_messages import STATUS
+from secure_fvi.errors import ProtocolError
+from secure_fvi.privacy.chain import signed
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.home import Home
+
+LABEL = b"secure-fvi/letter/1/"
+#: Bytes of a letter beyond its body, at most.
+OVERHEAD = 4096
+
+
+class Letter(NamedTuple):
+    """One message or one answer. number: 32 fresh bytes, or the digest of the letter that is answered. connection: 32
+    bytes that the silo drew for the stream on which this travels, so that what was said on one says nothing on another;
+    empty where no stream carries it."""
+
+    sender: str
+    receiver: str
+    job: str
+    number: bytes
+    status: int
+    body: bytes
+    connection: bytes = b""
+
+
+class Head(NamedTuple):
+    """What is signed: a letter with its body's SHA-256 in the body's place."""
+
+    sender: str
+    receiver: str
+    job: str
+    number: bytes
+    status: int
+    body: bytes
+    connection: bytes
+
+
+class Envelope(NamedTuple):
+    """What travels."""
+
+    head: bytes
+    body: bytes
+    signature: bytes
+
+
+_name, _32 = wire.text(200, printable=True), wire.binary(32)
+CODEC = Codec(
+    {
+        Head: (1, (_name, _name, _name, _32, STATUS, _32, wire.binary(0, 32))),
+        Envelope: (2, (wire.binary(most=OVERHEAD), wire.binary(), wire.binary(64))),
+    }
+)
+
+
+def write_letter(letter: Letter, home: Home, body: bytes | None = None) -> tuple[bytes, bytes]:
+    """The letter, signed by the home's identity, and the digest that an answer has to name. body: the SHA-256 of its
+    body, where that was worked out before, as for a broadcast."""
+    digest = hashlib.sha256(letter.body).digest() if body is None else body
+    head = CODEC.pack(Head(*letter._replace(body=digest)))
+    named = hashlib.sha256(LABEL + head).digest()
+    identity = home.identity_in(home.roster(now()))
+    return CODEC.pack(Envelope(head, letter.body, identity.sign(LABEL + named))), named
+
+
+def read_letter(content: bytes, home: Home, *roles: Role, most: int) -> tuple[Letter, bytes]:
+    """A letter to this home with a body of at most `most` bytes, and its digest. Raises ProtocolError that names the
+    reason."""
+    if len(content) > most + OVERHEAD:
+        raise ProtocolError(f"a letter of more than the {most} bytes that are expected at most")
+    envelope = CODEC.unpack(content, Envelope)
+    head = CODEC.unpack(envelope.head, Head)
+    roster = home.roster(now())
+    sender = roster.member(head.sender)
+    if sender.role not in roles:
+        raise ProtocolError(f"a letter of '{sender.id}', a {sender.role} in the roster")
+    named = hashlib.sha256(LABEL + envelope.head).digest()
+    if not signed(sender.identity_key, LABEL, named, envelope.signature):
+        raise ProtocolError(f"a letter that is not signed by the identity of '{sender.id}'")
+    if hashlib.sha256(envelope.body).digest() != head.body:
+        raise ProtocolError(f"a letter of '{sender.id}' with another body than it signed")
+    if head.receiver != home.id:
+        raise ProtocolError(f"a letter to '{head.receiver}'")
+    return Letter(*head._replace(body=envelope.body)), named
+
+
+def check_letter(letter: Letter, sender: str, job: str, connection: bytes, number: bytes = b"") -> None:
+    """Raises ProtocolError for a letter of somebody else, or about something else; number: of the letter that it has to
+    answer, where it is an answer."""
+    if letter.sender != sender:
+        raise ProtocolError(f"a letter of '{letter.sender}', where '{sender}' speaks")
+    if letter.job != job or letter.connection != connection:
+        raise ProtocolError(f"a letter of '{sender}' about another job, or of another connection")
+    if number and letter.number != number:
+        raise ProtocolError("an answer to another letter")
