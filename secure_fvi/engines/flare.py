@@ -71,13 +71,7 @@ class Post(NamedTuple):
     send: Callable[[str, bytes], Mapping[str, Any]]
     over: Callable[[], bool]
 
-
-class FlareCarrier(Remote):
-    """Letters to the executors, in auxiliary messages. A site's name is the same in FLARE and in the roster."""
-
-    port = 0  # nobody dials in
-
-    def __init__(
+    def carrier(
         self,
         names: Sequence[str],
         listen: str,
@@ -88,10 +82,25 @@ class FlareCarrier(Remote):
         home: Home,
         patience: Patience | None = None,
         others: Sequence[str] = (),
-        *,
+    ) -> FlareCarrier:
+        """Of what a `StreamServer` takes, address and TLS are FLARE's here."""
+        return FlareCarrier(names, job, home, self, patience, others)
+
+
+class FlareCarrier(Remote):
+    """Letters to the executors, in auxiliary messages. A site's name is the same in FLARE and in the roster."""
+
+    port = 0  # nobody dials in
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        job: str,
+        home: Home,
         post: Post,
+        patience: Patience | None = None,
+        others: Sequence[str] = (),
     ) -> None:
-        """What a `StreamServer` takes, of which address and TLS are FLARE's here."""
         super().__init__(names, others, patience)
         self._job, self._home, (self._send, self._over) = job, home, post
         self._threads = ThreadPoolExecutor(2 * (len(names) + len(others)), "ask")

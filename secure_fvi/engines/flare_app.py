@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,6 @@ from secure_fvi.engines.flare import (
     LETTER,
     REPLY,
     Ended,
-    FlareCarrier,
     Post,
     SiteParty,
     home_of_environment,
@@ -65,7 +63,7 @@ class ServerController(Controller):  # type: ignore[misc]
         try:
             home = home_of_environment()
             post = Post(send, lambda: bool(abort_signal.triggered))
-            serve(home, self.job, functools.partial(FlareCarrier, post=post))
+            serve(home, self.job, post.carrier)
         except SecureFVIError as error:
             text = shown(str(error).encode())
             _log.error("%s", text)

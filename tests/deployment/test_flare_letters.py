@@ -81,7 +81,7 @@ class Network:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SecureFVIWarning)
             post = Post(self.send, self.over.is_set)
-            flare.serve(home, "job", functools.partial(FlareCarrier, post=post))
+            flare.serve(home, "job", post.carrier)
         return (out / "posterior.safetensors").read_bytes()
 
 
@@ -278,7 +278,7 @@ def test_an_answer_names_its_question(network: Network) -> None:
     """FLARE's server hands each question the answer of an older one: taken for none. The control: the right ones."""
     home, older = network.world.homes["hub"], {}
     post = Post(network.send, network.over.is_set)
-    carrier = FlareCarrier(SILOS, "", None, lambda _: "", b"", "job", home, Patience("drop"), post=post)
+    carrier = FlareCarrier(SILOS, "job", home, post, Patience("drop"))
     ask = functools.partial(carrier.exchange, dict.fromkeys(SILOS, b"\xffanything"))
 
     def spoil(site: str, answer: bytes) -> Mapping[str, Any]:
