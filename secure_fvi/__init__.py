@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Before MKL's first use. Without it MKL rounds a row of a product by where it stands on some processors; record privacy
-# rests on its not doing so (`algorithms.by_record.check_machine`).
-os.environ.setdefault("MKL_CBWR", "AUTO")
+with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as processor:
+    # Before MKL's first use. On AMD's processors it rounds a row of a product by where it stands, unless it is told to
+    # take one way for all; record privacy rests on its not doing so (`algorithms.by_record.check_machine`).
+    if "AuthenticAMD" in processor.read(400):
+        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 if TYPE_CHECKING:
     from secure_fvi.aggregation import Homomorphic as Homomorphic

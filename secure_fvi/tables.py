@@ -709,7 +709,7 @@ _DECLARED = (
     (re.compile("INT"), int, "BIGINT"),
     (re.compile("CHAR|CLOB|TEXT"), str, "VARCHAR"),
     (re.compile("BLOB"), bytes, "BLOB"),
-    (re.compile(r"REAL|FLOA|DOUB|\b(NUMERIC|NUMBER|DEC|DECIMAL)\b"), float, "DOUBLE"),
+    (re.compile(r"REAL|FLOA|DOUB|\b(NUM|NUMERIC|NUMBER|DEC|DECIMAL)\b"), float, "DOUBLE"),
 )
 
 
@@ -758,9 +758,9 @@ def _holds(held: type, cell: Any) -> bool:
 
 
 def _as_objects(values: Sequence[Any], kind: str) -> npt.NDArray[Any]:
-    """Cells as text; bytes are not copied."""
+    """Cells as text; of those in a column of bytes it is copied alone that they are there, as no bytes."""
     array = np.empty(len(values), dtype=object)
-    array[:] = [None if v is None or kind == "BLOB" else _written(v) for v in values]
+    array[:] = [None if v is None else b"" if kind == "BLOB" else _written(v) for v in values]
     return array
 
 

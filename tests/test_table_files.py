@@ -411,7 +411,7 @@ def test_a_cell_of_sqlite_changes_no_other_row(tmp_path: Path, monkeypatch: pyte
             file.commit()
         return read_coded(path, Dictionary({"later": Column("boolean")}), query).columns["later"].tolist()[:3]
 
-    for declared, found in (("INTEGER", 1.0), ("REAL", 1.0), ("NUMERIC", 1.0), ("", 0.0), ("TEXT", 0.0)):
+    for declared, found in (("INTEGER", 1.0), ("REAL", 1.0), ("NUMERIC", 1.0), ("NUM", 1.0), ("", 0.0), ("TEXT", 0.0)):
         assert later(declared) == later(declared, (2, 3)) == [found] * 3
     assert later("REAL", (2.5, 3.5)) == [1.0] * 3
     assert later("", (2.5, 3.5)) == [0.0] * 3
@@ -421,6 +421,17 @@ def test_a_cell_of_sqlite_changes_no_other_row(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tables, "_copy", _by_its_cells)
     assert later("") == [1.0] * 3
     assert later("", (2.5, 3.5)) == [0.0] * 3
+
+
+def test_a_query_sees_whether_a_cell_of_sqlite_holds_bytes(tmp_path: Path) -> None:
+    """Signed withdrawals, say: all were gaps once, so that nobody was left out."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "p.sqlite")) as file:
+        file.execute("CREATE TABLE people (age INTEGER, withdrawal BLOB)")
+        file.executemany("INSERT INTO people VALUES (?, ?)", [(50, None), (60, b"signed"), (70, "signed"), (80, None)])
+        file.commit()
+    query = "SELECT age FROM data.people WHERE withdrawal IS NULL ORDER BY age"
+    found = read_coded(tmp_path / "p.sqlite", Dictionary({"age": Column("number")}), query)
+    assert found.columns["age"].tolist() == [50.0, 80.0]
 
 
 def _attacks(here: Path) -> dict[str, str]:

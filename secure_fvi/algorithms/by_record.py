@@ -36,15 +36,16 @@ _MOVED = (1, 3)
 
 @lru_cache(maxsize=1)
 def check_machine() -> None:
-    """Raise InputError where a matrix product rounds a row by where it stands, as MKL does on some processors unless
-    `MKL_CBWR` is set before its first use (`import secure_fvi` sets it). A record that joins would move the others."""
+    """Raise InputError where a matrix product rounds a row by where it stands, so that a record which joins would move
+    the others: as MKL does on AMD's processors, unless `MKL_CBWR` is set before its first use (by `import secure_fvi`).
+    """
     rng = torch.Generator().manual_seed(0)
     with threads(1):
         for (n, k, m), dtype in itertools.product(_PRODUCTS, (torch.float64, torch.float32)):
             rows, weights = torch.rand(n, k, generator=rng, dtype=dtype), torch.rand(k, m, generator=rng, dtype=dtype)
-            found = rows @ weights
-            for places in _MOVED:
-                if not torch.equal((rows.roll(places, 0) @ weights).roll(-places, 0), found):
+            ways = (lambda x, w=weights: x @ w, lambda x, w=weights: x @ w[:, 0], lambda x, w=weights: (w.mT @ x.mT).mT)
+            for way, places in itertools.product(ways, _MOVED):
+                if not torch.equal(way(rows.roll(places, 0)).roll(-places, 0), way(rows)):
                     raise InputError(
                         "record privacy: on this machine a matrix product rounds a row by its place among the others, "
                         "so that one record would change other records' numbers; set the environment variable "

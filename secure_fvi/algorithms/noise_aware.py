@@ -130,11 +130,14 @@ def of_gradients(trace: Trace, prior: Natural) -> NoiseAware | str:
 
 
 def of_sites(total: Natural, variance: float, prior: Natural) -> NoiseAware | str:
-    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none."""
+    """The posterior from the noised sum of all sites (n + n (n + 1) / 2 numbers); or why there is none: also where the
+    noise hides the least curvature of any direction, which one round does not tell from none."""
     n = total.n
     told = _Told(*[torch.eye(n, dtype=torch.float64), total.precision, torch.full((n, n), 1 / variance).double()])
     at = torch.zeros(n, dtype=torch.float64)
-    return _integrated(told, _error(told)[0], total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
+    least = float(torch.linalg.eigvalsh(total.precision)[0])
+    error = math.sqrt(variance) / least if least > 0 else math.inf
+    return _integrated(told, error, total.shift, at, variance, 1.0, Natural(*_full(prior)), 1)
 
 
 def _full(prior: Natural) -> tuple[Tensor, Tensor]:

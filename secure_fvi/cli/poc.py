@@ -379,7 +379,7 @@ class _Machines:
         words = _matching(where, shlex.split(step.line.removesuffix(_BEHIND))[1:])
         with (where / "silo.log").open("w") if behind else contextlib.nullcontext(subprocess.PIPE) as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", "from secure_fvi.cli import main; main()", *words],
+                [sys.executable, "-P", "-c", "from secure_fvi.cli import main; main()", *words],
                 cwd=where, env=self._environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
                 text=True,
             )  # fmt: skip

@@ -135,7 +135,7 @@ def test_data_file_of_an_unknown_kind(cli: CommandLine) -> None:
             ("b.csv", "'record_id'", "no whole number of at most 15 digits"),
         ),
         ("y[0],y[2]\n1,2\n", ("b.csv", "'y'", "without a gap")),
-        ("y[0],y[0]\n1,2\n", ("b.csv", "'y[0]'", "differ")),
+        ("y[0],y[0]\n1,2\n", ("b.csv", "names must differ", "column 1 in the first line")),
         ("y[0],y[1],x\n1,2,3\n", ("'a'", "'b'", "x")),
         ("y[0],y[1],record_id\n1,2,3\n", ("record_id", "all silos")),
     ],

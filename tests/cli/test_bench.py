@@ -71,7 +71,7 @@ def test_bench_posteriors_measures_an_entry_and_says_what_is_missing(
     (row,) = found["entries"]["two camps"].values()
     assert row["converged"] is True
     assert row["error"] < 0.1 > abs(row["most"] - 1)
-    assert row["exchanges"] > 2 * row["rounds"] > 0
+    assert row["exchanges"] > row["rounds"] > 0
     refused = cli("bench", "posteriors", "--entry", "two caps")
     assert refused.code != 0
     assert "no entry 'two caps'" in refused.err
