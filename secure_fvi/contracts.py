@@ -235,8 +235,8 @@ def _differing(point: _Point, rows: Params, part: Tensor) -> set[str]:
 
 def _in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Tensor, _T]]:
     """What a program says of some of `count` records, by their places: of a few that are spread among them together,
-    of either half of these, of the first and the last alone, and of half of all. What depends on few records that stand
-    anywhere is seen by the last; what others drown there, by the first."""
+    of either half of these, of the first and the last alone, and of half of all. What depends on some records that
+    stand anywhere is seen by the last, a single pair about every second time; what others drown there, by the first."""
     few = torch.linspace(0, count - 1, min(count, _SOME)).round().long()
     half = len(few) // 2
     parts = [few[:half], few[half:], few[:1], few[-1:]]

@@ -663,8 +663,10 @@ def _check_groups(option: str, names: Any, parsed: Parsed) -> None:
 
 def _check_most(most: Mapping[str, int], terms: Sequence[Term]) -> None:
     known = ["rows", *dict.fromkeys(t.of.label for t in terms if t.place == "silo")]
-    for name in most:
+    for name, number in most.items():
         if name in known:
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise InputError(f"most: '{name}' needs a whole number of at least 1, got {number!r}")
             continue
         if any(t.place == "record" and t.of.label == name for t in terms):
             raise InputError(f"most: '{name}' is the record, of which a silo has any number; 'rows' are those of one")

@@ -310,7 +310,8 @@ def _job(sites: dict[str, Path], model: dict[str, str], dictionary: Path | None,
 
 
 def _settled(config: Config) -> dict[str, Any]:
-    """The options of a formula, with the most rows of a record and groups of a silo that its tables come to."""
+    """The options of a formula, with the most rows of a record and groups of a silo that its tables come to; under
+    privacy nothing is looked up, and what lacks is refused."""
     from secure_fvi.runs.records import formula_model, formula_rows
 
     model, options = formula_model(config.model), config.model.options
@@ -318,7 +319,7 @@ def _settled(config: Config) -> dict[str, Any]:
     some = next(iter(laid.values()))
     most = {"rows": some["present"].shape[1]} if model.record_label else {}
     most |= {t.of.label: some[f"n{k}"] for k, t in enumerate(model.of.terms) if t.place == "silo"}
-    if most:
+    if most and config.privacy is None:
         options = {**options, "most": {**most, **options.get("most", {})}}
     formula_model(config.model.model_copy(update={"options": options})).check_apart()
     return options
