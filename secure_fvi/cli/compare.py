@@ -17,6 +17,7 @@ from secure_fvi.errors import InputError
 @click.option("--chains", type=click.IntRange(2), default=2, show_default=True, help="Chains of NUTS.")
 @click.option("--draws", type=click.IntRange(100), default=1000, show_default=True, help="Draws of each chain.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
+@click.option("--table", "tables", metavar="SILO=FILE", multiple=True, help="Of a run between sites: a site's table.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Write the marginals to this .png or .svg as well.")
 @click.option("--exact", is_flag=True, help="Of a private run too: compare.json then has what no noise protects.")
 @click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
@@ -26,6 +27,7 @@ def compare(
     chains: int,
     draws: int,
     data: Path | None,
+    tables: tuple[str, ...],
     picture: Path | None,
     exact: bool,
     debug: bool,
@@ -38,6 +40,9 @@ def compare(
     from secure_fvi.runs.directory import RunDirectory
 
     RunDirectory(directory).read_result()
+    if unnamed := [text for text in tables if not all(text.partition("="))]:
+        raise InputError(f"--table '{unnamed[0]}': must look like SILO=FILE")
+    files = {silo: Path(file) for silo, _, file in (text.partition("=") for text in tables)}
     if picture is not None and (picture.suffix not in (".png", ".svg") or not picture.parent.is_dir()):
         raise InputError(f"--picture '{picture}': must be a .png or .svg file in a folder that exists")
 
@@ -57,6 +62,7 @@ def compare(
             draws,
             lambda text: status.update(f"pooled data: {text}"),
             exact,
+            files,
         )
     write_report(directory)
     if picture is not None:

@@ -36,7 +36,7 @@ HUB, HOME, PASSPHRASE, LOOPBACK = "hub", "site", "passphrase", "127.0.0.1"
 #: What everybody sets before the first command, beside the words of `plan`.
 SETTINGS = {"SECURE_FVI_HOME": HOME, "SECURE_FVI_KEY_FILE": PASSPHRASE}
 NAMES = ("north", "south", "east", "west", "coast", "hills", "lakes", "plains", "isles", "dales")
-FORMULA, FAMILY = "wheeze ~ smoke + age + (1 | child)", "bernoulli"
+FORMULA, FAMILY = "wheeze ~ smoke * age + (1 | child)", "bernoulli"
 DICTIONARY = """\
 format = 1
 
@@ -147,7 +147,7 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, functio
 
 
 @click.command()
-@click.option("--silos", type=click.IntRange(3, len(NAMES)), help="Made-up institutions; 3 unless given.")
+@click.option("--silos", type=click.IntRange(3, len(NAMES)), help="Institutions, where no table is given; 3 unless said.")
 @click.option("--folder", default="runs/poc", show_default=True, type=FILE, help="What is made; new or empty.")
 @click.option("--data", "files", multiple=True, type=FILE, help="A site's own table (CSV, Parquet), three at least.")
 @click.option("--formula", help=f'What is fitted, such as "{FORMULA}".')
@@ -171,11 +171,11 @@ def poc(
     """Join several institutions on this machine and run a job between them: a server and a process a site, as in life.
 
     Prints who types which command and which file goes to whom, runs just that, and leaves a folder an institution.
-    Tables are made up unless given. Everything stays on this machine.
+    Where no tables are given, the children of a published study are dealt over them. Everything stays on this machine.
     """
     began, asked = time.monotonic(), {key: said for key, said in model.items() if said is not None}
     _check_asked(silos, files, dictionary, asked)
-    sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("made-up.csv"))
+    sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("dealt.csv"))
     tables = {site: f"{site}{path.suffix}" for site, path in sites.items()}
     sections = plan(tables, port=port, function=Path(asked["function"]).name if "function" in asked else None)
     if only_plan:
@@ -184,7 +184,7 @@ def poc(
     _check_machine(folder, port, asked)
     with tempfile.TemporaryDirectory() as scratch:
         if not files:
-            sites = {site: _made_up(Path(scratch), site, k) for k, site in enumerate(sites)}
+            sites = _dealt(Path(scratch), tuple(sites))
             dictionary = Path(scratch) / "dictionary.toml"
             dictionary.write_text(DICTIONARY)
             asked = asked if "formula" in asked else {"formula": FORMULA, "family": FAMILY, **asked}
@@ -201,7 +201,9 @@ def poc(
     click.echo(
         f"\nEach site has typed {typed} commands and handed over {len(own) - typed} files; all in "
         f"{time.monotonic() - began:.0f} s. The report: {folder / HUB / 'run' / 'report.html'}. The folders stay: "
-        f"{', '.join(str(folder / who) for who in (HUB, *sites))}"
+        f"{', '.join(str(folder / who) for who in (HUB, *sites))}. "
+        "Where the tables may be pooled, as here, this sets the answer beside NUTS:\n  "
+        + shlex.join(_compared(folder, tables))
     )
 
 
@@ -268,19 +270,21 @@ def _names(files: Sequence[Path]) -> dict[str, Path]:
     return {f"site-{k + 1}": path for k, path in enumerate(files)}
 
 
-def _made_up(folder: Path, site: str, at: int) -> Path:
-    """A clinic's children, seen at one to four visits each."""
-    import math
+def _dealt(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """A table a site: the children of six cities (Fitzmaurice and Laird 1993) at random, a row a visit."""
+    from secure_fvi.models.six_cities import VISITS, load
 
-    rng, rows = random.Random(at + 1), ["child,age,smoke,wheeze"]
-    for child in range(40 + 15 * (at % 3)):
-        own, smoke = rng.gauss(0, 1.5), rng.random() < 0.4
-        for age in rng.sample(range(7, 11), rng.randint(1, 4)):
-            p = 1 / (1 + math.exp(-(own - 1 + smoke - 0.2 * (age - 9))))
-            rows.append(f"c{child},{age},{'yes' if smoke else 'no'},{int(rng.random() < p)}")
-    path = folder / f"{site}.csv"
-    path.write_text("\n".join(rows) + "\n")
-    return path
+    children = list(zip(*(records.tolist() for records in load().records.values()), strict=True))
+    random.Random(1).shuffle(children)
+    dealt = {name: folder / f"{name}.csv" for name in names}
+    for k, path in enumerate(dealt.values()):
+        rows = [
+            f"c{child},{visit.removeprefix('age_')},{'yes' if smoke else 'no'},{answer:g}"
+            for child, (smoke, wheeze) in enumerate(children[k :: len(names)])
+            for visit, answer in zip(VISITS, wheeze, strict=True)
+        ]
+        path.write_text("\n".join(["child,age,smoke,wheeze", *rows]) + "\n")
+    return dealt
 
 
 def _job(sites: dict[str, Path], model: dict[str, str], dictionary: Path | None, overrides: Sequence[str]) -> str:
@@ -323,6 +327,11 @@ def _settled(config: Config) -> dict[str, Any]:
         options = {**options, "most": {**most, **options.get("most", {})}}
     formula_model(config.model.model_copy(update={"options": options})).check_apart()
     return options
+
+
+def _compared(folder: Path, tables: dict[str, str]) -> list[str]:
+    named = (word for site, table in tables.items() for word in ("--table", f"{site}={folder / site / table}"))
+    return ["secure-fvi", "compare", str(folder / HUB / "run"), *named]
 
 
 def _opening(tables: dict[str, str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,11 @@ from pyro.optim import ClippedAdam
 from torch import Tensor
 
 from secure_fvi.compiled import threads
+from secure_fvi.deployment.job import AT_SITE
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.files import write_atomically
+from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import Federation, federate
 from secure_fvi.runs.marginals import Draws, default_dtype, marginals, seeded
@@ -36,13 +38,15 @@ def compare(
     draws: int = 1000,
     on_progress: Callable[[str], None] | None = None,
     exact: bool = False,
+    tables: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Fit the reference, write compare.json and return its content.
 
     Per site: mean and sd of the reference, run_mean and run_sd, mean_error_in_sd = (run_mean - mean) / sd and
     sd_ratio = run_sd / sd, all in the site's own shape. Where the model has `pyro.param`s the reference is
     the posterior given the run's values of them. exact: of a private run too, whose noise the reference goes around; no
-    budget is charged. Raises InputError when the folder holds no finished run, or a private one.
+    budget is charged. tables: by silo, of a run whose server had none of them. Raises InputError when the folder holds no
+    finished run, or a private one, and for tables of another run as far as their number of records tells.
     """
     run = RunDirectory(directory)
     result, config = run.read_result(), run.read_config()
@@ -52,12 +56,14 @@ def compare(
             "without noise and charged to no budget: with --exact it is written to compare.json, for whoever may see "
             "the data"
         )
-    federation = federate(config, data_dir)
+    elsewhere = {silo.id for silo in config.silo if Path(silo.data).name == AT_SITE}
+    federation = federate(_with_tables(config, elsewhere, tables or {}), data_dir)
     if not isinstance(federation, Federation):
         raise InputError(
             "compare pools records of one model; 'reproduce vertical-logistic' sets vertical runs beside pooled fits"
         )
-    run.check_data(federation.digest())
+    if not elsewhere:
+        run.check_data(federation.digest())
     sites = list(result["posterior"])
     say = on_progress or (lambda _: None)
     with threads(federation.threads):
@@ -73,6 +79,18 @@ def compare(
     }
     write_atomically(directory / "compare.json", json.dumps(content, indent=2).encode(), private=exact)
     return content
+
+
+def _with_tables(config: Config, elsewhere: set[str], tables: Mapping[str, Path]) -> Config:
+    """`config` with a file for each silo whose data were at its site. Raises InputError for too few and too many."""
+    if set(tables) != elsewhere:
+        raise InputError(
+            f"the run had its data at its sites, {', '.join(sorted(elsewhere))}: give each one's table, by --table SILO=FILE"
+            if elsewhere
+            else "--table: this run names its data itself"
+        )
+    silos = [s.model_copy(update={"data": str(tables[s.id])}) if s.id in tables else s for s in config.silo]
+    return config.model_copy(update={"silo": tuple(silos)})
 
 
 def _fit(
