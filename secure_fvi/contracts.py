@@ -54,18 +54,19 @@ _MADE = 4  # records of made data
 _SOME = 8  # rows at a silo that are also evaluated in parts, and few enough to show what many drown
 _AT_ONCE = 1024  # rows whose gradient is looked at together
 _SPREAD = 0.1  # of the point at which log p is compared, around the start
+_SPREADS = (0.1, 2.0)  # of those at which slopes are
 _DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
 
 
 class _Point:
     """Values of all latents around the start, in unconstrained space, the same at every party."""
 
-    def __init__(self, problem: Problem, records: int) -> None:
+    def __init__(self, problem: Problem, records: int, spread: float = _SPREAD) -> None:
         rng, start = torch.Generator().manual_seed(0), problem.start
 
         def around(value: Tensor) -> Tensor:
             noise = torch.randn(value.shape, generator=rng, dtype=torch.float64)
-            return value.to(problem.device) + _SPREAD * noise.to(problem.device, problem.dtype)
+            return value.to(problem.device) + spread * noise.to(problem.device, problem.dtype)
 
         self.problem = problem
         self.z_global, self.z_silo = around(start.z_global), around(start.z_silo)
@@ -218,7 +219,58 @@ def _dependent(point: _Point, rows: Params) -> _Dependent:
             looked_at[part] = True
             shared |= not _same(found.shared, whole.shared)
             silo |= not _same(found.silo, whole.silo)
+    spread_out = torch.linspace(0, count - 1, min(count, _AT_ONCE)).round().long()
+    some = {name: value[spread_out] for name, value in rows.items()}
+    for spread in _SPREADS if not bad.any() else ():
+        for part in _slopes_differ(_Point(point.problem, len(spread_out), spread), some):
+            bad[spread_out[part]] = looked_at[spread_out[part]] = True
     return _Dependent(int(bad.sum()), int(looked_at.sum()), shared, silo, tuple(sorted(sites)))
+
+
+def _slopes_differ(point: _Point, rows: Params) -> Iterator[Tensor]:
+    """The parts of the records whose slopes in some latent are other ones among the rest than apart. Where outcomes are
+    large, as incomes are, terms drown what a mean over records changes in them; their slopes, each by its own size, do
+    not. A part's rows are weighed by numbers of their own, so that they do not cancel."""
+    count = len(point.z_record)
+    weights = torch.randn(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    few = torch.linspace(0, count - 1, min(count, _SOME)).round().long()
+    parts = [few[: len(few) // 2], few[len(few) // 2 :], drawn[: max(1, count // 2)].sort().values]
+
+    def slopes(of: Tensor | None) -> Callable[[Tensor, Tensor | slice], list[Tensor | None]]:
+        here = point if of is None else point.of(of)
+        latents = [z.detach().clone().requires_grad_() for z in (here.z_global, here.z_silo, here.z_record)]
+        data = rows if of is None else {name: value[of] for name, value in rows.items()}
+        with torch.enable_grad():
+            terms = point.problem.density.evaluate(*latents, point.theta, data).records
+
+        def of_part(part: Tensor, at: Tensor | slice) -> list[Tensor | None]:
+            if not terms.requires_grad:
+                return [None, None, None]
+            total = (weights[part].to(terms) * terms[at]).sum()
+            found = list(torch.autograd.grad(total, latents, retain_graph=True, allow_unused=True))
+            return [*found[:2], None if found[2] is None else found[2][at]]
+
+        return of_part
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = slopes(None)
+            pairs = [(part, whole(part, part), slopes(part)(part, slice(None))) for part in parts]
+    except Exception:
+        return  # so far from the start, or without gradients: what a fit needs is looked at by itself
+    tolerance, rounding = (1e-6, 1e-12) if point.problem.dtype == torch.float64 else (1e-2, 1e-5)
+    for part, among, apart in pairs:
+        largest = max((float(g.abs().max()) for g in among if g is not None and g.numel()), default=0.0)
+        for a, b in zip(among, apart, strict=True):
+            if a is None or b is None or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+                continue
+            size = torch.maximum(a.abs(), b.abs())
+            size = size.amax(0, keepdim=True) if a.dim() > 1 and len(a) else size  # of records' latents: by column
+            if bool(((a - b).abs() > tolerance * size + rounding * largest).any()):
+                yield part
+                break
 
 
 def _differing(point: _Point, rows: Params, part: Tensor) -> set[str]:

@@ -23,6 +23,7 @@ from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi import contracts
 from secure_fvi.density import running
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
@@ -748,6 +749,30 @@ def test_what_eight_rows_do_not_show_is_seen_among_all(program: Program) -> None
     build(model, [{name: value[_FEW] for name, value in silo.items()}] * 3)
     with pytest.raises(DataError, match=r"silo 'silo-1': \d+ of \d+ records looked at .* another one at 'y'"):
         build(model, [silo] * 3)
+
+
+def _incomes(x: Tensor, y: Tensor, hinge: bool = False, centred: bool = True) -> None:
+    """Outcomes so large that what a mean over records changes near the start is lost in the rounding of the terms."""
+    a, s = pyro.sample("a", dist.Normal(0.0, 1e5)), pyro.sample("s", dist.LogNormal(8.0, 3.0))
+    b = pyro.sample("b", dist.Normal(torch.zeros(3), 1e4).to_event(1))
+    slope = torch.relu(b - 0.3).sum() if hinge else b.sum()  # of a hinge, where it bends, too
+    _observe(y, a + slope * (x - x.mean() if centred else x), s)
+
+
+@pytest.mark.parametrize("hinge", [False, True])
+def test_a_mean_over_records_is_seen_under_large_outcomes(hinge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By slopes, each by its own size. Controls: by the terms alone it is taken; and so is what is no mean."""
+    x = torch.randn(30, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    silos = [{"x": x + k, "y": 6e5 * (3 + x + k)} for k in range(3)]
+
+    def made(centred: bool) -> sf.FederatedModel:
+        return sf.FederatedModel(lambda x, y: _incomes(x, y, hinge, centred), "r")
+
+    build(made(False), silos)
+    with pytest.raises(DataError, match="not a sum over records"):
+        build(made(True), silos)
+    monkeypatch.setattr(contracts, "_slopes_differ", lambda point, rows: iter(()))
+    build(made(True), silos)
 
 
 def test_a_step_where_made_data_are_not_is_seen_at_a_silo() -> None:
