@@ -4,7 +4,8 @@
 time it is run, has a gradient in every latent, and gives draws as the end of a fit does. *The data*
 (`read_at_silo`), at their silo: observed values lie in the support of their sites, labels point into what they index,
 terms are finite, and the sum over records holds among the silo's own. Pyro's validation is off while a program runs;
-this stands in its place, and costs a silo two runs on its data, one on half of them and five on eight rows or fewer.
+this stands in its place, and costs a silo some log2 N runs on its N rows (`_apart`), without gradients, two with them,
+and a few on eight rows or fewer.
 
 What is found at a silo counts that silo's rows: it is for that silo alone (`DataError`).
 """
@@ -287,14 +288,12 @@ def _differing(point: _Point, rows: Params, part: Tensor) -> set[str]:
 
 def _in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Tensor, _T]]:
     """What a program says of some of `count` records, by their places: of a few that are spread among them together,
-    of either half of these, of the first and the last alone, and of half of all. What depends on some records that
-    stand anywhere is seen by the last, a single pair about every second time; what others drown there, by the first."""
+    of the first and the last alone, and of parts of the few, and of all, such that each record is without each other in
+    one of them. What depends on any other record is seen by these; what others drown there, by the few."""
     few = torch.linspace(0, count - 1, min(count, _SOME)).round().long()
-    half = len(few) // 2
-    parts = [few[:half], few[half:], few[:1], few[-1:]]
+    parts = [few[:1], few[-1:], *(few[part] for part in _apart(len(few)))]
     if count > _SOME:
-        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        parts += [few, drawn[: count // 2].sort().values]
+        parts += [few, *_apart(count)]
     for part in parts:
         try:
             with warnings.catch_warnings():
@@ -305,6 +304,20 @@ def _in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Te
                 raise
             continue  # a fit never runs a program on one row, but record by record, which is looked at by itself
         yield part, found
+
+
+def _apart(count: int) -> Iterator[Tensor]:
+    """Some log2 N + log2 log2 N parts of `count` places, half of them each, such that for every two, i and j, one holds
+    i and not j: by the bits of a shuffled number and those of the count of its zeros (Berger 1961, "A note on error
+    detection codes for asymmetric channels")."""
+    number = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    bits = [number >> k & 1 for k in range(max(1, (count - 1).bit_length()))]
+    zeros = len(bits) - torch.stack(bits).sum(0)
+    bits += [zeros >> k & 1 for k in range(len(bits).bit_length())]
+    for bit in bits:
+        part = bit.nonzero()[:, 0]
+        if 0 < len(part) < count:
+            yield part
 
 
 def _alike(a: Tensor, b: Tensor) -> Tensor:

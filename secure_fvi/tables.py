@@ -17,6 +17,7 @@ import contextlib
 import csv
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import sqlite3
@@ -440,7 +441,7 @@ def opened(
     }
     if query is not None:  # on one thread rows come in the same order every time, whatever is joined
         config["threads"] = "1"
-    with _in_other_words(seconds, memory), duckdb.connect(":memory:", config=config) as connection:
+    with _in_other_words(seconds, memory, paths.values()), duckdb.connect(":memory:", config=config) as connection:
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         tables = [table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds)]
         # DuckDB's own files are attached by now, and attached they stay.
@@ -666,7 +667,10 @@ def _header(path: Path) -> tuple[list[str], str]:
             marked = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise DataError(f"not a CSV file in UTF-8{_CONVERT.format('UTF-16' if marked else 'WINDOWS-1252')}") from None
     except csv.Error:
-        raise DataError("not a CSV file") from None
+        raise DataError(
+            "not a CSV file: the first line must name the columns, and a name there is longer than 131,072 characters; "
+            "is a quote left open?"
+        ) from None
     if not any(names):
         raise DataError("the first line must name the columns")
     lower = [name.lower() for name in names]
@@ -776,8 +780,9 @@ def _duckdb() -> Any:
 
 
 @contextmanager
-def _in_other_words(seconds: float, memory: str) -> Iterator[None]:
-    """DuckDB's and SQLite's errors quote the line or cell that they stumbled on: what is said of them here does not."""
+def _in_other_words(seconds: float, memory: str, paths: Iterable[Path] = ()) -> Iterator[None]:
+    """DuckDB's and SQLite's errors quote the line or cell that they stumbled on: what is said of them here does not.
+    paths: of the files that are read."""
     duckdb = _duckdb()
     try:
         yield
@@ -792,13 +797,7 @@ def _in_other_words(seconds: float, memory: str) -> Iterator[None]:
             "the query casts a cell to what it is not; use TRY_CAST, or leave it to the dictionary"
         ) from None
     except duckdb.Error as error:
-        line = re.search(r"CSV Error on Line: (\d+)", str(error))
-        if line is None:
-            raise DataError(f"it cannot be read ({type(error).__name__})") from None
-        why = "has not as many cells as columns are named: one with the mark in it, as a decimal comma, needs quotes"
-        if "Invalid unicode" in str(error):
-            why = f"is not UTF-8 text{_CONVERT.format('WINDOWS-1252')}"
-        raise DataError(f"line {line[1]} {why}") from None
+        raise DataError(_why_unreadable(error, list(paths))) from None
     except sqlite3.OperationalError as error:
         slow = str(error) == "interrupted"
         raise DataError(
@@ -806,6 +805,67 @@ def _in_other_words(seconds: float, memory: str) -> Iterator[None]:
         ) from None
     except sqlite3.Error as error:
         raise DataError(f"it cannot be read as SQLite ({type(error).__name__})") from None
+
+
+#: What DuckDB says of a line of a CSV, after that line.
+_OF_LINE = re.compile(
+    r"^(?:Expected Number of Columns: (?P<named>\d+) Found: (?P<found>\d+)|(?P<quote>Value with unterminated quote)"
+    r"|(?P<coded>Invalid unicode)|(?P<long>Maximum line size))",
+    re.MULTILINE,
+)
+
+
+def _why_unreadable(error: Exception, paths: Sequence[Path]) -> str:
+    """What DuckDB stumbled on: which file of several, and its line, without a word of its content."""
+    text = str(error)
+    path = next((p for p in paths if str(p) in text), paths[0] if len(paths) == 1 else None)
+    about, kind = f"'{path}': " if path is not None and len(paths) > 1 else "", path and _format(path)
+    line = re.search(r"CSV Error on Line: (\d+)", text)
+    if line is not None:
+        return f"{about}line {line[1]} {_wrong_line(list(_OF_LINE.finditer(text))[-1:])}"
+    if path is not None and kind == "csv":
+        return about + (_other_end(path) or "it cannot be read as CSV: save it anew, as 'CSV UTF-8'")
+    if at := re.search(r"Malformed JSON in file .*?, at byte \d+ in (line|record/value) (\d+)", text):
+        return f"{about}it cannot be read as JSON, from its {at[1].partition('/')[0]} {at[2]} on"
+    known = {"json": " as JSON", "parquet": " as Parquet", "duckdb": " as DuckDB's", "sqlite": " as SQLite"}
+    return f"{about}it cannot be read{known.get(kind or '', '')} ({type(error).__name__})"
+
+
+def _wrong_line(said: Sequence[re.Match[str]]) -> str:
+    found = said[0].groupdict() if said else {}
+    if found.get("coded"):
+        return f"is not UTF-8 text{_CONVERT.format('WINDOWS-1252')}"
+    if found.get("quote"):
+        return 'has a quote that is not closed at the end of its cell: within quotes a quote is written twice, ""'
+    if found.get("long"):
+        return "is longer than the 2,000,000 bytes that a line may have; is a quote before it left open?"
+    cells, columns = int(found.get("found") or 0), int(found.get("named") or 0)
+    what = "the mark in it, as a decimal comma," if cells >= columns else "a line's end in it"
+    return f"has not as many cells ({cells}) as columns are named ({columns}): one with {what} needs quotes"
+
+
+_ENDS = {b"\r\n": "CR LF", b"\n": "LF", b"\r": "CR"}
+
+
+def _other_end(path: Path) -> str:
+    """Of a CSV some lines of which end otherwise than its first one, which is the first of them; "" of another."""
+    before, rest, inside, line = b"", b"", False, 1
+    with path.open("rb") as file:
+        for read in itertools.chain(iter(lambda: file.read(1 << 20), b""), [b""]):
+            block = rest + read
+            rest = b"\r" if read and block.endswith(b"\r") else b""  # its LF may be in the next block
+            for mark in re.findall(rb'"|\r\n|\n|\r', block[: len(block) - len(rest)]):
+                if mark == b'"':
+                    inside = not inside
+                elif not inside and before not in (b"", mark):
+                    convert = "tr -s '\\r' '\\n' < OLD" if b"\r" in (before, mark) else "sed 's/\\r$//' OLD"
+                    return (
+                        f"line {line} ends in {_ENDS[mark]} and those before it in {_ENDS[before]}: give all lines one "
+                        f"end, as by {convert}.csv > NEW.csv, or save it anew"
+                    )
+                else:
+                    before, line = before if inside else mark, line + 1
+    return ""
 
 
 def _first_line(error: Exception) -> str:

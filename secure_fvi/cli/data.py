@@ -176,6 +176,8 @@ _SENTINELS = (-1.0, *(sign * float(digit * length) for sign in (-1, 1) for digit
 #: How far from the others such a number lies, in their range, and one of a single digit, which may be a count; and any
 #: other number, in the range of their middle half.
 _APART, _APART_DIGIT, _FAR = 0.25, 2.0, 20.0
+#: Whole numbers that may be dates without marks; and from where on others may be ids.
+_AS_DATES, _AS_IDS = (19_000_101, 21_001_231), 10**8
 
 
 def _draft(table: Opened, name: str, cell: str) -> Column:
@@ -205,6 +207,9 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
             min(n) AS low, max(n) AS high, quantile_cont(n, 0.25) AS lower, quantile_cont(n, 0.75) AS upper,
             CAST(min(d) - DATE '1970-01-01' AS DOUBLE) AS first, CAST(max(d) - DATE '1970-01-01' AS DOUBLE) AS last,
             count(t) FILTER ({other_day}) AS other_days,
+            count(t) FILTER (regexp_matches(t, '^[+-]?0\\d')) AS zeros,
+            count(n) FILTER (abs(n) >= 1e15) AS large,
+            count(t) FILTER (regexp_full_match(t, '[+-]?\\d{{16,}}')) AS long,
             count(t) FILTER ({decimal_comma("t")}) AS commas,
             count(DISTINCT lower(t)) FILTER (lower(t) NOT IN ('true', 'false', '0', '1')) AS others
             FROM {rows} {left}"""
@@ -219,8 +224,11 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
     if about["days"] == cells:
         low, high = _years(float(about["first"]), float(about["last"]))
         return Column("date", low=low, high=high, missing=missing)
-    if about["numbers"] == cells:
+    if about["numbers"] == cells and not about["zeros"]:
         return _number(about, missing, review)
+    zeros = (
+        _both(review, "numbers with a 0 in front, taken for text: of a number they are lost") if about["zeros"] else ""
+    )
     if about["commas"] and about["commas"] + about["numbers"] == cells:
         return Column("id", missing=missing, review=f"numbers with a comma: {with_points(name)}")
     if about["other_days"] == cells:
@@ -229,9 +237,9 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
         levels = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} <> '' ORDER BY ALL")["t"]
         order = "levels are in the order of the alphabet: put them in theirs, the level to compare with first"
         found = tuple(str(v) for v in levels if str(v) not in missing)
-        return Column("category", found, missing=missing, review=order if len(found) > 2 else "")
+        return Column("category", found, missing=missing, review=_both(zeros, order) if len(found) > 2 else zeros)
     guess = "taken for an id: it may be text, or numbers with texts among them"
-    return Column("id", missing=missing, unique=different == cells, review=guess)
+    return Column("id", missing=missing, unique=different == cells, review=zeros or guess)
 
 
 def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Column:
@@ -245,13 +253,21 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
     if whole and about["different"] == about["cells"] > _MOST_LEVELS:
         guess = "taken for an id, since no number stands twice"
         return Column("id", missing=missing, unique=True, review=_both(review, guess))
+    if about["long"] == about["cells"]:
+        guess = "taken for an id: whole numbers of more than 15 digits, of which a number loses the last ones"
+        return Column("id", missing=missing, unique=about["different"] == about["cells"], review=_both(review, guess))
+    if about["large"]:
+        guess = "numbers of more than 15 digits, which lose the last ones: ids, which are kind = 'id', and text?"
+        review = _both(review, guess)
+    elif whole and low >= _AS_IDS and not _AS_DATES[0] <= low <= high <= _AS_DATES[1]:
+        review = _both(review, f"whole numbers of {len(f'{low:.0f}')} digits: ids, which are kind = 'id'?")
     if middle > 0 and (low < lower - _FAR * middle or high > upper + _FAR * middle):
         ends = "low" if high <= upper + _FAR * middle else "high" if low >= lower - _FAR * middle else "low and high"
         far = f"{ends} left out, since the table's lies far from the rest: a code, or a slip? Give low and high"
         return Column(kind, missing=missing, review=_both(review, far))
     if whole and about["kinds"] == 2:
         review = _both(review, "two values: a boolean or a category with levels, or a number?")
-    if whole and low >= 19_000_101 and high <= 21_001_231:
+    if whole and _AS_DATES[0] <= low <= high <= _AS_DATES[1]:
         review = _both(review, "dates without marks? Write them as 2024-12-31 in a query")
     if whole and low in (0, 1) and _MOST_LEVELS < about["kinds"] == high - low + 1:
         guess = (
@@ -263,8 +279,8 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
 
 
 def _both(review: str, more: str) -> str:
-    """Two things to look at, or the second alone."""
-    return f"{review}; {more}" if review else more
+    """Two things to look at, or the one that there is."""
+    return f"{review}; {more}" if review and more else review or more
 
 
 def _stray(table: Opened, rows: str) -> list[float]:

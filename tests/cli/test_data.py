@@ -102,6 +102,40 @@ def test_codes_for_missing_values_do_not_stretch_a_range(
     assert sorted(kept) == sorted([*values, *([] if missing else [*stray, *stray])])
 
 
+IDS = [
+    ([10**30 + i for i in range(60)], "id", "more than 15 digits"),
+    ([10**16 + i % 9 for i in range(60)], "id", "more than 15 digits"),
+    ([-(10**20) - i for i in range(60)], "id", "more than 15 digits"),
+    ([f"{10**16 + i}.5" for i in range(60)], "number", "more than 15 digits"),
+    ([*range(59), 10**18], "number", "more than 15 digits"),
+    ([f"1.{i}E+17" for i in range(60)], "number", "more than 15 digits"),
+    ([10**11 + 7 * (i % 25) for i in range(60)], "integer", "whole numbers of 12 digits: ids"),
+    ([f"{i % 25:05d}" for i in range(60)], "id", "a 0 in front"),
+    ([f"{i % 7:03d}" for i in range(60)], "category", "a 0 in front"),
+    ([f"0{i % 2}" for i in range(60)], "category", "a 0 in front"),
+    ([i if i % 3 else f"P{i}" for i in range(60)], "id", "numbers with texts among them"),
+    ([20240101 + i % 28 for i in range(60)], "integer", "dates without marks"),
+    # The controls: what are numbers has no line to delete.
+    ([1980 + i % 25 for i in range(60)], "integer", ""),
+    ([f"0.{i % 25}" for i in range(60)], "number", ""),
+    ([f"{i % 3}.{i % 25:02d}" for i in range(60)], "number", ""),
+]  # fmt: skip
+
+
+def test_ids_are_not_drafted_as_numbers_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As numbers two patients' would be one, or 007 be 7."""
+    rows = zip(*(cells for cells, _, _ in IDS), strict=True)
+    names = [f"c{k}" for k in range(len(IDS))]
+    (folder / "i.csv").write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)))
+    assert run(capsys, "describe", "i.csv", "--output", "i.toml")[0] == 0
+    drafted = read_dictionary(folder / "i.toml").columns
+    for name, (_, kind, said) in zip(names, IDS, strict=True):
+        assert (drafted[name].kind, bool(drafted[name].review)) == (kind, bool(said)), name
+        assert said in drafted[name].review
+    review(folder / "i.toml")
+    read_coded(folder / "i.csv", read_dictionary(folder / "i.toml"))
+
+
 def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grades = ["mild", "none", "severe"]
     rows = [

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import contracts
+from secure_fvi.contracts import _apart
 from secure_fvi.density import running
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
@@ -773,6 +774,30 @@ def test_a_mean_over_records_is_seen_under_large_outcomes(hinge: bool, monkeypat
         build(made(True), silos)
     monkeypatch.setattr(contracts, "_slopes_differ", lambda point, rows: iter(()))
     build(made(True), silos)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 9, 48, 100])
+def test_each_record_is_looked_at_without_each_other(count: int) -> None:
+    """Whichever pair is the only one that is coupled, in either direction. The control: one half of all rows, as was
+    looked at before, has either for every second pair at most."""
+    parts = list(_apart(count))
+    held = torch.stack([torch.zeros(count, dtype=torch.bool).index_fill(0, part, True) for part in parts]).int()
+    others = ~torch.eye(count, dtype=torch.bool)
+    assert bool((held.T @ (1 - held) > 0)[others].all())
+    assert len(parts) <= 2 * math.log2(count) + 2
+    half = held[:1]
+    assert not bool(((half.T @ (1 - half)) + (1 - half).T @ half > 0)[others].all()) or count == 2
+
+
+@pytest.mark.parametrize("pair", [(5, 6), (1, 39), (13, 31), (0, 17)])
+def test_a_single_pair_of_records_is_seen(pair: tuple[int, int]) -> None:
+    """Twins among strangers, whose group's mean is their own value. The control: strangers alone."""
+    model, strangers = sf.FederatedModel(_centred_in_groups, "r"), torch.arange(40)
+    build(model, [{"g": strangers, "y": _LONG[:40]}] * 3)
+    twins = strangers.clone()
+    twins[pair[1]] = twins[pair[0]]
+    with pytest.raises(DataError, match=r"silo 'silo-1': 2 of 40 records looked at depend on others"):
+        build(model, [{"g": twins, "y": _LONG[:40]}] * 3)
 
 
 def test_a_step_where_made_data_are_not_is_seen_at_a_silo() -> None:
