@@ -262,7 +262,8 @@ def verdict(of_q: Verdict, state: Refining, fits: bool = True) -> Verdict:
     against = state.against()
     if against is None:
         return of_q._replace(details=details)
-    doubts = bool(len(state.z)) and not (state.found.khat < LARGEST_KHAT and state.found.agrees)
+    known = max(state.found.khat, state.found.khat_sd) < LARGEST_KHAT  # means, and sds
+    doubts = bool(len(state.z)) and not (known and state.found.agrees)
     return Verdict(bool(of_q.converged) and not doubts, f"{of_q.reason}; {against}", details)
 
 

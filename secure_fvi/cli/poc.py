@@ -147,9 +147,7 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, functio
 
 
 @click.command()
-@click.option(
-    "--silos", type=click.IntRange(3, len(NAMES)), help="Institutions, where no table is given; 3 unless said."
-)
+@click.option("--silos", type=click.IntRange(3, len(NAMES)), help="Institutions, without --data; 3 unless said.")
 @click.option("--folder", default="runs/poc", show_default=True, type=FILE, help="What is made; new or empty.")
 @click.option("--data", "files", multiple=True, type=FILE, help="A site's own table (CSV, Parquet), three at least.")
 @click.option("--formula", help=f'What is fitted, such as "{FORMULA}".')

@@ -45,8 +45,8 @@ def compare(
     Per site: mean and sd of the reference, run_mean and run_sd, mean_error_in_sd = (run_mean - mean) / sd and
     sd_ratio = run_sd / sd, all in the site's own shape. Where the model has `pyro.param`s the reference is
     the posterior given the run's values of them. exact: of a private run too, whose noise the reference goes around; no
-    budget is charged. tables: by silo, of a run whose server had none of them. Raises InputError when the folder holds no
-    finished run, or a private one, and for tables of another run as far as their number of records tells.
+    budget is charged. tables: by silo, of a run whose server had none of them. Raises InputError when the folder holds
+    no finished run, or a private one, and where the number of records says that the tables are other ones.
     """
     run = RunDirectory(directory)
     result, config = run.read_result(), run.read_config()
@@ -62,8 +62,11 @@ def compare(
         raise InputError(
             "compare pools records of one model; 'reproduce vertical-logistic' sets vertical runs beside pooled fits"
         )
+    counted, here = result["metrics"].get("records"), sum(len(next(iter(rows.values()))) for rows in federation.silos)
     if not elsewhere:
         run.check_data(federation.digest())
+    elif counted is not None and counted != here:
+        raise InputError(f"the tables have {here} records, and the run had {counted:g}")
     sites = list(result["posterior"])
     say = on_progress or (lambda _: None)
     with threads(federation.threads):
@@ -85,7 +88,8 @@ def _with_tables(config: Config, elsewhere: set[str], tables: Mapping[str, Path]
     """`config` with a file for each silo whose data were at its site. Raises InputError for too few and too many."""
     if set(tables) != elsewhere:
         raise InputError(
-            f"the run had its data at its sites, {', '.join(sorted(elsewhere))}: give each one's table, by --table SILO=FILE"
+            f"the run had its data at its sites: give the table of each, by --table SILO=FILE; sites are "
+            f"{', '.join(sorted(elsewhere))}"
             if elsewhere
             else "--table: this run names its data itself"
         )
