@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 EXTRAS ?= dev
 
-.PHONY: demo poc test coverage slow pythons lowest experiments mutants leakage gallery lint types house benchmark gpu docs fuzz wheel release clean
+.PHONY: demo test coverage slow pythons lowest experiments mutants leakage gallery lint types house benchmark gpu docs fuzz wheel release clean
 
 # Exact versions, each file by its hash; nothing is built from what is not in the lock.
 LOCKED := install -q --require-hashes --no-deps -r
@@ -19,15 +19,13 @@ LOCKED := install -q --require-hashes --no-deps -r
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
 
+# Six cities by a formula, between three institutions and a server, each a process, joined as they would be between machines;
+# the answer beside NUTS; and what a server would learn of single children, with masks and without.
 demo: .venv/.installed
 	rm -rf runs/demo
-	$(BIN)/secure-fvi run examples/six_cities.toml --out runs/demo
-	$(BIN)/secure-fvi compare runs/demo
-
-# Three institutions and a server, each a process, joined as they would be between machines.
-poc: .venv/.installed
-	rm -rf runs/poc
-	$(BIN)/secure-fvi poc
+	$(BIN)/secure-fvi poc --folder runs/demo
+	$(BIN)/secure-fvi compare runs/demo/hub/run $(foreach site,north south east,--table $(site)=runs/demo/$(site)/$(site).csv) --draws 400
+	$(BIN)/secure-fvi audit examples/six_cities.toml --attack individuals --worlds 12 --individuals 30 --rounds 3 --out runs/demo/audit
 
 # Two workers on two cores: a second thread in either would wait for the other's.
 test: .venv/.installed

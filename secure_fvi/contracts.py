@@ -243,7 +243,7 @@ def _slopes_differ(point: _Point, rows: Params) -> Iterator[Tensor]:
         latents = [z.detach().clone().requires_grad_() for z in (here.z_global, here.z_silo, here.z_record)]
         data = rows if of is None else {name: value[of] for name, value in rows.items()}
         with torch.enable_grad():
-            terms = point.problem.density.evaluate(*latents, point.theta, data).records
+            terms = point.problem.density.evaluate(latents[0], latents[1], latents[2], point.theta, data).records
 
         def of_part(part: Tensor, at: Tensor | slice) -> list[Tensor | None]:
             if not terms.requires_grad:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from secure_fvi.errors import DataError, InputError
+from secure_fvi.frames import check_aligned, is_gap
 
 #: A silo's data: tensors or arrays by argument name, the record first, or a pandas or polars frame of such columns.
 Data = Mapping[str, Any]
@@ -182,7 +183,7 @@ def _ragged(data: Any, group: str, silo: str) -> tuple[npt.NDArray[np.int64], di
     ids = np.asarray(ids.to_numpy() if hasattr(ids, "to_numpy") else ids)
     if ids.ndim != 1 or not len(ids):
         raise InputError(f"silo '{silo}': '{group}' must be one id a row")
-    if bad := int(np.sum([i is None or i != i for i in ids.tolist()])):
+    if bad := int(np.sum([is_gap(i) for i in ids.tolist()])):
         raise DataError(f"silo '{silo}': '{group}' is missing in {bad} of {len(ids)} rows")
     if bad := int(rounded(ids).sum()):
         raise DataError(
@@ -290,6 +291,7 @@ def data_columns(data: Any, silo: str) -> dict[str, Any]:
     """Columns by argument name. Those of a frame called `x[0]`, `x[1]`, ... are one array (N, k), as in a CSV."""
     if isinstance(data, Mapping):
         named = dict(data)
+        check_aligned(named.values(), f"silo '{silo}': ")
     elif hasattr(data, "collect") or hasattr(data, "column_names"):  # polars' lazy frames, Arrow's tables
         raise InputError(
             f"silo '{silo}': its data must be a dict of arrays or a frame in memory, not a {type(data).__name__}; "

@@ -163,11 +163,10 @@ class Correlations(_Printed):
 
 
 def heading(result: RunSummary) -> str:
-    """The first line of a summary: what ran, for how long, and whether it converged; if not, or not weighed, why."""
+    """The first line of a summary: what ran, for how long, and whether it converged; if not, or not assessed, why."""
     state = {True: "converged", False: "not converged", None: "convergence not assessed"}[result.converged]
-    told, reason = result.convergence, str(result.convergence.get("reason", ""))
-    unweighed = "step_sd" in told and "mean_error_sd" not in told  # at rest by the slope of the bound alone
-    why = f": {reason}" if reason and (result.converged is not True or unweighed) else ""
+    reason = str(result.convergence.get("reason", ""))
+    why = f": {reason}" if reason and result.converged is not True else ""
     return f"{result.algorithm}, {result.rounds} rounds, {state}{why}"
 
 

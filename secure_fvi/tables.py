@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from secure_fvi.dictionary import DATE, NUMBER, TOLD_APART, Column, Dictionary
 from secure_fvi.errors import DataError, InputError
+from secure_fvi.frames import check_aligned, is_gap
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
@@ -474,6 +475,8 @@ def _held(table: Any, wanted: Sequence[str]) -> Iterator[Opened]:
             f"a table is a dict of columns, or a pandas, polars or Arrow table, not {type(table).__name__}"
         )
     names = [str(name) for name in names]
+    if isinstance(table, Mapping):
+        check_aligned(table[name] for name in names if name in wanted)
     cells = {f"c{i}": _cells(table[name], name) for i, name in enumerate(names) if name in wanted}
     sizes = {names[int(c[1:])]: len(values) for c, values in cells.items()}
     if len(set(sizes.values())) > 1:
@@ -496,23 +499,24 @@ def _held(table: Any, wanted: Sequence[str]) -> Iterator[Opened]:
 def _cells(values: Any, name: str) -> npt.NDArray[Any]:
     """A column in memory (rows,): numbers and truth values as they are, all else as text, None for a gap."""
     values = values.detach().cpu() if hasattr(values, "detach") else values  # a tensor
+    if str(getattr(values, "dtype", "")).removeprefix("torch.") in ("float16", "bfloat16"):
+        raise DataError(f"column '{name}' is of half precision, which tells few numbers apart; give float32 or float64")
     found = values.to_numpy() if hasattr(values, "to_numpy") else values.numpy() if hasattr(values, "numpy") else values
     found = found if isinstance(found, np.ndarray) else np.array(found, dtype=object)
+    if found.ndim == 0:
+        raise DataError(f"column '{name}' is no list of cells but a {type(values).__name__}")
     if found.ndim != 1:
         raise DataError(f"column '{name}' has more than one cell a row")
-    if np.ma.isMaskedArray(found):
-        found = np.ma.filled(found.astype(object), None)
+    if np.ma.is_masked(found):
+        masked, found = np.ma.getmaskarray(found), np.ma.getdata(found).astype(object)
+        found[masked] = None
     if found.dtype.kind in "biuf":
         short = found.dtype == np.float32  # whose digits the ids in it are told apart by
         return np.ascontiguousarray(found, np.float64 if found.dtype.kind == "f" and not short else None)
     cells = found.astype("datetime64[us]").astype(object) if found.dtype.kind == "M" else found
     out = np.empty(len(cells), dtype=object)
-    out[:] = [None if _is_nothing(c) else _written(c) for c in cells]
+    out[:] = [None if is_gap(c) else _written(c) for c in cells]
     return out
-
-
-def _is_nothing(cell: Any) -> bool:
-    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or bool(cell != cell)
 
 
 def _written(cell: Any) -> str:

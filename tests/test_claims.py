@@ -24,7 +24,7 @@ def points(readme: str) -> list[str]:
     """Paragraphs of prose and points of lists, but for captions and for how to install, run and read on."""
     text = re.sub(r"^```.*?^```$", "", readme, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(
-        r"^## (?:Two commands|In Python|Where next)\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE
+        r"^## (?:Two commands|Four doors|Where next)\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE
     )
     parts = re.split(r"\n\n|^- ", text, flags=re.MULTILINE)
     return [found for part in parts if (found := words(part)) and not found.startswith(("#", "![", "*Wheezing"))]

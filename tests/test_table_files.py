@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from secure_fvi import tables
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
+from secure_fvi.federated_model import _ragged, data_columns
 from secure_fvi.tables import check_table, code_columns, cohort_digest, opened, read_coded
 
 DICTIONARY = Dictionary(
@@ -246,6 +247,34 @@ def test_ids_that_floats_have_rounded_are_refused(ids: Any, right: Any, tmp_path
         duckdb.from_query(f"SELECT unnest($1)::{kind} AS p", params=[ids.tolist()]).write_parquet(str(file))
         with pytest.raises(DataError, match="an id as a float"):
             read_coded(file, dictionary)
+
+
+def test_columns_in_memory_that_are_no_plain_ones() -> None:
+    """What is masked is a gap, and no patient called '?'; half precision tells few ids apart; series with other row
+    labels are other people's. The controls: without a mask, in single precision, and aligned."""
+    ids = Dictionary({"p": Column("id")})
+    patients = np.ma.array(["a", "b", "c"], mask=[False, True, True])
+    with pytest.raises(DataError, match=r"'p': .* in 2 rows"):
+        code_columns({"p": patients}, ids)
+    assert len(code_columns({"p": patients.data}, ids).names["p"]) == 3
+    for half in (np.array([2049, 2048], np.float16), torch.tensor([1.0, 2.0], dtype=torch.bfloat16)):
+        with pytest.raises(DataError, match="column 'p' is of half precision"):
+            code_columns({"p": half}, ids)
+    assert len(code_columns({"p": np.array([2049, 2048], np.float32)}, ids).names["p"]) == 2
+    for no_list in ({1, 2}, (i for i in range(2)), None):
+        with pytest.raises(DataError, match="column 'p' is no list of cells but a"):
+            code_columns({"p": no_list}, ids)
+    pd = pytest.importorskip("pandas")
+    p, q = pd.Series(["a", "b", "c"]), pd.Series(["x", "y", "z"], index=[2, 1, 0])
+    both = Dictionary({"p": Column("id"), "q": Column("id")})
+    with pytest.raises(InputError, match="different indexes"):
+        code_columns({"p": p, "q": q}, both)
+    assert code_columns(pd.DataFrame({"p": p, "q": q}), both).columns["p"].tolist() == [0, 1, 2]
+    series = {"x": pd.Series([1.0, 2.0]), "y": pd.Series([1.0, 2.0], index=[1, 0])}
+    with pytest.raises(InputError, match="silo 'north': its columns have different indexes"):
+        data_columns(series, "north")
+    with pytest.raises(DataError, match=r"'g' is missing in 1 of 2 rows"):
+        _ragged({"g": pd.Series(["a", None], dtype="string"), "y": pd.Series([1.0, 2.0])}, "g", "north")
 
 
 def test_times_of_day_are_no_dates() -> None:

@@ -199,11 +199,10 @@ def test_six_cities_are_weighed_as_by_a_fine_integral(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow  # a minute
-def test_the_demo_is_called_converged(tmp_path: Path) -> None:
-    """The first command of `make demo`, as it stands there, ends with 0. The control: as many rounds as are too few."""
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    command = makefile.partition("\ndemo:")[2].splitlines()[2].strip()
-    assert command == "$(BIN)/secure-fvi run examples/six_cities.toml --out runs/demo"
+def test_the_example_is_called_converged(tmp_path: Path) -> None:
+    """The command of the example's first lines ends with 0. The control: as many rounds as are too few."""
+    command = "secure-fvi run examples/six_cities.toml --out runs/six_cities"
+    assert f"#   {command}\n" in (Path(__file__).parents[2] / "examples" / "six_cities.toml").read_text()
     run = "import sys; from secure_fvi.cli import main; sys.exit(main())"
     for end, more in ((4, ["--set", "algorithm.max_iterations=500"]), (0, [])):
         words = [*command.split()[1:-1], str(tmp_path / str(end)), *more]
@@ -549,9 +548,9 @@ def test_only_runs_that_stop_by_themselves_are_weighed(algorithm: Any, weighs: b
 
 
 @pytest.mark.parametrize(("family", "weighs"), [("diagonal", False), ("full", True)])
-def test_a_table_says_that_nobody_weighed_q(family: Any, weighs: bool) -> None:
-    """Of a sum of two a mean field's sds are a tenth of the posterior's, at rest and called converged. The control: a
-    full covariance is right, and no table of it says so."""
+def test_what_nobody_weighed_is_not_assessed(family: Any, weighs: bool) -> None:
+    """Of a sum of two a mean field's sds are a tenth of the posterior's, at rest. The control: a full covariance is
+    right, and called converged."""
 
     def program(y: Tensor) -> None:
         a, b = pyro.sample("a", dist.Normal(0.0, 3.0)), pyro.sample("b", dist.Normal(0.0, 3.0))
@@ -559,7 +558,7 @@ def test_a_table_says_that_nobody_weighed_q(family: Any, weighs: bool) -> None:
             pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
 
     result = _quiet(program, _rows(3), sf.PVI(family=family, local_steps=40))
-    assert result.converged is True
+    assert result.converged is (True if weighs else None)
     assert (float(result.posterior["a"].sd) > 1.8) == weighs  # 2.13
     assert ("q was not weighed" in str(result.summary().heading)) == (not weighs)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -25,7 +26,9 @@ from secure_fvi.cli import cli, main
 from secure_fvi.cli.poc import HUB, NAMES, SETTINGS, Handed, Typed, _Machines, plan
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now
-from secure_fvi.errors import ProtocolError
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.models.six_cities import load
+from secure_fvi.runs.comparing import _with_tables
 from secure_fvi.runs.config import read
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +106,26 @@ def test_a_folder_an_institution_with_its_own_table_and_passphrase(tmp_path: Pat
     (shown,) = re.findall(r"^```toml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert tomllib.loads(shown) == tomllib.loads((folder / HUB / "job.toml").read_text())
     assert (job.model.options, {Path(s.data).name for s in job.silo}) == ({"most": {"rows": 4}}, {"at-site"})
+
+
+def test_children_are_dealt_and_a_comparison_takes_each_sites_table(tmp_path: Path, typed: list[Any]) -> None:
+    """Each of the 537 with four visits, once. The answer beside NUTS asks for the tables that the server had not."""
+    folder = tmp_path / "made"
+    done = CliRunner().invoke(cli, ["poc", "--folder", str(folder), "--port", str(_free())], catch_exceptions=False)
+    rows = [line.split(",") for site in SITES for line in (folder / site / f"{site}.csv").read_text().split()[1:]]
+    assert (len(rows), sum(int(row[3]) for row in rows)) == (4 * 537, int(load().records["wheeze"].sum()))
+    given = shlex.split(done.output.splitlines()[-1])
+    assert given[:3] == ["secure-fvi", "compare", str(folder / HUB / "run")]
+    tables = dict(word.split("=") for word in given[4::2])
+    assert tables == {site: str(folder / site / f"{site}.csv") for site in SITES}
+    job = read(folder / HUB / "job.toml")
+    paths = {site: Path(table) for site, table in tables.items()}
+    assert [Path(s.data) for s in _with_tables(job, set(SITES), paths).silo] == list(paths.values())
+    for wrong in ({}, {**paths, "west": tmp_path}):
+        with pytest.raises(InputError, match="sites are east, north, south"):
+            _with_tables(job, set(SITES), wrong)
+    with pytest.raises(InputError, match="names its data itself"):
+        _with_tables(job, set(), paths)
 
 
 OWN = {"one": (2, 1), "two": (1, 1), "three": (1, 3)}  # rows of a site's first and second patient
