@@ -146,6 +146,12 @@ class SumSilo(Protocol):
         answered is asked again until there is its total."""
         ...
 
+    @property
+    def keys(self) -> bytes:
+        """What names the keys under which whole sums are masked: session, roster and key set. Empty where sums are not
+        whole, or before the keys are agreed on."""
+        ...
+
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """Whom of its cohort the survivors lacked that this silo signed for `question`, or was shown; None if none."""
         ...

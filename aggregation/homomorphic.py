@@ -302,6 +302,11 @@ class HomomorphicSilo:
         """See `SumSilo.whole`: the key holder asks for signatures on survivors, whoever may be missing."""
         return self._inner.whole
 
+    @property
+    def keys(self) -> bytes:
+        """See `SumSilo.keys`."""
+        return self._inner.keys
+
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """See `SumSilo.absent_from`."""
         return self._inner.absent_from(question)

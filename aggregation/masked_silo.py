@@ -201,6 +201,11 @@ class MaskedSilo:
         """See `SumSilo.whole`."""
         return self._roster.whole
 
+    @property
+    def keys(self) -> bytes:
+        """See `SumSilo.keys`."""
+        return self._state.binding if self.whole else b""
+
     def _whole_masks(
         self, session: Session, asked: Asked, cohort: frozenset[int], past: Mapping[str, bytes]
     ) -> list[Mask]:
@@ -502,6 +507,12 @@ class SiloState:
         setup.accept_nonces(request)
         self._keep_setup(setup)
         return Done()
+
+    @property
+    def binding(self) -> bytes:
+        """The session's; empty before it is fixed."""
+        session = None if self._setup is None else self._setup.session
+        return b"" if session is None else session.binding
 
     @property
     def agreed(self) -> Setup:

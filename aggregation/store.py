@@ -17,7 +17,6 @@ from secure_fvi.aggregation.prg import derive_key
 from secure_fvi.errors import InputError
 from secure_fvi.files import sync_folder
 
-
 #: No slots that rise.
 NONE: Mapping[str, int] = MappingProxyType({})
 

@@ -151,8 +151,10 @@ class DurableSilo:
 
     def carry_over(self, store: HeldStore) -> None:
         """Begin `store`, of a new session, with this state: what was released under the old secrets is masked anew, and
-        not drawn again."""
-        past = self.silo.past
+        not drawn again, whatever bytes ask for it: those of the old answer would fit no sum."""
+        past, answer = self.silo.past, self.silo.answer
+        if answer is not None:
+            self.silo.answer = answer._replace(broadcast=b"", reply=b"")
         store.put(
             {
                 _STATE: self._state(),
