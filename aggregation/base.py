@@ -185,8 +185,10 @@ class SumServer(Protocol):
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
-        """Add the contributions that arrived. Raises AggregationError when too few survive."""
+        """Add the contributions that arrived. Raises AggregationError when too few survive. `question`: what silos were
+        asked (see `SumSilo.contribute`), so that who names another is known; where None, most of them have to agree."""
         ...
 
 

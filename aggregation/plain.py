@@ -114,6 +114,7 @@ class PlainServer:
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
         """Add what arrived from the cohort; raises AggregationError when nothing did."""
         yield from ()
