@@ -146,6 +146,12 @@ class SumSilo(Protocol):
         answered is asked again until there is its total."""
         ...
 
+    @property
+    def keys(self) -> bytes:
+        """What names the keys under which whole sums are masked: session, roster and key set. Empty where sums are not
+        whole, or before the keys are agreed on."""
+        ...
+
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """Whom of its cohort the survivors lacked that this silo signed for `question`, or was shown; None if none."""
         ...
@@ -179,8 +185,10 @@ class SumServer(Protocol):
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
-        """Add the contributions that arrived. Raises AggregationError when too few survive."""
+        """Add the contributions that arrived. Raises AggregationError when too few survive. `question`: what silos were
+        asked (see `SumSilo.contribute`), so that who names another is known; where None, most of them have to agree."""
         ...
 
 

@@ -177,9 +177,10 @@ class WithHolder:
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
         """See `HomomorphicServer.total`."""
-        return self._carry(self.server.total(index, cohort, table, contributions, context))
+        return self._carry(self.server.total(index, cohort, table, contributions, context, question))
 
     def _carry(self, exchanges: Exchanges[T]) -> Exchanges[T]:
         """Pass on what goes to silos; answer what goes to the key holder."""
@@ -302,6 +303,11 @@ class HomomorphicSilo:
         """See `SumSilo.whole`: the key holder asks for signatures on survivors, whoever may be missing."""
         return self._inner.whole
 
+    @property
+    def keys(self) -> bytes:
+        """See `SumSilo.keys`."""
+        return self._inner.keys
+
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """See `SumSilo.absent_from`."""
         return self._inner.absent_from(question)
@@ -395,6 +401,7 @@ class HomomorphicServer:
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
         """The sum over those whose contribution arrived; errors as for masked sums, or when the holder refuses.
 
@@ -403,7 +410,7 @@ class HomomorphicServer:
         codec = self._codecs(table)
         if self._key is None:
             raise AggregationError(f"sum {index} was not prepared")
-        admitted = self._inner.admit(index, cohort, table, contributions, context, None)
+        admitted = self._inner.admit(index, cohort, table, contributions, context, None, question)
         readable, added = self._read(admitted.sent, table)
         agreed = yield from self._inner.agree(index, table, context, admitted._replace(sent=readable))
         if agreed.sent.keys() != readable.keys():

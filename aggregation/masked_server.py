@@ -135,6 +135,7 @@ class MaskedServer:
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
         """The sum over those whose contribution arrived; one exchange, or two with the consistency check. Of whole sums
         no exchange, and the sum over the cohort.
@@ -146,7 +147,8 @@ class MaskedServer:
         ring = self._rings.get(table.digest)
         if ring is None:
             ring = self._rings[table.digest] = Ring(table, roster.bits, roster.size)
-        admitted = self.admit(index, cohort, table, contributions, context, table.size * ring.dtype.itemsize)
+        length = table.size * ring.dtype.itemsize
+        admitted = self.admit(index, cohort, table, contributions, context, length, question)
         payloads, masks = {p: s.payload for p, s in admitted.sent.items()}, list[Mask]()
         if roster.whole:
             self._check_all(index, admitted, contributions)
@@ -180,10 +182,13 @@ class MaskedServer:
         contributions: Mapping[str, bytes],
         context: bytes,
         length: int | None,
+        question: bytes | None = None,
     ) -> Admitted:
-        """The contributions of the cohort that their silos signed, with payloads of `length` bytes (None: any).
+        """The contributions of the cohort that their silos signed, with payloads of `length` bytes (None: any), to
+        `question`.
 
-        The others count as dropouts; `faults` says why.
+        The others count as dropouts; `faults` says why. Raises AggregationError where no question was named here and
+        no more than half of the silos agree on one: who of them lies nobody can say.
         """
         roster, batch = self._roster, None if self._roster.whole else self._batch(index)
         session = self._state.session if batch is None else batch.session
@@ -215,11 +220,15 @@ class MaskedServer:
                 self._state.fault(place, f"a contribution that it did not sign, or not for this sum {index}")
                 continue
             found[place] = message.question, sent
-        # All answer one broadcast, and so one question; a silo that names another is alone with it.
-        counts = Counter(question for question, _ in found.values())
-        asks = max(sorted(counts), key=lambda question: counts[question], default=b"")
-        for place in [p for p, (question, _) in found.items() if question != asks]:
-            self._state.fault(place, "a contribution to another question than the others'")
+        # All answer one broadcast, and so one question.
+        asks, count = max(Counter(q for q, _ in found.values()).items(), key=lambda c: c[1], default=(b"", 1))
+        if question is not None:
+            asks = question
+        elif 2 * count <= len(found):
+            who = _some([roster.ids[p] for p in found])
+            raise AggregationError(f"sum {index}: {who} answer different questions, and none that most of them do")
+        for place in [p for p, (answered, _) in found.items() if answered != asks]:
+            self._state.fault(place, "a contribution to another question than was asked")
             del found[place]
         return Admitted(asked, asks, {place: sent for place, (_, sent) in found.items()})
 

@@ -57,6 +57,8 @@ from secure_fvi.errors import InputError, ProtocolError
 LABEL_USE = b"use-of-an-index"
 LABEL_VALUES = b"values-of-an-index"
 LABEL_QUESTION = b"survivors-of-a-question"
+#: The slot of the newest index contributed to.
+LAST = "last"
 #: Which survivors of a question that it was asked a silo was shown: with it among them, or without.
 _WITH, _WITHOUT = b"1", b"0"
 
@@ -185,19 +187,24 @@ class MaskedSilo:
             session.contribution_statement(named, index, self._me, bitmap, table.digest, context, question, sent)
         )
         message = pack(Contribution(index, question, payload, signature))  # type: ignore[arg-type]
-        kept = {"last": index.to_bytes(8, "big")}
+        kept: dict[str, bytes] = {}
         if batch is None:
             self._forget_uses(last, index)
         else:
             most = self._max_missing if most_missing is None else min(self._max_missing, most_missing)
             kept[f"{CONTRIBUTED}/{index}"] = msgpack.packb(_Record(table.digest, context, bitmap, question, most))
-        self._store.put(kept)
+        self._store.put(kept, {LAST: index})
         return message
 
     @property
     def whole(self) -> bool:
         """See `SumSilo.whole`."""
         return self._roster.whole
+
+    @property
+    def keys(self) -> bytes:
+        """See `SumSilo.keys`."""
+        return self._state.binding if self.whole else b""
 
     def _whole_masks(
         self, session: Session, asked: Asked, cohort: frozenset[int], past: Mapping[str, bytes]
@@ -230,9 +237,9 @@ class MaskedSilo:
             raise ProtocolError(f"sum index {index} was used already, or skipped")
 
     def _last_index(self) -> int:
-        """The newest index contributed to; read from the store, over which another process may stand."""
-        last = self._store.get("last")
-        return -1 if last is None else int.from_bytes(last, "big")
+        """The newest index contributed to; read from the store, over which another process may stand. It rises alone: a
+        process that stood still while another went on does not bring back an index whose claim was let go of."""
+        return self._store.risen(LAST)
 
     def _check_cohort(self, index: int, cohort: Sequence[str]) -> frozenset[int]:
         """The places of the cohort. Raises ProtocolError where this silo is not to contribute to it."""
@@ -500,6 +507,12 @@ class SiloState:
         setup.accept_nonces(request)
         self._keep_setup(setup)
         return Done()
+
+    @property
+    def binding(self) -> bytes:
+        """The session's; empty before it is fixed."""
+        session = None if self._setup is None else self._setup.session
+        return b"" if session is None else session.binding
 
     @property
     def agreed(self) -> Setup:

@@ -75,6 +75,11 @@ class PlainSilo:
         """The server adds what came in."""
         return False
 
+    @property
+    def keys(self) -> bytes:
+        """There are none."""
+        return b""
+
     def absent_from(self, question: bytes) -> tuple[str, ...] | None:
         """Nothing is signed; the server has every term anyway."""
         return None
@@ -109,6 +114,7 @@ class PlainServer:
         table: BlockTable,
         contributions: Mapping[str, bytes],
         context: bytes,
+        question: bytes | None = None,
     ) -> Exchanges[Total]:
         """Add what arrived from the cohort; raises AggregationError when nothing did."""
         yield from ()

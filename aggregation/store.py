@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
@@ -15,6 +16,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from secure_fvi.aggregation.prg import derive_key
 from secure_fvi.errors import InputError
 from secure_fvi.files import sync_folder
+
+#: No slots that rise.
+NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class Store(Protocol):
@@ -28,12 +32,17 @@ class Store(Protocol):
         """
         ...
 
-    def put(self, slots: Mapping[str, bytes]) -> None:
-        """Set all `slots`, whatever they held, or none of them."""
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
+        """Set all `slots`, whatever they held, or none of them. rising: along with them, slots of their own that hold a
+        number, which goes up alone, whichever process writes last."""
         ...
 
     def get(self, slot: str) -> bytes | None:
         """What `slot` holds."""
+        ...
+
+    def risen(self, slot: str) -> int:
+        """The number in a slot of those that rise; -1 before any."""
         ...
 
     def drop(self, slots: Iterable[str]) -> None:
@@ -53,11 +62,16 @@ class MemoryStore:
     def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
         return self._slots.setdefault(slot, value)
 
-    def put(self, slots: Mapping[str, bytes]) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
         self._slots.update(slots)
+        for slot, number in rising.items():
+            self._slots[slot] = _packed(max(number, self.risen(slot)))
 
     def get(self, slot: str) -> bytes | None:
         return self._slots.get(slot)
+
+    def risen(self, slot: str) -> int:
+        return _number(self._slots.get(slot))
 
     def drop(self, slots: Iterable[str]) -> None:
         for slot in slots:
@@ -99,13 +113,20 @@ class SqliteStore:
         assert held is not None
         return held
 
-    def put(self, slots: Mapping[str, bytes]) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
         with self._transaction():
             self._connection.executemany("INSERT OR REPLACE INTO slots VALUES (?, ?)", list(slots.items()))
+            self._connection.executemany(
+                "INSERT INTO slots VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, excluded.value)",
+                [(slot, _packed(number)) for slot, number in rising.items()],
+            )
 
     def get(self, slot: str) -> bytes | None:
         row = self._connection.execute("SELECT value FROM slots WHERE slot = ?", (slot,)).fetchone()
         return None if row is None else bytes(row[0])
+
+    def risen(self, slot: str) -> int:
+        return _number(self.get(slot))
 
     def drop(self, slots: Iterable[str]) -> None:
         with self._transaction():
@@ -131,6 +152,15 @@ class SqliteStore:
             self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
+
+
+def _packed(number: int) -> bytes:
+    """Ordered as the numbers are."""
+    return number.to_bytes(8, "big")
+
+
+def _number(packed: bytes | None) -> int:
+    return -1 if packed is None else int.from_bytes(packed, "big")
 
 
 # ---- Values at rest that are not in clear: AES-256-GCM, alone or around another store ----
@@ -163,7 +193,8 @@ class Sealer:
 
 
 class SealedStore:
-    """Seals each value for its slot in this one store. Names of slots and sizes of values stay visible.
+    """Seals each value for its slot in this one store. Names of slots, sizes of values and numbers that rise stay
+    visible.
 
     Whoever can write to the disk can still take values away or put a slot's older value back, as with any store that
     is restored from a backup; he cannot read one, change one, or move one to another slot or store.
@@ -179,12 +210,15 @@ class SealedStore:
     def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
         return self._sealer.open(slot, self._inner.claim(slot, self._sealer.seal(slot, value), settle))
 
-    def put(self, slots: Mapping[str, bytes]) -> None:
-        self._inner.put({slot: self._sealer.seal(slot, value) for slot, value in slots.items()})
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
+        self._inner.put({slot: self._sealer.seal(slot, value) for slot, value in slots.items()}, rising)
 
     def get(self, slot: str) -> bytes | None:
         sealed = self._inner.get(slot)
         return None if sealed is None else self._sealer.open(slot, sealed)
+
+    def risen(self, slot: str) -> int:
+        return self._inner.risen(slot)
 
     def drop(self, slots: Iterable[str]) -> None:
         self._inner.drop(slots)

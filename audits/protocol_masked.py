@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ from secure_fvi.aggregation.prg import Mask, apply_masks
 from secure_fvi.aggregation.ring import Ring, RingArray
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.session import Secret, Session, advert_statement, key_set_hash, nonce_commitment
+from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.aggregation.unmask import ServerBatch
 from secure_fvi.audits.protocol_contract import Forgery, Signatures, Words
 from secure_fvi.errors import InputError, ProtocolError
@@ -59,24 +60,16 @@ TABLE = BlockTable((Block("records", (1,), 1e6, integer=True), Block("gradient",
 Apply = Callable[[RingArray, Sequence[Mask]], None]
 
 
-class AuditStore:
+class AuditStore(MemoryStore):
     """A store whose content can be copied: for a backup, or because a colluder hands it over."""
 
     def __init__(self, slots: Mapping[str, bytes] | None = None) -> None:
-        self.slots = dict(slots or {})
+        super().__init__()
+        self.put(slots or {})
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
-        return self.slots.setdefault(slot, value)
-
-    def put(self, slots: Mapping[str, bytes]) -> None:
-        self.slots.update(slots)
-
-    def get(self, slot: str) -> bytes | None:
-        return self.slots.get(slot)
-
-    def drop(self, slots: Iterable[str]) -> None:
-        for slot in slots:
-            self.slots.pop(slot, None)
+    @property
+    def slots(self) -> dict[str, bytes]:
+        return self._slots
 
 
 @dataclass(frozen=True)

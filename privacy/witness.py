@@ -125,6 +125,12 @@ def witness_key(data: bytes) -> bytes:
     return (_CODEC.unpack(data, Countersignature) if proves(data) else _CODEC.unpack(data, Receipt)).witness_key
 
 
+def covers(receipt: bytes, statement: bytes) -> bool:
+    """Whether the `receipt` says that its witness has seen all that the `statement` states: neither is checked."""
+    said, seen = _CODEC.unpack(statement, Statement, _MOST_ROWS), _CODEC.unpack(receipt, Countersignature)
+    return (said.public_key, said.length, said.head) == (seen.public_key, seen.length, seen.head)
+
+
 def check_receipt(
     data: bytes, witness_keys: frozenset[bytes] | None = None, chain: ChainKind = LEDGER
 ) -> Countersignature:

@@ -419,6 +419,8 @@ class GraphDensity(LogDensity):
     def _run(
         self, z_global: Tensor, z_silo: Tensor, z_record: Tensor, theta: Params, rows: Params, densities: bool = True
     ) -> Any:
+        # A graph counts records by their latents, of which one row may stand for all.
+        z_record = z_record.expand(len(next(iter(rows.values()))), -1)
         flat = [z_global, z_silo, z_record, *(theta[n] for n in sorted(theta)), *(rows[n] for n in sorted(rows))]
         with running(z_global.dtype, z_global.device):
             shared, silo, records, *rest = self.program.evaluate(flat, z_global.device)

@@ -15,7 +15,7 @@ import numpy as np
 
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, ServerProgram, Step
-from secure_fvi.messages import ROUND, SUM, encode_broadcast
+from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast, question_digest
 from secure_fvi.privacy.noise import NoiseSource, curated
 
 T = TypeVar("T")
@@ -101,9 +101,8 @@ class Server:
         replies = yield dict.fromkeys(message.cohort, ROUND + body)
         if self.program.order.phases[message.phase].ends and len(replies) < len(message.cohort):
             return self._lost(message, len(replies))
-        total = yield from _wrapped(
-            self._sum.total(index, message.cohort, table, replies, hashlib.sha256(body).digest())
-        )
+        context, question = hashlib.sha256(body).digest(), question_digest(decode_broadcast(body))  # as silos read it
+        total = yield from _wrapped(self._sum.total(index, message.cohort, table, replies, context, question))
         for observer in self._observers:
             observer.total(index, total)
         values, clip = total.values, state.clip

@@ -58,7 +58,7 @@ _NOT_OF_DATA = (ProtocolError, BudgetError, OSError)
 #: What neither follows from data nor is mended by sending noise.
 _OF_MESSAGE = (ProtocolError, BudgetError)
 _log = logging.getLogger(__name__)
-_SHARED = b"secure-fvi/shared-past/1"
+_SHARED = b"secure-fvi/shared-past/2"
 #: Root mean square from which on a column is taken to be on a raw scale.
 _RAW = 5.0
 #: What `on_event` hears of a question that this silo's data could not answer: a site counts them over jobs.
@@ -99,6 +99,7 @@ class Past(NamedTuple):
     cohort: tuple[str, ...] = ()  # of the last answer
     answered: str = ""  # digest of the question that it answered
     whole: bool = True  # whether it was asked of all whom the job asks
+    view: str = ""  # of a whole sum, a digest of the broadcast that the answer is to, and of the keys that mask it
 
 
 class Kept(NamedTuple):
@@ -242,6 +243,7 @@ class Silo:
         self.past = past._replace(
             turn=turn, claimed=digest, made=index, failed=False, cohort=broadcast.cohort, answered=digest,
             whole=broadcast.cohort == self.program.order.cohort(broadcast.round, broadcast.phase),
+            view=self._view(context),
         )  # fmt: skip
         self.local, self.pending = local, Pending(index, after)
         self.answer = Answer(context, release.values, reply)
@@ -292,7 +294,7 @@ class Silo:
             index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed),
             self._may_lack(self.past, broadcast), _as_bytes(self.past.shared),
         )  # fmt: skip
-        self.pending = self.pending._replace(sum_index=index)
+        self.pending, self.past = self.pending._replace(sum_index=index), self.past._replace(view=self._view(context))
         self.answer = self.answer._replace(broadcast=context, reply=reply)
         return reply
 
@@ -390,12 +392,17 @@ class Silo:
                 "of all or none is asked for again until it is there"
             )
 
+    def _view(self, context: bytes) -> str:
+        """Who is told another broadcast, or masks with other keys, is in no total with this silo: so of what was called
+        used a total could be had, or none of a later question can."""
+        return hashlib.sha256(self._sum.keys + context).hexdigest() if self._sum.whole else ""
+
     def _shared(self, past: Past, index: int) -> Mapping[str, str]:
         """`Past.shared` with the last answer in it, which sum `index` has used."""
         if not self._sum.whole:
             return past.shared
         before = {silo: past.shared.get(silo, "") for silo in past.cohort}
-        after = {b: shared_past(b, index, past.answered) for b in set(before.values())}
+        after = {b: shared_past(b, index, past.answered, past.view) for b in set(before.values())}
         return {**past.shared, **{silo: after[b] for silo, b in before.items()}}
 
     def _in_order(self, past: Past, broadcast: Broadcast, question: Question) -> Past:
@@ -501,12 +508,11 @@ class Silo:
             self.on_event("difference", f"round {past.asked.round} lacks silos: {past.differences} such rounds in all")
 
 
-def shared_past(before: str, index: int, answered: str) -> str:
+def shared_past(before: str, index: int, answered: str, view: str) -> str:
     """What two silos were asked together, as one digest in hex, once sum `index` has used what both answered to the
-    question of digest `answered`; `before` is the same of all before it, or nothing."""
-    return hashlib.sha256(
-        _SHARED + bytes.fromhex(before) + index.to_bytes(8, "big") + bytes.fromhex(answered)
-    ).hexdigest()
+    question of digest `answered` under the `view` (`Past.view`); `before` is the same of all before it, or nothing."""
+    parts = bytes.fromhex(before), index.to_bytes(8, "big"), bytes.fromhex(answered), bytes.fromhex(view)
+    return hashlib.sha256(_SHARED + b"".join(parts)).hexdigest()
 
 
 def _as_bytes(shared: Mapping[str, str]) -> dict[str, bytes]:

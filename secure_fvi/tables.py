@@ -58,10 +58,20 @@ _OF_ITSELF = {"version", "json_serialize_plan"}
 _CLOCK = {"current_date", "get_current_time", "get_current_timestamp", "now", "today", "transaction_timestamp"}
 _MACROS = {
     "ago", "date_add", "days_in_month", "fdiv", "fmod", "generate_subscripts", "geomean", "geometric_mean", "if",
-    "json", "json_group_array", "json_group_object", "json_group_structure", "map_contains_entry", "map_contains_value",
-    "md5_number_lower", "md5_number_upper", "nullif", "regexp_split_to_table", "split_part", "wavg", "weighted_avg",
+    "json", "map_contains_entry", "map_contains_value", "md5_number_lower", "md5_number_upper", "nullif",
+    "regexp_split_to_table", "split_part", "wavg", "weighted_avg",
 }  # fmt: skip
 _MACROS_OF_LISTS = ("list_", "array_")
+#: What follows from the order of the rows, unless an ORDER BY in it says which; and what does whatever is said.
+_ORDERED = {
+    "any_value", "arbitrary", "array_agg", "fill", "first", "first_value", "group_concat", "lag", "last", "last_value",
+    "lead", "list", "listagg", "nth_value", "ntile", "row_number", "string_agg", "variant_group_object",
+}  # fmt: skip
+_ANY_ORDER = {"approx_quantile", "approx_top_k", "lttb", "reservoir_quantile"}
+#: What a file holds of SQL that a query of its names would run: views, and tables with computed columns.
+_OWN_SQL = """SELECT lower(database_name), lower(schema_name), lower(view_name) FROM duckdb_views() WHERE NOT internal
+    UNION ALL SELECT lower(database_name), lower(schema_name), lower(table_name) FROM duckdb_tables()
+    WHERE contains(sql, 'GENERATED ALWAYS AS')"""
 #: What the names of DuckDB's own views begin with.
 _OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
@@ -544,6 +554,7 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     own = {str(entry.get("key")) for part in parts for entry in (part.get("cte_map") or {}).get("map", ())}
     given, own = {name.lower() for name in known}, {name.lower() for name in own}
     named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
+    written = {row for row in connection.execute(_OWN_SQL).fetchall() if row[0] in given}
     called = {row[0] for row in connection.execute(_CONSISTENT).fetchall()} - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
     for part in parts:
         kind = part.get("type")
@@ -565,6 +576,38 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
             first = named[0].lower()  # the name of a CTE is no schema, and stands for nothing outside its scope
             if first not in given and (len(named) > 1 or first not in named_here):
                 raise InputError(f"{only}; this reads from '{'.'.join(named)}' (known: {', '.join(known)})")
+            lower = tuple(name.lower() for name in named)
+            if any(lower in (of, (of[0], of[2])) for of in written):
+                raise InputError(
+                    f"'{'.'.join(named)}' is a view or has computed columns, by SQL that stands in its file and is not "
+                    "looked through: write that in the query, or store the result as a table"
+                )
+        if what := _unordered(part):
+            raise InputError(f"{only}, whose result follows from their content; this has {what}")
+
+
+def _unordered(part: Mapping[str, Any]) -> str:
+    """What in this part of a query follows from chance, or from the order of the rows; empty where nothing does."""
+    if part.get("sample"):
+        return "a sample of rows: take rows by what is in them, as by hash(id) % 10 = 0"
+    changes = part.get("modifiers") or ()
+    kinds = {change["type"] for change in changes}
+    if "ORDER_MODIFIER" not in kinds:
+        if "LIMIT_MODIFIER" in kinds:
+            return "LIMIT or OFFSET without ORDER BY"
+        if any(change.get("distinct_on_targets") for change in changes):
+            return "DISTINCT ON without ORDER BY"
+    if part.get("ref_type") == "POSITIONAL" or part.get("nearest_approx"):
+        return "a join of rows by their places"
+    name = str(part.get("function_name") or "").lower()
+    ordered = part.get("orders") or part.get("arg_orders") or (part.get("order_bys") or {}).get("orders")
+    if name in _ANY_ORDER:
+        return f"'{name}', which follows from the order of the rows"
+    if name in _ORDERED and not ordered:
+        return f"'{name}' without ORDER BY in it"
+    if part.get("class") == "WINDOW" and not ordered and f"{part['start']} {part['end']}".count("_ROWS"):
+        return "a window of ROWS without ORDER BY"
+    return ""
 
 
 def _parts(tree: Any) -> Iterator[dict[str, Any]]:

@@ -47,6 +47,15 @@ def fitted(model: Any, made: programs.Conjugate, algorithm: Any, **options: Any)
     return {**result.variational.eta, **result.variational.theta}
 
 
+def test_the_final_sum_of_the_graph_is_that_of_the_program() -> None:
+    """Without latents of records: the likelihood was counted as often as there are records."""
+    model, y = FederatedModel(plain), torch.linspace(-1, 2, 12, dtype=torch.float64)
+    data, algorithm = [{"y": part} for part in y.split([5, 4, 3])], sf.SFVIAvg(rounds=2, local_steps=25)
+    found = [sf.fit(each, data, algorithm, sf.Plain(), seed=4, compile=False) for each in (Traced(model), model)]
+    ours, theirs = (result.convergence["log_evidence"] for result in found)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "algorithm"),
     [

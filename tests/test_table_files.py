@@ -606,6 +606,76 @@ def test_functions_of_a_cell_are_let_by(here: Path) -> None:
         assert len(table.fetch(f"SELECT * FROM {table.rows}")["c0"]) == 1
 
 
+_UNORDERED = {
+    "SELECT x FROM data TABLESAMPLE 50%": "a sample of rows",
+    "SELECT x FROM data USING SAMPLE 3 ROWS": "a sample of rows",
+    "SELECT x FROM (SELECT * FROM data USING SAMPLE reservoir(3 ROWS) REPEATABLE (7)) s": "a sample of rows",
+    "SELECT x FROM data LIMIT 3": "LIMIT or OFFSET",
+    "SELECT x FROM data OFFSET 3": "LIMIT or OFFSET",
+    "SELECT x FROM (FROM data LIMIT 50%) s": "LIMIT or OFFSET",
+    "SELECT x FROM data UNION ALL SELECT x FROM data LIMIT 3": "LIMIT or OFFSET",
+    "SELECT DISTINCT ON (g) x FROM data": "DISTINCT ON",
+    "SELECT first(x) AS x FROM data": "'first'",
+    "SELECT any_value(x) AS x FROM data GROUP BY g": "'any_value'",
+    "SELECT list(x)[1] AS x FROM data": "'list'",
+    "SELECT ARRAY(SELECT x FROM data)[1] AS x": "'array_agg'",
+    "SELECT left(string_agg(x, ''), 1) AS x FROM data": "'string_agg'",
+    "SELECT json_group_array(x)->>0 AS x FROM data": "'json_group_array'",
+    "SELECT x || row_number() OVER () AS x FROM data": "'row_number'",
+    "SELECT lag(x, 1, x) OVER (PARTITION BY g) AS x FROM data": "'lag'",
+    "SELECT x FROM data QUALIFY row_number() OVER (PARTITION BY g) = 1": "'row_number'",
+    "SELECT sum(x::INT) OVER (ROWS BETWEEN 1 PRECEDING AND CURRENT ROW) AS x FROM data": "a window of ROWS",
+    "SELECT reservoir_quantile(x::INT, 0.5, 2) AS x FROM data": "'reservoir_quantile'",
+    "SELECT a.x FROM data a POSITIONAL JOIN (SELECT x FROM data ORDER BY y) b WHERE b.x > '4'": "by their places",
+    "SELECT uuid() AS x FROM data": "'uuid'",
+    "SELECT random() AS x FROM data": "'random'",
+}
+
+
+def _shuffled(folder: Path) -> tuple[Path, Path]:
+    """Two files of the same ten rows."""
+    rows = [f"{i},{i % 2},{(7 * i) % 10}" for i in range(10)]
+    for name, order in (("one.csv", rows), ("two.csv", rows[::-1])):
+        (folder / name).write_text("\n".join(["x,g,y", *order, ""]))
+    return folder / "one.csv", folder / "two.csv"
+
+
+@pytest.mark.parametrize("query", _UNORDERED)
+def test_a_query_follows_from_what_rows_say_alone(tmp_path: Path, query: str) -> None:
+    """The control: let by, each gives other values where the same rows come in another order, or by chance. A sample of
+    ten rows, three of them, is the same twice with probability .008; half of them may be."""
+    one, two = _shuffled(tmp_path)
+
+    def read(path: Path) -> list[str]:
+        with opened(path, query) as table:
+            return sorted(map(str, table.connection.execute(f"SELECT * FROM {table.rows}").fetchall()))
+
+    with pytest.raises(InputError, match=_UNORDERED[query]):
+        read(one)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("secure_fvi.tables._check_query", lambda *_: None)
+        assert any(read(one) != read(two) for _ in range(20))
+
+
+def test_a_query_that_says_the_order_is_let_by(tmp_path: Path) -> None:
+    one, two = _shuffled(tmp_path)
+    for query in (
+        "SELECT x FROM data ORDER BY x LIMIT 3",
+        "SELECT DISTINCT ON (g) x FROM data ORDER BY g, x",
+        "SELECT string_agg(x, ',' ORDER BY x) AS x FROM data",
+        "SELECT first(x ORDER BY y) AS x FROM data GROUP BY g",
+        "SELECT x FROM data QUALIFY row_number() OVER (PARTITION BY g ORDER BY y) = 1",
+        "SELECT count(*) OVER (PARTITION BY g) AS x FROM data",
+        "SELECT arg_max(x, y) AS x FROM data GROUP BY g",
+        "SELECT x FROM data WHERE hash(x) % 3 = 0",
+    ):
+        found = []
+        for path in (one, two):
+            with opened(path, query) as table:
+                found.append(sorted(map(str, table.connection.execute(f"SELECT * FROM {table.rows}").fetchall())))
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("attack", list(_attacks(Path("/"))))
 def test_a_query_does_nothing_but_read_what_is_named(here: Path, attack: str) -> None:
     python_variable = {"x": np.array([1, 2])}
@@ -640,8 +710,28 @@ def test_duckdb_itself_refuses_what_the_look_at_the_query_would_let_by(
     assert _state(here) == before
 
 
-def test_a_view_in_a_database_reads_no_other_file(here: Path) -> None:
-    """Its SQL is not the query's, so that the second fence stops it. The control: DuckDB left as it is reads on."""
+def test_sql_that_stands_in_a_database_does_not_run(here: Path) -> None:
+    """Of a view, and of a computed column. The control: without the look at the query it does, and a table is read."""
+    with duckdb.connect(str(here / "views.duckdb")) as file:
+        file.execute("CREATE SCHEMA s")
+        file.execute("CREATE VIEW s.V AS SELECT current_setting('threads') AS x")
+        file.execute("CREATE TABLE t(a INT, x VARCHAR GENERATED ALWAYS AS (a + random()))")
+        file.execute("INSERT INTO t VALUES (1)")
+        file.execute("CREATE TABLE plain AS SELECT 'table' AS x")
+    d = Dictionary({"x": Column("id")})
+    for source in ("data.s.v", "Data.S.V", "data.main.t", "DATA.t", "(WITH v AS (FROM data.t) SELECT * FROM v)"):
+        with pytest.raises(InputError, match="is a view or has computed columns"):
+            read_coded(here / "views.duckdb", d, f"SELECT x FROM {source}")
+    assert read_coded(here / "views.duckdb", d, "SELECT x FROM data.plain").names["x"] == ["table"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("secure_fvi.tables._check_query", lambda *_: None)
+        assert read_coded(here / "views.duckdb", d, "SELECT x FROM data.s.v").names["x"] == ["1"]
+        assert len({read_coded(here / "views.duckdb", d, "SELECT x FROM data.t").names["x"][0] for _ in range(3)}) == 3
+
+
+def test_a_view_in_a_database_reads_no_other_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it let by, the second fence would stop it. The control: DuckDB left as it is reads on."""
+    monkeypatch.setattr("secure_fvi.tables._check_query", lambda *_: None)
     with duckdb.connect(str(here / "views.duckdb")) as file:
         file.execute(f"CREATE VIEW v AS SELECT * FROM read_csv('{here}/other.csv')")
         assert file.execute("SELECT * FROM v").fetchall() == [(_PRIVATE,)]

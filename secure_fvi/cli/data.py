@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +72,8 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
         raise InputError(f"cannot write '{output}': {error.strerror}") from None
     guessed = [name for name, column in drafted.items() if column.review]
     look = f"look at {', '.join(guessed)} and delete their lines 'review', then" if guessed else "try it:"
-    click.echo(f"{output}: {len(drafted)} columns; {look} secure-fvi data check {table} --dictionary {output}")
+    names = f"{shlex.quote(str(table))} --dictionary {shlex.quote(str(output))}"
+    click.echo(f"{output}: {len(drafted)} columns; {look} secure-fvi data check {names}")
 
 
 @data.command()

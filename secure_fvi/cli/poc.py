@@ -100,9 +100,11 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, functio
     everybody = (HUB, *sites)
 
     def at_each(names: Sequence[str], line: str, shown: Sequence[str] = ()) -> list[Typed]:
-        return [Typed(name, line.format(site=name, table=tables.get(name)), name in shown) for name in names]
+        words = {"model": shlex.quote(function or "")}
+        typed = {n: line.format(site=n, table=shlex.quote(tables.get(n, "")), **words) for n in names}
+        return [Typed(name, line, name in shown) for name, line in typed.items()]
 
-    own, files = (f" --function {function}", f" {function.rpartition(':')[0]}") if function else ("", "")
+    own, files = (" --function {model}", f" {shlex.quote(function.rpartition(':')[0])}") if function else ("", "")
     allow = f"secure-fvi policy allow job.toml --data {{table}}{own} --without-dp"
     offer = f"secure-fvi server start job.toml --out run --listen {address}"
     log = "audit-log.sqlite"
@@ -379,7 +381,7 @@ class _Machines:
                 self._follow(step, process)
 
     def _hand(self, step: Handed) -> None:
-        for path in _matching(self._folder / step.giver, step.files.split()):
+        for path in _matching(self._folder / step.giver, shlex.split(step.files)):
             for taker in step.takers:
                 shutil.copy(self._folder / step.giver / path, self._folder / taker)
 
@@ -432,6 +434,8 @@ class _Machines:
 
 
 def _matching(folder: Path, words: Sequence[str]) -> list[str]:
-    """As a shell does it: a pattern stands for the files in `folder` that match."""
-    found = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if "*" in w else [w] for w in words]
-    return [name for names in found for name in names]
+    """As a shell does it: a pattern stands for the files in `folder` that match, or for itself. A file of that name is
+    meant where there is one."""
+    looked = {w: "*" in w and not (folder / w).exists() for w in words}
+    found = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if looked[w] else [] for w in words]
+    return [name for w, names in zip(words, found, strict=True) for name in names or [w]]

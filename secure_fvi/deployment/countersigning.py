@@ -38,6 +38,7 @@ from secure_fvi.privacy.witness import (
     Witness,
     WitnessFault,
     check_receipt,
+    covers,
     proves,
     shown_length,
     stated_key,
@@ -124,9 +125,16 @@ def countersign(home: Home, roster: ConsortiumRoster, trail: Trail, sites: Itera
             trail.add_receipt(receipt, keys[site][0])
 
 
-def ends(message: bytes) -> bool:
-    """Whether this message, without its first byte, is the second of the server's, to which a site has answered all."""
-    return _CODEC.kind_of(message) is Countersigned
+def ends(stated: bytes, message: bytes) -> bool:
+    """Whether this message, without its first byte, is the second of the server's, with receipts for all that the site
+    stated in answer to the first. stated: that answer; empty where there was none."""
+    if not stated or _CODEC.kind_of(message) is not Countersigned:
+        return False
+    said, given = _CODEC.unpack(stated, Stated), _CODEC.unpack(message, Countersigned)
+    pairs = ((said.trail, given.trail), (said.ledger, given.ledger))
+    return all(bool(record) == bool(receipt) for record, receipt in pairs) and all(
+        covers(receipt, record) for record, receipt in pairs if record
+    )
 
 
 def answer(home: Home, trail: Trail, server: str, message: bytes) -> bytes:

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 
 from secure_fvi import wire
-from secure_fvi.aggregation.store import SealedStore, SqliteStore, Store
+from secure_fvi.aggregation.store import NONE, SealedStore, SqliteStore, Store
 from secure_fvi.algorithms.base import Pending
 from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import InputError
@@ -26,7 +26,7 @@ from secure_fvi.silo import Answer, Past, Silo
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
-_VERSION = 9  # of what lies there
+_VERSION = 10  # of what lies there
 
 
 def boot_id() -> bytes:
@@ -55,6 +55,7 @@ class HeldStore:
     def __init__(self, inner: Store, close: Callable[[], None]) -> None:
         self.inner, self.close = inner, close
         self._held: dict[str, bytes] | None = None
+        self._rising: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return "HeldStore(...)"
@@ -62,12 +63,12 @@ class HeldStore:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Hold back all `put`s until the end; nothing is written where an error is raised."""
-        self._held = {}
+        self._held, self._rising = {}, {}
         try:
             yield
-            self.inner.put(self._held)
+            self.inner.put(self._held, self._rising)
         finally:
-            self._held = None
+            self._held, self._rising = None, {}
 
     def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
         return self.inner.claim(slot, value, settle)
@@ -76,16 +77,20 @@ class HeldStore:
         """Not held back: what has to be known whatever comes of the rest."""
         self.inner.put(slots)
 
-    def put(self, slots: Mapping[str, bytes]) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
         if self._held is None:
-            self.inner.put(slots)
+            self.inner.put(slots, rising)
         else:
             self._held.update(slots)
+            self._rising.update({slot: max(number, self._rising.get(slot, -1)) for slot, number in rising.items()})
 
     def get(self, slot: str) -> bytes | None:
         if self._held is not None and slot in self._held:
             return self._held[slot]
         return self.inner.get(slot)
+
+    def risen(self, slot: str) -> int:
+        return max(self._rising.get(slot, -1), self.inner.risen(slot))
 
     def drop(self, slots: Iterable[str]) -> None:
         self.inner.drop(slots)
@@ -146,8 +151,10 @@ class DurableSilo:
 
     def carry_over(self, store: HeldStore) -> None:
         """Begin `store`, of a new session, with this state: what was released under the old secrets is masked anew, and
-        not drawn again."""
-        past = self.silo.past
+        not drawn again, whatever bytes ask for it: those of the old answer would fit no sum."""
+        past, answer = self.silo.past, self.silo.answer
+        if answer is not None:
+            self.silo.answer = answer._replace(broadcast=b"", reply=b"")
         store.put(
             {
                 _STATE: self._state(),

@@ -56,6 +56,7 @@ class Site:
         self._trail = open_trail(home)
         self._server = ""
         self._job: SiteJob | HolderJob | None = None
+        self._stated = b""  # the last answer of the exchange in which records are countersigned
         self._met = False  # whether records were countersigned since this process took its last new job
         self._under: tuple[int, ...] = ()  # what roster and policy were when that was taken
 
@@ -66,8 +67,10 @@ class Site:
         """The answer to one message about `job`; nothing leaves before the site's log has it."""
         kind = message[:1]
         if kind == SEEN:
+            stated, self._stated = self._stated, b""  # the second message counts after the first alone
             answer = countersign(self.home, self._trail, server_of(self.home).id, message[1:])
-            self._met = ends(message[1:])
+            self._met = ends(stated, message[1:])
+            self._stated = answer
             return answer
         if kind not in _STEPS:
             raise ProtocolError(f"{self.home.role} '{self.home.id}': a message of unknown kind")

@@ -99,12 +99,12 @@ def read_letter(content: bytes, home: Home, *roles: Role, most: int) -> tuple[Le
     return Letter(*head._replace(body=envelope.body)), named
 
 
-def check_letter(letter: Letter, sender: str, job: str, connection: bytes, number: bytes = b"") -> None:
+def check_letter(letter: Letter, sender: str, job: str, connection: bytes, number: bytes | None = None) -> None:
     """Raises ProtocolError for a letter of somebody else, or about something else; number: of the letter that it has to
-    answer, where it is an answer."""
+    answer, where it is an answer; empty where nothing was asked, which no letter answers."""
     if letter.sender != sender:
         raise ProtocolError(f"a letter of '{letter.sender}', where '{sender}' speaks")
     if letter.job != job or letter.connection != connection:
         raise ProtocolError(f"a letter of '{sender}' about another job, or of another connection")
-    if number and letter.number != number:
+    if number is not None and letter.number != number:
         raise ProtocolError("an answer to another letter")

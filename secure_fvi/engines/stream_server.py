@@ -297,12 +297,16 @@ class StreamServer(Remote):
         """Raises ProtocolError for what is no answer of the silo's to what it was asked on this stream."""
         with self._changed:
             question = link.asked
+            if self._links.get(silo) is not link:  # overtaken: it is asked on its newest stream again
+                return
             if whole.exchange != self._number:  # too late
                 self._absent.discard(silo)
                 return
         letter, _ = read_letter(whole.message, self._home, "silo", "holder", most=self.longest)
         check_letter(letter, silo, self._job, link.connection, question)
         with self._changed:
+            if self._links.get(silo) is not link:
+                return
             self._absent.discard(silo)
             if whole.exchange != self._number or silo not in self._asked or silo in self._answers:
                 return  # too late, or a second time

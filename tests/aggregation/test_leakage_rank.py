@@ -113,6 +113,10 @@ class Spied:
     def whole(self):
         return self.inner.whole
 
+    @property
+    def keys(self):
+        return self.inner.keys
+
     def contribute(self, index, cohort, table, values, context, question=b"", most_missing=None, past=None):
         inner = self.inner
         message = inner.contribute(index, cohort, table, values, context, question, most_missing, past)

@@ -3,6 +3,7 @@
 import itertools
 import sys
 import types
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -185,6 +186,27 @@ class TestMissing:
             with pytest.raises(ProtocolError, match="sum 0 names no question"):
                 silo.handle(request)
         assert is_input(world.total(messages, index=0).values, exact(world))
+
+    @pytest.mark.parametrize("most", [0, 2])
+    def test_of_liars_that_are_half_no_honest_silo_is_named(self, most):
+        """Two of four answer another question than was asked. The control: a server that goes by their number, where
+        they are three."""
+        world = World(4, max_missing=most, min_cohort=2)
+
+        def sent(liars, index):
+            asked = {s: bytes(32) if s in liars else QUESTION for s in world.ids}
+            give = [(s, world.silos[s], world.values[s]) for s in world.ids]
+            return {s: o.contribute(index, world.ids, TABLE, v, CONTEXT, asked[s]) for s, o, v in give}
+
+        half, three = world.ids[:2], world.ids[:3]
+        for index, liars, question in ((0, half, QUESTION), (1, half, None), (2, three, QUESTION), (3, three, None)):
+            world.server.faults.clear()
+            nobody = question is None and liars == half
+            with pytest.raises(AggregationError, match="none that most of them do") if nobody else nullcontext():
+                world.server.admit(index, world.ids, TABLE, sent(liars, index), CONTEXT, None, question)
+            named = {s for s, why in world.server.faults.items() if "another question" in why}
+            wrong = set(world.ids) - set(liars) if question is None else set(liars)
+            assert named == (set() if nobody else wrong)
 
     def test_a_silo_that_answers_another_question_counts_as_a_dropout(self):
         world = World(5, max_missing=1)

@@ -11,7 +11,7 @@ from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut
 from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloState
 from secure_fvi.aggregation.messages import Deliver, DepositRequest, KeySet, KeysRequest, pack, unpack_any
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.store import MemoryStore, SqliteStore
+from secure_fvi.aggregation.store import MemoryStore, SealedStore, SqliteStore
 from secure_fvi.deployment.holding import HeldStore
 from secure_fvi.errors import ProtocolError
 
@@ -30,8 +30,8 @@ class ForgetfulStore(MemoryStore):
     def claim(self, slot, value, settle=True):
         return value if slot.startswith("used/") else super().claim(slot, value, settle)
 
-    def put(self, slots):
-        super().put({slot: value for slot, value in slots.items() if slot != "last"})
+    def risen(self, slot):
+        return -1
 
 
 class TestOneIndexTwice:
@@ -77,7 +77,7 @@ class TestOneIndexTwice:
 
         with pytest.raises(KeyboardInterrupt):
             killed()
-        assert world.stores[name].get("last") is None
+        assert world.stores[name].risen("last") == -1
         for context, other in ((CONTEXT, -values), (bytes(32), values)):
             with pytest.raises(ProtocolError, match="by another process or before a crash"):
                 another(world).contribute(0, world.ids, TABLE, other, context)
@@ -95,6 +95,81 @@ class TestOneIndexTwice:
         with pytest.raises(ProtocolError, match="by another process or before a crash"):
             silos["a"].contribute(0, list("abc"), TABLE, -values, CONTEXT)
         silos["a"].contribute(0, list("abc"), TABLE, values, CONTEXT)
+
+
+class Sinking(MemoryStore):
+    """The control: what is written last stands, be it less."""
+
+    def put(self, slots, rising=None):
+        super().put({**slots, **{slot: number.to_bytes(8, "big") for slot, number in (rising or {}).items()}})
+
+
+class SinkingFile(SqliteStore):
+    def put(self, slots, rising=None):
+        super().put({**slots, **{slot: number.to_bytes(8, "big") for slot, number in (rising or {}).items()}})
+
+
+class TestStandingStill:
+    """One process stands still before it writes which index was the newest, while the other goes on."""
+
+    def stores(self, tmp_path, rises):
+        yield (MemoryStore if rises else Sinking)()
+        yield (SqliteStore if rises else SinkingFile)(tmp_path / "silo.sqlite")
+        inner = (MemoryStore if rises else Sinking)()
+        yield SealedStore(inner, bytes(32), b"silo")
+        yield HeldStore(SealedStore((MemoryStore if rises else Sinking)(), bytes(32), b"silo"), lambda: None)
+
+    def overtaken(self, world, store, index, later):
+        """The silo contributes at `index`, and while it stands still at all of `later`; what it sent there."""
+        name, sent = world.ids[VICTIM], []
+        store.put(world.stores[name]._slots)
+        values = world.values[name]
+
+        class Still:
+            def __getattr__(self, what):
+                return getattr(store, what)
+
+            def put(self, slots, rising):
+                if "last" in rising and not sent:
+                    sent.extend(contribute(other, i, values) for i in later)
+                store.put(slots, rising)
+
+        def contribute(silo, i, values):
+            return silo.contribute(i, world.ids, TABLE, values, CONTEXT, bytes([i]) * 32)
+
+        other = another(world, store=store)
+        contribute(another(world, store=Still()), index, values)
+        return sent, lambda i, values: contribute(another(world, store=store), i, values)
+
+    @pytest.mark.parametrize("rises", [True, False])
+    def test_an_index_whose_claim_was_let_go_of_is_used_no_more(self, rises, tmp_path):
+        """Whole sums let go of claims by 64 indices."""
+        for store in self.stores(tmp_path, rises):
+            world = World(5, max_missing=0)
+            values = world.values[world.ids[VICTIM]]
+            two = np.append(np.linspace(-1, 1, TABLE.size - 1), 3.0)
+            sent, again = self.overtaken(world, store, 10, (130, 200))
+            if rises:
+                with pytest.raises(ProtocolError, match="used already, or skipped"):
+                    again(130, two)
+                assert store.risen("last") == 200
+                continue
+            ring = Ring(TABLE, world.roster.bits, world.roster.size)
+            words = [np.frombuffer(payload_of(m), ring.dtype) for m in (again(130, two), sent[0])]
+            assert is_input(ring.decode(words[0] - words[1]), two - values)
+
+    @pytest.mark.parametrize("rises", [True, False])
+    def test_no_sum_is_signed_after_a_later_question(self, rises, tmp_path):
+        """Where sums recover."""
+        for store in self.stores(tmp_path, rises):
+            world = World(5, max_missing=1)
+            self.overtaken(world, store, 0, (1,))
+            ask = unpack_any(world.sign_request({0, 1, 2, 3}))._replace(question=bytes(32))
+            if rises:
+                with pytest.raises(ProtocolError, match="has answered a later question"):
+                    another(world, store=store).handle(pack(ask))
+            else:
+                assert another(world, store=store).handle(pack(ask))
 
 
 class TestOnTheDisk:

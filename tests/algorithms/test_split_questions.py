@@ -6,7 +6,8 @@ one sum (`Order.answered`), that a sum is over when a later question was answere
 that a sum which silos have signed was used with all of its survivors or with none (`Silo._heard`, `Past.seen`), that
 silos which were not asked with one are told that its answer was not used only once others have signed that
 (`SumSilo.left_out`), that a whole sum was used before another question is answered (`Silo._check_complete`), that two
-silos' masks in whole sums name what both were asked before (`Silo._shared`), that PVI's dampings stay as named
+silos' masks in whole sums name what both were asked before (`Silo._shared`), in which broadcast and under which keys
+(`Silo._view`), that PVI's dampings stay as named
 (`pvi.check_dampings`).
 """
 
@@ -161,6 +162,34 @@ def test_two_broadcasts_of_one_question(held: bool, most: int, monkeypatch: pyte
             liar.isolated(accepted)
     else:
         assert liar.isolated(accepted) < 1e-6
+
+
+@pytest.mark.parametrize("way", ["two broadcasts", "two sessions"])
+@pytest.mark.parametrize("held", [True, False])
+def test_a_question_of_which_there_was_no_total_is_the_last(
+    held: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One question under one index, to silo-1 in another broadcast or under other keys than to the others: no total of
+    it can be had. All hear that it was used, and are asked the next."""
+    if not held:
+        monkeypatch.setattr(Silo, "_view", lambda self, context: "")
+    liar, alone = Liar(PVI, STRICT), Liar(PVI, STRICT)
+    replies = liar.ask(liar.first, *(s for s in liar.names if s != ALONE))
+    if way == "two sessions":
+        liar.server._sum = alone.server._sum
+        for name, silo in liar.silos.items():
+            silo._sum = alone.silos[name]._sum
+        replies |= liar.ask(liar.first, ALONE)
+    else:
+        replies |= liar.ask(liar.first._replace(sums=((77, 0, "round", 0),)), ALONE)
+    with pytest.raises(AggregationError, match=r"silos asked are missing"):
+        liar.total(liar.first, replies)
+    asked = liar.asked(1, dict.fromkeys(liar.names, 1), {1: 0.5})._replace(sum_index=9)
+    if held:
+        with pytest.raises(AggregationError, match="the total lies outside"):
+            liar.total(asked, liar.ask(asked))
+    else:
+        assert liar.total(asked, liar.ask(asked))
 
 
 @pytest.mark.parametrize("most", [0, 1])

@@ -12,6 +12,7 @@ from consortium_run import SILOS, Job, Sites
 from deployment_world import World
 from safetensors.torch import load_file
 
+from secure_fvi.checkpoints import StoreCheckpoints
 from secure_fvi.deployment import holding, serving, site_job
 from secure_fvi.deployment.session_messages import Joined, pack_schema, schema_digest, unpack_schema
 from secure_fvi.deployment.site_job import Local
@@ -292,3 +293,25 @@ def test_schemas_travel_without_a_number_of_records() -> None:
     for cut in range(0, len(packed), 7):
         with pytest.raises(ProtocolError, match="schema"):
             unpack_schema(packed[:cut])
+
+
+@pytest.mark.slow
+def test_an_answer_of_a_session_that_is_over_is_masked_anew(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's machine is restarted after the silos answered, and before it wrote their total down: it asks in the
+    same bytes, in a new session."""
+    job, save = Job(world, tmp_path, algorithm=SHORT), StoreCheckpoints.save
+
+    def saved(self: StoreCheckpoints, round_: int, parties: Any) -> None:
+        if round_ == 5:
+            raise Stopped
+        save(self, round_, parties)
+
+    monkeypatch.setattr(StoreCheckpoints, "save", saved)
+    with pytest.raises(Stopped):
+        job.run()
+    monkeypatch.setattr(StoreCheckpoints, "save", save)
+    for module in (holding, serving):
+        monkeypatch.setattr(module, "boot_id", lambda: b"another start of the machine")
+    assert job.run() == job.local()

@@ -154,20 +154,35 @@ def test_tables_of_ones_own(tmp_path: Path, tables: list[str], typed: list[Any])
     assert [s.line for s in typed if isinstance(s, Typed) and "allow" in s.line][-1].split()[-2] == "three.csv"
 
 
+@pytest.mark.parametrize("name", ["m.py", "my model; echo x.py", "it's {mine} $HOME.py", "a*b.py"])
 def test_a_model_of_ones_own_goes_to_all_and_is_named_by_each(
-    tmp_path: Path, tables: list[str], typed: list[Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tables: list[str], typed: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Whatever its file is called. The control is a shell that reads the name as it stands."""
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    model, folder = tmp_path / "m.py", tmp_path / "made"
+    model, folder = tmp_path / name, tmp_path / "made"
     model.write_text("def f(y): ...\n")
     words = ["poc", "--folder", str(folder), "--port", str(_free()), *tables[:6], "--function", f"{model}:f"]
     assert CliRunner().invoke(cli, words, catch_exceptions=False).exit_code == 0
-    assert read(folder / HUB / "job.toml").model.function == str(folder / HUB / "m.py:f")
-    assert (folder / HUB / "m.py").read_text() == model.read_text()
-    assert "roster.toml job.toml m.py" in [s.files for s in typed if isinstance(s, Handed)]
+    assert read(folder / HUB / "job.toml").model.function == str(folder / HUB / f"{name}:f")
+    assert (folder / HUB / name).read_text() == model.read_text()
+    (handed,) = (s for s in typed if isinstance(s, Handed) and "job.toml" in s.files)
     allowed = [s.line for s in typed if isinstance(s, Typed) and "allow" in s.line]
-    assert all(line.endswith(" --function m.py:f --without-dp") for line in allowed)
     assert len(allowed) == len(OWN)
+
+    def words(line: str) -> list[str]:
+        """As the shell of the folder in which the lines are typed has it."""
+        said = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], cwd=folder / HUB, capture_output=True, text=True)
+        return said.stdout.splitlines()
+
+    (folder / HUB / "axb.py").touch()
+    assert words(handed.files) == ["roster.toml", "job.toml", name]
+    assert all(words(line)[-3:] == ["--function", f"{name}:f", "--without-dp"] for line in allowed)
+    assert (words(f"--function {name} --without-dp") == ["--function", name, "--without-dp"]) is (name == "m.py")
+    for who in OWN:
+        (folder / who / name).unlink(missing_ok=True)
+    _Machines(folder)._hand(Handed(HUB, tuple(OWN), shlex.quote(name)))
+    assert all((folder / who / name).exists() and not (folder / who / "axb.py").exists() for who in OWN)
 
 
 def test_what_is_wrong_is_one_line_and_nothing_is_made(

@@ -26,11 +26,12 @@ from safetensors.torch import load_file, save
 
 from secure_fvi.aggregation import Homomorphic, Masked
 from secure_fvi.aggregation.roster import Identity
+from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.deployment import countersigning, deciding, fence, model_hash, session_messages, signatures, site_job
 from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.certificates import general_name, is_p256, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
-from secure_fvi.deployment.countersigning import open_trail, open_witness
+from secure_fvi.deployment.countersigning import open_ledger, open_trail, open_witness
 from secure_fvi.deployment.deciding import job_entry
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.home import Home, check_private
@@ -54,7 +55,7 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.deployment.session_sums import session_of
 from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
-from secure_fvi.deployment.trail import TrailChain
+from secure_fvi.deployment.trail import TRAIL, TrailChain
 from secure_fvi.deployment.trail_verify import rows, verify
 from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_client import answered
@@ -62,6 +63,8 @@ from secure_fvi.errors import AggregationError, DataError, InputError, PolicyErr
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row
+from secure_fvi.privacy.ledger_terms import LEDGER, Budget
+from secure_fvi.privacy.witness import Witness
 from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import RunDirectory
@@ -611,6 +614,52 @@ def test_a_new_job_waits_until_records_were_countersigned(
             patched.setattr(countersigning, "_check_shown", countersigning._check_own)
             site.handle("", countersigning.SEEN + seen)
             assert site.handle(another.job, offered)
+
+
+@pytest.mark.parametrize("way", ["alone", "without the ledger", "of an earlier time", "as it ought to be"])
+def test_the_last_message_of_countersigning_opens_no_door_by_itself(world: World, tmp_path: Path, way: str) -> None:
+    """A server that leaves the first message out, in which it would have to show what it has seen, or has receipts of
+    another time. The control is the exchange as it ought to be."""
+    offer, join = _offered(world, tmp_path)
+    hub, east = world.homes["hub"], world.homes["east"]
+    with closing(open_ledger(east)) as ledger:
+        ledger.set_budget(Budget("data", 1.0, 1e-5))
+    kept: list[bytes] = []
+
+    def through(site: Site) -> None:
+        """The whole exchange, whose last message the server may have changed."""
+        handle = site.handle
+
+        def altered(job: str, message: bytes) -> bytes:
+            if kept and way == "without the ledger":
+                receipts = countersigning._CODEC.unpack(message[1:], countersigning.Countersigned)
+                message = countersigning.SEEN + countersigning._CODEC.pack(receipts._replace(ledger=b""))
+            kept.append(message)
+            return handle(job, message)
+
+        site.handle = altered  # type: ignore[method-assign]
+        countersigned(hub, site)
+        site.handle = handle  # type: ignore[method-assign]
+
+    with closing(Site(east, Local())) as site:
+        through(site)
+        if way == "as it ought to be":
+            assert site.handle(offer.job, join)
+            return
+        if way != "without the ledger":  # receipts were rows of their own, so that there is more now
+            site._met = False
+            if way == "alone":
+                site._stated = b""
+            else:
+                with closing(SqliteStore(hub.seen_file)) as store:
+                    seen = [
+                        [Witness("hub", hub.identity(), store, kind).receipt(site._trail.chain.public_key)]
+                        for kind in (TRAIL, LEDGER)
+                    ]
+                site.handle("", countersigning.SEEN + countersigning._CODEC.pack(countersigning.Seen(*seen)))
+            site.handle("", kept[1])
+        with raises(SessionLost, "records were not countersigned first"):
+            site.handle(offer.job, join)
 
 
 def _asks(world: World, folder: Path, number: int, records: int) -> tuple[int, bytes]:

@@ -28,7 +28,7 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.engines import letters, stream_client, stream_server
 from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import StreamClient
-from secure_fvi.engines.stream_messages import CHUNK_BYTES, Assembler, Hello, Welcome, Whole, parts
+from secure_fvi.engines.stream_messages import CHUNK_BYTES, MESSAGE, Assembler, Hello, Welcome, Whole, parts
 from secure_fvi.engines.stream_server import Patience, StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.key_files import create_key
@@ -558,3 +558,45 @@ def test_what_was_said_on_one_connection_says_nothing_on_another(
         if not control:
             doubted(caplog, "about another job, or of another connection")
         assert asked == ([b"x"] if control else [])
+
+
+@pytest.mark.parametrize("stream", ["overtaken", "newest", "newest, as it was"])
+def test_an_answer_counts_on_the_newest_stream_and_to_what_was_asked_on_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    """On a stream that was asked nothing yet: a letter of the silo, of an earlier connection of the same name. The
+    control is a check that lets an answer name any letter where none was asked."""
+    east, hub, other = world.homes["east"], world.homes["hub"], bytes([7]) * 32
+
+    def checked(letter: letters.Letter, sender: str, job: str, connection: bytes, number: bytes | None = None) -> None:
+        letters.check_letter(letter, sender, job, connection, number or None)
+
+    def written(number: bytes, connection: bytes, body: bytes) -> Whole:
+        letter = letters.Letter("east", "hub", "job-1", number, MESSAGE, body, connection)
+        return Whole(server._number, MESSAGE, letters.write_letter(letter, east)[0])
+
+    if stream == "newest, as it was":
+        monkeypatch.setattr(stream_server, "check_letter", checked)
+    with serving(world, home=hub) as server:
+        old, new = (stream_server._Link(b"", name, SimpleNamespace(cancel=lambda: None)) for name in (other, bytes(32)))
+        with server._changed:
+            server._links["east"] = new
+        found: dict[str, bytes] = {}
+        asking = threading.Thread(target=lambda: found.update(server.exchange({"east": b"asked"})), daemon=True)
+        asking.start()
+        with server._changed:
+            assert server._changed.wait_for(lambda: new.asked, 20)
+            server._links["east"] = new if stream == "overtaken" else old
+        replayed = written(bytes([9]) * 32, other, b"replayed")
+        with raises_refusal() if stream == "newest" else contextlib.nullcontext():
+            server._take("east", old, replayed)
+        with server._changed:
+            server._links["east"] = new
+        server._take("east", new, written(new.asked, bytes(32), b"its answer"))
+        asking.join(20)
+        assert found == {"east": b"replayed" if stream == "newest, as it was" else b"its answer"}
+        server._links.clear()
+
+
+def raises_refusal() -> Any:
+    return pytest.raises(ProtocolError, match="an answer to another letter")

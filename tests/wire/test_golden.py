@@ -87,7 +87,7 @@ def _statements() -> dict[str, bytes]:
     blinded = matching.blinded(0, 0, bytes([2]) * 32)
     named = (bytes([1]) * 32, 7, b"\x07", b"\x07", table.digest, bytes([2]) * 32, bytes([3]) * 32)
     whole = Asked(7, b"\x07", table.digest, bytes([2]) * 32, bytes([3]) * 32)
-    past = bytes.fromhex(shared_past(shared_past("", 3, "05" * 32), 5, "06" * 32))
+    past = bytes.fromhex(shared_past(shared_past("", 3, "05" * 32, "07" * 32), 5, "06" * 32, "08" * 32))
     return {
         "roster": roster.hash,
         "table": table.digest,
