@@ -12,6 +12,7 @@ What is found at a silo counts that silo's rows: it is for that silo alone (`Dat
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import warnings
@@ -32,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.density import (
+    ALL_RECORDS,
     Evaluation,
     LogDensity,
     LogTerms,
@@ -56,6 +58,13 @@ _SOME = 8  # rows at a silo that are also evaluated in parts, and few enough to 
 _AT_ONCE = 1024  # rows whose gradient is looked at together
 _SPREAD = 0.1  # of the point at which log p is compared, around the start
 _SPREADS = (0.1, 2.0)  # of those at which slopes are
+_NEAR = (0.3, 1.0, 3.0)  # of the start, in unconstrained space: where else a site is tried
+_FAR = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # and where an edge of log p is looked for
+_EDGE = 1e6  # nats that log p falls there at least
+_BELOW = 30.0  # nats under the start from which on an edge is where q does not come, or a logarithm that has run out
+_FORBIDDEN = 1e8  # nats: what a pyro.factor under minus that much is taken to forbid
+_AROUND = 4  # points at each distance from where a run ran off
+_PRIOR_DRAWS = 16  # in which a parameter is looked for that its distribution does not take
 _DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
 
 
@@ -131,6 +140,8 @@ def _check_program(point: _Point, rows: Params, importance_samples: int) -> None
     _check_owners(point, rows, first)
     if type(problem.density) is LogDensity:  # of a traced program's graph that was looked at when it was traced
         _check_gradients(point, rows)
+        _check_edges(point, rows)
+        _warn_of_parameters(problem, rows)
     _check_end(point)
     if isinstance(problem.privacy, RecordDP):
         _check_mapped(point, rows, first.records, "record-level privacy evaluates each record alone")
@@ -384,6 +395,147 @@ class _Edges(Messenger):  # type: ignore[misc]
             )
 
 
+#: By which functions a program compares; the log density of one that compares nothing that follows from latents has no
+#: edge but where a logarithm ends, which is none of its making.
+_COMPARE = {"lt", "le", "gt", "ge", "eq", "ne", "where", "masked_fill", "sign", "heaviside", "relu", "clamp", "clip"}
+
+
+class _Compares(TorchFunctionMode):
+    """Whether a program compares values that follow from latents."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").strip("_") in _COMPARE:
+            self.seen |= any(t.requires_grad for t in _tensors((args, *(kwargs or {}).values())))
+        return func(*args, **(kwargs or {}))
+
+
+def _directions(point: _Point) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each latent site, where it is, and a random direction from there, and its opposite."""
+    rng = torch.Generator().manual_seed(1)
+    for site, at in point.latents().items():
+        direction = torch.randn(at.shape, generator=rng, dtype=torch.float64).to(at)
+        yield site, at, direction
+        yield site, at, -direction
+
+
+def _check_edges(point: _Point, rows: Params, silo: str | None = None) -> None:
+    """Refuse an edge off which the terms of records fall as a latent moves, by a pyro.factor of -inf or -1e10, say:
+    what `_Edges` refuses, by hand. One of global factors alone may lie where q does not come: the fit tells of it."""
+    density, latents = point.problem.density, point.latents()
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in latents.items()}
+    with torch.enable_grad(), _Compares() as compares:
+        here = _observed(density.run(leaves, point.theta, rows))
+    if not compares.seen:
+        return
+
+    def terms(site: str, value: Tensor) -> dict[str, float]:
+        with torch.no_grad():
+            return _observed(density.run({**latents, site: value}, point.theta, rows))
+
+    for latent, at, direction in _directions(point):
+        near, before = 0.0, here
+        for far in _FAR:
+            found = terms(latent, at + far * direction)
+            for site in found:
+                if not _fallen(before[site], found[site]):
+                    continue
+                ends, between = (near, far), (before[site], found[site])
+                for _ in range(60):  # to where the two are one number
+                    middle = 0.5 * sum(ends)
+                    value = terms(latent, at + middle * direction)[site]
+                    first = _fallen(between[0], value)
+                    ends, between = (
+                        ((ends[0], middle), (between[0], value)) if first else ((middle, ends[1]), (value, between[1]))
+                    )
+                if _fallen(*between) and max(between) > here[site] - _BELOW:
+                    where, error = ("", InputError) if silo is None else (f"silo '{silo}': ", DataError)
+                    raise error(
+                        f"{where}site '{site}': its log density falls off an edge that '{latent}' moves, of which no "
+                        "gradient tells, and no normal q stays on one side of it. Take a distribution with a tail, or "
+                        f"a penalty that grows smoothly; where the edge is a number, give '{latent}' a prior that ends "
+                        "there"
+                    )
+            near, before = far, found
+
+
+def _observed(run: Evaluation) -> dict[str, float]:
+    """Terms of records, each site's together, but for their latents' own; nan as 0, which is no edge."""
+    named = [name for name in run.own if name not in run.latents and (name in run.in_records or name == ALL_RECORDS)]
+    return {name: float(torch.nan_to_num(run.own[name].detach(), nan=0.0, neginf=-np.inf)) for name in named}
+
+
+def _fallen(a: float, b: float) -> bool:
+    """Whether of two values of a log density one lies so far under the other as beyond an edge."""
+    return abs(a - b) > _EDGE if np.isfinite([a, b]).all() else a != b
+
+
+def _warn_of_parameters(problem: Problem, rows: Params) -> None:
+    """Warn where values that priors can take make a parameter what its distribution does not take: a scale below 0.
+    Seen in that many draws of all sites, so that one in ten is missed with probability 0.2. What is so at the start is
+    refused by a silo, on its data."""
+    point, begins = _Point(problem, _MADE, spread=0.0), _Parameters(far=False)
+    with contextlib.suppress(Exception), torch.enable_grad(), begins:
+        problem.density.run(point.latents(), point.theta, rows)
+    for seed in range(_PRIOR_DRAWS):
+        looks = _Parameters()
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad(), looks:
+            torch.manual_seed(seed)
+            with running(problem.dtype, problem.device):
+                problem.model.fn(**rows, **problem.schema.constants)
+        if looks.said and not begins.said:
+            warnings.warn(
+                f"{looks.said} for values that priors allow, where log p is none, or of another model. {_CANNOT}",
+                SecureFVIWarning,
+                stacklevel=2,
+            )
+            return
+
+
+class _Parameters(Messenger):  # type: ignore[misc]
+    """Looks at parameters of all sites that follow from latents."""
+
+    def __init__(self, far: bool = True) -> None:
+        """far: where numbers may have run out of digits, so that 0 and what is none are passed over."""
+        super().__init__()
+        self.said, self.far = "", far
+        self.latents: Params = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if has_no_density(msg) or self.said:
+            return
+        for name, constraint, given, bad in _bad_parameters(msg["fn"]):
+            if constraint.event_dim > 1:
+                continue  # a matrix is not taken apart
+            nearly = torch.nextafter(given.detach(), torch.full_like(given, np.inf))
+            number = ~torch.isnan(given if given.dim() == bad.dim() else given.sum(-1))
+            if not self.far or bool((~constraint.check(nearly) & number).any()):
+                sites = _names(given, self.latents)
+                self.said = (
+                    f"site '{msg['name']}' has a {name} that {kind_of(msg['fn'])} does not take "
+                    f"({described(constraint)}){f', by {sites},' if sites else ''}"
+                )
+                return
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        drawn = not msg["is_observed"] and not has_no_density(msg)
+        if drawn and isinstance(msg["value"], Tensor) and msg["value"].is_floating_point():
+            self.latents[msg["name"]] = msg["value"] = msg["value"].detach().requires_grad_()
+
+
+def _names(value: Tensor, latents: Params, all_used: bool = False) -> str:
+    """The latent sites that a value follows from, in quotes; those that do not move it there too, if `all_used`."""
+    if not value.requires_grad or not latents:
+        return ""
+    uneven = torch.arange(1.0, value.numel() + 1).to(value)  # shares of a whole have a sum that nothing moves
+    found = torch.autograd.grad(
+        (value.reshape(-1) * uneven).sum(), list(latents.values()), retain_graph=True, allow_unused=True
+    )
+    used = [g is not None and (all_used or bool((g != 0).any())) for g in found]
+    return ", ".join(f"'{name}'" for name, one in zip(latents, used, strict=True) if one)
+
+
 def _others(run: Evaluation, site: str | None = None) -> Tensor:
     """The terms of all sites but one."""
     return sum((term for name, term in run.own.items() if name != site), torch.zeros(()))
@@ -499,6 +651,52 @@ def _check_mapped(point: _Point, rows: Params, expected: Tensor, why: str) -> No
         ) from error
     if not _same(found, expected):
         raise InputError(_NO_SUM.format(""))
+
+
+# ---- a run that ran off ----
+
+
+def misplaced(problem: Problem, z_global: Tensor | None = None, rows: Params | None = None) -> str:
+    """Which site has no log density, or a parameter that it does not take, and by which latents, at `z_global`
+    (n_global,), by default the start, or else around it: why a run came to numbers that are none. "" where nothing is
+    seen, and of a traced program, whose sites are not known. rows: a silo's, whose reader is that silo alone; made ones
+    where there are none."""
+    if type(problem.density) is not LogDensity:
+        return ""
+    given = rows or {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(_MADE).items()}
+    rng, centre = torch.Generator().manual_seed(0), problem.start.z_global if z_global is None else z_global
+    point = _Point(problem, len(next(iter(given.values()))), spread=0.0)
+    for radius in (0.0, 0.01, 0.1, 0.3, 1.0, 3.0):
+        for _ in range(_AROUND if radius else 1):
+            step = radius * torch.randn(centre.shape, generator=rng, dtype=torch.float64)
+            point.z_global = (centre.to("cpu", torch.float64) + step).to(problem.device, problem.dtype)
+            looks = _Parameters()
+            with contextlib.suppress(Exception), torch.enable_grad(), looks:
+                run = problem.density.run(point.latents(), point.theta, given)
+                if looks.said:
+                    return f"{looks.said} where the fit went. {_CANNOT}"
+                for name in sorted(run.own, key=lambda name: name in run.latents):
+                    if said := _unbounded(name, run, looks.latents):
+                        return said
+            point = point.of(torch.arange(min(len(point.z_record), _SOME)))
+            given = {name: value[:_SOME] for name, value in given.items()}
+    return ""
+
+
+def _unbounded(name: str, run: Evaluation, latents: Params) -> str:
+    """A site whose term is no number, -inf, or so low that something was to forbid it."""
+    term = run.own[name]
+    value, by_hand = float(term.detach()), name in run.factors
+    if np.isfinite(value) and (value > -_FORBIDDEN or not by_hand):
+        return ""
+    sites = _names(term, latents, all_used=True)
+    low = "no number" if np.isnan(value) else f"{value:g}"
+    return (
+        f"the log density of site '{name}' is {low} where the fit went{f', by {sites}' if sites else ''}: a bound that "
+        "moves with latents (a pyro.factor of -inf, say), or the logarithm or root of what they make less than 0. No "
+        "normal q stays on one side of it: take a distribution with a tail or a penalty that grows smoothly, and "
+        "priors that end where log p does"
+    )
 
 
 # ---- a predictor of a vertical run ----
@@ -622,6 +820,16 @@ def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
     try:
         with running(problem.dtype, problem.device), torch.no_grad(), columns, found:
             problem.model.fn(**rows, **problem.schema.constants)
+    except _NotFinite as error:
+        own = _cured_by(problem, {name: value[:size] for name, value in rows.items()}) if error.count == size else None
+        if own is None:
+            raise DataError(str(error)) from None
+        raise DataError(
+            f"silo '{silo}': the log density of site '{error.site}' is not finite at the start in any of {size} rows, "
+            f"and is finite where '{own}' lies elsewhere: the logarithm or the root of what '{own}' makes 0 or less, "
+            f"say. Give '{own}' a prior that cannot be so (Beta, HalfNormal, Dirichlet), or say where to begin with "
+            "start={...}"
+        ) from None
     except InputError as error:
         raise error if isinstance(error, DataError) else DataError(f"silo '{silo}': {error}") from None
     except Exception as error:
@@ -630,8 +838,23 @@ def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
     point, some = check_parts(problem, rows, size, silo)
     if found.masked:
         _check_masks(point, some, silo)
+    _check_edges(point, some, silo)
     _check_steps(point, some, {name: value[:size] for name, value in rows.items()}, found.priors, silo)
     return start_of(found)
+
+
+def _cured_by(problem: Problem, rows: Params) -> str | None:
+    """The latent site, if there is one, without whose value at the start the log p of all rows is finite."""
+    if type(problem.density) is not LogDensity:
+        return None
+    point = _Point(problem, len(next(iter(rows.values()))), spread=0.0)
+    for site, at, direction in _directions(point):
+        for far in _NEAR:
+            with contextlib.suppress(Exception), torch.no_grad():
+                run = problem.density.run({**point.latents(), site: at + far * direction}, point.theta, rows)
+                if bool(torch.isfinite(sum(run.terms["record"])).all()):  # type: ignore[arg-type]
+                    return site
+    return None
 
 
 def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[_Point, Params]:
@@ -763,6 +986,14 @@ def _around(problem: Problem, rows: Params, site: str, value: Tensor) -> tuple[f
     return total, False
 
 
+class _NotFinite(DataError):
+    """A site whose density is not finite at the start, in `count` rows."""
+
+    def __init__(self, site: str, count: int, said: str) -> None:
+        super().__init__(said)
+        self.site, self.count = site, count
+
+
 class _AtSilo(Discovery):
     """Reads the program on a silo's rows, and looks at each site in the record plate."""
 
@@ -823,32 +1054,22 @@ class _AtSilo(Discovery):
         if count:
             self._check_parameters(msg)
             names = self.columns.of(value, *vars(fn).values()) or "no column"
-            raise DataError(
+            raise _NotFinite(
+                msg["name"],
+                count,
                 f"silo '{self.silo}': the log density of site '{msg['name']}' is not finite at the start in {count} of "
                 f"{self.size} rows, from {names}: values on the edge of what {kind_of(fn)} takes, or too large; "
-                "correct or rescale them, or say where to begin with start={...}"
+                "correct or rescale them, or say where to begin with start={...}",
             )
 
     def _check_parameters(self, msg: Any) -> None:
         """Of a site whose density is not finite: the scale, say, where that is what it cannot be."""
-        fn = msg["fn"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        for name, constraint in fn.arg_constraints.items():
-            given = vars(fn).get(name)
-            if constraint.is_discrete or not isinstance(given, Tensor):
-                continue
-            try:
-                bad = ~constraint.check(given)
-            except Exception:  # a constraint of the user's own, or one that depends on others
-                continue
-            if not bool(bad.any()):
-                continue
-            because = "for any data: it follows from sites that can be so. Give these priors that cannot (HalfNormal, "
-            because += "Dirichlet in place of Normal), or take exp() or softmax() of them"
+        for name, constraint, given, bad in _bad_parameters(msg["fn"]):
+            because = f"for any data: it follows from sites that can be so. {_CANNOT}"
             if columns := self.columns.of(given):
                 because = f"from {columns}; correct or rescale it"
-            bad = bad.reshape(*bad.shape[: len(fn.batch_shape)], -1).any(-1) if bad.dim() > len(fn.batch_shape) else bad
+            batch = len(msg["fn"].batch_shape)
+            bad = bad.reshape(*bad.shape[:batch], -1).any(-1) if bad.dim() > batch else bad
             try:
                 where = f" in {self._count(msg, bad)} of {self.size} rows"
             except (RuntimeError, IndexError):  # of another shape than the site's
@@ -869,6 +1090,29 @@ class _AtSilo(Discovery):
             batch = batch & mask.to(batch.device)
         rows = batch.movedim(dim, 0).reshape(batch.shape[dim], -1).any(1)
         return int(rows[: self.size].sum())
+
+
+#: What makes a site's parameter what it has to be.
+_CANNOT = "Give these priors that cannot (HalfNormal, Dirichlet in place of Normal), or take exp() or softmax() of them"
+
+
+def _bad_parameters(fn: Any) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
+    """Parameters of a distribution that it does not take: name, constraint, value, and where it is not kept."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    for name, constraint in getattr(fn, "arg_constraints", {}).items():
+        given = vars(fn).get(name)
+        if constraint.is_discrete or not isinstance(given, Tensor):
+            continue
+        try:
+            bad = ~constraint.check(given)
+        except Exception:  # a constraint of the user's own, or one that depends on others
+            continue
+        if bool(bad.any()):
+            yield name, constraint, given, bad
+    for part in vars(fn).values():
+        if isinstance(part, torch.distributions.Distribution):  # of a mixture
+            yield from _bad_parameters(part)
 
 
 def _base(support: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import pyro
 import torch
-from pyro.distributions import Delta, MaskedDistribution
+from pyro.distributions import Delta, MaskedDistribution, Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -115,6 +115,7 @@ class Evaluation(Messenger):  # type: ignore[misc]
         self.terms: dict[Role, list[Tensor]] = {"global": [], "silo": [], "record": []}
         self.own: Params = {}  # each site's own term, summed; of records with discrete sites `ALL_RECORDS` alone
         self.in_records: set[str] = set()
+        self.factors: set[str] = set()  # sites of pyro.factor
         self.values: Params = {}  # of discrete sites, the record first
         self.masks: Params = {}  # of latent sites that have one: where they count, in the shape of their term
 
@@ -158,6 +159,8 @@ class Evaluation(Messenger):  # type: ignore[misc]
                 self.masks[name] = mask.to(term.device).expand(term.shape)
                 term = torch.where(self.masks[name], term, alone)
         self.own[name] = term.sum()
+        if isinstance(fn, Unit):
+            self.factors.add(name)
         if plate_dim:
             self.in_records.add(name)
             self.terms["record"].append(term.movedim(plate_dim, 0).reshape(term.shape[plate_dim], -1).sum(1))

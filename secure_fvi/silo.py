@@ -43,7 +43,7 @@ from secure_fvi.algorithms.base import (
     SiloView,
 )
 from secure_fvi.algorithms.by_record import check_machine
-from secure_fvi.contracts import read_at_silo
+from secure_fvi.contracts import misplaced, read_at_silo
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
@@ -231,13 +231,14 @@ class Silo:
                 self.on_claim(self.past)
                 self.on_event(UNANSWERABLE, f"round {broadcast.round}")
             if isinstance(error, BoundError):
-                raise BoundError(f"{error}{self._on_raw_scales()}") from None
+                raise BoundError(f"{self._because(error, broadcast)}{self._on_raw_scales()}") from None
             if isinstance(error, ArithmeticError | LinAlgError):
-                raise AggregationError(
+                said = (
                     f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
                     f"({type(error).__name__}); rescale the data, lower learning_rate, or keep parameters where the "
                     "model is defined"
-                ) from error
+                )
+                raise AggregationError(self._because(said, broadcast)) from error
             raise
         self._tell(past)
         self.past = past._replace(
@@ -248,6 +249,16 @@ class Silo:
         self.local, self.pending = local, Pending(index, after)
         self.answer = Answer(context, release.values, reply)
         return reply
+
+    def _because(self, said: object, broadcast: Broadcast) -> str:
+        """What was said of a contribution that is none, with the site and the latents that it is of, where these are
+        seen, in place of what else it might be. For this silo alone, as its data are."""
+        problem = getattr(self.program, "problem", None)
+        if self.gate.terms is not None or not isinstance(problem, Problem):
+            return str(said)
+        rows = {name: value[: self.size] for name, value in self.view.rows.items()}
+        why = misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
+        return f"{str(said).partition(';')[0]}: {why}" if why else str(said)
 
     def _on_raw_scales(self) -> str:
         """What of this silo's data may be why a contribution is too large, by name."""

@@ -40,7 +40,7 @@ from secure_fvi.algorithms.kit import Answer, Program, Sum, Totals
 from secure_fvi.algorithms.local_fit import CHANGE, FIRST_FIT, Families, LocalFitOptions, OwnState, SiloFit
 from secure_fvi.algorithms.natural import Natural, Prior, nothing, to_eta
 from secure_fvi.disclosure import Declaration, Sums
-from secure_fvi.errors import AggregationError, DataError, InputError, ProtocolError, SecureFVIError
+from secure_fvi.errors import BoundError, DataError, InputError, ProtocolError, SecureFVIError
 from secure_fvi.options import Count
 
 #: The phase before the first round, once: a split of the prior whose N is not public.
@@ -294,7 +294,7 @@ class BaselineProgram(Program):
         fitted = self.fit(view.turn + 1, {}, self.fit.begin(prior, local), prior, local, view)
         if not self.terms and self.config.at_once and not fitted.sane:
             # A zero in its place would make the total the others'.
-            raise AggregationError(
+            raise BoundError(
                 f"silo '{view.silo}': its local fit ran off; lower learning_rate, standardise the columns, or use pvi"
             )
         change = fitted.q.minus(prior) if fitted.sane else nothing(prior.n, prior.full)

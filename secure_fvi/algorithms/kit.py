@@ -205,6 +205,10 @@ class Program(ABC):
         """A local state that follows the global one step by step."""
         return pending.local if pending.sum_index == accepted else local
 
+    def where(self, message: Broadcast) -> Tensor | None:
+        """Z_G (n_global,) of which a round asks, or near it, if it does."""
+        return message.tensors.get("z_global")
+
     def noise_aware(self, state: Any) -> NoiseAware | str:
         return f"it is not worked out how far noise moves {self.config.name}"
 

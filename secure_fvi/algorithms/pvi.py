@@ -69,7 +69,7 @@ from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner, Refining
 from secure_fvi.algorithms.stationarity import Rest, as_sent, final_draws
 from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
 from secure_fvi.disclosure import Cohort, Declaration, Sums
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import Count, Positive, Says, Share
@@ -1000,13 +1000,16 @@ class PVIProgram(Program):
             failed = 1
         if not self.terms and self.cohort_size > 1:
             # A zero in its place would make the total the others', and later totals this silo's.
-            raise AggregationError(
+            raise BoundError(
                 f"silo '{view.silo}': its local fit ran off in round {message.round}; lower learning_rate (now "
                 f"{self.families.first_rate:.2g}), standardise the columns, or use sfvi"
             )
         zeros = {name: torch.zeros_like(v) for name, v in theta.items()}
         own = part.own._replace(visits=part.own.visits + 1)
         return Finished(message.round, self._one, 0.0, zeros, False, False), own, failed
+
+    def where(self, message: Broadcast) -> Tensor | None:
+        return self.families.unpack(message.tensors["q"]).mean() if "q" in message.tensors else None
 
     def commit(self, local: PVILocal, pending: Pending, accepted: int) -> PVILocal:
         """The pending state in any case, with the server's word on its change: with which damping it was used stands in

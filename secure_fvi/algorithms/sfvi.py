@@ -64,6 +64,7 @@ from secure_fvi.algorithms.structured import (
 )
 from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced, TracedOnMade, threads
+from secure_fvi.contracts import misplaced
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations
@@ -383,8 +384,10 @@ class SFVIProgram(StructuredProgram):
         )
         objective, *iterate = np.split(to_numpy(watched), [1, 1 + self.family.n])
         if not math.isfinite(objective[0]):
+            why = "" if self.terms else misplaced(self.problem, state.z_global)
             raise AggregationError(
-                f"the objective is not finite in round {state.round}; lower learning_rate or rescale the data"
+                f"the objective is not finite in round {state.round}"
+                + (f": {why}" if why else "; lower learning_rate or rescale the data")
             )
         monitor = stopping.observe(state.monitor, *iterate)
         finished = state.round + 1 >= self.config.own_rounds

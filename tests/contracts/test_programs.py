@@ -5,8 +5,10 @@ Nothing here runs a round, except where a positive case is held to an exact post
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,9 +26,9 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import contracts
-from secure_fvi.contracts import _apart
+from secure_fvi.contracts import _apart, misplaced
 from secure_fvi.density import running
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
 
 _rng = torch.Generator().manual_seed(0)
@@ -171,6 +173,62 @@ def a_rate_of_either_sign(y: Tensor) -> None:
     rate = pyro.sample("rate", dist.Normal(-1.0, 1.0))
     with pyro.plate("r", len(y)):
         pyro.sample("y", dist.Exponential(rate), obs=y.abs())
+
+
+@mistake(
+    "silo 'silo-1': the log density of site 'f' is not finite at the start in any of 9 rows, and is finite where 'w'"
+)
+def a_weight_through_a_logarithm(y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.factor("f", w.log() - (y - w) ** 2)
+
+
+@mistake(
+    "site 'y' has a probs at the start that MixtureSameFamily does not take (shares of at least 0 that add up to 1)"
+)
+def a_simplex_of_normals(y: Tensor) -> None:
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("r", len(y)):
+        mixed = dist.MixtureSameFamily(dist.Categorical(w / w.sum()), dist.Normal(torch.arange(3.0), 1.0))
+        pyro.sample("y", mixed, obs=y)
+
+
+# ---- edges that latents move ----
+
+
+@mistake("site 'in': its log density falls off an edge that 'top' moves", [{"y": torch.rand(n)} for n in _SIZES])
+def an_edge_by_a_factor(y: Tensor) -> None:
+    top = pyro.sample("top", dist.LogNormal(2.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.factor("in", torch.where(y < top, -top.log(), torch.tensor(-math.inf)))
+
+
+@mistake("site 'in': its log density falls off an edge that 'top' moves", [{"y": torch.rand(n)} for n in _SIZES])
+def an_edge_by_a_large_number(y: Tensor) -> None:
+    top = pyro.sample("top", dist.LogNormal(2.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.factor("in", -top.log() - 1e10 * (y > top))
+
+
+@mistake("site 'positive': its log density falls off an edge that 'b' moves")
+def a_latent_cut_off_by_hand(y: Tensor) -> None:
+    mu = _level()
+    with pyro.plate("r", len(y)):
+        b = pyro.sample("b", dist.Normal(mu, 1.0))
+        pyro.factor("positive", torch.zeros(()).where(b > 0, torch.tensor(-1e10)))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+
+@mistake(
+    "silo 'silo-1': site 'in': its log density falls off an edge that 'top' moves",
+    [{"y": torch.rand(n)} for n in _SIZES],
+)
+def an_edge_in_some_data(y: Tensor) -> None:
+    """Not in made ones."""
+    top = pyro.sample("top", dist.LogNormal(2.0, 1.0))
+    with pyro.plate("r", len(y)):
+        pyro.factor("in", torch.where((y < top) | (y == 1), -top.log(), torch.tensor(-math.inf)))
 
 
 # ---- latents that do not reach the likelihood ----
@@ -774,6 +832,56 @@ def test_a_mean_over_records_is_seen_under_large_outcomes(hinge: bool, monkeypat
         build(made(True), silos)
     monkeypatch.setattr(contracts, "_slopes_differ", lambda point, rows: iter(()))
     build(made(True), silos)
+
+
+@pytest.mark.parametrize(
+    ("prior", "said"),
+    [
+        (
+            dist.Normal(1.0, 1.0),
+            "site 'y' has a scale that Normal does not take .* by 's', for values that priors allow",
+        ),
+        (dist.Normal(9.0, 0.5), None),  # 18 of its sds from 0
+        (dist.HalfNormal(1.0), None),
+        (dist.Gamma(0.01, 0.01), None),  # runs out of digits: 0
+    ],
+)
+def test_a_parameter_that_priors_may_misplace(prior: Any, said: str | None) -> None:
+    """By name before the first round, where the start is right, and again where the fit went; the control: as it is."""
+
+    def program(y: Tensor) -> None:
+        s = pyro.sample("s", prior)
+        _observe(y, _level(), s)
+
+    with pytest.warns(SecureFVIWarning, match=said) if said else contextlib.nullcontext():
+        server, engine, _ = build_parties(sf.FederatedModel(program, "r"), PLAIN, sf.SFVI(iterations=1), sf.Plain())
+    if said and isinstance(prior, dist.Normal):
+        rows = engine.silos["silo-1"].view.rows
+        why = misplaced(server.problem, torch.tensor([-0.5, 0.0]), rows)
+        assert why.startswith(
+            "site 'y' has a scale that Normal does not take (numbers above 0), by 's', where the fit went"
+        )
+        calm = sf.FederatedModel(literals, "r")
+        other = build_parties(calm, WIDE, sf.SFVI(iterations=1), sf.Plain())[0].problem
+        assert misplaced(other, other.start.z_global + 3) == ""
+
+
+@pytest.mark.parametrize("low", [-math.inf, -1e10])
+def test_a_run_that_falls_off_an_edge_names_it(low: float) -> None:
+    """Of global factors, which many fits never meet. The control: where the order holds nothing is named."""
+
+    def program(y: Tensor) -> None:
+        a, b = pyro.sample("a", dist.Normal(0.0, 1.0)), pyro.sample("b", dist.Normal(0.5, 1.0))
+        pyro.factor("order", torch.where(a < b, torch.zeros(()), torch.tensor(low)))
+        _observe(y, 3.0 * (a - b))
+
+    problem = build_parties(sf.FederatedModel(program, "r"), PLAIN, sf.SFVI(iterations=1), sf.Plain())[0].problem
+    said = r"the log density of site 'order' is -(inf|1e\+10) where the fit went: a bound that moves with latents"
+    assert re.match(said, misplaced(problem, torch.tensor([1.0, 0.0])))
+    assert misplaced(problem, torch.tensor([-40.0, 40.0])) == ""
+    if low == -math.inf:
+        with pytest.raises(AggregationError, match=f"the objective is not finite in round 1: {said}"):
+            sf.fit(program, PLAIN, sf.SFVI(learning_rate=0.5), sf.Plain(), compile=False)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 48, 100])
