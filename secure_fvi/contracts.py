@@ -44,7 +44,7 @@ from secure_fvi.density import (
     running,
     site_mask,
 )
-from secure_fvi.discovery import Discovery, Start, kind_of, start_of
+from secure_fvi.discovery import Discovery, Start, kind_of, one_line, start_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning, UntestedOperation
 from secure_fvi.federated_model import rounded
 from secure_fvi.privacy.settings import RecordDP
@@ -113,9 +113,8 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
     except (InputError, SecureFVIWarning):  # a warning that the user had made an error of is no fault of the program
         raise
     except Exception as error:  # the program is the user's: anything may come
-        said = " ".join(str(error).split())[:200]
         raise InputError(
-            f"the model fails on made data, where gradients are taken ({type(error).__name__}: {said})"
+            f"the model fails on made data, where gradients are taken ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 
@@ -142,6 +141,7 @@ def _check_program(point: _Point, rows: Params, importance_samples: int) -> None
         _check_gradients(point, rows)
         _check_edges(point, rows)
         _warn_of_parameters(problem, rows)
+    _check_taken(point, rows)
     _check_end(point)
     if isinstance(problem.privacy, RecordDP):
         _check_mapped(point, rows, first.records, "record-level privacy evaluates each record alone")
@@ -609,6 +609,16 @@ def _check_masked(site: str, mask: Tensor, gradient: Tensor | None, silo: str | 
             f"{where}site '{site}' is masked where the rest of the model uses it: a mask takes its prior away. Give it "
             "a wide prior instead, or mask what is observed"
         )
+
+
+def _check_taken(point: _Point, rows: Params) -> None:
+    """The gradient as fits take it, by torch.func, which a program that calls backward() by itself does not let."""
+
+    def value(z_global: Tensor, z_silo: Tensor, z_record: Tensor) -> Tensor:
+        terms = point.problem.density.evaluate(z_global, z_silo, z_record, point.theta, rows)
+        return terms.shared + terms.silo + terms.records.sum()
+
+    torch.func.grad(value, argnums=(0, 1, 2))(point.z_global, point.z_silo, point.z_record)
 
 
 def _check_end(point: _Point) -> None:

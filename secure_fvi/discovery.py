@@ -312,7 +312,7 @@ def as_model(model: FederatedModel | Callable[..., Any], schema: Schema, dtype: 
         if isinstance(model, FederatedModel):
             return model  # to be refused by `read_layout`, which knows more
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of sys.exit() in a program a session knows nothing
         if not _is_about_types(error):
             if isinstance(model, FederatedModel):
                 return model
@@ -371,7 +371,7 @@ def _plates(fn: Callable[..., Any], schema: Schema, dtype: torch.dtype) -> tuple
     return set.intersection(*found) if found else set(), alone
 
 
-def _is_about_types(error: Exception) -> bool:
+def _is_about_types(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         word in str(error) for word in ("same dtype", "expected scalar type", "dtypes", "same data type")
     )
@@ -421,7 +421,7 @@ def read_layout(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> tu
             runs[count] = _discover(model, schema.dummy_rows(count), schema.constants, dtype)
         except InputError:
             raise
-        except Exception as error:  # the program is the user's: anything may come
+        except (Exception, SystemExit) as error:  # the program is the user's: anything may come
             raise _fails(model.fn, error) from error
     run, other = runs[2], runs[3]
     if model.record_plate not in run.plates:
@@ -524,13 +524,17 @@ def kind_of(fn: Any) -> str:
     return type(fn).__name__
 
 
-def _fails(fn: Callable[..., Any], error: Exception) -> InputError:
-    said = f": {_one_line(error)}" if str(error).strip() else ""
+def _fails(fn: Callable[..., Any], error: BaseException) -> InputError:
+    said = f": {line}" if (line := one_line(error)) else ""
     hint = ""
     if _is_about_types(error):
         hint = "; numbers that the program brings along must be of the run's dtype (torch.float64)"
     return InputError(f"{_name(fn)} fails on made data of the given shapes ({type(error).__name__}{said}){hint}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def one_line(error: BaseException) -> str:
+    """What it says; nothing where it fails at saying it."""
+    try:
+        return " ".join(str(error).split())[:200]
+    except Exception:
+        return ""

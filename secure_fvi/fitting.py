@@ -15,7 +15,7 @@ from typing import Annotated, Any, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StrictBool
 from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
@@ -72,6 +72,7 @@ class _Arguments(FitOptions, total=False):
     privacy: Annotated[DP | None, Says("must be sf.RecordDP(...), sf.SiloDP(...) or None")]
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Says("must be a whole number of at most 64 bits")]
     on_round: Callable[[Progress], None] | None
+    progress: Annotated[StrictBool | None, Says("must be True, False or None")]
 
 
 @overload
@@ -199,7 +200,7 @@ def fit(
     and the job is charged to `books`. Raises InputError for bad input and BudgetError for a budget that does not hold
     the job, before any round; warns with SecureFVIWarning when the run ends without having converged.
     """
-    checked(_Arguments, {"on_round": on_round})
+    checked(_Arguments, {"on_round": on_round, "progress": progress})
 
     rounds = 0
 

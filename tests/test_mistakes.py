@@ -84,6 +84,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "privacy as a number": ({"privacy": 1.0}, "privacy must be sf.RecordDP(...), sf.SiloDP(...) or None, not 1.0"),
     "sums by name": ({"aggregation": "masked"}, "give sf.Plain(), sf.Masked()"),
     "a seed as a text": ({"seed": "1"}, "seed must be a whole number"),
+    "progress that is none": ({"progress": "x"}, "progress must be True, False or None, not 'x'"),
     "a listener that is none": ({"on_round": 3}, "on_round must be a function or None, not 3"),
     "names in one text": ({"silo_ids": "abc"}, "silo_ids must be a list or None, not 'abc'"),
     "names in a dict": ({"silo_ids": {"a": 1, "b": 2, "c": 3}}, "silo_ids must be a list"),

@@ -56,7 +56,8 @@ MEAN_WITHIN, SD_WITHIN, PRECISE = 0.15, (-0.14, 0.12), 0.1
 CLOSE = 0.05
 _REMEDY = (
     "raise local_steps where a silo has latents of its own, or write the model in parameters whose posterior is nearer "
-    "to normal (non-centred effects, sums in place of products), or sample it with all records in one place"
+    "to normal (non-centred effects, sums in place of products); in a formula, let groups be local where each is at "
+    "one silo, or give their sds priors that rule out what cannot be"
 )
 _BEGIN = (
     "begin at the mode that holds most: by the model's start, or, in PVI, by priors that are as narrow as that mode"

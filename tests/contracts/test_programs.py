@@ -615,6 +615,32 @@ def param_a_record(y: Tensor) -> None:
     _observe(y, _level() + pyro.param("tau", torch.zeros(len(y))))
 
 
+# ---- what ends a run in other ways ----
+
+
+@mistake("backward() called inside a functorch transform")
+def takes_its_own_gradient(y: Tensor) -> None:
+    mu = _level()
+    if mu.requires_grad:
+        (2 * mu).backward()
+    _observe(y, mu)
+
+
+@mistake("ends_the_process fails on made data of the given shapes (SystemExit: 3)")
+def ends_the_process(y: Tensor) -> None:
+    raise SystemExit(3)
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@mistake("fails_at_saying_why fails on made data of the given shapes (_Mute)")
+def fails_at_saying_why(y: Tensor) -> None:
+    raise _Mute
+
+
 # ---- numbers ----
 
 
