@@ -20,7 +20,6 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
-from secure_fvi.algorithms import weighing
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
@@ -35,6 +34,7 @@ from secure_fvi.driving import Options, Parties, Progress, Run, books_of, comple
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
 from secure_fvi.errors import AggregationError, InputError, SecureFVIError, SecureFVIWarning
+from secure_fvi.families.gaussian import FULL_UP_TO
 from secure_fvi.federated_model import Data, FederatedModel, Records, check_schemas_agree, read_data
 from secure_fvi.guarding import Books, build_guards, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.options import Says, checked
@@ -242,8 +242,9 @@ def default_algorithm(
 ) -> Algorithm:
     """What fits `model` where nobody says otherwise; a result names it. Found by the shapes of the data alone.
 
-    What the model itself names; else partitioned VI, whose final q is weighed and refined, where that can be: without
-    privacy, `pyro.param`s, a start of the program's own and an encoder, of up to `weighing.UP_TO` global dimensions.
+    What the model itself names; else partitioned VI, where that can be: without privacy, `pyro.param`s, a start of the
+    program's own and an encoder, of as many global dimensions as have a full covariance, `FULL_UP_TO`. Up to
+    `weighing.UP_TO` of them its final q is weighed and refined; of more the slope of the bound decides.
     Else SFVI, and so for data that no run takes, which are refused where they are read.
     """
     own = getattr(model, "default_algorithm", None)
@@ -262,7 +263,7 @@ def default_algorithm(
             layout, start = read_layout(as_model(model, schema, dtype), schema, dtype)
     except (SecureFVIError, StopIteration):
         return SFVI()
-    return SFVI() if start.theta or layout.size("global") > weighing.UP_TO else PVI()
+    return SFVI() if start.theta or layout.size("global") > FULL_UP_TO else PVI()
 
 
 def build_parties(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.algorithms.weighing import UP_TO
 from secure_fvi.errors import AggregationError
+from secure_fvi.families.gaussian import FULL_UP_TO
 from secure_fvi.fitting import default_algorithm
 
 
@@ -51,8 +51,8 @@ def _with_parameter(y: Tensor) -> None:
     [
         (_level, None, "pvi"),
         (sf.FederatedModel(_level, "r"), None, "pvi"),
-        (_wide(UP_TO), None, "pvi"),
-        (_wide(UP_TO + 1), None, "sfvi"),  # whose q nobody weighs
+        (_wide(FULL_UP_TO), None, "pvi"),
+        (_wide(FULL_UP_TO + 1), None, "sfvi"),  # without a full covariance
         (_with_parameter, None, "sfvi"),
         (sf.FederatedModel(_level, "r", start={"mu": 2.0}), None, "sfvi"),
         (_level, sf.SiloDP(noise_multiplier=1.0, clipping_norm=1.0), "sfvi"),
@@ -119,3 +119,29 @@ def test_where_sfvi_runs_off_it_begins_anew_at_a_lower_rate(monkeypatch: pytest.
     monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: sf.SFVI(iterations=6, bound=1e-9))
     with pytest.raises(AggregationError, match="exceeds the declared bound"):
         sf.fit(model, silos, **quick)  # type: ignore[call-overload]
+
+
+def test_sfvi_of_many_dimensions_does_not_run_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logistic regression of 80 columns. The control: entries of long rows of the scale matrix take steps as those of
+    short ones, and the bound is lost by orders."""
+    rng = torch.Generator().manual_seed(0)
+    silos = [{"x": torch.randn(100, 80, generator=rng), "y": torch.rand(100, generator=rng).round()} for _ in range(3)]
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> None:
+        b = pyro.sample("b", dist.Normal(torch.zeros(80), 1.0).to_event(1))
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ b), obs=y)
+
+    def worst(long_row: int) -> float:
+        monkeypatch.setattr("secure_fvi.algorithms.structured._LONG_ROW", long_row)
+        told: list[float] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sf.fit(
+                program, silos, sf.SFVI(iterations=300), sf.Plain(), compile=False, threads=1,
+                on_round=lambda step: told.append(step.objective),
+            )  # fmt: skip
+        return max(map(abs, told[-100:]))
+
+    assert worst(4) < 400
+    assert worst(10**6) > 2000

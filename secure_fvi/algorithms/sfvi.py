@@ -59,8 +59,8 @@ from secure_fvi.algorithms.structured import (
     Batch,
     Latents,
     StructuredProgram,
+    global_units,
     local_units,
-    mean_units,
 )
 from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced, TracedOnMade, threads
@@ -532,7 +532,7 @@ class SFVIProgram(StructuredProgram):
             merge(eta=gradient.eta, theta=gradient.theta),
             moments,
             factors[1],
-            {"eta/loc": mean_units(self.family.stddev(eta))},
+            global_units(self.family, eta),
         )
         average = {name: old + factors[2] * (params[name] - old) for name, old in average.items()}
         eta = part(params, "eta")

@@ -62,7 +62,7 @@ from secure_fvi.algorithms.structured import (
     Batch,
     Latents,
     StructuredProgram,
-    mean_units,
+    global_units,
 )
 from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced
@@ -663,7 +663,7 @@ class SFVIAvgProgram(StructuredProgram):
         total = self._server_gradient(
             eta, theta, eps, times * g.direct, times * g.path, {name: times * v for name, v in g.theta.items()}
         )
-        units = {"eta/loc": mean_units(self.family.stddev(eta))}
+        units = global_units(self.family, eta)
         gradient = merge(eta=total.eta, theta=total.theta)
         shared, moments = self.optimizer.step(at.shared, gradient, at.moments, rate * moving, units)
         return Point(shared, moments, self.stepped(at.own, g, rate)), g.value

@@ -233,5 +233,23 @@ def mean_units(stddev: Tensor) -> Tensor:
     return stddev.clamp(min=1.0)
 
 
+#: Entries of a row of a full scale matrix from which on their steps are shortened.
+_LONG_ROW = 4
+
+
+def global_units(family: GlobalFamily, eta: Params) -> Params:
+    """The units in which q(Z_G) takes its steps, by parameter, "eta/..." each.
+
+    An adaptive optimiser moves every entry of a full scale matrix by the learning rate, in directions that are mostly
+    noise: over n rows of up to n entries the bound loses by n^2 times the square of such a step. Steps of long rows are
+    shorter by their length, so that it loses no more in many dimensions than in few.
+    """
+    units = {"eta/loc": mean_units(family.stddev(eta))}
+    if "lower" in eta and family.n > _LONG_ROW + 1:
+        rows = torch.tril_indices(family.n, family.n, -1, device=eta["lower"].device)[0].to(eta["lower"])
+        units["eta/lower"] = (_LONG_ROW / rows).clamp(max=1.0)
+    return units
+
+
 def local_units(params: Params) -> Params:
     return {"loc": mean_units(params["log_scale"].exp())} if params else {}
