@@ -15,7 +15,7 @@ import numpy as np
 
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, Total
 from secure_fvi.algorithms.base import CLIP, ITERATION, Broadcast, ServerProgram, Step
-from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast, question_digest
+from secure_fvi.messages import ROUND, SUM, encode_broadcast, question_digest
 from secure_fvi.privacy.noise import NoiseSource, curated
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class Server:
         replies = yield dict.fromkeys(message.cohort, ROUND + body)
         if self.program.order.phases[message.phase].ends and len(replies) < len(message.cohort):
             return self._lost(message, len(replies))
-        context, question = hashlib.sha256(body).digest(), question_digest(decode_broadcast(body))  # as silos read it
+        context, question = hashlib.sha256(body).digest(), question_digest(message)
         total = yield from _wrapped(self._sum.total(index, message.cohort, table, replies, context, question))
         for observer in self._observers:
             observer.total(index, total)

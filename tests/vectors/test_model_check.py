@@ -42,7 +42,7 @@ from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import Contribution, RevealRequest, SetSignature, SignRequest, pack, unpack
 from secure_fvi.aggregation.roster import Identity
-from secure_fvi.aggregation.store import MemoryStore
+from secure_fvi.aggregation.store import NONE, MemoryStore
 from secure_fvi.errors import ProtocolError
 
 ALL, PAIR, TRIPLE = frozenset(range(4)), frozenset({0, 3}), frozenset({0, 1, 3})
@@ -193,11 +193,11 @@ class Brittle(MemoryStore):
         super().__init__()
         self.breaks = False
 
-    def put(self, slots: Mapping[str, bytes]) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
         if self.breaks:
             self.breaks = False
             raise Killed
-        super().put(slots)
+        super().put(slots, rising)
 
 
 class Parties:
