@@ -72,6 +72,9 @@ _ANY_ORDER = {"approx_quantile", "approx_top_k", "lttb", "reservoir_quantile"}
 _OWN_SQL = """SELECT lower(database_name), lower(schema_name), lower(view_name) FROM duckdb_views() WHERE NOT internal
     UNION ALL SELECT lower(database_name), lower(schema_name), lower(table_name) FROM duckdb_tables()
     WHERE contains(sql, 'GENERATED ALWAYS AS')"""
+#: How many tables have no column of the name by which DuckDB tells a row's place.
+_WITHOUT_ROWID = """SELECT count(*) FROM (SELECT 1 FROM duckdb_columns() WHERE NOT internal
+    GROUP BY database_oid, schema_oid, table_oid HAVING count(*) FILTER (lower(column_name) = 'rowid') = 0)"""
 #: What the names of DuckDB's own views begin with.
 _OWN_VIEWS = ("duckdb_", "pragma_", "sqlite_", "pg_")
 _MARKS = ",;\t|"
@@ -454,6 +457,7 @@ def opened(
         config["threads"] = "1"
     with _in_other_words(seconds, memory, paths.values()), duckdb.connect(":memory:", config=config) as connection:
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
+        connection.execute("SET TimeZone = 'UTC'")  # the machine's would decide on which day a time lies
         tables = [table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds)]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
@@ -555,6 +559,7 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
     given, own = {name.lower() for name in known}, {name.lower() for name in own}
     named_here = {name for name in own if not name.startswith(_OWN_VIEWS)}
     written = {row for row in connection.execute(_OWN_SQL).fetchall() if row[0] in given}
+    (numbered,) = connection.execute(_WITHOUT_ROWID).fetchone() or (1,)
     called = {row[0] for row in connection.execute(_CONSISTENT).fetchall()} - _OF_ITSELF | _CLOCK | _MACROS | _FUNCTIONS
     for part in parts:
         kind = part.get("type")
@@ -576,12 +581,14 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
             first = named[0].lower()  # the name of a CTE is no schema, and stands for nothing outside its scope
             if first not in given and (len(named) > 1 or first not in named_here):
                 raise InputError(f"{only}; this reads from '{'.'.join(named)}' (known: {', '.join(known)})")
-            lower = tuple(name.lower() for name in named)
+            lower = tuple(connection.execute("SELECT lower(?)", [name]).fetchall()[0][0] for name in named)
             if any(lower in (of, (of[0], of[2])) for of in written):
                 raise InputError(
                     f"'{'.'.join(named)}' is a view or has computed columns, by SQL that stands in its file and is not "
                     "looked through: write that in the query, or store the result as a table"
                 )
+        if numbered and str((part.get("column_names") or [""])[-1]).lower() == "rowid":
+            raise InputError(f"{only}, whose result follows from their content; this has 'rowid', the place of a row")
         if what := _unordered(part):
             raise InputError(f"{only}, whose result follows from their content; this has {what}")
 
@@ -600,7 +607,10 @@ def _unordered(part: Mapping[str, Any]) -> str:
     if part.get("ref_type") == "POSITIONAL" or part.get("nearest_approx"):
         return "a join of rows by their places"
     name = str(part.get("function_name") or "").lower()
-    ordered = part.get("orders") or part.get("arg_orders") or (part.get("order_bys") or {}).get("orders")
+    orders = part.get("orders") or part.get("arg_orders") or (part.get("order_bys") or {}).get("orders") or ()
+    ordered = [order for order in orders if order["expression"]["class"] != "CONSTANT"]
+    if part.get("key_targets"):
+        return "a recursion USING KEY, of which the last row of a key counts"
     if name in _ANY_ORDER:
         return f"'{name}', which follows from the order of the rows"
     if name in _ORDERED and not ordered:
@@ -690,15 +700,35 @@ def _let_in(
             f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)})"
         )
     elif kind == "json":
-        found = f"read_json({where}, sample_size=-1, hive_partitioning=false)"
-        columns = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {found}").fetchall()]
-        rows = (
-            f"read_json({where}, auto_detect=false, format='auto', hive_partitioning=false, columns={_texts(columns)})"
-        )
+        rows = f"read_json_objects({where}, format='auto')"
+        cells = ", ".join(f"json ->> {_quoted(key)} AS {_identifier(key)}" for key in _keys(connection, rows))
+        rows = f"(SELECT {cells} FROM {rows})"
     else:
         rows = f"read_parquet({where}, hive_partitioning=false)"
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM {rows}")
     return [table]
+
+
+def _keys(connection: duckdb.DuckDBPyConnection, rows: str) -> list[str]:
+    """The keys of all objects of a JSON file, each to be looked up as it is written: names that DuckDB would find by
+    itself follow from all records, so that one with a key in other letters takes theirs from the others."""
+    kinds = connection.execute(
+        f"SELECT json_type(json) <> 'OBJECT' OR len(list_distinct(json_keys(json))) < len(json_keys(json)), count(*) "
+        f"FROM {rows} GROUP BY ALL"
+    ).fetchall()
+    if bad := sum(count for wrong, count in kinds if wrong is not False):
+        raise DataError(f"{bad} of its records are no objects, or have a key twice")
+    found = connection.execute(f"SELECT DISTINCT unnest(json_keys(json)) AS key FROM {rows} ORDER BY key").fetchall()
+    keys = [key for (key,) in found]
+    if not keys:
+        raise DataError("it holds no records with columns")
+    lower = [key.lower() for key in keys]
+    if bad := sum(not key or key[0] in "$/" or "*" in key or lower.count(key.lower()) > 1 for key in keys):
+        raise DataError(
+            f"names of columns must differ, not in case alone, not be empty, have no * and not begin with $ or /; "
+            f"{bad} of the {len(keys)} keys of its records are not so"
+        )
+    return keys
 
 
 def _header(path: Path) -> tuple[list[str], str]:
