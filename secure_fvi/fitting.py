@@ -244,7 +244,7 @@ def default_algorithm(
 
     What the model itself names; else partitioned VI, where that can be: without privacy, `pyro.param`s, a start of the
     program's own and an encoder, of as many global dimensions as have a full covariance, `FULL_UP_TO`. Up to
-    `weighing.UP_TO` of them its final q is weighed and refined; of more the slope of the bound decides.
+    `weighing.UP_TO` of them its final q is weighed and refined; of more it is not, and at rest not assessed.
     Else SFVI, and so for data that no run takes, which are refused where they are read.
     """
     own = getattr(model, "default_algorithm", None)
