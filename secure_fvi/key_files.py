@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -28,6 +29,18 @@ KEY_FILE_VARIABLE = "SECURE_FVI_KEY_FILE"
 _ENCRYPTED = b"BEGIN ENCRYPTED"
 
 PrivateKey = Ed25519PrivateKey | EllipticCurvePrivateKey
+
+
+class TlsFiles(NamedTuple):
+    """PEM: private key, certificate, and the certificates of those who may stand at the other end. The key does not
+    show in a repr."""
+
+    private_key: bytes
+    certificate: bytes
+    trusted: bytes
+
+    def __repr__(self) -> str:
+        return "TlsFiles(...)"
 
 
 def is_encrypted(path: Path) -> bool:

@@ -26,9 +26,8 @@ from secure_fvi.deployment.session_messages import CODEC, Joined, Open
 from secure_fvi.deployment.session_sums import session_of, session_roster
 from secure_fvi.deployment.site_job import check_supported, job_folder
 from secure_fvi.disclosure import disclose
-from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import InputError, ProtocolError, SessionLost
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import SUM
 from secure_fvi.runs.options import chosen

@@ -55,10 +55,9 @@ from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
 from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
-from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
 from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree
 from secure_fvi.files import write_atomically

@@ -46,8 +46,7 @@ from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
-from secure_fvi.engines.remote import SessionLost
-from secure_fvi.errors import DataError, InputError, ProtocolError
+from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
 from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta

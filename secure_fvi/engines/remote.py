@@ -9,15 +9,11 @@ from typing import Literal, NamedTuple
 
 from secure_fvi.engines.stream_messages import LONGEST, MESSAGE, REFUSAL, RESTART, Whole
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.errors import ProtocolError, SessionLost
 
 _log = logging.getLogger(__name__)
 
 OnLoss = Literal["wait", "drop"]
-
-
-class SessionLost(SecureFVIError):
-    """A silo has lost its share of the session (a restart of its machine): the session has to be opened anew."""
 
 
 class Patience(NamedTuple):
@@ -99,18 +95,3 @@ def shown(text: bytes) -> str:
     """What another party wrote, as it may stand in a log."""
     decoded = text.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else " " for c in decoded)
-
-
-# ---- What TLS needs of a site ----
-
-
-class TlsFiles(NamedTuple):
-    """PEM: private key, certificate, and the certificates of those who may stand at the other end. The key does not
-    show in a repr."""
-
-    private_key: bytes
-    certificate: bytes
-    trusted: bytes
-
-    def __repr__(self) -> str:
-        return "TlsFiles(...)"

@@ -18,7 +18,7 @@ import grpc
 
 from secure_fvi.engines.letters import OVERHEAD, Letter, check_letter, read_letter, write_letter
 from secure_fvi.engines.remote import Patience as Patience
-from secure_fvi.engines.remote import Remote, TlsFiles, shown
+from secure_fvi.engines.remote import Remote, shown
 from secure_fvi.engines.stream_messages import (
     GREETING,
     GREETINGS,
@@ -33,6 +33,7 @@ from secure_fvi.engines.stream_messages import (
     parts,
 )
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
 if TYPE_CHECKING:

@@ -40,8 +40,7 @@ from secure_fvi.deployment.session_sums import OpenSession, server_sum, session_
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.engines import letters, stream_messages
-from secure_fvi.engines.remote import SessionLost
-from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import decode_broadcast, encode_broadcast
 from secure_fvi.privacy import witness

@@ -42,10 +42,9 @@ from secure_fvi.deployment.session_sums import key_holder_of, session_of, sessio
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows
-from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.messages import ROUND
 from secure_fvi.privacy.ledger_account import read_ledger
 from secure_fvi.runs.config import Aggregation

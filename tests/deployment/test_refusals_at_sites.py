@@ -57,9 +57,16 @@ from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail import TRAIL, TrailChain
 from secure_fvi.deployment.trail_verify import rows, verify
-from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_client import answered
-from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import (
+    AggregationError,
+    DataError,
+    InputError,
+    PolicyError,
+    ProtocolError,
+    SecureFVIError,
+    SessionLost,
+)
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import ROUND, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.chain import GENESIS, make_row

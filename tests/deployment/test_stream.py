@@ -26,12 +26,11 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import Home
 from secure_fvi.engines import letters, stream_client, stream_server
-from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, MESSAGE, Assembler, Hello, Welcome, Whole, parts
 from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
-from secure_fvi.key_files import create_key
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
+from secure_fvi.key_files import TlsFiles, create_key
 
 SILOS = ("east", "north", "south")
 Handle = Callable[[str, bytes], bytes]
