@@ -30,6 +30,7 @@ from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
 from secure_fvi.discovery import as_model, read_layout
+from secure_fvi.draws import LocalPosterior
 from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, goes_on, kept_in
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
@@ -41,7 +42,7 @@ from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.progress import RunProgress
-from secure_fvi.results import LocalPosterior, Result, assessed, counting, number_or_none, refined_draws, summarise
+from secure_fvi.results import Result, assessed, counting, number_or_none, refined_draws, summarise
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo, silo_view
 

@@ -46,6 +46,7 @@ from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
+from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
 from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
@@ -54,7 +55,6 @@ from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
-from secure_fvi.results import LocalPosterior
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, silo_part

@@ -32,7 +32,6 @@ from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.building import build_problem
-from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.model_hash import manifest
@@ -49,6 +48,7 @@ from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import model_of
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
+from secure_fvi.states import pack_state, unpack_state
 
 #: What a party may raise: anything else is a fault.
 REFUSALS = (ProtocolError, AggregationError, InputError, PolicyError, SessionLost)
