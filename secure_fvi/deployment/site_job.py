@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save
@@ -52,7 +52,6 @@ from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
-from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.runs.config import Config
@@ -60,6 +59,9 @@ from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
 from secure_fvi.tables import RECORD_ID, cohort_digest
+
+if TYPE_CHECKING:
+    from secure_fvi.mixed_model import MixedModel
 
 _DRAWS = 1000
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -118,8 +120,8 @@ class SiteJob:
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
         with _of_data(home.id):
             used: Mapping[str, Any]
-            if isinstance(model, MixedModel):
-                rows, found = formula_part(config, home.id, model)
+            if config.model.formula is not None:
+                rows, found = formula_part(config, home.id, cast("MixedModel", model))
                 ids, ids_are_own, used = torch.arange(len(rows["y"])), False, found.columns
             else:
                 rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)

@@ -41,6 +41,8 @@ AGGREGATIONS = {
     "masked": "secure_fvi.aggregation:Masked",
     "plain": "secure_fvi.aggregation:Plain",
 }
+#: What makes the model of a `[model]` that is no program and no function of a file.
+MODELS = {"formula": "secure_fvi.mixed_model:glmm"}
 
 #: What `[model] likelihood` may be in a vertical run.
 LIKELIHOODS = {

@@ -30,7 +30,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
-from secure_fvi.runs.options import build, resolved
+from secure_fvi.runs.options import MODELS, build, named, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
 from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coded, Coding, Missing, check_table, read_coded
 
@@ -222,9 +222,8 @@ def formula_model(model: Model) -> MixedModel:
 
     Raises InputError.
     """
-    from secure_fvi.mixed_model import glmm
-
     options: FormulaOptions = build(FormulaOptions, model.options, "model.options")
+    glmm: Callable[..., MixedModel] = named(MODELS, "model", "formula")
     return glmm(str(model.formula), model.family or "gaussian", dictionary=job_dictionary(model), **vars(options))
 
 
