@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -12,10 +13,10 @@ from secure_fvi.aggregation.base import (
     BlockTable,
     Exchanges,
     FloatArray,
-    SumServer,
+    Form,
+    Seat,
     SumSilo,
     Total,
-    check_silo_ids,
 )
 from secure_fvi.errors import AggregationError, ProtocolError
 
@@ -31,10 +32,19 @@ class Plain:
     def kind(self) -> str:
         return "plain"
 
-    def local_parties(self, silo_ids: Sequence[str]) -> tuple[SumServer, dict[str, SumSilo]]:
-        """Both halves, for the engine that runs all parties in one process."""
-        ids = check_silo_ids(silo_ids)
-        return PlainServer(ids), {silo: PlainSilo(silo) for silo in ids}
+    @property
+    def form(self) -> Form:
+        return "plain"
+
+    def codec(self, silos: int) -> None:
+        """Values travel as they are."""
+
+    def beneath(self, bits: Literal[32, 64]) -> None:
+        """Nothing is masked or signed."""
+
+    def at_silo(self, seat: Seat) -> SumSilo:
+        """One silo's half, which needs its name alone."""
+        return PlainSilo(seat.silo)
 
 
 class PlainSilo:

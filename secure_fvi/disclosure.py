@@ -10,15 +10,11 @@ judges the statement (deployment.policy_check), and the silo's gate holds the pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
-from secure_fvi.aggregation.base import Block, BlockTable, SecureSum
-from secure_fvi.aggregation.homomorphic import SlotCodecs
-from secure_fvi.aggregation.homomorphic_schemes import PrimeRing, RealSlots, scheme_named
-from secure_fvi.aggregation.ring import Ring
+from secure_fvi.aggregation.base import Block, BlockTable, Form, SecureSum
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import BELOW_NORM, Terms
@@ -245,7 +241,7 @@ class Disclosure:
                 said = any(word in declared[name].what for word in WORDS.get(kind, ()))
                 if not said or (kind in _OF_LIKELIHOOD and not declared[name].likelihood):
                     raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
-        if (codec := _codec(aggregation, self.silos)) is not None:
+        if (codec := aggregation.codec(self.silos)) is not None:
             for name, table in tables.items():
                 steps = codec(table).resolution
                 if name in terms:
@@ -283,9 +279,8 @@ class Disclosure:
 
 def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, silos: int) -> Disclosure:
     """What a job of these options over `silos` silos discloses. Raises InputError for what no engine runs."""
-    if isinstance(aggregation, Plain | Masked | Homomorphic):
-        kind = kind_of(aggregation)
-    else:
+    kind: Any = getattr(aggregation, "form", None)
+    if kind not in get_args(Form):
         named = getattr(aggregation, "kind", None) if not isinstance(aggregation, type) else None
         raise InputError(
             f"aggregation {named or aggregation!r}: nobody has said what such sums disclose; give sf.Plain(), "
@@ -322,26 +317,6 @@ def check_carried(found: Disclosure, engine: Engine) -> None:
         )
 
 
-def kind_of(aggregation: SecureSum) -> str:
-    """The kind of sum; its weaker form has a name of its own."""
-    if isinstance(aggregation, Masked) and not aggregation.consistency_check:
-        return "masked-unchecked"
-    if isinstance(aggregation, Homomorphic) and not aggregation.masked:
-        return "homomorphic-unmasked"
-    return aggregation.kind
-
-
-def _codec(aggregation: SecureSum, silos: int) -> Callable[[BlockTable], Ring | PrimeRing | RealSlots] | None:
-    """What encodes contributions, by table; it raises InputError for blocks that the sums cannot carry. None where
-    values travel as they are."""
-    if isinstance(aggregation, Homomorphic):
-        return SlotCodecs(scheme_named(aggregation.scheme), silos)
-    if isinstance(aggregation, Masked):
-        bits = aggregation.bits
-        return lambda table: Ring(table, bits, silos)
-    return None
-
-
 def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declaration) -> None:
     because = declared.because
     if found.solvable and not declared.shows:
@@ -367,7 +342,7 @@ def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declarati
 def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
     """Silos that a total has after losses."""
     asked = sums.asked
-    if isinstance(aggregation, Plain):
+    if aggregation.kind == "plain":
         return 1
     if sums.besides:
         return asked

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
@@ -311,7 +312,7 @@ def _row_parties(
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
     disclosed = disclosed.of_program(program.tables, terms, aggregation)
-    server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
+    server_sum, silo_sums = local_parties(strong_enough(aggregation, terms), ordered)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
     ids = _record_ids(names, [records for _, records in read.values()], record_ids, getattr(model, "columns", None))
     books = books_of(of, bool(terms))

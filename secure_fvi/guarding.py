@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.base import BlockTable, SecureSum
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
@@ -87,7 +86,7 @@ def strong_enough(aggregation: SecureSum, by_phase: Mapping[str, Terms]) -> Secu
     dropouts, or, where each silo adds all of the noise, any down to min_cohort.
     """
     terms = next(iter(by_phase.values()), None)
-    if terms is None or (isinstance(aggregation, Plain) and terms.settings.noise != "distributed"):
+    if terms is None or (aggregation.kind == "plain" and terms.settings.noise != "distributed"):
         return aggregation
     if terms.settings.noise == "silo":
         missing = max(terms.cohort - aggregation.min_cohort, 0)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from secure_fvi.aggregation import Homomorphic
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_named
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
 from secure_fvi.aggregation.roster import Roster
@@ -46,7 +46,7 @@ class HolderJob:
         algorithm, sums, privacy = chosen(offer.config)
         if not isinstance(sums, Homomorphic):
             raise InputError(f"aggregation.kind = '{offer.config.aggregation.kind}' needs no key holder")
-        check_supported(offer.config, sums)
+        check_supported(offer.config)
         disclose(algorithm, sums, privacy, len(offer.silos))
         self.aggregation, self._scheme = sums, scheme_named(sums.scheme)
         self.folder = job_folder(home, decision.offer.job)
@@ -161,7 +161,9 @@ class HolderJob:
         """Raises InputError where the consortium's [sums] are stricter than the job's."""
         least = max(message.min_cohort, self.aggregation.min_cohort)
         sums = dataclasses.replace(self.aggregation, min_cohort=least, max_missing=message.max_missing)
-        return session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
+        found = session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
+        assert found is not None
+        return found
 
     def _begin(self, roster: Roster, store: HeldStore, key: SecretContext) -> None:
         identity = self.home.identity_in(self.decision.roster)

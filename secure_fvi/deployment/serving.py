@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from safetensors.torch import save
 
-from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
+from secure_fvi.aggregation.parties import server_half
 from secure_fvi.aggregation.plain import PlainServer
 from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import Machine, build_problem
@@ -46,10 +46,9 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.deployment.session_sums import (
     OpenSession,
     key_holder_of,
-    least_silos,
     longest_message,
-    server_sum,
     session_of,
+    session_roster,
 )
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
@@ -96,7 +95,7 @@ def remote_federation(
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
     config = settled(config)
     algorithm, aggregation, privacy = chosen(config)
-    check_supported(config, aggregation)
+    check_supported(config)
     disclosed = disclose(algorithm, aggregation, privacy, len(silo_ids(config) or ()))
     check_carried(disclosed, config.engine or Engine())
     model, description = model_for(config, sandbox, None, None, home.path)
@@ -208,7 +207,7 @@ class Hub:
         self._kept = federation.folder.checkpoints
         self._kept.mkdir(exist_ok=True)
         self._roster = home.roster(now())
-        needed = isinstance(federation.aggregation, Homomorphic)
+        needed = federation.aggregation.kind == "homomorphic"
         self._holder = key_holder_of(self._roster).id if needed else None
         self._trail: Trail = open_trail(home)
         self.offer, self._signed = self._make_offer()
@@ -432,4 +431,13 @@ class Hub:
                 path.unlink()
         self._sums = open_store(self._kept / f"{session.hex()}.sqlite")
         opened = OpenSession(self._roster, session, self.offer.silos, aggregation, holder)
-        return server_sum(opened, self._sums, self._ask_sum)
+        return server_half(aggregation, self.offer.silos, session_roster(*opened), self._sums, self._ask_sum)
+
+
+def least_silos(aggregation: SecureSum, silos: int, private: bool) -> int:
+    """Silos without which no sum comes about. private: how many may be missing follows from noise, not known yet."""
+    masks = aggregation.beneath(64)
+    if masks is None:
+        return 1
+    present = 0 if private else silos - masks.max_missing
+    return max(masks.min_cohort, present, 2 * silos // 3 + 1 if masks.consistency_check else 0)

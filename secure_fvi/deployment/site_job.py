@@ -27,8 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi import wire
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
-from secure_fvi.aggregation.base import SecureSum, SumSilo
+from secure_fvi.aggregation.base import SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior
@@ -84,12 +83,10 @@ class Local(NamedTuple):
     repeatable: bool = False
 
 
-def check_supported(config: Config, aggregation: SecureSum) -> None:
+def check_supported(config: Config) -> None:
     """Raises InputError for what runs in one process alone so far."""
     if config.vertical:
         raise InputError(f"algorithm.name = '{config.algorithm.name}': silos with different columns run in one process")
-    if not isinstance(aggregation, Homomorphic | Masked | Plain):
-        raise InputError(f"aggregation.kind = '{aggregation.kind}' is not there between sites")
     if config.run.batch_silos:
         raise InputError("run.batch_silos: silos compute together in one process alone")
 
@@ -110,7 +107,7 @@ class SiteJob:
         writes into the site's log what a silo has to say of the server (`Silo.on_event`)."""
         self.home, self.decision, self._tell = home, decision, tell
         algorithm, aggregation, privacy = chosen(decision.offer.config)
-        check_supported(decision.offer.config, aggregation)
+        check_supported(decision.offer.config)
         disclosed = disclose(algorithm, aggregation, privacy, len(decision.offer.silos))
         self.folder = job_folder(home, decision.offer.job)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -309,7 +306,7 @@ class SiteJob:
         # this one: what the job says that its sums may lack, and how many of them, is what all agreed to.
         missing = min(policy.max_missing(private) or 0, self.disclosed.missing)
         # In a plain sum the server has every term anyway.
-        plain = isinstance(self.aggregation, Plain)
+        plain = self.aggregation.kind == "plain"
         unused = None if plain else policy.max_missing(private)
         # Under privacy totals have noise, planned for those that may be missing: their differences tell no more.
         lacking = not private and not plain

@@ -163,6 +163,7 @@ class TestKeys:
         held.parties(message, held.roster)
         session = session_of(held.roster, held.offer.hash, message, held.sums)
         named = session_roster(held.roster, session, SILOS, held.sums, message.holder)
+        assert named is not None
         signed = signature or identity.sign(digest(LABEL_HOLDER_ADVERT, named.hash))
         return held.silos["north"].handle(pack(HolderKey(key.public_bytes, signed)))
 
