@@ -227,7 +227,7 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
 
     noise, resolution = settings.noise_multiplier, 0
     if noise is None:
-        from secure_fvi.privacy.plan import solve_noise
+        from secure_fvi.privacy.accounting import solve_noise
 
         assert settings.epsilon is not None
         # By the ledger's own filter: a job for epsilon fits a budget of epsilon, and a plan says what will be charged.
