@@ -20,10 +20,10 @@ from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError
+from secure_fvi.key_files import create_key, key_path, load_key
 from secure_fvi.privacy.accounting import admitted, job_curve, refusal
 from secure_fvi.privacy.chain import Row
 from secure_fvi.privacy.chain_file import Book, ChainFile, Writer, shown_by, verify_chain
-from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
 from secure_fvi.privacy.ledger_state import Chain, JobRecord
 from secure_fvi.privacy.ledger_terms import (
     BUDGET,
@@ -58,7 +58,7 @@ class Ledger(Book[Chain]):
     ) -> Ledger:
         """The chain of `silo` in the file `path`.
 
-        identity: the silo's signing key; by default the one in `ledger_keys.key_path(path, silo)`, opened with
+        identity: the silo's signing key; by default the one in `key_files.key_path(path, silo)`, opened with
         `passphrase` or SECURE_FVI_PASSPHRASE. create: make file, key and chain where they are missing. clock: seconds
         since 1970. Raises InputError for a missing chain, a chain of another key or a file that is no ledger, and
         ProtocolError for a chain that was tampered with.

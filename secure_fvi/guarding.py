@@ -14,15 +14,14 @@ from typing import NamedTuple
 from secure_fvi.aggregation.base import BlockTable, SecureSum
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
+from secure_fvi.key_files import key_path, load_key
 from secure_fvi.options import Count, check
 from secure_fvi.privacy.accounting import smallest_budget
-from secure_fvi.privacy.claim import description
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
-from secure_fvi.privacy.ledger_keys import key_path, load_key
 from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.noise import NoiseSource
-from secure_fvi.privacy.terms import Terms
+from secure_fvi.privacy.terms import Terms, description
 from secure_fvi.privacy.witness import Witness
 
 

@@ -241,8 +241,8 @@ class SiteJob:
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{self.decision.offer.job}.safetensors"
         about = {"cohort": self.cohort.digest.hex(), "policy": self.decision.policy.hash.hex()}
-        write_atomically(path, save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about))
-        path.chmod(0o600)
+        content = save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about)
+        write_atomically(path, content, private=True)
         return path
 
     def _own(self, posterior: Posterior) -> dict[str, Tensor]:
@@ -344,8 +344,8 @@ class SiteJob:
         path, job = self.folder / "secret", self.decision.offer.job
         sealer = Sealer(self.home.state_secret(), b"sampling-secret")
         if not path.exists():
-            write_atomically(path, sealer.seal(job, os.urandom(32) if wanted is None else wanted))
-            path.chmod(0o600)
+            secret = os.urandom(32) if wanted is None else wanted
+            write_atomically(path, sealer.seal(job, secret), private=True)
         return sealer.open(job, path.read_bytes())
 
     def _kept_session(self) -> tuple[bytes, bytes]:
