@@ -54,8 +54,9 @@ from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
 from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
+from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.engines.stream_server import Patience, StreamServer
+from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
 from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree
@@ -218,10 +219,8 @@ class Hub:
         least = least_silos(federation.aggregation, len(self.offer.silos), federation.privacy is not None)
         self._patience = Patience(engine.on_loss, engine.deadline, least)
         tls = home.credentials([*self._roster.of_role("silo"), *self._roster.of_role("holder")])
-        self.engine = federation.carrier(
-            self.offer.silos, federation.listen, tls, self._admit, self._roster.hash,
-            self.offer.job, home, self._patience, [self._holder] if self._holder else [],
-        )  # fmt: skip
+        line = Line(self.offer.silos, self.offer.job, home, self._patience, [self._holder] if self._holder else [])
+        self.engine = federation.carrier(line, federation.listen, tls, self._admit, self._roster.hash)
         self.engine.watch = self._write_down
         name = f"{federation.folder.path.resolve().name}: {federation.description}"
         self._teller = Teller(home.path, self.offer.job, name, self.engine.waiting)

@@ -172,7 +172,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     config = "[model]\nprogram='six-cities'\nx=[1,{y=2}]\n"
     offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32, [3]))
     row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
-    letter = fl.CODEC.pack(fl.Head("hub", "a", "job", d32, 0, d32, d32))
+    letter = fl.CODEC.pack(fl.Letter("hub", "a", "job", d32, 0, d32, d32))
     seen = (
         cs.Seen([b"a"], [b"b"]),
         cs.Stated(b"a", b"b", [b"c"]),
