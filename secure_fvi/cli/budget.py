@@ -66,7 +66,7 @@ def verify(
     """
     from secure_fvi.errors import InputError
     from secure_fvi.key_files import load_public_key
-    from secure_fvi.privacy.ledger import verify as check
+    from secure_fvi.privacy.ledger_account import verify as check
 
     try:
         shown = [path.read_bytes() for path in receipts]

@@ -15,8 +15,7 @@ from safetensors.torch import save
 from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
-from secure_fvi.aggregation.parties import server_half
-from secure_fvi.aggregation.plain import PlainServer
+from secure_fvi.aggregation.parties import PlainServer, server_half
 from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import Machine, build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
