@@ -1,8 +1,8 @@
 """The size and order of the house in numbers: `make house`.
 
 lines and files   of Python as it stands; core: all that `secure-fvi` installs, lab: what lab/ does
-closure           what a silo's job imports, with SFVI for its algorithm, at any depth: at the top of a module or in a
-                  function, not for types alone;
+closure           what a silo's job imports, with SFVI for its algorithm and masked sums, at any depth: at the top of
+                  a module or in a function, not for types alone;
                   "trusted": without what a party of the server's, a report or a plot has in that
 circles           strongly connected parts of the graph of imports, of two modules or more
 parameters        of functions; self, cls not counted
@@ -24,8 +24,9 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
-#: What reads a job's offer and runs its part at one silo, and an algorithm, which is named by the job.
-SILO_JOB = ("secure_fvi.deployment.site_job", "secure_fvi.algorithms.sfvi")
+#: What reads a job's offer and runs its part at one silo, and what the job names (`secure_fvi.runs.options`): its
+#: algorithm and its sums; its model is a function in Python, which has no maker here.
+SILO_JOB = ("secure_fvi.deployment.site_job", "secure_fvi.algorithms.sfvi", "secure_fvi.aggregation.masked")
 _NOT_TRUSTED = re.compile(r"(^|[._])(server|report|plots)([._]|$)")
 _MOST_PARAMETERS = 9
 _STARTED = 7

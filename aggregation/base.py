@@ -20,13 +20,18 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.errors import InputError
+
+if TYPE_CHECKING:
+    from secure_fvi.aggregation.masked import Masked
+    from secure_fvi.aggregation.roster import Identity, Roster
+    from secure_fvi.aggregation.store import Store
 
 T = TypeVar("T")
 
@@ -192,14 +197,54 @@ class SumServer(Protocol):
         ...
 
 
+#: Kinds of sums; the two long names are their weaker forms, which a site has to allow by name.
+Form = Literal["plain", "masked", "homomorphic", "masked-unchecked", "homomorphic-unmasked"]
+
+
+class Codec(Protocol):
+    """What encodes the contributions to one block table."""
+
+    @property
+    def resolution(self) -> FloatArray:
+        """The step of each element, shape (size,)."""
+        ...
+
+
+class Seat(NamedTuple):
+    """A silo's place in a session's sums; see `MaskedSilo`. roster: None where nothing lies `beneath` them."""
+
+    roster: Roster | None
+    silo: str
+    identity: Identity
+    store: Store
+    min_cohort: int
+    max_missing: int | None = None
+    questions: Store | None = None
+
+
 class SecureSum(Protocol):
-    """A kind of sum, as the user configures it (`sf.Plain()`, `sf.Masked(min_cohort=3)`, ...)."""
+    """A kind of sum, as the user configures it (`sf.Plain()`, `sf.Masked(min_cohort=3)`, ...) and a silo needs it; all
+    parties of one are in `aggregation.parties`."""
 
     @property
     def kind(self) -> str: ...
 
-    def local_parties(self, silo_ids: Sequence[str]) -> tuple[SumServer, dict[str, SumSilo]]:
-        """Both halves with fresh keys, for the engine that runs all parties in one process."""
+    @property
+    def form(self) -> Form:
+        """The kind; its weaker form has a name of its own."""
+        ...
+
+    def codec(self, silos: int) -> Callable[[BlockTable], Codec] | None:
+        """What encodes contributions of `silos` silos, by table; it raises InputError for blocks that the sums cannot
+        carry. None where values travel as they are."""
+        ...
+
+    def beneath(self, bits: Literal[32, 64]) -> Masked | None:
+        """The masked sums whose keys, graph and signatures these use; None where there are none."""
+        ...
+
+    def at_silo(self, seat: Seat) -> SumSilo:
+        """One silo's half."""
         ...
 
 

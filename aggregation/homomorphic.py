@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, SumServer, SumSilo, T, Total, check_silo_ids
+from secure_fvi.aggregation.base import BlockTable, Exchanges, FloatArray, Form, Seat, SumSilo, T, Total, check_silo_ids
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     BFV_HALF,
@@ -139,12 +139,19 @@ class Homomorphic:
         holder = KeyHolder(roster, holder_identity, key, self.masked, make(KEY_HOLDER))
         return HomomorphicServer(roster, scheme, self.masked, make("")), silos, holder
 
-    def local_parties(
-        self, silo_ids: Sequence[str], store: Callable[[str], Store] | None = None
-    ) -> tuple[SumServer, dict[str, SumSilo]]:
-        """Both halves for the engine that runs all parties in one process; the server's reaches the holder."""
-        server, silos, holder = self.parties(silo_ids, store)
-        return WithHolder(server, holder.handle), silos
+    @property
+    def form(self) -> Form:
+        return "homomorphic" if self.masked else "homomorphic-unmasked"
+
+    def codec(self, silos: int) -> SlotCodecs:
+        """Slots of the scheme's plaintexts."""
+        return SlotCodecs(scheme_named(self.scheme), silos)
+
+    def at_silo(self, seat: Seat) -> SumSilo:
+        """One silo's half."""
+        roster, silo, identity, store, least, missing, questions = seat
+        assert roster is not None
+        return HomomorphicSilo(roster, silo, identity, self, store, least, missing, questions)
 
 
 class WithHolder:

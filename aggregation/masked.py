@@ -14,16 +14,15 @@ What it protects against whom: docs/threat-model.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from secure_fvi.aggregation.base import SumServer, SumSilo, check_silo_ids
+from secure_fvi.aggregation.base import BlockTable, Form, Seat, SumSilo, check_silo_ids
 from secure_fvi.aggregation.graph import neighbourhood
-from secure_fvi.aggregation.masked_server import MaskedServer
 from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.roster import Identity, Roster
-from secure_fvi.aggregation.store import MemoryStore, Store
+from secure_fvi.aggregation.ring import Ring
+from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import InputError
 from secure_fvi.options import Count, Fraction, Says, Whole, check
 
@@ -80,17 +79,20 @@ class Masked:
             lost=self.lost,
         )
 
-    def local_parties(
-        self, silo_ids: Sequence[str], store: Callable[[str], Store] | None = None
-    ) -> tuple[SumServer, dict[str, SumSilo]]:
-        """Both halves with fresh keys, for the engine that runs all parties in one process.
+    @property
+    def form(self) -> Form:
+        return "masked" if self.consistency_check else "masked-unchecked"
 
-        `store` makes the store of each party, by silo id ("" for the server); in memory by default.
-        """
-        make = store or (lambda _: MemoryStore())
-        identities = {silo: Identity() for silo in check_silo_ids(silo_ids)}
-        roster = self.roster({silo: identity.public_key for silo, identity in identities.items()})
-        silos: dict[str, SumSilo] = {
-            silo: MaskedSilo(roster, silo, identity, make(silo), unbound=True) for silo, identity in identities.items()
-        }
-        return MaskedServer(roster, make("")), silos
+    def codec(self, silos: int) -> Callable[[BlockTable], Ring]:
+        """Elements of the ring of the integers modulo 2^`bits`."""
+        return lambda table: Ring(table, self.bits, silos)
+
+    def beneath(self, bits: Literal[32, 64]) -> Masked:
+        """These sums themselves."""
+        return self
+
+    def at_silo(self, seat: Seat) -> SumSilo:
+        """One silo's half."""
+        roster, silo, identity, store, least, missing, questions = seat
+        assert roster is not None
+        return MaskedSilo(roster, silo, identity, store, least, max_missing=missing, questions=questions)

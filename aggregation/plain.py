@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from secure_fvi.aggregation.base import (
     BlockTable,
-    Exchanges,
     FloatArray,
-    SumServer,
+    Form,
+    Seat,
     SumSilo,
-    Total,
-    check_silo_ids,
 )
 from secure_fvi.errors import AggregationError, ProtocolError
 
-_log = logging.getLogger(__name__)
-_WIRE = np.dtype("<f8")
+WIRE = np.dtype("<f8")
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,19 @@ class Plain:
     def kind(self) -> str:
         return "plain"
 
-    def local_parties(self, silo_ids: Sequence[str]) -> tuple[SumServer, dict[str, SumSilo]]:
-        """Both halves, for the engine that runs all parties in one process."""
-        ids = check_silo_ids(silo_ids)
-        return PlainServer(ids), {silo: PlainSilo(silo) for silo in ids}
+    @property
+    def form(self) -> Form:
+        return "plain"
+
+    def codec(self, silos: int) -> None:
+        """Values travel as they are."""
+
+    def beneath(self, bits: Literal[32, 64]) -> None:
+        """Nothing is masked or signed."""
+
+    def at_silo(self, seat: Seat) -> SumSilo:
+        """One silo's half, which needs its name alone."""
+        return PlainSilo(seat.silo)
 
 
 class PlainSilo:
@@ -68,7 +74,7 @@ class PlainSilo:
                     what = "past its bound" if np.isfinite(part).all() else "that is not finite; its bound is"
                     raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
         self._last_index = index
-        return values.astype(_WIRE, copy=False).tobytes()
+        return values.astype(WIRE, copy=False).tobytes()
 
     @property
     def whole(self) -> bool:
@@ -95,53 +101,3 @@ class PlainSilo:
     def handle(self, message: bytes) -> bytes:
         """Plain sums exchange nothing besides the contributions."""
         raise ProtocolError("a plain sum has no further messages")
-
-
-class PlainServer:
-    """The server's half: adds in the order of the silo ids, so that the float total is deterministic."""
-
-    def __init__(self, silo_ids: Sequence[str]) -> None:
-        self._ids = frozenset(silo_ids)
-
-    def prepare(self, index: int) -> Exchanges[None]:
-        """Nothing to prepare."""
-        yield from ()
-
-    def total(
-        self,
-        index: int,
-        cohort: Sequence[str],
-        table: BlockTable,
-        contributions: Mapping[str, bytes],
-        context: bytes,
-        question: bytes | None = None,
-    ) -> Exchanges[Total]:
-        """Add what arrived from the cohort; raises AggregationError when nothing did."""
-        yield from ()
-        survivors, left_out = list[str](), list[str]()
-        values = np.zeros(table.size)
-        for silo in sorted(set(cohort) & self._ids):
-            data = contributions.get(silo)
-            if data is None:
-                continue
-            wrong = _misfit(data, table)
-            if wrong:
-                left_out.append(silo)
-                _log.warning("sum %d: silo '%s' is left out: %s", index, silo, wrong)
-                continue
-            values += np.frombuffer(data, _WIRE)
-            survivors.append(silo)
-        if not survivors:
-            named = "".join(f"; silo '{silo}' sent what does not fit" for silo in left_out[:3])
-            raise AggregationError(f"sum {index}: no silo answered{named}")
-        return Total(values, tuple(survivors))
-
-
-def _misfit(data: bytes, table: BlockTable) -> str:
-    """Why `data` is no contribution by this table; empty where it is one. Quotes none of it."""
-    if len(data) != table.size * _WIRE.itemsize:
-        return f"{len(data)} bytes, where {table.size * _WIRE.itemsize} are expected"
-    for name, inside in table.split((np.abs(np.frombuffer(data, _WIRE)) <= table.bounds).astype(np.float64)).items():
-        if not inside.all():
-            return f"its part of '{name}' is not finite or past the bound"
-    return ""

@@ -32,11 +32,10 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.fitting import build_parties
 from secure_fvi.guarding import Books, build_guards
-from secure_fvi.privacy.claim import claim
 from secure_fvi.privacy.gate import Gate, RecordRelease, Release
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
-from secure_fvi.privacy.terms import Terms
+from secure_fvi.privacy.terms import Terms, claim
 from secure_fvi.silo import Silo
 
 #: Clipping norms that a Dirac canary asks for; it gets one.

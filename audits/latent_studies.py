@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import FloatArray
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.audits import distinguishing
 from secure_fvi.audits.base import (
     CONFIDENCE,

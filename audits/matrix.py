@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
+from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership, protocol
 from secure_fvi.audits.attributes import Attribute, released_rows

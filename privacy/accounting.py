@@ -607,3 +607,75 @@ def prv_epsilon(sampled: Sampled, delta: float, largest_loss: float) -> float:
             return max(0.0, float(accountant.get_epsilon(delta, eps_error=error, delta_error=_DELTA_ERROR * delta)))
     except (RuntimeError, ValueError) as failure:
         raise InputError(f"Opacus' PRV cannot account for this: {failure}; use pld") from failure
+
+
+# ---- The noise that an epsilon asks for: on the safe side, the accountant, asked again, gives at most the target ----
+
+_EXTREME = 2.0**40  # beyond it no noise multiplier and no count is a plan
+
+
+def check_target(epsilon: float, delta: float, accountant: str, tolerance: float) -> None:
+    """Raises InputError for numbers out of range."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
+        raise InputError(f"epsilon must be a positive finite number, not {epsilon!r}")
+    check_delta(delta)
+    check_accountant(accountant)
+    if not 0 < tolerance < 1:
+        raise InputError(f"tolerance must lie between 0 and 1, not {tolerance!r}")
+
+
+def solve_noise(
+    make_event: Callable[[float], Event],
+    epsilon: float,
+    delta: float,
+    accountant: str = "pld",
+    tolerance: float = 1e-3,
+) -> float:
+    """The least noise, to a relative `tolerance`, at which make_event(noise) costs at most `epsilon` at `delta`.
+
+    make_event: from a noise multiplier to the whole job, never costlier with more noise. Raises InputError if no
+    amount of noise is enough (sensitivities that grow with the noise, a job that pays for something else as well).
+    """
+    check_target(epsilon, delta, accountant, tolerance)
+
+    start = 1.0
+    if accountant not in ("rdp", "ledger"):
+        # Renyi DP is fast and close, and the tighter accountants are slow where epsilon is far off.
+        start = last_within(_cost(make_event, delta, "rdp"), 1.0, epsilon, +1, 0.02)
+    return last_within(_cost(make_event, delta, accountant), start, epsilon, +1, tolerance)
+
+
+def _cost(make_event: Callable[[float], Event], delta: float, accountant: str) -> Callable[[float], float]:
+    return lru_cache(maxsize=None)(lambda noise: epsilon(make_event(noise), delta, accountant))
+
+
+def last_within(cost: Callable[[float], float], start: float, target: float, better: int, tolerance: float) -> float:
+    """The last x with cost(x) <= target on the way from better values to worse, within a factor exp(tolerance).
+
+    better: +1 where larger x cost less (noise), -1 where smaller do (rates).
+    """
+
+    from scipy.optimize import brentq
+
+    def excess(t: float) -> float:
+        value = cost(math.exp(t))
+        return math.log(value / target) if 0 < value < math.inf else math.copysign(50.0, value - target)
+
+    here = math.log(start)
+    fits = excess(here) <= 0
+    # Epsilon is roughly proportional to 1 / noise and to the rate, and to the square root of the rounds.
+    step = min(max(1.3 * abs(excess(here)), 0.02), 1.0)
+    away, limit = (-better if fits else better), math.log(_EXTREME)
+    there = here + away * step
+    while (excess(there) <= 0) == fits:
+        if abs(there) > limit:
+            if fits:
+                return math.exp(there)
+            raise InputError(f"nothing keeps this within epsilon {target:g} at the given delta")
+        step *= 2
+        here, there = there, there + away * step
+    low, high = sorted((here, there))
+    found = float(brentq(excess, low, high, xtol=tolerance / 4, rtol=1e-12))
+    while excess(found) > 0:
+        found += better * tolerance / 4
+    return math.exp(found)

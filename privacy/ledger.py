@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError
+from secure_fvi.key_files import create_key, key_path, load_key
 from secure_fvi.privacy.accounting import admitted, job_curve, refusal
-from secure_fvi.privacy.chain import Row
-from secure_fvi.privacy.chain_file import Book, ChainFile, Writer, shown_by, verify_chain
-from secure_fvi.privacy.ledger_keys import create_key, key_path, load_key
+from secure_fvi.privacy.chain_file import Book, Writer
 from secure_fvi.privacy.ledger_state import Chain, JobRecord
 from secure_fvi.privacy.ledger_terms import (
     BUDGET,
     CLOSE,
     JOB,
-    LEDGER,
     RELEASE,
     Budget,
     Job,
@@ -37,7 +34,6 @@ from secure_fvi.privacy.ledger_terms import (
     check_name,
     warn_of_large_delta,
 )
-from secure_fvi.privacy.witness import check_receipt
 
 __all__ = ["Budget", "Job", "Ledger", "OpenJob", "Term"]
 
@@ -58,7 +54,7 @@ class Ledger(Book[Chain]):
     ) -> Ledger:
         """The chain of `silo` in the file `path`.
 
-        identity: the silo's signing key; by default the one in `ledger_keys.key_path(path, silo)`, opened with
+        identity: the silo's signing key; by default the one in `key_files.key_path(path, silo)`, opened with
         `passphrase` or SECURE_FVI_PASSPHRASE. create: make file, key and chain where they are missing. clock: seconds
         since 1970. Raises InputError for a missing chain, a chain of another key or a file that is no ledger, and
         ProtocolError for a chain that was tampered with.
@@ -254,59 +250,3 @@ class OpenJob:
                 + f"; a new release needs an index above {last}, a retry the same bytes"
             )
         return False
-
-
-# ---- Checking a ledger from the outside: every row, every signature, every budget. Needs no private key ----
-#
-# What a chain alone cannot show is that its newest rows were cut off, or that an old copy was put back; receipts of
-# witnesses can (`witness`).
-
-
-def verify(
-    path: str | os.PathLike[str],
-    silo: str | None = None,
-    public_key: bytes | None = None,
-    receipts: Iterable[bytes] = (),
-    witness_keys: Iterable[bytes] | None = None,
-) -> list[Chain]:
-    """Check all chains of the file, or that of `silo`, and return them.
-
-    public_key: of 32 bytes; pins the key of the chain. receipts: bytes from `Witness.countersign`. witness_keys: the
-    keys whose receipts count; by default each receipt's own, since all hold what the ledger's own key has signed.
-    Raises ProtocolError that names the first bad row and what is wrong with it; InputError for a file or row that
-    this version cannot read.
-    """
-    keys = None if witness_keys is None else frozenset(witness_keys)
-    shown = [check_receipt(data, keys) for data in receipts]
-    file = ChainFile(Path(path), LEDGER, read_only=True)
-    try:
-        silos = file.silos() if silo is None else [silo]
-        if public_key is not None and len(silos) > 1:
-            raise InputError(f"'{path}' holds {len(silos)} ledgers; say whose key it is by its silo")
-        chains = [
-            verify_chain(file, Chain(s), public_key, [r for r in shown if r.silo == s], _check_budget) for s in silos
-        ]
-    finally:
-        file.close()
-    if not chains:
-        raise InputError(f"'{path}' holds no ledger")
-    for receipt in shown:
-        if receipt.silo not in silos:
-            raise ProtocolError(f"{shown_by(receipt)} is about a ledger of silo '{receipt.silo}', which is not here")
-    return chains
-
-
-def _check_budget(chain: Chain, row: Row) -> None:
-    if row.kind != JOB:
-        return
-    from secure_fvi.privacy.accounting import filter_of, job_curve
-
-    newest = list(chain.jobs.values())[-1]
-    before = [r.job for r in chain.charged(newest.job.data_set)[:-1]]
-    asked = job_curve(newest.job)
-    # Curves differ in their last digits from machine to machine, and a job may have used its budget up to the last.
-    if filter_of(newest.budget, before, asked).order_for(asked * (1 - 1e-9)) is None:
-        raise ProtocolError(
-            f"ledger of silo '{chain.silo}', row {row.seq}: job '{newest.job.job}' exceeds the budget of data set "
-            f"'{newest.job.data_set}', {newest.budget}"
-        )

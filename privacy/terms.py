@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.events import Event, Gaussian, PoissonSampled, Repeated, Skellam
+from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
+
+if TYPE_CHECKING:
+    from secure_fvi.privacy.noise import NoiseSource
 
 #: Records of one silo in one batch up to which a sum is never cut; a larger one is cut coordinate by coordinate.
 _CAPACITY = 2.0**20
@@ -227,7 +230,7 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
 
     noise, resolution = settings.noise_multiplier, 0
     if noise is None:
-        from secure_fvi.privacy.plan import solve_noise
+        from secure_fvi.privacy.accounting import solve_noise
 
         assert settings.epsilon is not None
         # By the ledger's own filter: a job for epsilon fits a budget of epsilon, and a plan says what will be charged.
@@ -238,3 +241,54 @@ def agree(settings: DP, cohort: int, sampling_rate: float, rounds: int, extent: 
     elif distributed:
         resolution = _resolution(noise)
     return Terms(settings, noise, rate, rounds, cohort, extent, resolution)
+
+
+# ---- What a job guarantees, as `result.json` and the row of a job in the ledger state it ----
+
+#: Beyond this epsilon the guarantee is void, and the tighter accountant not worth its time.
+_MEANINGFUL = 100.0
+
+
+def claim(terms: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
+    """Unit, epsilon and delta of all releases of a job, the mechanism's numbers and what was declared public."""
+    from secure_fvi.privacy.accounting import epsilon
+
+    settings = next(iter(terms.values())).settings
+    job = Composed(tuple(t.job for t in terms.values()))
+    by_rdp = epsilon(job, settings.delta, "rdp")
+    exact = by_rdp < _MEANINGFUL and not any(t.resolution for t in terms.values())
+    return {
+        "unit": settings.unit,
+        "epsilon": epsilon(job, settings.delta, "pld") if exact else by_rdp,
+        "delta": settings.delta,
+        "accountant": "pld" if exact else "rdp",
+        **description(terms, noise),
+    }
+
+
+def description(by_phase: Mapping[str, Terms], noise: NoiseSource) -> dict[str, Any]:
+    """How the noise is made, in numbers of the first phase: for the ledger's job row and the report."""
+    terms = next(iter(by_phase.values()))
+    settings = terms.settings
+    distributed = settings.noise == "distributed"
+    public = ["number of silos", "silos that answered"]
+    by_record = settings.unit == "record" and terms.adjacency == ADD_OR_REMOVE
+    if isinstance(settings, RecordDP) and settings.public_counts:
+        public.append("number of records")
+    return {
+        "adjacency": terms.adjacency,
+        **({"record": terms.record} if by_record else {}),
+        "noise": settings.noise,
+        "mechanism": "skellam" if terms.resolution else "gaussian",
+        "noise_multiplier": terms.noise_multiplier,
+        "clipping_norm": settings.clipping_norm,
+        "clipping": "adaptive" if terms.adaptive else "fixed",
+        "sampling_rate": terms.sampling_rate,
+        "rounds": terms.rounds,
+        "releases": sum(t.releases for t in by_phase.values()),
+        "silos_counted_on": terms.honest if distributed else 1,
+        "colluders": settings.colluders if distributed else 0,
+        "dropouts": settings.dropouts,
+        "public": public,
+        "rng": noise.status,
+    }

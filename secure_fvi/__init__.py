@@ -15,9 +15,9 @@ with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as processor:
         os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 if TYPE_CHECKING:
-    from secure_fvi.aggregation import Homomorphic as Homomorphic
     from secure_fvi.aggregation import Masked as Masked
     from secure_fvi.aggregation import Plain as Plain
+    from secure_fvi.aggregation.homomorphic import Homomorphic as Homomorphic
     from secure_fvi.algorithms.baselines import BCM as BCM
     from secure_fvi.algorithms.baselines import VCL as VCL
     from secure_fvi.algorithms.baselines import StreamingVB as StreamingVB
@@ -65,7 +65,7 @@ _HOME = {
     "FedAvg": "secure_fvi.algorithms.fedavg",
     "FedVI": "secure_fvi.algorithms.fedvi",
     "FederatedModel": "secure_fvi.federated_model",
-    "Homomorphic": "secure_fvi.aggregation",
+    "Homomorphic": "secure_fvi.aggregation.homomorphic",
     "InputError": "secure_fvi.errors",
     "Masked": "secure_fvi.aggregation",
     "PVI": "secure_fvi.algorithms.pvi",

@@ -21,17 +21,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgpack
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from secure_fvi import wire
 from secure_fvi.aggregation.store import SqliteStore, Store
 from secure_fvi.errors import InputError, SecureFVIWarning
 from secure_fvi.files import sync_folder, write_atomically
+from secure_fvi.states import like, pack_state, unpack_state
 
 _LATEST = "LATEST"
 #: Stands among the parties for what the run was begun with; comes before them all in their order.
@@ -41,11 +40,6 @@ _MOST_NAMED, _LONGEST_SHOWN = 3, 60
 #: The store of `StoreCheckpoints` in a folder of checkpoints, and its slots.
 STORE_FILE = "state.sqlite"
 _STORE_STATE, _STORE_ROUND = "state", "round"
-#: Version of `pack_state`, and its codes for a tensor and an array.
-_PACKED, _TENSOR, _ARRAY = 2, 1, 2
-_STATE = wire.Row(wire.whole(), wire.Anything(1 << 26, 64, extended=True))
-_STORED = wire.Row(wire.text(16), wire.Listed(wire.whole(), 64), wire.binary())
-_DTYPES = frozenset(np.dtype(t).str for t in ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"])
 #: Ends the folder's name where the newest checkpoint is of another phase of the same round.
 _PHASE = ".phase"
 
@@ -172,7 +166,7 @@ def load_checkpoint(directory: Path, templates: Mapping[str, Any]) -> dict[str, 
             continue
         if party not in templates:
             raise InputError(f"the checkpoint in {directory} has a party '{party}' that this run has not")
-        states[party] = _like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
+        states[party] = like(_put_together(json.loads(metadata["state"]), tensors), templates[party], directory)
     if states.keys() != templates.keys():
         raise InputError(f"the checkpoint in {directory} is of another set of silos")
     return states
@@ -284,40 +278,6 @@ def _named_by(fn: types.FunctionType) -> list[Any]:
     return [*own, *(v for v in found if isinstance(v, (*_PLAIN, tuple, Tensor, np.ndarray)))]
 
 
-def pack_state(state: Any) -> bytes:
-    """One party's state as bytes: MessagePack, tensors and arrays as they lie in memory."""
-    packed: bytes = msgpack.packb([_PACKED, state], default=_pack_array)
-    return packed
-
-
-def unpack_state(packed: bytes, template: Any, source: Path) -> Any:
-    """The state that `pack_state` packed, shaped like `template`. Raises InputError, which names `source`."""
-    version, state = wire.own(packed, f"the checkpoint in {source}", _STATE, ext_hook=_unpack_array)
-    if version != _PACKED:
-        raise _of_another(source)
-    return _like(state, template, source)
-
-
-def _pack_array(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        code, array = _TENSOR, value.detach().cpu().numpy()
-    elif isinstance(value, np.ndarray):
-        code, array = _ARRAY, value
-    elif isinstance(value, Mapping):
-        return dict(value)
-    else:
-        raise TypeError(f"a {type(value).__name__} cannot be checkpointed")
-    return msgpack.ExtType(code, msgpack.packb([array.dtype.str, array.shape, array.tobytes()]))
-
-
-def _unpack_array(code: int, data: bytes) -> Any:
-    dtype, shape, content = wire.own(data, "an array of a checkpoint", _STORED)
-    if dtype not in _DTYPES:
-        raise ValueError("no array of numbers")
-    array = np.frombuffer(bytearray(content), dtype).reshape(shape)
-    return torch.from_numpy(array) if code == _TENSOR else array
-
-
 def _take_apart(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[path] = value.detach().cpu().contiguous().clone()
@@ -346,25 +306,3 @@ def _put_together(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "l":
         return [_put_together(c, tensors) for c in content]
     return content
-
-
-def _like(value: Any, template: Any, source: Path) -> Any:
-    """`value` with lists turned into what `template` has in their places, and tensors on its devices."""
-    if isinstance(value, Tensor):
-        return value.to(template.device) if isinstance(template, Tensor) else value
-    if isinstance(value, dict):
-        known = template if isinstance(template, Mapping) else {}
-        return {k: _like(v, known.get(k), source) for k, v in value.items()}
-    if not isinstance(value, list):
-        return value
-    named = hasattr(template, "_fields")
-    if not named and (type(template) is not tuple or len(template) != len(value)):  # of a length that varies
-        return tuple(_like(v, None, source) for v in value)
-    if len(template) != len(value):
-        raise _of_another(source)
-    parts = [_like(v, t, source) for v, t in zip(value, template, strict=True)]
-    return type(template)(*parts) if named else tuple(parts)
-
-
-def _of_another(source: Path) -> InputError:
-    return InputError(f"the checkpoint in {source} was written by another version or algorithm")

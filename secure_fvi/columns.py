@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi.aggregation.base import Block, BlockTable, SecureSum, carry
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import Predictor, Program, linear
@@ -148,7 +149,7 @@ def column_parties(
     problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
     bare, noise = algorithm.program(problem), NoiseSource(options["noise_key"])
     disclosed.of_program(bare.tables, {p: t for p, t in bare.terms.items() if p in bare.tables}, aggregation)
-    server_sum, silo_sums = strong_enough(aggregation, bare.terms).local_parties(ordered)
+    server_sum, silo_sums = local_parties(strong_enough(aggregation, bare.terms), ordered)
     views: dict[str, tuple[Any, VerticalView]] = {}
     shared: dict[Any, ColumnsProgram] = {}
     for name, program in zip(names, programs, strict=True):
@@ -470,7 +471,7 @@ def sum_of_predictors(aggregation: SecureSum, etas: Mapping[str, Tensor], bound:
     names = tuple(sorted(etas))
     first = etas[names[0]]
     table = BlockTable((Block("eta", tuple(first.shape), bound),))
-    server, silos = aggregation.local_parties(names)
+    server, silos = local_parties(aggregation, names)
     context = hashlib.sha256(repr((_PHASE, tuple(first.shape))).encode()).digest()
 
     def answer(messages: Mapping[str, bytes]) -> dict[str, bytes]:

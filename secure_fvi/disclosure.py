@@ -10,15 +10,11 @@ judges the statement (deployment.policy_check), and the silo's gate holds the pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
-from secure_fvi.aggregation.base import Block, BlockTable, SecureSum
-from secure_fvi.aggregation.homomorphic import SlotCodecs
-from secure_fvi.aggregation.homomorphic_schemes import PrimeRing, RealSlots, scheme_named
-from secure_fvi.aggregation.ring import Ring
+from secure_fvi.aggregation.base import Block, BlockTable, Form, SecureSum
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import BELOW_NORM, Terms
@@ -245,7 +241,7 @@ class Disclosure:
                 said = any(word in declared[name].what for word in WORDS.get(kind, ()))
                 if not said or (kind in _OF_LIKELIHOOD and not declared[name].likelihood):
                     raise InputError(f"{self.algorithm} sums '{b.name}' in phase '{name}', which it does not declare")
-        if (codec := _codec(aggregation, self.silos)) is not None:
+        if (codec := aggregation.codec(self.silos)) is not None:
             for name, table in tables.items():
                 steps = codec(table).resolution
                 if name in terms:
@@ -257,35 +253,11 @@ class Disclosure:
         )
         return dataclasses.replace(self, phases=phases)
 
-    def to_json(self) -> dict[str, Any]:
-        """All of the statement, for programs."""
-        return {
-            "algorithm": self.algorithm,
-            "aggregation": self.kind,
-            "silos": self.silos,
-            "rounds": self.rounds,
-            "sums_besides_rounds": self.besides,
-            "exact_sums_that_may_lack_silos": self.differences,
-            "who_learns_totals": list(self.learn),
-            "single_terms_seen_by_server": self.kind == "plain",
-            "disclosures": list(self.kinds),
-            "phases": [_phase_json(p, self.privacy) for p in self.phases],
-            "privacy": None
-            if self.privacy is None
-            else {"unit": self.privacy.unit, **dataclasses.asdict(self.privacy)},
-            "kept_at_silos": self.keeps,
-        }
-
-    def lines(self) -> list[str]:
-        """The statement in plain words, a line each."""
-        return list(_lines(self))
-
 
 def disclose(algorithm: Declares, aggregation: SecureSum, privacy: DP | None, silos: int) -> Disclosure:
     """What a job of these options over `silos` silos discloses. Raises InputError for what no engine runs."""
-    if isinstance(aggregation, Plain | Masked | Homomorphic):
-        kind = kind_of(aggregation)
-    else:
+    kind: Any = getattr(aggregation, "form", None)
+    if kind not in get_args(Form):
         named = getattr(aggregation, "kind", None) if not isinstance(aggregation, type) else None
         raise InputError(
             f"aggregation {named or aggregation!r}: nobody has said what such sums disclose; give sf.Plain(), "
@@ -322,26 +294,6 @@ def check_carried(found: Disclosure, engine: Engine) -> None:
         )
 
 
-def kind_of(aggregation: SecureSum) -> str:
-    """The kind of sum; its weaker form has a name of its own."""
-    if isinstance(aggregation, Masked) and not aggregation.consistency_check:
-        return "masked-unchecked"
-    if isinstance(aggregation, Homomorphic) and not aggregation.masked:
-        return "homomorphic-unmasked"
-    return aggregation.kind
-
-
-def _codec(aggregation: SecureSum, silos: int) -> Callable[[BlockTable], Ring | PrimeRing | RealSlots] | None:
-    """What encodes contributions, by table; it raises InputError for blocks that the sums cannot carry. None where
-    values travel as they are."""
-    if isinstance(aggregation, Homomorphic):
-        return SlotCodecs(scheme_named(aggregation.scheme), silos)
-    if isinstance(aggregation, Masked):
-        bits = aggregation.bits
-        return lambda table: Ring(table, bits, silos)
-    return None
-
-
 def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declaration) -> None:
     because = declared.because
     if found.solvable and not declared.shows:
@@ -367,7 +319,7 @@ def _check_hidden(found: Disclosure, aggregation: SecureSum, declared: Declarati
 def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
     """Silos that a total has after losses."""
     asked = sums.asked
-    if isinstance(aggregation, Plain):
+    if aggregation.kind == "plain":
         return 1
     if sums.besides:
         return asked
@@ -380,115 +332,3 @@ def _at_least(sums: Sums, aggregation: SecureSum, privacy: DP | None) -> int:
     if missing is not None:
         least = max(least, asked - missing)
     return min(least, asked)
-
-
-# ---- in words ----
-
-
-def _phase_json(p: Phase, privacy: DP | None) -> dict[str, Any]:
-    blocks = None
-    if p.blocks is not None:
-        exact = p.exact()
-        blocks = [
-            {
-                "name": b.name,
-                "shape": list(b.shape),
-                "bound": b.bound,
-                "whole_numbers": b.integer,
-                "exact": b.name in exact,
-                "rows": b.rows,
-            }
-            for b in p.blocks
-        ]
-    terms = p.terms
-    return {
-        "phase": p.phase,
-        "sums_at_most": p.at_most,
-        "besides_rounds": p.besides,
-        "retries_at_most": 0 if privacy is None else privacy.retries,
-        "term_of_a_silo": p.what,
-        "silos_asked": p.asked,
-        "cohort": p.cohort,
-        "silos_at_least": p.at_least,
-        "blocks": blocks,
-        "noise": None
-        if terms is None
-        else {
-            "mechanism": "skellam" if terms.resolution else "gaussian",
-            "multiplier": terms.noise_multiplier,
-            "added_by": terms.settings.noise,
-            "sampling_rate": terms.sampling_rate,
-        },
-    }
-
-
-_COHORTS = {
-    "all": "all {asked} silos",
-    "sampled": "{asked} of {silos} silos, drawn by a coin that follows from the job's seed, which the server chose",
-    "asynchronous": "{asked} of {silos} silos, those whose fits are done",
-    "sequential": "{asked} of {silos} silos, one after the other",
-}
-
-
-def _lines(d: Disclosure) -> Iterator[str]:
-    besides = f" and {_many(d.besides, 'sum')} besides: {d.rounds + d.besides} in all" if d.besides else ""
-    yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}{besides}"
-    for p in d.phases:
-        more = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
-        more += ", besides the rounds" if p.besides else ""
-        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{more}"
-        over = _COHORTS[p.cohort].format(asked=p.asked, silos=d.silos)
-        yield f"  each over {over}" + (f"; after losses over {p.at_least} at least" if p.at_least < p.asked else "")
-        yield f"  of a silo: {p.what}"
-        if p.blocks is None:
-            yield "  its blocks follow from the model, once it is traced"
-        else:
-            exact = p.exact()
-            for b in p.blocks:
-                rows = {"all": "", "silo": ", a row a silo", "presence": ", who is in the total"}[b.rows]
-                shape = " x ".join(map(str, b.shape)) or "one number"
-                how = "exact" if b.name in exact else "noised"
-                yield f"  {b.name}: {shape}{rows}; a silo's within +-{b.bound:g}; {how}"
-        if p.terms is not None:
-            mechanism = "Skellam" if p.terms.resolution else "Gaussian"
-            yield (
-                f"  noise: {mechanism}, {p.terms.noise_multiplier:.4g} times the clipping norm "
-                f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee)"
-            )
-    if d.differences:
-        yield (
-            f"{_many(d.differences, 'exact sum')} of its rounds may lack up to {_many(d.missing, 'silo')}: their "
-            "differences from others come close to the terms of these"
-        )
-    if d.kind == "plain":
-        yield "the server sees each silo's own contribution: a plain sum hides nothing"
-    yield f"who learns a total: {'; '.join(d.learn)}"
-    yield from _privacy_lines(d)
-    yield "public besides: the silos' names and number, who answered and when, sizes of messages"
-    yield f"stays at a silo: {d.keeps}"
-    for name in d.kinds:
-        yield f"a policy has to list '{name}': {DISCLOSURES[name]}"
-
-
-def _privacy_lines(d: Disclosure) -> Iterator[str]:
-    dp = d.privacy
-    if dp is None:
-        yield (
-            "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
-            "others, unless all of these put their own terms together; totals of several rounds, taken together, can "
-            "single out silos and records"
-        )
-        return
-    strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"
-    yield f"differential privacy of each {dp.unit}: {strength} at delta {dp.delta:g}, for all sums together"
-    where = {
-        "distributed": f"each silo adds a share; {_many(dp.colluders, 'colluder')} and "
-        f"{_many(dp.dropouts, 'loss', 'losses')} are counted on",
-        "silo": "each silo adds all of it",
-        "server": "the server adds it, and sees exact totals before",
-    }
-    yield f"noise: {where[dp.noise]}"
-
-
-def _many(count: int, one: str, more: str = "") -> str:
-    return f"{count} {one if count == 1 else more or one + 's'}"

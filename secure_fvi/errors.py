@@ -28,6 +28,10 @@ class ProtocolError(SecureFVIError):
     """A message that the protocol refuses: forged, replayed, malformed, out of turn. Nothing was released."""
 
 
+class SessionLost(SecureFVIError):
+    """A silo has lost its share of the session (a restart of its machine): the session has to be opened anew."""
+
+
 class AggregationError(SecureFVIError):
     """A secure sum that cannot be completed: too few survivors, a value outside its bound."""
 

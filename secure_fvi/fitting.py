@@ -20,6 +20,7 @@ from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
@@ -30,6 +31,7 @@ from secure_fvi.compiled import choose_threads
 from secure_fvi.contracts import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
 from secure_fvi.discovery import as_model, read_layout
+from secure_fvi.draws import LocalPosterior
 from secure_fvi.driving import Options, Parties, Progress, Run, books_of, complete, goes_on, kept_in
 from secure_fvi.engines.local import LocalEngine
 from secure_fvi.engines.transport import Transport
@@ -41,7 +43,7 @@ from secure_fvi.options import Says, checked
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import DP
 from secure_fvi.progress import RunProgress
-from secure_fvi.results import LocalPosterior, Result, assessed, counting, number_or_none, refined_draws, summarise
+from secure_fvi.results import Result, assessed, counting, number_or_none, refined_draws, summarise
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo, silo_view
 
@@ -310,7 +312,7 @@ def _row_parties(
     program, noise = algorithm.server(problem), NoiseSource(noise_key)
     terms = program.terms
     disclosed = disclosed.of_program(program.tables, terms, aggregation)
-    server_sum, silo_sums = strong_enough(aggregation, terms).local_parties(ordered)
+    server_sum, silo_sums = local_parties(strong_enough(aggregation, terms), ordered)
     warn_of_large_delta(terms, {name: records.size for name, (_, records) in read.items()})
     ids = _record_ids(names, [records for _, records in read.values()], record_ids, getattr(model, "columns", None))
     books = books_of(of, bool(terms))

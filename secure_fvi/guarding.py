@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from secure_fvi.aggregation import Plain
 from secure_fvi.aggregation.base import BlockTable, SecureSum
 from secure_fvi.aggregation.store import SqliteStore
 from secure_fvi.errors import BudgetError, InputError, SecureFVIWarning
+from secure_fvi.key_files import key_path, load_key
 from secure_fvi.options import Count, check
 from secure_fvi.privacy.accounting import smallest_budget
-from secure_fvi.privacy.claim import description
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.ledger import Job, Ledger, OpenJob, Term
-from secure_fvi.privacy.ledger_keys import key_path, load_key
 from secure_fvi.privacy.ledger_terms import Budget
 from secure_fvi.privacy.noise import NoiseSource
-from secure_fvi.privacy.terms import Terms
+from secure_fvi.privacy.terms import Terms, description
 from secure_fvi.privacy.witness import Witness
 
 
@@ -87,7 +85,7 @@ def strong_enough(aggregation: SecureSum, by_phase: Mapping[str, Terms]) -> Secu
     dropouts, or, where each silo adds all of the noise, any down to min_cohort.
     """
     terms = next(iter(by_phase.values()), None)
-    if terms is None or (isinstance(aggregation, Plain) and terms.settings.noise != "distributed"):
+    if terms is None or (aggregation.kind == "plain" and terms.settings.noise != "distributed"):
         return aggregation
     if terms.settings.noise == "silo":
         missing = max(terms.cohort - aggregation.min_cohort, 0)  # type: ignore[attr-defined]

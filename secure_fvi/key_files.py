@@ -12,6 +12,8 @@ import contextlib
 import os
 import secrets
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -20,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError
-from secure_fvi.files import sync_folder
+from secure_fvi.files import sync_folder, write_atomically
 
 PASSPHRASE_VARIABLE = "SECURE_FVI_PASSPHRASE"
 #: Names a file that holds the passphrase, readable by its owner alone: a secret that the system mounts, say.
@@ -28,6 +30,18 @@ KEY_FILE_VARIABLE = "SECURE_FVI_KEY_FILE"
 _ENCRYPTED = b"BEGIN ENCRYPTED"
 
 PrivateKey = Ed25519PrivateKey | EllipticCurvePrivateKey
+
+
+class TlsFiles(NamedTuple):
+    """PEM: private key, certificate, and the certificates of those who may stand at the other end. The key does not
+    show in a repr."""
+
+    private_key: bytes
+    certificate: bytes
+    trusted: bytes
+
+    def __repr__(self) -> str:
+        return "TlsFiles(...)"
 
 
 def is_encrypted(path: Path) -> bool:
@@ -98,16 +112,8 @@ def seal(path: Path, passphrase: str | None = None) -> bool:
     key, secret = load_private(path), check_sealed(passphrase, False)
     assert secret is not None
     encrypted = serialization.BestAvailableEncryption(secret)
-    part = path.with_name(f".{secrets.token_hex(8)}.part")
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encrypted))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encrypted)
+    write_atomically(path, pem, private=True)
     return True
 
 
@@ -137,6 +143,12 @@ def load_public_key(path: str | os.PathLike[str]) -> bytes:
     if len(key) != 32:
         raise InputError(f"'{path}' is no public key: 64 hexadecimal digits, as in '<ledger>.keys/<silo>.pub'")
     return key
+
+
+def key_path(ledger: str | os.PathLike[str], silo: str) -> Path:
+    """Where the private key of `silo` lies beside `ledger`. Characters that no file name should have are escaped."""
+    ledger = Path(ledger)
+    return ledger.with_name(ledger.name + ".keys") / (quote(silo, safe=" ") + ".pem")
 
 
 def _read(path: Path) -> bytes:

@@ -73,7 +73,7 @@ class Server:
 
     def claim(self) -> dict[str, Any] | None:
         """What the job guarantees, None without differential privacy."""
-        from secure_fvi.privacy.claim import claim
+        from secure_fvi.privacy.terms import claim
 
         return claim(self.program.terms, self._noise) if self.program.terms else None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -252,24 +251,3 @@ def correlated(draws: Mapping[str, Tensor], weights: Tensor) -> Correlations:
     # A constant such as the corner of a Cholesky factor varies by rounding alone.
     sd = torch.where(sd > 1e-12 * flat.abs().amax(0), sd, torch.nan)
     return Correlations(names, covariance / sd / sd.unsqueeze(-1))
-
-
-def to_arviz(draws: Mapping[str, Tensor], about: Mapping[str, str], log_likelihood: Tensor | None = None) -> Any:
-    """An `arviz.InferenceData` of one chain of draws (n, *shape) a site, and of the log likelihood (n, N) of records
-    where it is given; `about` are its attributes. Raises InputError without arviz."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of arviz 1, which is another package's
-            import arviz
-    except ImportError:
-        raise InputError("to_arviz needs arviz: pip install 'arviz<1'") from None
-    if not hasattr(arviz, "InferenceData"):
-        raise InputError(f"to_arviz needs arviz before version 1, not {arviz.__version__}: pip install 'arviz<1'")
-
-    def chain(values: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {name: value.detach().cpu().unsqueeze(0).numpy() for name, value in values.items()}
-
-    given = {} if log_likelihood is None else {"log_likelihood": chain({"records": log_likelihood})}
-    found = arviz.from_dict(posterior=chain(draws), **given)
-    found.posterior.attrs.update(about)
-    return found

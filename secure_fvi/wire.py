@@ -205,31 +205,6 @@ class Mapped(Shape):
         return type(value) is dict and all(self._key(k) and self._each(v) for k, v in value.items())
 
 
-class Named(Shape):
-    """A table of exactly these fields, by name."""
-
-    def __init__(self, **fields: Check) -> None:
-        self._fields = {name: shape(check) for name, check in fields.items()}
-
-    def walk(self, walk: Walk) -> None:
-        if walk.head() != (_MAP, len(self._fields)):
-            raise _Refused
-        left = dict(self._fields)
-        for _ in range(len(left)):
-            kind, count = walk.head()
-            name = bytes(walk.data[walk.at - count : walk.at]).decode("ascii", "replace") if count < 100 else ""
-            if kind != _TEXT or name not in left:
-                raise _Refused
-            left.pop(name).walk(walk)
-
-    def __call__(self, value: Any) -> bool:
-        return (
-            type(value) is dict
-            and value.keys() == self._fields.keys()
-            and all(field(value[name]) for name, field in self._fields.items())
-        )
-
-
 class Anything(Shape):
     """Whatever it is, of at most `elements` parts in all, at most `depth` deep. For what this program wrote itself."""
 

@@ -12,6 +12,7 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.aggregation.base import Block, BlockTable
+from secure_fvi.cli.policy import disclosure_json, disclosure_lines
 from secure_fvi.deployment.policy import Allowed
 from secure_fvi.disclosure import DISCLOSURES, Declaration, Disclosure, Sums, check_carried, disclose
 from secure_fvi.errors import AggregationError, InputError
@@ -54,9 +55,9 @@ def test_each_disclosure_follows_from_its_options(
 ) -> None:
     found = disclose(algorithm, aggregation, privacy, 6)
     assert found.kinds == kinds
-    assert found.to_json()["disclosures"] == list(kinds)
+    assert disclosure_json(found)["disclosures"] == list(kinds)
     for name in kinds:
-        assert any(f"'{name}': {DISCLOSURES[name]}" in line for line in found.lines())
+        assert any(f"'{name}': {DISCLOSURES[name]}" in line for line in disclosure_lines(found))
 
 
 def test_a_policy_may_list_each_disclosure_and_nothing_else() -> None:
@@ -110,13 +111,15 @@ def test_sums_besides_the_rounds_are_counted_and_said(algorithm: Any, most: int)
     found = disclose(algorithm, sums, None, 3)
     assert found.besides == most
     assert {p.at_least for p in found.phases if p.besides} <= {3}
-    assert [line.count("besides the rounds") for line in found.lines()].count(1) == sum(p.besides for p in found.phases)
-    assert (f"{found.rounds + most} in all" in found.lines()[0]) is bool(most)
+    assert [line.count("besides the rounds") for line in disclosure_lines(found)].count(1) == sum(
+        p.besides for p in found.phases
+    )
+    assert (f"{found.rounds + most} in all" in disclosure_lines(found)[0]) is bool(most)
     server, _, _ = build_parties(problem.model, problem.silos, algorithm, sums, compile=False)
     counted = {name: phase.counts for name, phase in server.program.order.phases.items()}
     assert counted == {p.phase: not p.besides for p in found.phases if p.phase in counted}
     assert (found.missing, found.differences) == (1, 9)
-    assert any("9 exact sums of its rounds may lack up to 1 silo" in line for line in found.lines())
+    assert any("9 exact sums of its rounds may lack up to 1 silo" in line for line in disclosure_lines(found))
     assert disclose(algorithm, sf.Masked(min_cohort=2, max_missing=1), None, 3).missing == 0
 
 
@@ -181,9 +184,9 @@ def test_blocks_are_exact_or_noised_as_they_leave() -> None:
     found = _traced(problem, sf.SFVI(iterations=5), settings)
     (phase,) = found.phases
     assert phase.exact() == ("records",)
-    assert any(line.strip().startswith("objective:") and line.endswith("noised") for line in found.lines())
-    assert any(line.strip().startswith("records:") and line.endswith("exact") for line in found.lines())
-    assert any("Skellam, 2 times" in line for line in found.lines())
+    assert any(line.strip().startswith("objective:") and line.endswith("noised") for line in disclosure_lines(found))
+    assert any(line.strip().startswith("records:") and line.endswith("exact") for line in disclosure_lines(found))
+    assert any("Skellam, 2 times" in line for line in disclosure_lines(found))
 
 
 def _traced(problem: Any, algorithm: Any, privacy: Any) -> Disclosure:

@@ -24,6 +24,8 @@ AGAINST = {
         "secure_fvi.deployment.names",
     ),
     "Sites load no plots, reports or audits": ("secure_fvi/deployment/names.py", "secure_fvi.plots"),
+    "A silo's job loads what it runs": ("secure_fvi/silo.py", "secure_fvi.results"),
+    "Algorithms do not import each other": ("secure_fvi/algorithms/sfvi.py", "secure_fvi.algorithms.pvi"),
     "No circles": ("secure_fvi/aggregation/ring.py", "secure_fvi.aggregation.masked"),
 }
 _LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
@@ -80,6 +82,23 @@ def test_nothing_private_of_opacus_is_used() -> None:
     files = [*(ROOT / "secure_fvi").glob("*/*.py"), *(ROOT / "lab").rglob("*.py")]
     assert not [f for f in files if private.search(f.read_text())]
     assert private.search("from opacus.optimizers.optimizer import _mark_as_processed"), "the control"
+
+
+def test_a_silos_job_loads_what_it_names() -> None:
+    """SFVI, masked sums and a function, named in its configuration; the control: a formula's maker loads formulas."""
+    code = """if True:
+        import sys
+        from secure_fvi.deployment import site_job
+        from secure_fvi.runs.config import parse
+        from secure_fvi.runs.options import MODELS, chosen, named
+        silos = [{"id": name, "data": f"{name}.csv"} for name in "abc"]
+        named_by = {"model": {"function": "model.py:model"}, "algorithm": {"name": "sfvi"}}
+        chosen(parse({**named_by, "aggregation": {"kind": "masked"}, "silo": silos}, "test"))
+        others = "aggregation.masked_server aggregation.homomorphic algorithms.pvi engines formula results server"
+        there = lambda: print(*(name for name in others.split() if f"secure_fvi.{name}" in sys.modules))
+        there(); named(MODELS, "model", "formula"); there()"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["", "formula"], done.stderr
 
 
 def test_a_fit_loads_nothing_that_few_fits_use() -> None:

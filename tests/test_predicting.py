@@ -14,7 +14,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.base import Posterior
-from secure_fvi.results import LocalPosterior
+from secure_fvi.draws import LocalPosterior
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning", "ignore::FutureWarning")
 _rng = torch.Generator().manual_seed(5)
@@ -179,7 +179,7 @@ def test_a_records_own_latents_are_integrated_out(monkeypatch: pytest.MonkeyPatc
     covariance = 0.49 * torch.ones(3, 3) + 0.25 * torch.eye(3)
     exact = dist.MultivariateNormal(centre, covariance).log_prob(rows)
     assert (found - exact).abs().max() < 0.15
-    monkeypatch.setattr("secure_fvi.results.NUMBERS_AT_ONCE", 1)  # one draw at a time
+    monkeypatch.setattr("secure_fvi.draws.NUMBERS_AT_ONCE", 1)  # one draw at a time
     assert (local.log_likelihood(2, seed=1, samples=400) - exact).abs().max() < 0.15
 
 

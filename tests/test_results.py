@@ -16,11 +16,11 @@ from programs import make_intercepts, make_rate
 from safetensors.torch import load_file
 
 import secure_fvi as sf
-from secure_fvi import fitting, results
+from secure_fvi import fitting
 from secure_fvi.checkpoints import latest_round, load_checkpoint, save_checkpoint
+from secure_fvi.draws import draw_global
 from secure_fvi.driving import NOTHING_DONE
 from secure_fvi.errors import InputError, SecureFVIWarning
-from secure_fvi.results import draw_global
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_samples_have_the_posterior_moments(result: sf.Result) -> None:
 def test_draws_too_many_for_memory_are_made_in_parts(result: sf.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same distribution in parts of 300: mean and sd within 5 standard errors of those at once."""
     whole = result.sample(20_000)["rate"]
-    monkeypatch.setattr(results, "NUMBERS_AT_ONCE", 300)
+    monkeypatch.setattr("secure_fvi.draws.NUMBERS_AT_ONCE", 300)
     parts = result.sample(20_000)["rate"]
     assert parts.shape == whole.shape
     assert parts.unique().numel() == 20_000  # no part repeats another

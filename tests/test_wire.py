@@ -22,6 +22,7 @@ from secure_fvi import wire
 from secure_fvi.aggregation import Block, BlockTable, Masked, messages
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.messages import Contribution, KeySet, Shares, pack, unpack, unpack_any
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.deployment.names import Table, parse_table
 from secure_fvi.dictionary import read_dictionary
 from secure_fvi.errors import InputError, ProtocolError
@@ -137,7 +138,7 @@ def test_parties_of_a_sum_know_how_long_its_messages_are() -> None:
     """A contribution a little longer than its table is left out by its length; a silo takes no message that is longer
     than those of so many members. The control: honest ones, of a table larger than all that, go through."""
     ids, table, context = [f"s{i}" for i in range(4)], BlockTable((Block("g", (50_000,), 1.0),)), bytes(32)
-    server, silos = Masked(max_missing=1).local_parties(ids)
+    server, silos = local_parties(Masked(max_missing=1), ids)
 
     def exchange(asked: dict[str, bytes]) -> dict[str, bytes]:
         return {s: silos[s].handle(m) for s, m in asked.items()}

@@ -29,8 +29,8 @@ def set_budget(
     Makes ledger and signing key where there are none. The key (LEDGER.keys/SILO.pem) is encrypted when
     SECURE_FVI_PASSPHRASE is set.
     """
+    from secure_fvi.key_files import key_path
     from secure_fvi.privacy.ledger import Budget, Ledger
-    from secure_fvi.privacy.ledger_keys import key_path
 
     budget = Budget(data_set, epsilon, delta, unit)
     opened = Ledger.open(ledger, silo, create=True)
@@ -65,8 +65,8 @@ def verify(
     Rows that were cut off at the end are found with receipts of witnesses only.
     """
     from secure_fvi.errors import InputError
-    from secure_fvi.privacy.ledger import verify as check
-    from secure_fvi.privacy.ledger_keys import load_public_key
+    from secure_fvi.key_files import load_public_key
+    from secure_fvi.privacy.ledger_account import verify as check
 
     try:
         shown = [path.read_bytes() for path in receipts]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -14,7 +15,8 @@ from secure_fvi.cli.serving import sandbox_option
 if TYPE_CHECKING:
     from secure_fvi.deployment.deciding import Decision
     from secure_fvi.deployment.policy import SitePolicy
-    from secure_fvi.disclosure import Disclosure
+    from secure_fvi.disclosure import Disclosure, Phase
+    from secure_fvi.privacy.settings import DP
     from secure_fvi.runs.config import Config
 
 FILE = click.Path(path_type=Path)
@@ -156,10 +158,10 @@ def explain(
     found = disclosure_of(job, data_dir, model)
     check_carried(found, job.engine or Engine())
     if not as_json:
-        _say([*_formula_lines(job), *found.lines()])
+        _say([*_formula_lines(job), *disclosure_lines(found)])
         return
     words = {"formula": _formula_lines(job)} if job.model.formula is not None else {}
-    click.echo(json.dumps(found.to_json() | words, indent=2))
+    click.echo(json.dumps(disclosure_json(found) | words, indent=2))
 
 
 def _say(lines: list[str]) -> None:
@@ -218,7 +220,7 @@ def allow(
     job, path = config.job(), home / "policy.toml"
     read_policy(path)
     before, found = read_bytes(path, "the policy"), disclosure_of(job)
-    _say([*_formula_lines(job), *found.lines()])
+    _say([*_formula_lines(job), *disclosure_lines(found)])
     rules = _allowing(wording.loads(before.decode()), home, job, found, installed)
     if without_dp:
         rules["privacy"]["dp"] = "optional"
@@ -346,3 +348,140 @@ def hash_model(config: Asked, installed: str | None, as_json: bool) -> None:
     click.echo(f"with {', '.join(f'{k} {v}' for k, v in found.versions.items())}", err=True)
     click.echo(f"and {', '.join(f'{k} = {v}' for k, v in found.settings.items())}", err=True)
     click.echo(f"of the secure_fvi {found.package.hex()}", err=True)
+
+
+# ---- What a job discloses, in words and for programs ----
+
+
+def disclosure_json(d: Disclosure) -> dict[str, Any]:
+    """All of what a job discloses, for programs."""
+    return {
+        "algorithm": d.algorithm,
+        "aggregation": d.kind,
+        "silos": d.silos,
+        "rounds": d.rounds,
+        "sums_besides_rounds": d.besides,
+        "exact_sums_that_may_lack_silos": d.differences,
+        "who_learns_totals": list(d.learn),
+        "single_terms_seen_by_server": d.kind == "plain",
+        "disclosures": list(d.kinds),
+        "phases": [_phase_json(p, d.privacy) for p in d.phases],
+        "privacy": None if d.privacy is None else {"unit": d.privacy.unit, **dataclasses.asdict(d.privacy)},
+        "kept_at_silos": d.keeps,
+    }
+
+
+def _phase_json(p: Phase, privacy: DP | None) -> dict[str, Any]:
+    blocks = None
+    if p.blocks is not None:
+        exact = p.exact()
+        blocks = [
+            {
+                "name": b.name,
+                "shape": list(b.shape),
+                "bound": b.bound,
+                "whole_numbers": b.integer,
+                "exact": b.name in exact,
+                "rows": b.rows,
+            }
+            for b in p.blocks
+        ]
+    terms = p.terms
+    return {
+        "phase": p.phase,
+        "sums_at_most": p.at_most,
+        "besides_rounds": p.besides,
+        "retries_at_most": 0 if privacy is None else privacy.retries,
+        "term_of_a_silo": p.what,
+        "silos_asked": p.asked,
+        "cohort": p.cohort,
+        "silos_at_least": p.at_least,
+        "blocks": blocks,
+        "noise": None
+        if terms is None
+        else {
+            "mechanism": "skellam" if terms.resolution else "gaussian",
+            "multiplier": terms.noise_multiplier,
+            "added_by": terms.settings.noise,
+            "sampling_rate": terms.sampling_rate,
+        },
+    }
+
+
+_COHORTS = {
+    "all": "all {asked} silos",
+    "sampled": "{asked} of {silos} silos, drawn by a coin that follows from the job's seed, which the server chose",
+    "asynchronous": "{asked} of {silos} silos, those whose fits are done",
+    "sequential": "{asked} of {silos} silos, one after the other",
+}
+
+
+def disclosure_lines(d: Disclosure) -> list[str]:
+    """All of what a job discloses in plain words, a line each."""
+    return list(_lines(d))
+
+
+def _lines(d: Disclosure) -> Iterator[str]:
+    from secure_fvi.disclosure import DISCLOSURES
+
+    besides = f" and {_many(d.besides, 'sum')} besides: {d.rounds + d.besides} in all" if d.besides else ""
+    yield f"{d.algorithm}, {d.kind} sums, {_many(d.silos, 'silo')}, at most {_many(d.rounds, 'round')}{besides}"
+    for p in d.phases:
+        more = f", and {d.privacy.retries} more after failures" if d.privacy is not None else ""
+        more += ", besides the rounds" if p.besides else ""
+        yield f"phase '{p.phase}': at most {_many(p.at_most, 'sum')}{more}"
+        over = _COHORTS[p.cohort].format(asked=p.asked, silos=d.silos)
+        yield f"  each over {over}" + (f"; after losses over {p.at_least} at least" if p.at_least < p.asked else "")
+        yield f"  of a silo: {p.what}"
+        if p.blocks is None:
+            yield "  its blocks follow from the model, once it is traced"
+        else:
+            exact = p.exact()
+            for b in p.blocks:
+                rows = {"all": "", "silo": ", a row a silo", "presence": ", who is in the total"}[b.rows]
+                shape = " x ".join(map(str, b.shape)) or "one number"
+                how = "exact" if b.name in exact else "noised"
+                yield f"  {b.name}: {shape}{rows}; a silo's within +-{b.bound:g}; {how}"
+        if p.terms is not None:
+            mechanism = "Skellam" if p.terms.resolution else "Gaussian"
+            yield (
+                f"  noise: {mechanism}, {p.terms.noise_multiplier:.4g} times the clipping norm "
+                f"{p.terms.settings.clipping_norm:g} (which is of no account for the guarantee)"
+            )
+    if d.differences:
+        yield (
+            f"{_many(d.differences, 'exact sum')} of its rounds may lack up to {_many(d.missing, 'silo')}: their "
+            "differences from others come close to the terms of these"
+        )
+    if d.kind == "plain":
+        yield "the server sees each silo's own contribution: a plain sum hides nothing"
+    yield f"who learns a total: {'; '.join(d.learn)}"
+    yield from _privacy_lines(d)
+    yield "public besides: the silos' names and number, who answered and when, sizes of messages"
+    yield f"stays at a silo: {d.keeps}"
+    for name in d.kinds:
+        yield f"a policy has to list '{name}': {DISCLOSURES[name]}"
+
+
+def _privacy_lines(d: Disclosure) -> Iterator[str]:
+    dp = d.privacy
+    if dp is None:
+        yield (
+            "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
+            "others, unless all of these put their own terms together; totals of several rounds, taken together, can "
+            "single out silos and records"
+        )
+        return
+    strength = f"epsilon {dp.epsilon:g}" if dp.epsilon is not None else f"noise multiplier {dp.noise_multiplier:g}"
+    yield f"differential privacy of each {dp.unit}: {strength} at delta {dp.delta:g}, for all sums together"
+    where = {
+        "distributed": f"each silo adds a share; {_many(dp.colluders, 'colluder')} and "
+        f"{_many(dp.dropouts, 'loss', 'losses')} are counted on",
+        "silo": "each silo adds all of it",
+        "server": "the server adds it, and sees exact totals before",
+    }
+    yield f"noise: {where[dp.noise]}"
+
+
+def _many(count: int, one: str, more: str = "") -> str:
+    return f"{count} {one if count == 1 else more or one + 's'}"

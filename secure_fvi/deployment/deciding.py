@@ -14,8 +14,7 @@ from secure_fvi.deployment.names import printable
 from secure_fvi.deployment.policy import DataRule, SitePolicy, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.trail import JobEntry, Trail
-from secure_fvi.engines.remote import SessionLost
-from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError, SessionLost
 from secure_fvi.runs.config import Config
 from secure_fvi.silo import UNANSWERABLE
 

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from secure_fvi.aggregation import Homomorphic
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_named
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
 from secure_fvi.aggregation.roster import Roster
@@ -26,9 +26,8 @@ from secure_fvi.deployment.session_messages import CODEC, Joined, Open
 from secure_fvi.deployment.session_sums import session_of, session_roster
 from secure_fvi.deployment.site_job import check_supported, job_folder
 from secure_fvi.disclosure import disclose
-from secure_fvi.engines.remote import SessionLost
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.errors import InputError, ProtocolError, SessionLost
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import SUM
 from secure_fvi.runs.options import chosen
@@ -47,7 +46,7 @@ class HolderJob:
         algorithm, sums, privacy = chosen(offer.config)
         if not isinstance(sums, Homomorphic):
             raise InputError(f"aggregation.kind = '{offer.config.aggregation.kind}' needs no key holder")
-        check_supported(offer.config, sums)
+        check_supported(offer.config)
         disclose(algorithm, sums, privacy, len(offer.silos))
         self.aggregation, self._scheme = sums, scheme_named(sums.scheme)
         self.folder = job_folder(home, decision.offer.job)
@@ -162,7 +161,9 @@ class HolderJob:
         """Raises InputError where the consortium's [sums] are stricter than the job's."""
         least = max(message.min_cohort, self.aggregation.min_cohort)
         sums = dataclasses.replace(self.aggregation, min_cohort=least, max_missing=message.max_missing)
-        return session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
+        found = session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
+        assert found is not None
+        return found
 
     def _begin(self, roster: Roster, store: HeldStore, key: SecretContext) -> None:
         identity = self.home.identity_in(self.decision.roster)

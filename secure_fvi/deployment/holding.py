@@ -19,10 +19,10 @@ import numpy as np
 from secure_fvi import wire
 from secure_fvi.aggregation.store import NONE, SealedStore, SqliteStore, Store
 from secure_fvi.algorithms.base import Pending
-from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import InputError
 from secure_fvi.messages import ROUND
 from secure_fvi.silo import Answer, Past, Silo
+from secure_fvi.states import pack_state, unpack_state
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"

@@ -39,9 +39,17 @@ from secure_fvi.deployment.certificates import make_certificate, pem_of, read_ce
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, parse_roster, trusted
 from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.signatures import load_roster
-from secure_fvi.engines.remote import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.key_files import check_sealed, create_key, is_encrypted, load_key, load_private, seal, store_private
+from secure_fvi.key_files import (
+    TlsFiles,
+    check_sealed,
+    create_key,
+    is_encrypted,
+    load_key,
+    load_private,
+    seal,
+    store_private,
+)
 from secure_fvi.runs import wording
 
 HOME_VARIABLE = "SECURE_FVI_HOME"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from secure_fvi.aggregation.base import Form
 from secure_fvi.deployment.home import check_private
 from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes
 from secure_fvi.errors import InputError
@@ -31,8 +32,6 @@ Allowed = Literal[
     "objective",
     "adaptive_clipping",
 ]
-#: What `aggregations` may list. The two long names are the weaker forms, which a site has to allow by name.
-Kind = Literal["plain", "masked", "homomorphic", "masked-unchecked", "homomorphic-unmasked"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Delta = Annotated[float, Field(gt=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -208,7 +207,7 @@ class _File(Table):
     format: Literal[1]
     rosters: tuple[Hex32, ...]
     algorithms: tuple[Text, ...]
-    aggregations: tuple[Kind, ...]
+    aggregations: tuple[Form, ...]
     min_cohort: Annotated[int, Field(ge=2)]
     max_rounds: Annotated[int, Field(ge=0)]
     sandbox: Literal["required", "off"] = "required"

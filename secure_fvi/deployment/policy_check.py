@@ -22,7 +22,7 @@ from secure_fvi.deployment.model_hash import manifest, package_digest
 from secure_fvi.deployment.names import Role, printable
 from secure_fvi.deployment.policy import DataRule, PrivacyRules, SitePolicy, rule_of
 from secure_fvi.dictionary import read_dictionary
-from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose, kind_of
+from secure_fvi.disclosure import DISCLOSURES, Disclosure, disclose
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.privacy.settings import DP
 from secure_fvi.privacy.terms import Terms
@@ -154,8 +154,8 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
     if offer.roster not in policy.rosters:
         yield f"roster {offer.roster.hex()[:16]}... is not accepted ({_few([r.hex()[:16] for r in policy.rosters])})"
     algorithm, sums, dp = chosen(config)
-    if kind_of(sums) not in policy.aggregations:
-        yield f"aggregation '{kind_of(sums)}' is not accepted ({_few(policy.aggregations)})"
+    if sums.form not in policy.aggregations:
+        yield f"aggregation '{sums.form}' is not accepted ({_few(policy.aggregations)})"
     for option in (
         *unjudged(config), *unjudged(algorithm, "algorithm"), *unjudged(sums, "aggregation"), *unjudged(dp, "privacy")
     ):  # fmt: skip

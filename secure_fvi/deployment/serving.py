@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from safetensors.torch import save
 
-from secure_fvi.aggregation import Homomorphic
 from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
-from secure_fvi.aggregation.plain import PlainServer
+from secure_fvi.aggregation.parties import PlainServer, server_half
 from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import Machine, build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
@@ -46,19 +45,18 @@ from secure_fvi.deployment.session_messages import (
 from secure_fvi.deployment.session_sums import (
     OpenSession,
     key_holder_of,
-    least_silos,
     longest_message,
-    server_sum,
     session_of,
+    session_roster,
 )
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
 from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
-from secure_fvi.engines.remote import SessionLost
+from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.engines.stream_server import StreamServer
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
 from secure_fvi.exported import Elsewhere
 from secure_fvi.federated_model import FederatedModel, check_schemas_agree
 from secure_fvi.files import write_atomically
@@ -97,7 +95,7 @@ def remote_federation(
         raise InputError(f"'{home.path}' is the folder of a {home.role}; a server's is needed here")
     config = settled(config)
     algorithm, aggregation, privacy = chosen(config)
-    check_supported(config, aggregation)
+    check_supported(config)
     disclosed = disclose(algorithm, aggregation, privacy, len(silo_ids(config) or ()))
     check_carried(disclosed, config.engine or Engine())
     model, description = model_for(config, sandbox, None, None, home.path)
@@ -209,7 +207,7 @@ class Hub:
         self._kept = federation.folder.checkpoints
         self._kept.mkdir(exist_ok=True)
         self._roster = home.roster(now())
-        needed = isinstance(federation.aggregation, Homomorphic)
+        needed = federation.aggregation.kind == "homomorphic"
         self._holder = key_holder_of(self._roster).id if needed else None
         self._trail: Trail = open_trail(home)
         self.offer, self._signed = self._make_offer()
@@ -220,10 +218,8 @@ class Hub:
         least = least_silos(federation.aggregation, len(self.offer.silos), federation.privacy is not None)
         self._patience = Patience(engine.on_loss, engine.deadline, least)
         tls = home.credentials([*self._roster.of_role("silo"), *self._roster.of_role("holder")])
-        self.engine = federation.carrier(
-            self.offer.silos, federation.listen, tls, self._admit, self._roster.hash,
-            self.offer.job, home, self._patience, [self._holder] if self._holder else [],
-        )  # fmt: skip
+        line = Line(self.offer.silos, self.offer.job, home, self._patience, [self._holder] if self._holder else [])
+        self.engine = federation.carrier(line, federation.listen, tls, self._admit, self._roster.hash)
         self.engine.watch = self._write_down
         name = f"{federation.folder.path.resolve().name}: {federation.description}"
         self._teller = Teller(home.path, self.offer.job, name, self.engine.waiting)
@@ -433,4 +429,13 @@ class Hub:
                 path.unlink()
         self._sums = open_store(self._kept / f"{session.hex()}.sqlite")
         opened = OpenSession(self._roster, session, self.offer.silos, aggregation, holder)
-        return server_sum(opened, self._sums, self._ask_sum)
+        return server_half(aggregation, self.offer.silos, session_roster(*opened), self._sums, self._ask_sum)
+
+
+def least_silos(aggregation: SecureSum, silos: int, private: bool) -> int:
+    """Silos without which no sum comes about. private: how many may be missing follows from noise, not known yet."""
+    masks = aggregation.beneath(64)
+    if masks is None:
+        return 1
+    present = 0 if private else silos - masks.max_missing
+    return max(masks.min_cohort, present, 2 * silos // 3 + 1 if masks.consistency_check else 0)

@@ -1,4 +1,4 @@
-"""The parties of a session's secure sums at server, silo and key holder, all bound to one roster of that session.
+"""What binds the parties of a session's secure sums, server, silos and key holder to one roster of that session.
 
 Homomorphic sums need the roster's one member with the role "holder". Each session has a fresh encryption key, made at
 the holder; its hash is one of the fresh bytes that name the session, and the holder's identity, which the consortium's
@@ -7,16 +7,10 @@ signed roster names, signs the session's roster: a silo encrypts under no key th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from secure_fvi.aggregation import Homomorphic, Masked
-from secure_fvi.aggregation.base import BlockTable, SecureSum, SumServer, SumSilo
-from secure_fvi.aggregation.homomorphic import HomomorphicServer, HomomorphicSilo, WithHolder
-from secure_fvi.aggregation.homomorphic_schemes import scheme_named
-from secure_fvi.aggregation.masked_server import MaskedServer
-from secure_fvi.aggregation.masked_silo import MaskedSilo
-from secure_fvi.aggregation.plain import PlainServer, PlainSilo
+from secure_fvi.aggregation.base import BlockTable, Seat, SecureSum, SumSilo
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import Store
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, session_id
@@ -41,7 +35,7 @@ def session_of(roster: ConsortiumRoster, offer: bytes, opened: Open, aggregation
     """
     if len(opened.silos) != len(opened.nonces):
         raise ProtocolError("a session needs 32 fresh bytes of each silo")
-    if isinstance(aggregation, Homomorphic) != bool(opened.holder):
+    if (aggregation.kind == "homomorphic") != bool(opened.holder):
         raise ProtocolError("a session has an encryption key where its sums are homomorphic, and there alone")
     nonces = dict(zip(opened.silos, opened.nonces, strict=True))
     if opened.holder:
@@ -51,16 +45,17 @@ def session_of(roster: ConsortiumRoster, offer: bytes, opened: Open, aggregation
 
 def session_roster(
     roster: ConsortiumRoster, session: bytes, silos: Sequence[str], aggregation: SecureSum, holder: bytes
-) -> Roster:
-    """What all signatures of the session are bound to. holder: hash of the session's encryption key, or nothing.
+) -> Roster | None:
+    """What all signatures of the session are bound to; None of plain sums. holder: hash of the session's encryption
+    key, or nothing.
 
     Raises InputError where the consortium's [sums] are stricter.
     """
-    if not isinstance(aggregation, Homomorphic):
-        assert isinstance(aggregation, Masked)
-        return roster.session(session, silos, aggregation)
-    entry = key_holder_of(roster).identity_key + holder
-    return roster.session(session, silos, aggregation.beneath(roster.sums.bits), entry)
+    masks = aggregation.beneath(roster.sums.bits)
+    if masks is None:
+        return None
+    entry = key_holder_of(roster).identity_key + holder if aggregation.kind == "homomorphic" else b""
+    return roster.session(session, silos, masks, entry)
 
 
 class OpenSession(NamedTuple):
@@ -71,21 +66,6 @@ class OpenSession(NamedTuple):
     silos: Sequence[str]
     aggregation: SecureSum
     holder: bytes
-
-
-def server_sum(
-    opened: OpenSession,
-    store: Store,
-    ask: Callable[[bytes], bytes],
-) -> SumServer:
-    """The server's half. ask: the way to the key holder."""
-    aggregation = opened.aggregation
-    if not isinstance(aggregation, Masked | Homomorphic):
-        return PlainServer(opened.silos)
-    found = session_roster(*opened)
-    if isinstance(aggregation, Masked):
-        return MaskedServer(found, store)
-    return WithHolder(HomomorphicServer(found, scheme_named(aggregation.scheme), aggregation.masked, store), ask)
 
 
 def silo_sum(
@@ -99,13 +79,8 @@ def silo_sum(
 ) -> SumSilo:
     """The half of `silo`. min_cohort, max_missing: what its site insists on, whatever the roster says. questions: see
     `MaskedSilo`."""
-    aggregation = opened.aggregation
-    if not isinstance(aggregation, Masked | Homomorphic):
-        return PlainSilo(silo)
-    found = session_roster(*opened)
-    if isinstance(aggregation, Masked):
-        return MaskedSilo(found, silo, identity, store, min_cohort, max_missing=max_missing, questions=questions)
-    return HomomorphicSilo(found, silo, identity, aggregation, store, min_cohort, max_missing, questions)
+    seat = Seat(session_roster(*opened), silo, identity, store, min_cohort, max_missing, questions)
+    return opened.aggregation.at_silo(seat)
 
 
 def longest_message(tables: Iterable[BlockTable], silos: int, aggregation: SecureSum) -> int:
@@ -113,12 +88,3 @@ def longest_message(tables: Iterable[BlockTable], silos: int, aggregation: Secur
     length, a contribution at most 96 bytes a value, a refill some seeds and shares of each neighbour and index."""
     widest = max((table.size for table in tables), default=0)
     return (4 << 20) + 512 * widest + silos * (1024 + 256 * (getattr(aggregation, "batch", None) or 64))
-
-
-def least_silos(aggregation: SecureSum, silos: int, private: bool) -> int:
-    """Silos without which no sum comes about. private: how many may be missing follows from noise, not known yet."""
-    if not isinstance(aggregation, Masked | Homomorphic):
-        return 1
-    signed = isinstance(aggregation, Homomorphic) or aggregation.consistency_check
-    present = 0 if private else silos - aggregation.max_missing
-    return max(aggregation.min_cohort, present, 2 * silos // 3 + 1 if signed else 0)

@@ -23,11 +23,19 @@ from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
-from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.errors import (
+    BudgetError,
+    DataError,
+    InputError,
+    PolicyError,
+    ProtocolError,
+    SecureFVIError,
+    SessionLost,
+)
 from secure_fvi.files import write_atomically
+from secure_fvi.key_files import TlsFiles
 from secure_fvi.messages import ROUND, SUM
 from secure_fvi.silo import UNANSWERABLE
 from secure_fvi.wire import PROTOCOLS, agreed

@@ -20,15 +20,14 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi import wire
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
-from secure_fvi.aggregation.base import SecureSum, SumSilo
+from secure_fvi.aggregation.base import SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior
@@ -46,21 +45,22 @@ from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
 from secure_fvi.disclosure import disclose
-from secure_fvi.engines.remote import SessionLost
-from secure_fvi.errors import DataError, InputError, ProtocolError
+from secure_fvi.draws import LocalPosterior
+from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
 from secure_fvi.federated_model import read_data
 from secure_fvi.files import sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
-from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
-from secure_fvi.results import LocalPosterior
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
 from secure_fvi.tables import RECORD_ID, cohort_digest
+
+if TYPE_CHECKING:
+    from secure_fvi.mixed_model import MixedModel
 
 _DRAWS = 1000
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -83,12 +83,10 @@ class Local(NamedTuple):
     repeatable: bool = False
 
 
-def check_supported(config: Config, aggregation: SecureSum) -> None:
+def check_supported(config: Config) -> None:
     """Raises InputError for what runs in one process alone so far."""
     if config.vertical:
         raise InputError(f"algorithm.name = '{config.algorithm.name}': silos with different columns run in one process")
-    if not isinstance(aggregation, Homomorphic | Masked | Plain):
-        raise InputError(f"aggregation.kind = '{aggregation.kind}' is not there between sites")
     if config.run.batch_silos:
         raise InputError("run.batch_silos: silos compute together in one process alone")
 
@@ -109,7 +107,7 @@ class SiteJob:
         writes into the site's log what a silo has to say of the server (`Silo.on_event`)."""
         self.home, self.decision, self._tell = home, decision, tell
         algorithm, aggregation, privacy = chosen(decision.offer.config)
-        check_supported(decision.offer.config, aggregation)
+        check_supported(decision.offer.config)
         disclosed = disclose(algorithm, aggregation, privacy, len(decision.offer.silos))
         self.folder = job_folder(home, decision.offer.job)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,8 +117,8 @@ class SiteJob:
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
         with _of_data(home.id):
             used: Mapping[str, Any]
-            if isinstance(model, MixedModel):
-                rows, found = formula_part(config, home.id, model)
+            if config.model.formula is not None:
+                rows, found = formula_part(config, home.id, cast("MixedModel", model))
                 ids, ids_are_own, used = torch.arange(len(rows["y"])), False, found.columns
             else:
                 rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
@@ -243,8 +241,8 @@ class SiteJob:
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{self.decision.offer.job}.safetensors"
         about = {"cohort": self.cohort.digest.hex(), "policy": self.decision.policy.hash.hex()}
-        write_atomically(path, save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about))
-        path.chmod(0o600)
+        content = save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about)
+        write_atomically(path, content, private=True)
         return path
 
     def _own(self, posterior: Posterior) -> dict[str, Tensor]:
@@ -308,7 +306,7 @@ class SiteJob:
         # this one: what the job says that its sums may lack, and how many of them, is what all agreed to.
         missing = min(policy.max_missing(private) or 0, self.disclosed.missing)
         # In a plain sum the server has every term anyway.
-        plain = isinstance(self.aggregation, Plain)
+        plain = self.aggregation.kind == "plain"
         unused = None if plain else policy.max_missing(private)
         # Under privacy totals have noise, planned for those that may be missing: their differences tell no more.
         lacking = not private and not plain
@@ -346,8 +344,8 @@ class SiteJob:
         path, job = self.folder / "secret", self.decision.offer.job
         sealer = Sealer(self.home.state_secret(), b"sampling-secret")
         if not path.exists():
-            write_atomically(path, sealer.seal(job, os.urandom(32) if wanted is None else wanted))
-            path.chmod(0o600)
+            secret = os.urandom(32) if wanted is None else wanted
+            write_atomically(path, sealer.seal(job, secret), private=True)
         return sealer.open(job, path.read_bytes())
 
     def _kept_session(self) -> tuple[bytes, bytes]:

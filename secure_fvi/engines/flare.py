@@ -18,7 +18,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from secure_fvi.engines.flare_kits import (
     job_file,
 )
 from secure_fvi.engines.letters import Letter, check_letter, read_letter, write_letter
-from secure_fvi.engines.remote import Patience, Remote, shown
+from secure_fvi.engines.remote import Line, Remote, shown
 from secure_fvi.engines.stream_client import answered
 from secure_fvi.engines.stream_messages import LONGEST, Whole
 from secure_fvi.errors import InputError, SecureFVIError
@@ -71,20 +71,9 @@ class Post(NamedTuple):
     send: Callable[[str, bytes], Mapping[str, Any]]
     over: Callable[[], bool]
 
-    def carrier(
-        self,
-        names: Sequence[str],
-        listen: str,
-        tls: Any,
-        admit: Callable[[bytes], str],
-        roster: bytes,
-        job: str,
-        home: Home,
-        patience: Patience | None = None,
-        others: Sequence[str] = (),
-    ) -> FlareCarrier:
+    def carrier(self, line: Line, *_: Any) -> FlareCarrier:
         """Of what a `StreamServer` takes, address and TLS are FLARE's here."""
-        return FlareCarrier(names, job, home, self, patience, others)
+        return FlareCarrier(line, self)
 
 
 class FlareCarrier(Remote):
@@ -92,18 +81,10 @@ class FlareCarrier(Remote):
 
     port = 0  # nobody dials in
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        job: str,
-        home: Home,
-        post: Post,
-        patience: Patience | None = None,
-        others: Sequence[str] = (),
-    ) -> None:
-        super().__init__(names, others, patience)
-        self._job, self._home, (self._send, self._over) = job, home, post
-        self._threads = ThreadPoolExecutor(2 * (len(names) + len(others)), "ask")
+    def __init__(self, line: Line, post: Post) -> None:
+        super().__init__(line)
+        self._send, self._over = post
+        self._threads = ThreadPoolExecutor(2 * (len(line.names) + len(line.others)), "ask")
         self._heard: dict[str, float] = {}  # by site, when it last said anything
 
     def _deliver(self, messages: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -39,20 +39,8 @@ class Letter(NamedTuple):
     connection: bytes = b""
 
 
-class Head(NamedTuple):
-    """What is signed: a letter with its body's SHA-256 in the body's place."""
-
-    sender: str
-    receiver: str
-    job: str
-    number: bytes
-    status: int
-    body: bytes
-    connection: bytes
-
-
 class Envelope(NamedTuple):
-    """What travels."""
+    """What travels. head: what is signed, the letter with its body's SHA-256 in the body's place."""
 
     head: bytes
     body: bytes
@@ -62,7 +50,7 @@ class Envelope(NamedTuple):
 _name, _32 = wire.text(200, printable=True), wire.binary(32)
 CODEC = Codec(
     {
-        Head: (1, (_name, _name, _name, _32, STATUS, _32, wire.binary(0, 32))),
+        Letter: (1, (_name, _name, _name, _32, STATUS, _32, wire.binary(0, 32))),
         Envelope: (2, (wire.binary(most=OVERHEAD), wire.binary(), wire.binary(64))),
     }
 )
@@ -72,7 +60,7 @@ def write_letter(letter: Letter, home: Home, body: bytes | None = None) -> tuple
     """The letter, signed by the home's identity, and the digest that an answer has to name. body: the SHA-256 of its
     body, where that was worked out before, as for a broadcast."""
     digest = hashlib.sha256(letter.body).digest() if body is None else body
-    head = CODEC.pack(Head(*letter._replace(body=digest)))
+    head = CODEC.pack(letter._replace(body=digest))
     named = hashlib.sha256(LABEL + head).digest()
     identity = home.identity_in(home.roster(now()))
     return CODEC.pack(Envelope(head, letter.body, identity.sign(LABEL + named))), named
@@ -84,7 +72,7 @@ def read_letter(content: bytes, home: Home, *roles: Role, most: int) -> tuple[Le
     if len(content) > most + OVERHEAD:
         raise ProtocolError(f"a letter of more than the {most} bytes that are expected at most")
     envelope = CODEC.unpack(content, Envelope)
-    head = CODEC.unpack(envelope.head, Head)
+    head = CODEC.unpack(envelope.head, Letter)
     roster = home.roster(now())
     sender = roster.member(head.sender)
     if sender.role not in roles:
@@ -96,7 +84,7 @@ def read_letter(content: bytes, home: Home, *roles: Role, most: int) -> tuple[Le
         raise ProtocolError(f"a letter of '{sender.id}' with another body than it signed")
     if head.receiver != home.id:
         raise ProtocolError(f"a letter to '{head.receiver}'")
-    return Letter(*head._replace(body=envelope.body)), named
+    return head._replace(body=envelope.body), named
 
 
 def check_letter(letter: Letter, sender: str, job: str, connection: bytes, number: bytes | None = None) -> None:

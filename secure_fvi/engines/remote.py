@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from secure_fvi.engines.stream_messages import LONGEST, MESSAGE, REFUSAL, RESTART, Whole
 from secure_fvi.engines.transport import Transport
-from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.errors import ProtocolError, SessionLost
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.home import Home
 
 _log = logging.getLogger(__name__)
 
 OnLoss = Literal["wait", "drop"]
-
-
-class SessionLost(SecureFVIError):
-    """A silo has lost its share of the session (a restart of its machine): the session has to be opened anew."""
 
 
 class Patience(NamedTuple):
@@ -32,15 +31,24 @@ class Patience(NamedTuple):
     least: int = 1
 
 
+class Line(NamedTuple):
+    """Whom a carrier carries, and whose letters. names: ids of the silos. others: who is reached by `ask` alone."""
+
+    names: Sequence[str]
+    job: str
+    home: Home
+    patience: Patience = Patience()
+    others: Sequence[str] = ()
+
+
 class Remote(Transport):
     """Asks silos elsewhere. A subclass carries: `_deliver` fills `_answers` until `_settled`."""
 
-    def __init__(self, names: Sequence[str], others: Sequence[str], patience: Patience | None) -> None:
-        """`others`: who is reached by `ask` alone."""
-        super().__init__(names)
+    def __init__(self, line: Line) -> None:
+        super().__init__(line.names)
         self.silos = {}
-        self._others = frozenset(others)
-        self.patience = patience or Patience()
+        self._others = frozenset(line.others)
+        self._job, self._home, self.patience = line.job, line.home, line.patience
         self.longest = LONGEST  # bytes of an answer; more where the job's tables are known
         self._asked: dict[str, bytes] = {}
         self._answers: dict[str, Whole] = {}
@@ -99,18 +107,3 @@ def shown(text: bytes) -> str:
     """What another party wrote, as it may stand in a log."""
     decoded = text.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else " " for c in decoded)
-
-
-# ---- What TLS needs of a site ----
-
-
-class TlsFiles(NamedTuple):
-    """PEM: private key, certificate, and the certificates of those who may stand at the other end. The key does not
-    show in a repr."""
-
-    private_key: bytes
-    certificate: bytes
-    trusted: bytes
-
-    def __repr__(self) -> str:
-        return "TlsFiles(...)"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from secure_fvi.engines.letters import OVERHEAD, Letter, check_letter, read_letter, write_letter
-from secure_fvi.engines.remote import SessionLost, TlsFiles
 from secure_fvi.engines.stream_messages import (
     GREETING,
     GREETINGS,
@@ -37,7 +36,8 @@ from secure_fvi.engines.stream_messages import (
     reason,
 )
 from secure_fvi.engines.stream_server import RECHECK
-from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import BudgetError, DataError, InputError, PolicyError, ProtocolError, SessionLost
+from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from secure_fvi.engines.letters import OVERHEAD, Letter, check_letter, read_letter, write_letter
-from secure_fvi.engines.remote import Patience as Patience
-from secure_fvi.engines.remote import Remote, TlsFiles, shown
+from secure_fvi.engines.remote import Line, Remote, shown
 from secure_fvi.engines.stream_messages import (
     GREETING,
     GREETINGS,
@@ -33,10 +32,11 @@ from secure_fvi.engines.stream_messages import (
     parts,
 )
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
+from secure_fvi.key_files import TlsFiles
 from secure_fvi.wire import PROTOCOLS, agreed
 
 if TYPE_CHECKING:
-    from secure_fvi.deployment.home import Home
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -86,25 +86,13 @@ class _Hasty(Exception):
 class StreamServer(Remote):
     """Silos elsewhere, each behind its own stream. Opens its port at once; silos may come and go."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        listen: str,
-        tls: TlsFiles,
-        admit: Callable[[bytes], str],
-        roster: bytes,
-        job: str,
-        home: Home,
-        patience: Patience | None = None,
-        others: Sequence[str] = (),
-    ) -> None:
-        """`listen`: "host:port", port 0 for any. `admit`: the id of the silo whose certificate (PEM) it is given, or
-        ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo has to name. `home`: whose letters
-        are sent. `others`: who is let in as well, and reached by `ask` alone. Raises InputError where the address
-        cannot be had.
+    def __init__(self, line: Line, listen: str, tls: TlsFiles, admit: Callable[[bytes], str], roster: bytes) -> None:
+        """`line`: whose silos and others are let in. `listen`: "host:port", port 0 for any. `admit`: the id of the silo
+        whose certificate (PEM) it is given, or ProtocolError with the reason. `roster`: the hash (32 bytes) that a silo
+        has to name. Raises InputError where the address cannot be had.
         """
-        super().__init__(names, others, patience)
-        self._admit, self._roster, self._job, self._home = admit, roster, job, home
+        super().__init__(line)
+        self._admit, self._roster = admit, roster
         self._changed = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._greeting: dict[str, Any] = {}  # by silo, the stream whose greeting is awaited
@@ -114,7 +102,8 @@ class StreamServer(Remote):
         self._closing = threading.Event()
         self.refused: deque[str] = deque(maxlen=1000)  # why connections were turned away, newest last
         self._grpc = grpc.server(
-            futures.ThreadPoolExecutor((len(names) + len(others)) * 2 + 8), options=(*OPTIONS, *self._options())
+            futures.ThreadPoolExecutor((len(line.names) + len(line.others)) * 2 + 8),
+            options=(*OPTIONS, *self._options()),
         )
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))

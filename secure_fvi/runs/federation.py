@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
+from secure_fvi.contracts import check_repeats
+from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere
@@ -32,21 +34,25 @@ from secure_fvi.models.vertical_programs import VerticalDataset, vertical_progra
 from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
-from secure_fvi.runs.config import Config
+from secure_fvi.runs.config import Config, SiloFile
 from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.records import (
+    Parts,
+    _by_record,
+    _check_ids,
     _dataset,
-    _from_files,
+    _named,
     _partitioned,
-    _tables,
+    _rows,
+    formula_rows,
     model_of,
     python_function,
-    read_ids,
+    read_silo,
     read_table,
     settled,
 )
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import RECORD_ID
+from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, check_table
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +186,54 @@ def _records(
         laid = _tables(config, model)
         return tuple(laid), tuple(laid.values()), None
     return _from_files(config)
+
+
+def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
+    """Silos' tables as a formula's program takes them."""
+    return model.prepared({s.id: formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
+
+
+def _check_files_differ(silos: Sequence[SiloFile]) -> None:
+    """Refuse one file for two silos, where both read all of it or the same of it: its records would count twice."""
+    seen: dict[tuple[Path, str | None], str] = {}
+    for silo in silos:
+        other = seen.setdefault((Path(silo.data).resolve(), silo.query), silo.id)
+        if other != silo.id:
+            raise InputError(f"silos '{other}' and '{silo.id}' have the same data, '{silo.data}': it would count twice")
+
+
+def _from_files(config: Config) -> Parts:
+    _check_files_differ(config.silo)
+    tables = [read_silo(s, f"silo[{j}].data", _by_record(config)) for j, s in enumerate(config.silo)]
+    given = [table.pop(RECORD_ID, None) for table in tables]
+    if any(ids is None for ids in given):
+        if not all(ids is None for ids in given):
+            raise InputError(f"'{RECORD_ID}' must stand in all silos' files or in none")
+        for silo, table in zip(config.silo, tables, strict=True):
+            check_repeats(table, silo.id)
+        starts = _starts([_rows(table) for table in tables])
+        given = [torch.arange(a, b) for a, b in starts]
+    record_ids = tuple(ids for ids in given if ids is not None)
+    for j, ids in enumerate(record_ids):
+        _check_ids(j, ids)
+    return tuple(silo.id for silo in config.silo), tuple(tables), record_ids
+
+
+def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def read_ids(path: Path, key: str, column: str) -> list[str | None]:
+    """The texts of one column of a table without blanks about them, None for a gap: ids of people, which are no
+    numbers."""
+    if path.suffix not in ENDINGS:
+        raise InputError(f"{key} = '{path}': ids are read from a table ({', '.join(ENDINGS)}), as text")
+    with _named(path, key):
+        found = check_table(path, Dictionary({column: Column("id")}))
+    gaps = {int(row) - 1 for f in found.findings if f.what == GAP for row in f.rows}
+    names = found.names[column]
+    return [None if i in gaps else names[place] for i, place in enumerate(found.columns[column])]
 
 
 def disclosure_of(

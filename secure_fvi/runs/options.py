@@ -37,10 +37,12 @@ ALGORITHMS = {
 }
 #: What `[aggregation] kind` may be.
 AGGREGATIONS = {
-    "homomorphic": "secure_fvi.aggregation:Homomorphic",
-    "masked": "secure_fvi.aggregation:Masked",
-    "plain": "secure_fvi.aggregation:Plain",
+    "homomorphic": "secure_fvi.aggregation.homomorphic:Homomorphic",
+    "masked": "secure_fvi.aggregation.masked:Masked",
+    "plain": "secure_fvi.aggregation.plain:Plain",
 }
+#: What makes the model of a `[model]` that is no program and no function of a file.
+MODELS = {"formula": "secure_fvi.mixed_model:glmm"}
 
 #: What `[model] likelihood` may be in a vertical run.
 LIKELIHOODS = {

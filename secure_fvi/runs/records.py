@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,15 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from secure_fvi.contracts import check_repeats
 from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
-from secure_fvi.runs.options import build, resolved
+from secure_fvi.runs.options import MODELS, build, named, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, TABLE, Coded, Coding, Missing, check_table, read_coded
+from secure_fvi.tables import ENDINGS, RECORD_ID, TABLE, Coded, Coding, Missing, read_coded
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
@@ -41,18 +40,6 @@ _log = logging.getLogger(__name__)
 #: Rows of a record, or groups of a silo, that an option may name: each is laid out for as many.
 _MOST = 100_000
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-def read_ids(path: Path, key: str, column: str) -> list[str | None]:
-    """The texts of one column of a table without blanks about them, None for a gap: ids of people, which are no
-    numbers."""
-    if path.suffix not in ENDINGS:
-        raise InputError(f"{key} = '{path}': ids are read from a table ({', '.join(ENDINGS)}), as text")
-    with _named(path, key):
-        found = check_table(path, Dictionary({column: Column("id")}))
-    gaps = {int(row) - 1 for f in found.findings if f.what == GAP for row in f.rows}
-    names = found.names[column]
-    return [None if i in gaps else names[place] for i, place in enumerate(found.columns[column])]
 
 
 def read_table(path: Path, key: str, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
@@ -222,9 +209,8 @@ def formula_model(model: Model) -> MixedModel:
 
     Raises InputError.
     """
-    from secure_fvi.mixed_model import glmm
-
     options: FormulaOptions = build(FormulaOptions, model.options, "model.options")
+    glmm: Callable[..., MixedModel] = named(MODELS, "model", "formula")
     return glmm(str(model.formula), model.family or "gaussian", dictionary=job_dictionary(model), **vars(options))
 
 
@@ -340,37 +326,6 @@ def _even(total: int, count: int) -> tuple[int, ...]:
     return tuple(total // count + (j < total % count) for j in range(count))
 
 
-def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
-    """Silos' tables as a formula's program takes them."""
-    return model.prepared({s.id: formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
-
-
-def _check_files_differ(silos: Sequence[SiloFile]) -> None:
-    """Refuse one file for two silos, where both read all of it or the same of it: its records would count twice."""
-    seen: dict[tuple[Path, str | None], str] = {}
-    for silo in silos:
-        other = seen.setdefault((Path(silo.data).resolve(), silo.query), silo.id)
-        if other != silo.id:
-            raise InputError(f"silos '{other}' and '{silo.id}' have the same data, '{silo.data}': it would count twice")
-
-
-def _from_files(config: Config) -> Parts:
-    _check_files_differ(config.silo)
-    tables = [read_silo(s, f"silo[{j}].data", _by_record(config)) for j, s in enumerate(config.silo)]
-    given = [table.pop(RECORD_ID, None) for table in tables]
-    if any(ids is None for ids in given):
-        if not all(ids is None for ids in given):
-            raise InputError(f"'{RECORD_ID}' must stand in all silos' files or in none")
-        for silo, table in zip(config.silo, tables, strict=True):
-            check_repeats(table, silo.id)
-        starts = _starts([_rows(table) for table in tables])
-        given = [torch.arange(a, b) for a, b in starts]
-    record_ids = tuple(ids for ids in given if ids is not None)
-    for j, ids in enumerate(record_ids):
-        _check_ids(j, ids)
-    return tuple(silo.id for silo in config.silo), tuple(tables), record_ids
-
-
 def _check_ids(at: int, ids: Tensor) -> None:
     if ids.dtype != torch.int64 or ids.ndim != 1:
         raise InputError(f"silo[{at}].data: '{RECORD_ID}' must be whole numbers, one a record")
@@ -378,8 +333,3 @@ def _check_ids(at: int, ids: Tensor) -> None:
 
 def _rows(table: Mapping[str, Tensor]) -> int:
     return len(next(iter(table.values()))) if table else 0
-
-
-def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]

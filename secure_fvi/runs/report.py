@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from secure_fvi import plots
-from secure_fvi.disclosure import disclose, kind_of
+from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
@@ -85,7 +85,7 @@ def write_report(directory: Path) -> None:
 def what_left(config: Config) -> list[Note]:
     """What the secure sum of a run shows whom, where its parties are apart."""
     algorithm, aggregation, privacy = chosen(config)
-    kind = kind_of(aggregation)
+    kind = aggregation.form
     if kind == "plain":
         alone = "Contributions were sent as they are: the server sees each silo's own."
         return [Note(f"{alone} This kind is for a trusted server and for tests.", warns=True)]

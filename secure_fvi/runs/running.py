@@ -10,11 +10,12 @@ from pathlib import Path
 
 from secure_fvi.checkpoints import latest_round
 from secure_fvi.deployment.model_hash import package_digest
+from secure_fvi.draws import draws_that_fit
 from secure_fvi.driving import Progress
 from secure_fvi.errors import BudgetError, InputError
 from secure_fvi.files import write_atomically
 from secure_fvi.guarding import Books
-from secure_fvi.results import NUMBERS_AT_ONCE, RunSummary
+from secure_fvi.results import RunSummary
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import FederationBase, federate
@@ -108,7 +109,7 @@ def _fit(
 
 def _marginal_draws(result: RunSummary) -> int:
     size = sum(site.mean.numel() for site in result.posterior.values())
-    return min(_MARGINAL_DRAWS, max(_LEAST_DRAWS, NUMBERS_AT_ONCE // max(size, 1)))
+    return draws_that_fit(_MARGINAL_DRAWS, _LEAST_DRAWS, size)
 
 
 def _books(config: Config, folder: RunDirectory) -> Books:

@@ -17,6 +17,7 @@ from secure_fvi.aggregation.graph import (
     neighbourhood,
     ring_neighbours,
 )
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.errors import InputError
 
 
@@ -34,7 +35,7 @@ def test_a_thousand_silos_with_a_tenth_corrupt_and_a_tenth_lost():
 
 
 def test_the_graph_is_queryable_at_the_server():
-    server, _ = Masked().local_parties([f"s{i}" for i in range(5)])
+    server, _ = local_parties(Masked(), [f"s{i}" for i in range(5)])
     assert server.neighbourhood.startswith("5 silos, complete graph: k = 4, t = 4")
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from sum_network import CONTEXT, carry, names, random_values, run_sum, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic
+from secure_fvi.aggregation import Block, BlockTable
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     BFV_PRIME,
@@ -19,6 +20,7 @@ from secure_fvi.aggregation.homomorphic_schemes import (
     masked,
 )
 from secure_fvi.aggregation.key_holder import KEY_HOLDER, KeyHolder
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.prg import Mask
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
@@ -28,7 +30,7 @@ from secure_fvi.errors import AggregationError, InputError, ProtocolError
 @pytest.mark.parametrize(("silos", "size"), [(3, 2), (5, 50), (3, 8192 + 5)])
 def test_bfv_totals_are_exact_within_the_resolution(masks, silos, size):
     ids, table = names(silos), table_of(size)
-    server, parties = Homomorphic(masks=masks).local_parties(ids)
+    server, parties = local_parties(Homomorphic(masks=masks), ids)
     for index in range(2):
         values = random_values(ids, table, seed=index)
         total = run_sum(server, parties, index, table, values)
@@ -40,7 +42,7 @@ def test_bfv_totals_are_exact_within_the_resolution(masks, silos, size):
 def test_a_ckks_total_is_off_by_its_flooding_alone_and_integers_are_exact():
     ids = names(4)
     table = BlockTable((Block("gradient", (5000,), 10.0), Block("count", (1,), 500.0, integer=True)))
-    server, parties = Homomorphic(scheme="ckks").local_parties(ids)
+    server, parties = local_parties(Homomorphic(scheme="ckks"), ids)
     rng = np.random.default_rng(1)
     values = {s: np.append(rng.uniform(-10, 10, 5000), float(rng.integers(0, 500))) for s in ids}
     total = run_sum(server, parties, 0, table, values)
@@ -70,7 +72,7 @@ def test_dropout_at_each_stage(stage, masks):
 
 def test_a_silo_that_missed_the_key_drops_out_and_is_given_it_later():
     ids, table = names(5), table_of(20)
-    server, parties = Homomorphic(max_missing=1).local_parties(ids)
+    server, parties = local_parties(Homomorphic(max_missing=1), ids)
     carry(server.prepare(0), parties, lost=[(ids[1],)])
     values = random_values(ids, table)
     with pytest.raises(ProtocolError, match="key has not come in"):
@@ -97,7 +99,7 @@ def test_a_bad_value_is_refused_and_named_by_its_block():
     for scheme in ("bfv", "ckks"):
         ids = names(3)
         table = BlockTable((Block("gradient", (4,), 10.0),))
-        server, parties = Homomorphic(scheme=scheme).local_parties(ids)
+        server, parties = local_parties(Homomorphic(scheme=scheme), ids)
         carry(server.prepare(0), parties)
         for bad in (np.nan, np.inf, 10.5):
             with pytest.raises(AggregationError, match="'gradient'"):
@@ -113,11 +115,11 @@ def test_options_that_cannot_be_are_refused():
     with pytest.raises(InputError, match="min_cohort"):
         Homomorphic(min_cohort=1)
     with pytest.raises(InputError, match="at least 3 silos"):
-        Homomorphic().local_parties(names(2))
+        local_parties(Homomorphic(), names(2))
     with pytest.raises(InputError, match="key holder's name"):
-        Homomorphic().local_parties(["a", "b", KEY_HOLDER])
+        local_parties(Homomorphic(), ["a", "b", KEY_HOLDER])
     big = BlockTable((Block("count", (1,), 1e6, integer=True),))
-    server, parties = Homomorphic(scheme="ckks").local_parties(names(3))
+    server, parties = local_parties(Homomorphic(scheme="ckks"), names(3))
     carry(server.prepare(0), parties)
     with pytest.raises(InputError, match="use scheme = 'bfv'"):
         parties[names(3)[0]].contribute(0, names(3), big, np.ones(1), CONTEXT)

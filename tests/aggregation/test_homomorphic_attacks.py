@@ -8,8 +8,8 @@ from homomorphic_world import VICTIM, World, is_input
 from scipy import stats
 from sum_network import CONTEXT, names, random_values, run_sum, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic, homomorphic
-from secure_fvi.aggregation.homomorphic import HomomorphicSilo, WithHolder
+from secure_fvi.aggregation import Block, BlockTable, homomorphic
+from secure_fvi.aggregation.homomorphic import Homomorphic, HomomorphicSilo, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import (
     BFV,
     BFV_PRIME,

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Masked
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.errors import AggregationError, ProtocolError
 
 
@@ -20,7 +21,7 @@ class TestRandomDropouts:
     def test_a_sum_is_exact_or_there_is_none(self, count, check, batch, data):
         ids = sorted(names(count))
         table = table_of(6)
-        server, silos = Masked(consistency_check=check, batch=batch, max_missing=count).local_parties(ids)
+        server, silos = local_parties(Masked(consistency_check=check, batch=batch, max_missing=count), ids)
         some = st.sets(st.sampled_from(ids), max_size=max(1, count // 2))
         order = data.draw(st.permutations(ids))
         for index in range(2):
@@ -52,6 +53,6 @@ class TestRandomDropouts:
         # The control of the test above, whose every sum could be refused.
         for count in range(3, 10):
             ids, table = names(count), table_of(6)
-            server, silos = Masked().local_parties(ids)
+            server, silos = local_parties(Masked(), ids)
             values = random_values(ids, table)
             assert len(run_sum(server, silos, 0, table, values).survivors) == count

@@ -7,6 +7,7 @@ import pytest
 from sum_network import CONTEXT, carry, contribute, names
 
 from secure_fvi.aggregation import Block, BlockTable, Masked
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.roster import Roster
 
 
@@ -41,7 +42,7 @@ class Clock:
 def run(monkeypatch, count, size, stage, **options):
     """One sum with 10% lost at `stage`; the survivors' total must be exact to the ring's resolution."""
     ids = names(count)
-    server, silos = Masked(bits=32, batch=2, **options).local_parties(ids)
+    server, silos = local_parties(Masked(bits=32, batch=2, **options), ids)
     table = BlockTable((Block("g", (size,), 1.0), Block("n", (1,), 1000.0, integer=True)))
     rng = np.random.default_rng(0)
     values = {s: np.append(rng.uniform(-1, 1, size), float(rng.integers(1000))) for s in ids}

@@ -10,6 +10,7 @@ from sum_network import CONTEXT, carry, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Masked
 from secure_fvi.aggregation.messages import Contribution, unpack
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 
 
@@ -19,8 +20,10 @@ from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 def test_steady_state_of_three_silos(most, check, durable, tmp_path):
     files = iter(range(100))
     ids, table = names(3), table_of(64)
-    server, silos = Masked(consistency_check=check, max_missing=most).local_parties(
-        ids, (lambda _: SqliteStore(tmp_path / f"{next(files)}.sqlite")) if durable else lambda _: MemoryStore()
+    server, silos = local_parties(
+        Masked(consistency_check=check, max_missing=most),
+        ids,
+        (lambda _: SqliteStore(tmp_path / f"{next(files)}.sqlite")) if durable else lambda _: MemoryStore(),
     )
     values = random_values(ids, table)
     exact = sum(values.values())
@@ -51,7 +54,7 @@ def best_of(count, action):
 @pytest.mark.slow
 def test_masking_a_million_values_for_ten_neighbours():
     size, ids = 1_000_000, names(11)
-    server, silos = Masked(bits=32).local_parties(ids)
+    server, silos = local_parties(Masked(bits=32), ids)
     table = BlockTable((Block("g", (size,), 1.0),))
     values = np.random.default_rng(0).uniform(-1, 1, size)
     carry(server.prepare(0), silos)

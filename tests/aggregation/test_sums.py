@@ -5,6 +5,7 @@ import pytest
 from sum_network import CONTEXT, carry, contribute, names, random_values, run_sum, table_of
 
 from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
@@ -21,7 +22,7 @@ KINDS = [
 @pytest.mark.parametrize("silos", [3, 5, 8])
 def test_total_is_the_sum(kind, silos):
     ids, table = names(silos), table_of(50)
-    server, parties = kind.local_parties(ids)
+    server, parties = local_parties(kind, ids)
     for index in range(5):
         values = random_values(ids, table, seed=index)
         total = run_sum(server, parties, index, table, values)
@@ -37,7 +38,7 @@ def test_totals_are_deterministic(kind):
     values = random_values(ids, table)
     totals = []
     for order in (ids, ids[::-1]):
-        server, parties = kind.local_parties(order)
+        server, parties = local_parties(kind, order)
         shuffled = {s: values[s] for s in order}
         totals.append(run_sum(server, parties, 3, table, shuffled).values.tobytes())
     assert totals[0] == totals[1]
@@ -46,7 +47,7 @@ def test_totals_are_deterministic(kind):
 def test_a_long_vector_takes_the_chunked_road():
     ids, table = names(3), table_of(100_003)
     values = random_values(ids, table)
-    server, parties = Masked(bits=32).local_parties(ids)
+    server, parties = local_parties(Masked(bits=32), ids)
     total = run_sum(server, parties, 0, table, values)
     np.testing.assert_allclose(total.values, sum(values.values()), rtol=0, atol=1e-6)
 
@@ -55,7 +56,7 @@ def test_a_long_vector_takes_the_chunked_road():
 @pytest.mark.parametrize("kind", [Plain(), Masked()], ids=repr)
 def test_a_bad_value_is_refused_and_the_index_stays_unused(kind, bad):
     ids, table = names(3), table_of(10)
-    server, parties = kind.local_parties(ids)
+    server, parties = local_parties(kind, ids)
     carry(server.prepare(0), parties)
     values = random_values(ids, table)
     spoilt = values[ids[0]].copy()
@@ -68,7 +69,7 @@ def test_a_bad_value_is_refused_and_the_index_stays_unused(kind, bad):
 
 def test_several_tables_alternate():
     ids = names(4)
-    server, parties = Masked().local_parties(ids)
+    server, parties = local_parties(Masked(), ids)
     tables = [table_of(5), table_of(9, bound=3.0)]
     for index in range(6):
         table = tables[index % 2]
@@ -83,7 +84,7 @@ def test_several_tables_alternate():
 )
 def test_dropout_at_each_stage_of_a_sum(stage, check):
     ids, table = names(7), table_of(20)
-    server, parties = Masked(consistency_check=check, max_missing=2).local_parties(ids)
+    server, parties = local_parties(Masked(consistency_check=check, max_missing=2), ids)
     values = random_values(ids, table)
     away = set(ids[2:4])
     present = {s: v for s, v in values.items() if stage != "contribute" or s not in away}
@@ -101,7 +102,7 @@ def test_dropout_at_each_stage_of_a_sum(stage, check):
 def test_dropout_at_each_stage_of_preparation(step, check):
     """Exchanges of a first `prepare`: keys, key set, deposits, delivery, activation."""
     ids, table = names(7), table_of(20)
-    server, parties = Masked(consistency_check=check, max_missing=1).local_parties(ids)
+    server, parties = local_parties(Masked(consistency_check=check, max_missing=1), ids)
     away = ids[4]
     carry(server.prepare(0), parties, lost=[() if s != step else (away,) for s in range(5)])
     values = random_values(ids, table)
@@ -118,7 +119,7 @@ def test_dropout_at_each_stage_of_preparation(step, check):
 
 def test_a_silo_that_missed_a_delivery_catches_up():
     ids, table = names(5), table_of(20)
-    server, parties = Masked(max_missing=1).local_parties(ids)
+    server, parties = local_parties(Masked(max_missing=1), ids)
     carry(server.prepare(0), parties, lost=[(), (), (), (ids[1],)])
     rest = {s: v for s, v in random_values(ids, table).items() if s != ids[1]}
     assert len(run_sum(server, parties, 0, table, rest).survivors) == 4
@@ -127,7 +128,7 @@ def test_a_silo_that_missed_a_delivery_catches_up():
 
 def test_a_sampled_cohort_sums_its_members_only():
     ids, table = names(8), table_of(20)
-    server, parties = Masked().local_parties(ids)
+    server, parties = local_parties(Masked(), ids)
     values = random_values(ids, table)
     for index, cohort in enumerate([ids[:3], ids[2:7], ids]):
         cohort_values = {s: values[s] for s in cohort}
@@ -139,7 +140,7 @@ def test_a_sampled_cohort_sums_its_members_only():
 @pytest.mark.parametrize("most", [0, 1])
 def test_abandoned_indices_are_skipped(most):
     ids, table = names(3), table_of(20)
-    server, parties = Masked(batch=4, max_missing=most).local_parties(ids)
+    server, parties = local_parties(Masked(batch=4, max_missing=most), ids)
     for index in (0, 3, 4, 13, 40, 70, 200):
         values = random_values(ids, table, seed=index)
         total = run_sum(server, parties, index, table, values)
@@ -148,7 +149,7 @@ def test_abandoned_indices_are_skipped(most):
 
 def test_too_few_get_no_sum():
     ids, table = names(4), table_of(20)
-    server, parties = Masked(max_missing=1).local_parties(ids)
+    server, parties = local_parties(Masked(max_missing=1), ids)
     values = random_values(ids, table)
     with pytest.raises(AggregationError, match="min_cohort = 3"):
         run_sum(server, parties, 0, table, {s: values[s] for s in ids[:2]})
@@ -157,13 +158,13 @@ def test_too_few_get_no_sum():
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_roster_below_min_cohort_is_refused(count):
     with pytest.raises(InputError, match=f"at least 3 silos, got {count}"):
-        Masked().local_parties(names(count))
+        local_parties(Masked(), names(count))
 
 
 @pytest.mark.parametrize("count", [3, 4, 9])
 def test_min_cohort_may_be_everybody(count):
     ids, table = names(count), table_of(6)
-    server, parties = Masked(min_cohort=count).local_parties(ids)
+    server, parties = local_parties(Masked(min_cohort=count), ids)
     values = random_values(ids, table)
     total = run_sum(server, parties, 0, table, values)
     np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
@@ -175,9 +176,9 @@ def test_min_cohort_may_be_everybody(count):
 
 def test_two_silos_need_the_explicit_setting():
     with pytest.raises(InputError, match="set min_cohort = 2 to accept that"):
-        Masked().local_parties(names(2))
+        local_parties(Masked(), names(2))
     ids, table = names(2), table_of(20)
-    server, parties = Masked(min_cohort=2).local_parties(ids)
+    server, parties = local_parties(Masked(min_cohort=2), ids)
     values = random_values(ids, table)
     total = run_sum(server, parties, 0, table, values)
     np.testing.assert_allclose(total.values, sum(values.values()), atol=1e-12)
@@ -188,18 +189,18 @@ def test_two_silos_need_the_explicit_setting():
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(InputError):
-        Masked(**options).local_parties(names(4))
+        local_parties(Masked(**options), names(4))
 
 
 def test_equal_silo_ids_are_refused():
     with pytest.raises(InputError, match="ids must differ"):
-        Masked().local_parties(["a", "b", "a"])
+        local_parties(Masked(), ["a", "b", "a"])
 
 
 def test_steady_state_takes_one_exchange_and_one_or_two_more_where_sums_recover():
     ids, table = names(4), table_of(20)
     for most, check, expected in ((0, False, 0), (0, True, 0), (1, False, 1), (1, True, 2)):
-        server, parties = Masked(consistency_check=check, max_missing=most).local_parties(ids)
+        server, parties = local_parties(Masked(consistency_check=check, max_missing=most), ids)
         values = random_values(ids, table)
         run_sum(server, parties, 0, table, values)
         asked = []
@@ -222,7 +223,7 @@ def test_steady_state_takes_one_exchange_and_one_or_two_more_where_sums_recover(
 
 def test_upload_is_the_ring_payload_and_little_more():
     ids, table = names(3), BlockTable((Block("b", (1000,), 1.0),))
-    server, parties = Masked(bits=32).local_parties(ids)
+    server, parties = local_parties(Masked(bits=32), ids)
     carry(server.prepare(0), parties)
     message = parties[ids[0]].contribute(0, ids, table, np.zeros(1000), CONTEXT)
     assert 4000 <= len(message) <= 1.02 * 4000
@@ -231,7 +232,7 @@ def test_upload_is_the_ring_payload_and_little_more():
 @pytest.mark.parametrize("kind", [Plain(), Masked()], ids=repr)
 def test_a_used_index_a_wrong_shape_and_a_stranger_are_refused(kind):
     ids, table = names(3), table_of(6)
-    server, parties = kind.local_parties(ids)
+    server, parties = local_parties(kind, ids)
     carry(server.prepare(0), parties)
     values = random_values(ids, table)
     silo = parties[ids[0]]
@@ -246,7 +247,7 @@ def test_a_used_index_a_wrong_shape_and_a_stranger_are_refused(kind):
 
 def test_plain_sums_skip_what_is_missing_or_malformed_and_need_one_answer():
     ids, table = names(3), table_of(6)
-    server, parties = Plain().local_parties(ids)
+    server, parties = local_parties(Plain(), ids)
     messages = contribute(parties, 0, table, random_values(ids, table))
     messages[ids[0]] = messages[ids[0]][:-1]
     total = carry(server.total(0, ids, table, messages, CONTEXT), parties)
@@ -260,8 +261,8 @@ def test_plain_sums_skip_what_is_missing_or_malformed_and_need_one_answer():
 def test_a_sum_that_was_not_prepared_or_is_of_an_old_batch_is_an_error():
     ids, table = names(3), table_of(6)
     with pytest.raises(AggregationError, match="was not prepared"):
-        carry(Masked().local_parties(ids)[0].total(0, ids, table, {}, CONTEXT), {})
-    server, parties = Masked(batch=2, max_missing=1).local_parties(ids)
+        carry(local_parties(Masked(), ids)[0].total(0, ids, table, {}, CONTEXT), {})
+    server, parties = local_parties(Masked(batch=2, max_missing=1), ids)
     with pytest.raises(AggregationError, match="was not prepared"):
         carry(server.total(0, ids, table, {}, CONTEXT), parties)
     for index in (0, 2, 4):
@@ -312,7 +313,7 @@ def test_a_roster_hash_covers_every_setting():
 
 def test_no_exchange_is_empty_while_a_silo_stays_away():
     ids, table = names(5), table_of(6)
-    server, parties = Masked(max_missing=1).local_parties(ids)
+    server, parties = local_parties(Masked(max_missing=1), ids)
     rest = {s: p for s, p in parties.items() if s != ids[1]}
     carry(server.prepare(0), parties, lost=[(), (), (), (ids[1],)])  # it has deposited, then it is gone
     values = random_values(ids, table)
@@ -348,7 +349,7 @@ def test_a_plain_sum_leaves_out_what_does_not_fit_and_names_its_silo(
     bad: np.ndarray, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = BlockTable((Block("a", (2,), 2.0), Block("b", (1,), 2.0)))
-    server, silos = Plain().local_parties(["x", "y", "z"])
+    server, silos = local_parties(Plain(), ["x", "y", "z"])
     sent = {n: s.contribute(1, ["x", "y", "z"], table, np.ones(3), b"") for n, s in silos.items()}
     total = carry(server.total(1, ["x", "y", "z"], table, {**sent, "y": bad.tobytes()}, b""), lambda m: {})
     assert total.survivors == ("x", "z")

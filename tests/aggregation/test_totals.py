@@ -8,7 +8,8 @@ import pytest
 from sum_adversary import TABLE, Tampering, World, exact, is_input
 from sum_network import CONTEXT, carry, names, random_values, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic, masked_silo, onetime, unmask
+from secure_fvi.aggregation import Block, BlockTable, masked_silo, onetime, unmask
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import PrimeRing, RealSlots, step_exponent
 from secure_fvi.aggregation.masked_server import ServerState
 from secure_fvi.aggregation.messages import (
@@ -21,6 +22,7 @@ from secure_fvi.aggregation.messages import (
     unpack,
     unpack_any,
 )
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.session import Secret, Session
 from secure_fvi.errors import AggregationError, ProtocolError
@@ -473,7 +475,7 @@ class TestOutOfRange:
 
     def test_an_encrypted_total_out_of_range_is_refused(self, monkeypatch):
         ids, table = sorted(names(4)), table_of(6)
-        server, silos = Homomorphic(max_missing=1).local_parties(ids)
+        server, silos = local_parties(Homomorphic(max_missing=1), ids)
         carry(server.prepare(0), silos)
         values = random_values(ids, table)
         bad = silos[ids[BAD]]

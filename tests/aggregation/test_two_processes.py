@@ -5,11 +5,12 @@ import pytest
 from sum_adversary import TABLE, Tampering, World, exact, is_input, payload_of
 from sum_network import CONTEXT, carry
 
-from secure_fvi.aggregation import Homomorphic
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import DECRYPTIONS
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut
 from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloState
 from secure_fvi.aggregation.messages import Deliver, DepositRequest, KeySet, KeysRequest, pack, unpack_any
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.store import MemoryStore, SealedStore, SqliteStore
 from secure_fvi.deployment.holding import HeldStore
@@ -87,7 +88,7 @@ class TestOneIndexTwice:
 
     def test_an_encrypted_answer_is_repeated_with_the_same_values_only(self):
         stores: dict[str, MemoryStore] = {}
-        server, silos = Homomorphic().local_parties(list("abc"), lambda party: stores.setdefault(party, MemoryStore()))
+        server, silos = local_parties(Homomorphic(), list("abc"), lambda party: stores.setdefault(party, MemoryStore()))
         carry(server.prepare(0), silos)
         values = np.append(np.full(TABLE.size - 1, 0.5), 1.0)
         silos["a"].contribute(0, list("abc"), TABLE, values, CONTEXT)

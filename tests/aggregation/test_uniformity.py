@@ -10,6 +10,7 @@ from sum_network import CONTEXT, carry
 from secure_fvi.aggregation import Block, BlockTable, Masked, masked_silo
 from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloBatch
 from secure_fvi.aggregation.messages import Contribution, Deposit, Shares, unpack, unpack_any
+from secure_fvi.aggregation.parties import local_parties
 
 FALSE_ALARM = 1e-6
 TABLE = BlockTable((Block("g", (20_000,), 1.0),))
@@ -32,7 +33,7 @@ class View:
     def __init__(self, count=4, bits=32, inputs=None, totals=True, most=0):
         inputs = inputs if inputs is not None else np.zeros(TABLE.size)
         ids = [f"s{i}" for i in range(count)]
-        server, silos = Masked(bits=bits, max_missing=most).local_parties(ids)
+        server, silos = local_parties(Masked(bits=bits, max_missing=most), ids)
         self.bits = bits
         self.payloads, self.shares, self.sealed, self.envelopes = [], [], [], []
 

@@ -16,11 +16,11 @@ from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.local_fit import first_start
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import accept, distance_moved, pace
+from secure_fvi.draws import draw_global
 from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.messages import ROUND, encode_broadcast
 from secure_fvi.models.bnn import bayesian_network, class_log_probs, score
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.results import draw_global
 
 #: Local fits of a network on a handful of records.
 FITS: dict[str, Any] = {

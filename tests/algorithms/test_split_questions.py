@@ -35,12 +35,12 @@ from secure_fvi.aggregation.messages import RevealRequest, unpack_any
 from secure_fvi.algorithms import hiding, pvi, refining
 from secure_fvi.algorithms.base import BEFORE_ALL, Broadcast, Order, Question, choose_cohort
 from secure_fvi.algorithms.weighing import q_part
-from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.errors import AggregationError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.silo import Limits, Past, Silo
+from secure_fvi.states import pack_state, unpack_state
 
 SIZES, ALONE = (7, 30, 12, 25, 9), "silo-1"
 

@@ -15,7 +15,8 @@ import pytest
 from scipy.stats import kstest
 
 import secure_fvi
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic, Masked
+from secure_fvi.aggregation import Block, BlockTable, Masked
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import BFV_PRIME
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.audits import protocol, protocol_weak

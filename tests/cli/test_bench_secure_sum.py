@@ -13,7 +13,7 @@ from command_line import CommandLine
 
 from secure_fvi.aggregation import Masked, Total
 from secure_fvi.aggregation.masked_server import MaskedServer
-from secure_fvi.aggregation.plain import PlainServer
+from secure_fvi.aggregation.parties import PlainServer
 from secure_fvi.aggregation.prg import keystream
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError

@@ -17,7 +17,8 @@ from command_line import CommandLine
 
 from secure_fvi import compiled
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.ledger import Ledger, verify
+from secure_fvi.privacy.ledger import Ledger
+from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.runs import comparing, report
 from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory

@@ -15,7 +15,7 @@ from secure_fvi.deployment.home import Home, make_tls
 from secure_fvi.deployment.keeping import accept, install, request_text, sign
 from secure_fvi.deployment.names import ROLES
 from secure_fvi.deployment.requests import read_request
-from secure_fvi.engines.remote import TlsFiles
+from secure_fvi.key_files import TlsFiles
 
 #: TLS goes by the clock of the machine, so the world does too; it does not move during a test.
 NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)

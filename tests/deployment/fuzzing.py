@@ -28,20 +28,19 @@ from secure_fvi.aggregation import homomorphic_schemes, messages
 from secure_fvi.aggregation.base import Block, BlockTable, carry
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.masked import Masked
+from secure_fvi.aggregation.parties import local_parties, server_half
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.building import build_problem
-from secure_fvi.checkpoints import pack_state, unpack_state
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.session_sums import OpenSession, server_sum, session_of
+from secure_fvi.deployment.session_sums import session_of, session_roster
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.engines import letters, stream_messages
-from secure_fvi.engines.remote import SessionLost
-from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Schema
 from secure_fvi.messages import decode_broadcast, encode_broadcast
 from secure_fvi.privacy import witness
@@ -50,6 +49,7 @@ from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import model_of
 from secure_fvi.server import Server
 from secure_fvi.silo import Silo
+from secure_fvi.states import pack_state, unpack_state
 
 #: What a party may raise: anything else is a fault.
 REFUSALS = (ProtocolError, AggregationError, InputError, PolicyError, SessionLost)
@@ -130,7 +130,7 @@ def sum_messages(options: Mapping[str, Any] | None = None) -> list[bytes]:
     """Everything that is said in one masked sum, contributions included."""
     seen: list[bytes] = []
     ids = [f"s{i}" for i in range(4)]
-    server, silos = Masked(**(options or {"batch": 2})).local_parties(ids)
+    server, silos = local_parties(Masked(**(options or {"batch": 2})), ids)
 
     def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
         replies = {silo: silos[silo].handle(message) for silo, message in asked.items()}
@@ -172,7 +172,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
     config = "[model]\nprogram='six-cities'\nx=[1,{y=2}]\n"
     offered = job._CODEC.pack(job._Offer("job", "hub", d32, d32, "data", ["a", "b"], 1, 2, config, d32, [3]))
     row = Row(1, d32, 0, "job", msgpack.packb({"job": "j", "silos": ["a", "b"], "epsilon": 0.5}), b"", b"")
-    letter = fl.CODEC.pack(fl.Head("hub", "a", "job", d32, 0, d32, d32))
+    letter = fl.CODEC.pack(fl.Letter("hub", "a", "job", d32, 0, d32, d32))
     seen = (
         cs.Seen([b"a"], [b"b"]),
         cs.Stated(b"a", b"b", [b"c"]),
@@ -258,7 +258,7 @@ def fuzz_machine(machine: Machine, bag: list[bytes], steps: int, rng: random.Ran
 def masked_world(rng: random.Random) -> tuple[list[Machine], list[bytes]]:
     """Four silos at a random point of a masked sum, and what was said on the way there."""
     ids, bag = [f"s{i}" for i in range(4)], []
-    server, silos = Masked(batch=2, consistency_check=rng.random() < 0.8).local_parties(ids)
+    server, silos = local_parties(Masked(batch=2, consistency_check=rng.random() < 0.8), ids)
     stop = rng.randrange(8)
 
     class Stop(Exception):
@@ -305,7 +305,7 @@ def matching_world(rng: random.Random, stop: int = 0) -> tuple[list[Machine], li
 def server_run(rng: random.Random, corpus: list[bytes], outcome: Outcome) -> None:
     """A masked server one of whose silos answers with mutations: it ends with its survivors' own sum or refuses."""
     ids = [f"s{i}" for i in range(4)]
-    server, silos = Masked(batch=2, max_missing=1).local_parties(ids)
+    server, silos = local_parties(Masked(batch=2, max_missing=1), ids)
     liar, rate = rng.choice(ids), rng.choice((0.2, 0.6, 1.0))
 
     def exchange(asked: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -425,7 +425,8 @@ def opened_job(made: Job, data: Path | None) -> Opened:
         model_of(made.config)[0], schema, algorithm, silos, 3, None, building.Machine(compile=False)
     )
     session = session_of(roster, offer.hash, opened, aggregation)
-    sums = server_sum(OpenSession(roster, session, silos, aggregation, b""), MemoryStore(), lambda message: b"")
+    named = session_roster(roster, session, silos, aggregation, b"")
+    sums = server_half(aggregation, silos, named, MemoryStore(), lambda message: b"")
     return found._replace(server=Server(problem, algorithm.server(problem), sums))
 
 

@@ -13,17 +13,18 @@ import numpy as np
 from consortium_run import HOLDER, SILOS, SIX_CITIES, met
 from deployment_world import NOW, World
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic
+from secure_fvi.aggregation import Block, BlockTable
 from secure_fvi.aggregation.base import FloatArray, Total, carry
-from secure_fvi.aggregation.homomorphic import WithHolder
+from secure_fvi.aggregation.homomorphic import Homomorphic, WithHolder
 from secure_fvi.aggregation.homomorphic_schemes import Ciphertexts, Decrypted, DecryptRequest, PrimeRing, pack, unpack
 from secure_fvi.aggregation.messages import Contribution
 from secure_fvi.aggregation.messages import unpack as unpack_masked
+from secure_fvi.aggregation.parties import server_half
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.session_messages import CODEC, JOIN, OPEN, Joined, Open, Opened
-from secure_fvi.deployment.session_sums import OpenSession, server_sum, session_of, silo_sum
+from secure_fvi.deployment.session_sums import OpenSession, session_of, session_roster, silo_sum
 from secure_fvi.deployment.site import Site
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import SUM
@@ -93,7 +94,7 @@ class Held:
         shared = OpenSession(roster, session, SILOS, self.sums, message.holder)
         homes = self.world.homes
         self.silos = {s: silo_sum(shared, MemoryStore(), s, homes[s].identity(), 3) for s in SILOS}
-        server = server_sum(shared, MemoryStore(), self.ask)
+        server = server_half(self.sums, SILOS, session_roster(*shared), MemoryStore(), self.ask)
         assert isinstance(server, WithHolder)
         self.server = server
 

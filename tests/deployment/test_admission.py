@@ -24,8 +24,8 @@ from secure_fvi.deployment.keeping import accept, expiring, install, rotate_iden
 from secure_fvi.deployment.names import format_time
 from secure_fvi.deployment.requests import make_request, read_request
 from secure_fvi.deployment.rotation import check_changes, read_succession
-from secure_fvi.engines.remote import TlsFiles
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.key_files import TlsFiles
 
 
 def pem(certificate: bytes) -> bytes:

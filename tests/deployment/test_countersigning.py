@@ -23,7 +23,7 @@ from secure_fvi.errors import ProtocolError
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import ChainKind
 from secure_fvi.privacy.ledger import Budget
-from secure_fvi.privacy.ledger import verify as verify_ledger
+from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.witness import stated_key
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import fitting
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
+from secure_fvi.aggregation import Plain
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.algorithms.local_fit import LocalFitOptions
 from secure_fvi.building import Machine, build_problem
@@ -227,9 +228,7 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
             traced.append(build_problem(model, schema, algorithm, silos, seed, privacy, here))
         return traced[0]._replace(privacy=privacy)
 
-    plain: Callable[..., Any] = lambda self, ids: Plain().local_parties(ids)  # noqa: E731
-    for cls in (Masked, Homomorphic):
-        monkeypatch.setattr(cls, "local_parties", plain)
+    monkeypatch.setattr(fitting, "local_parties", lambda _, ids: local_parties(Plain(), ids))
     for module in (fitting, site_job, serving):
         monkeypatch.setattr(module, "build_problem", problem)
     for module in (site_job, serving):

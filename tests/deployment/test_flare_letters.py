@@ -34,7 +34,7 @@ from secure_fvi.engines.flare import (
     SiteParty,
 )
 from secure_fvi.engines.letters import Letter, read_letter, write_letter
-from secure_fvi.engines.remote import Patience
+from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError, SecureFVIWarning
 
 SFVI = {"name": "sfvi", "iterations": 6}
@@ -278,7 +278,7 @@ def test_an_answer_names_its_question(network: Network) -> None:
     """FLARE's server hands each question the answer of an older one: taken for none. The control: the right ones."""
     home, older = network.world.homes["hub"], {}
     post = Post(network.send, network.over.is_set)
-    carrier = FlareCarrier(SILOS, "job", home, post, Patience("drop"))
+    carrier = FlareCarrier(Line(SILOS, "job", home, Patience("drop")), post)
     ask = functools.partial(carrier.exchange, dict.fromkeys(SILOS, b"\xffanything"))
 
     def spoil(site: str, answer: bytes) -> Mapping[str, Any]:

@@ -42,10 +42,10 @@ from secure_fvi.deployment.session_sums import key_holder_of, session_of, sessio
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows
-from secure_fvi.engines.remote import SessionLost
+from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_messages import LONGEST
-from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError
+from secure_fvi.engines.stream_server import StreamServer
+from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.messages import ROUND
 from secure_fvi.privacy.ledger_account import read_ledger
 from secure_fvi.runs.config import Aggregation
@@ -164,6 +164,7 @@ class TestKeys:
         held.parties(message, held.roster)
         session = session_of(held.roster, held.offer.hash, message, held.sums)
         named = session_roster(held.roster, session, SILOS, held.sums, message.holder)
+        assert named is not None
         signed = signature or identity.sign(digest(LABEL_HOLDER_ADVERT, named.hash))
         return held.silos["north"].handle(pack(HolderKey(key.public_bytes, signed)))
 
@@ -332,8 +333,8 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
             raise ProtocolError("for this reason")
         return b"answer to " + message
 
-    roster, patience = hub.roster(NOW).hash, Patience("drop", 0.05, 1)
-    server = StreamServer(["north"], "127.0.0.1:0", tls_of(hub), admit, roster, "job-1", hub, patience, [HOLDER])
+    line = Line(["north"], "job-1", hub, Patience("drop", 0.05, 1), [HOLDER])
+    server = StreamServer(line, "127.0.0.1:0", tls_of(hub), admit, hub.roster(NOW).hash)
     seen: list[tuple[Any, Any]] = []
     server.watch = lambda messages, replies: seen.append((dict(messages), dict(replies)))
     late: list[Dialer] = []
@@ -344,7 +345,7 @@ def test_the_server_waits_for_it_also_where_it_drops_silos(world: World) -> None
         assert server.ask(HOLDER, b"one") == b"answer to one"
         with pytest.raises(ProtocolError, match="'escrow' refused: for this reason"):
             server.ask(HOLDER, b"no")
-        assert server.patience == patience
+        assert server.patience == line.patience
         assert (server.exchanges, server.bytes_up, server.bytes_down) == (0, {"north": 0}, {"north": 0})
         assert seen == [({HOLDER: b"one"}, {HOLDER: b"answer to one"}), ({HOLDER: b"no"}, {})]
     finally:

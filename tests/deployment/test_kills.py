@@ -23,7 +23,7 @@ from secure_fvi.driving import Progress
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, decode_broadcast
-from secure_fvi.privacy.ledger import verify as verify_ledger
+from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi_lab.bench.kills import campaign
 
 _DP = {"unit": "record", "epsilon": 3.0, "delta": 1e-6, "noise": "distributed", "data_set": "data"}

@@ -12,7 +12,8 @@ import pytest
 from deployment_world import DAY, NOW, World
 
 import secure_fvi as sf
-from secure_fvi.aggregation import Homomorphic, Masked, Plain
+from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import FINISHED, decide

@@ -26,12 +26,12 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.home import Home
 from secure_fvi.engines import letters, stream_client, stream_server
-from secure_fvi.engines.remote import SessionLost, TlsFiles
+from secure_fvi.engines.remote import Line, Patience
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import CHUNK_BYTES, MESSAGE, Assembler, Hello, Welcome, Whole, parts
-from secure_fvi.engines.stream_server import Patience, StreamServer
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
-from secure_fvi.key_files import create_key
+from secure_fvi.engines.stream_server import StreamServer
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
+from secure_fvi.key_files import TlsFiles, create_key
 
 SILOS = ("east", "north", "south")
 Handle = Callable[[str, bytes], bytes]
@@ -47,7 +47,7 @@ def tls_of(home: Home) -> TlsFiles:
 @contextmanager
 def serving(
     world: World,
-    patience: Patience | None = None,
+    patience: Patience = Patience(),  # noqa: B008
     names: tuple[str, ...] = SILOS,
     listen: str = "127.0.0.1:0",
     home: Home | None = None,
@@ -58,7 +58,7 @@ def serving(
     def admit(certificate: bytes) -> str:
         return hub.roster(NOW).whose(certificate, NOW, "silo").id
 
-    server = StreamServer(names, listen, tls_of(hub), admit, roster, "job-1", hub, patience)
+    server = StreamServer(Line(names, "job-1", hub, patience), listen, tls_of(hub), admit, roster)
     try:
         yield server
     finally:
@@ -425,8 +425,9 @@ def test_plaintext_and_older_tls_get_nowhere(world: World) -> None:
 
 def test_an_address_that_is_taken_is_named(world: World) -> None:
     tls, roster = tls_of(world.homes["hub"]), world.homes["hub"].roster(NOW).hash
+    line = Line(SILOS, "job", world.homes["hub"])
     with serving(world) as server, pytest.raises(InputError, match=f"cannot listen at '127.0.0.1:{server.port}'"):
-        StreamServer(SILOS, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster, "job", world.homes["hub"])
+        StreamServer(line, f"127.0.0.1:{server.port}", tls, lambda certificate: "", roster)
 
 
 def test_the_highest_common_protocol_is_chosen_and_a_refusal_names_both(

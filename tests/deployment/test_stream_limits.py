@@ -17,6 +17,7 @@ from deployment_world import NOW, World
 from test_stream import Dialer, dialed, echo, serving, tls_of
 
 from secure_fvi.engines import stream_server
+from secure_fvi.engines.remote import Patience
 from secure_fvi.engines.stream_client import _chain_file
 from secure_fvi.engines.stream_messages import (
     CHUNK_BYTES,
@@ -30,7 +31,7 @@ from secure_fvi.engines.stream_messages import (
     Part,
     parts,
 )
-from secure_fvi.engines.stream_server import Patience, StreamServer
+from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import ProtocolError
 
 OTHERS = ("east", "north")

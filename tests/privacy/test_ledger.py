@@ -15,10 +15,10 @@ from ledger_world import BUDGET, Clock, gaussian_job, job_of, new_ledger, tamper
 
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import BudgetError, InputError, ProtocolError, SecureFVIError, SecureFVIWarning
+from secure_fvi.key_files import key_path
 from secure_fvi.privacy.events import Gaussian
-from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, verify
-from secure_fvi.privacy.ledger_account import account, entries, read_ledger
-from secure_fvi.privacy.ledger_keys import key_path
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term
+from secure_fvi.privacy.ledger_account import account, entries, read_ledger, verify
 
 
 def test_a_job_is_charged_whole_and_nothing_comes_back(tmp_path: Path) -> None:

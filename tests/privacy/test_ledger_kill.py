@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from secure_fvi.errors import InputError
-from secure_fvi.privacy.ledger import verify
-from secure_fvi.privacy.ledger_account import account
+from secure_fvi.privacy.ledger_account import account, verify
 
 WORKER = Path(__file__).parent / "ledger_worker.py"
 

@@ -17,7 +17,8 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.privacy.chain import Row, link
-from secure_fvi.privacy.ledger import Budget, Ledger, verify
+from secure_fvi.privacy.ledger import Budget, Ledger
+from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.witness import Witness
 

@@ -16,7 +16,8 @@ from secure_fvi.aggregation.store import MemoryStore, SqliteStore
 from secure_fvi.errors import ProtocolError, SecureFVIError
 from secure_fvi.privacy import witness as witness_module
 from secure_fvi.privacy.chain import NOTHING
-from secure_fvi.privacy.ledger import Budget, Ledger, OpenJob, verify
+from secure_fvi.privacy.ledger import Budget, Ledger, OpenJob
+from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.witness import Countersignature, Receipt, Witness, WitnessFault, check_receipt, proves
 

@@ -9,8 +9,9 @@ import pytest
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy import accounting
+from secure_fvi.privacy.accounting import solve_noise
 from secure_fvi.privacy.events import Composed, Event, Gaussian, PoissonSampled, Repeated, Skellam
-from secure_fvi.privacy.plan import gaussian_job, plan, solve_noise, solve_rate, solve_rounds
+from secure_fvi.privacy.plan import gaussian_job, plan, solve_rate, solve_rounds
 
 
 @pytest.mark.parametrize(

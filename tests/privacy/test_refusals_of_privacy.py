@@ -16,15 +16,16 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 from secure_fvi.privacy import accounting
-from secure_fvi.privacy.accounting import smallest_budget
+from secure_fvi.privacy.accounting import smallest_budget, solve_noise
 from secure_fvi.privacy.chain import GENESIS, RECEIPT, ChainKind, ChainReader, Row, check_keys, make_row
 from secure_fvi.privacy.chain_file import verify_chain
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam, from_dict
 from secure_fvi.privacy.gate import Gate
-from secure_fvi.privacy.ledger import Budget, Job, Ledger, verify
+from secure_fvi.privacy.ledger import Budget, Job, Ledger
+from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.ledger_state import Chain
 from secure_fvi.privacy.plan import gaussian_job as event_of
-from secure_fvi.privacy.plan import solve_noise, solve_rate, solve_rounds
+from secure_fvi.privacy.plan import solve_rate, solve_rounds
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.privacy.witness import Witness

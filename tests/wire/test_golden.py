@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from secure_fvi import alignment, checkpoints, messages
+from secure_fvi import alignment, messages, states
 from secure_fvi.aggregation import homomorphic_schemes
 from secure_fvi.aggregation import messages as sum_messages
 from secure_fvi.aggregation.base import Block, BlockTable
@@ -57,7 +57,7 @@ NUMBERS = {
     "message": sum_messages.VERSION,
     "greeting": stream_messages.GREETING_FORM,
     "broadcast": messages.VERSION,
-    "state": (holding._VERSION, checkpoints._PACKED),
+    "state": (holding._VERSION, states._PACKED),
     "statement": sum_messages.VERSION,
     "row": LEDGER.label("link").decode(),
 }
@@ -121,8 +121,8 @@ def _stored() -> dict[str, bytes]:
         "broadcast/round": messages.encode_broadcast(asked),
         "broadcast/question": messages.question_digest(asked),
         "broadcast/schema": session_messages.pack_schema(schema),
-        "state/any": checkpoints.pack_state(state),
-        "state/past": checkpoints.pack_state(Past()),
+        "state/any": states.pack_state(state),
+        "state/past": states.pack_state(Past()),
         "row/budget": row.hash + row.body,
     }
 

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import compare, rows, verify
 from secure_fvi.errors import InputError, ProtocolError
-from secure_fvi.privacy.ledger import verify as verify_ledger
+from secure_fvi.privacy.ledger_account import verify as verify_ledger
 from secure_fvi.runs.config import parse
 from secure_fvi.runs.directory import read_json
 from secure_fvi_lab.bench.world import HUB, Parties, answered, posterior

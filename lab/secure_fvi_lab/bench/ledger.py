@@ -11,7 +11,8 @@ from typing import Any
 
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Gaussian
-from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term, verify
+from secure_fvi.privacy.ledger import Budget, Job, Ledger, OpenJob, Term
+from secure_fvi.privacy.ledger_account import verify
 from secure_fvi_lab.machine import milliseconds as lines
 from secure_fvi_lab.machine import processor
 

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from secure_fvi.aggregation import Block, BlockTable, Homomorphic, Masked, Plain
+from secure_fvi.aggregation import Block, BlockTable, Masked, Plain
 from secure_fvi.aggregation.base import Exchanges, FloatArray, SumServer, SumSilo, Total
 from secure_fvi.aggregation.graph import neighbourhood
-from secure_fvi.aggregation.homomorphic import WithHolder
+from secure_fvi.aggregation.homomorphic import Homomorphic, WithHolder
+from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.roster import MAX_ATTEMPTS, Roster
 from secure_fvi.aggregation.store import MemoryStore, SqliteStore, Store
 from secure_fvi.errors import AggregationError, ProtocolError
@@ -167,13 +168,13 @@ class Parties:
             return MemoryStore() if folder is None else SqliteStore(folder / f"{next(stores)}.sqlite")
 
         if setting.kind == "plain":
-            server, silos = Plain().local_parties(self.ids)
+            server, silos = local_parties(Plain(), self.ids)
             return server, silos, 1
         if setting.kind in ("masked", "whole"):
             most = 0 if setting.kind == "whole" else max(len(self.ids) - 3, 1)
             bits: Any = setting.bits
             kind = Masked(max_missing=most, bits=bits, consistency_check=setting.consistency_check)
-            server, silos = kind.local_parties(self.ids, store)
+            server, silos = local_parties(kind, self.ids, store)
             # The batch follows from the number of silos; the keys of this second roster are nobody's.
             return server, silos, kind.roster({silo: silo.encode().ljust(32) for silo in self.ids}).batch
         inner, silos, holder = Homomorphic(batch=4, max_missing=max(len(self.ids) - 3, 0)).parties(self.ids, store)

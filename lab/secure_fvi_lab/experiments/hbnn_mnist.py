@@ -20,6 +20,7 @@ from torch import Tensor
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import SFVIAvg
+from secure_fvi.draws import LocalPosterior, draw_global
 from secure_fvi.models.bnn import score
 from secure_fvi.models.hierarchical_network import (
     PersonalNetwork,
@@ -29,7 +30,6 @@ from secure_fvi.models.hierarchical_network import (
     mixed_network,
 )
 from secure_fvi.models.mnist import load
-from secure_fvi.results import LocalPosterior, draw_global
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, plot, run, summary
 from secure_fvi_lab.experiments.mnist_runs import table as table

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
 from secure_fvi.compiled import threads
+from secure_fvi.draws import LocalPosterior
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.results import LocalPosterior
 from secure_fvi_lab.experiments import Request, Tell, as_png, spread
 from secure_fvi_lab.experiments.watched import Watched
 

@@ -17,10 +17,10 @@ from secure_fvi.algorithms.base import Algorithm, Posterior, Problem
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.algorithms.sfvi_avg import SFVIAvg
+from secure_fvi.draws import draw_global
 from secure_fvi.models.bnn import score
 from secure_fvi.models.mnist import load
 from secure_fvi.models.multinomial import class_log_probs, multinomial_regression
-from secure_fvi.results import draw_global
 from secure_fvi_lab.experiments import Request, spread
 from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, plot, run, summary
 from secure_fvi_lab.experiments.mnist_runs import table as table

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from secure_fvi.algorithms.base import Posterior, Problem
 from secure_fvi.algorithms.pvi import PVI
+from secure_fvi.draws import draw_global
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.bnn import score
 from secure_fvi.models.convolutional import class_log_probs, convolutional_network
 from secure_fvi.models.mnist import load
-from secure_fvi.results import draw_global
 from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.mnist_runs import Job, Look, each_seed, run
 from secure_fvi_lab.experiments.pvi_mnist_shards import alike, shards

@@ -21,10 +21,10 @@ import secure_fvi as sf
 from secure_fvi.aggregation import Plain
 from secure_fvi.algorithms.pvi import PVI, PVIState
 from secure_fvi.compiled import threads
+from secure_fvi.draws import draw_global
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.bnn import Score, class_log_probs, score
 from secure_fvi.models.mnist import PROGRAM, load
-from secure_fvi.results import draw_global
 from secure_fvi_lab.experiments import Request, as_png, spread
 from secure_fvi_lab.experiments.partitions import label_shards, take
 from secure_fvi_lab.machine import machine
