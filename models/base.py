@@ -20,7 +20,6 @@ MODULES = {
     "bank": "secure_fvi.models.uci_bank",
     "cifar100": "secure_fvi.models.cifar100",
     "credit": "secure_fvi.models.uci_credit",
-    "femnist": "secure_fvi.models.femnist",
     "mnist": "secure_fvi.models.mnist",
     "newsgroups": "secure_fvi.models.newsgroups",
     "prodlda-simulated": "secure_fvi.models.prodlda",

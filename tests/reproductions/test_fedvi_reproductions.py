@@ -250,11 +250,3 @@ def test_a_run_from_a_configuration(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["algorithm"], result["rounds"], len(result["silos"])) == ("fedvi", 4, 6)
     assert result["metrics"]["rate_per_client"] > 0
-
-
-def test_femnist_is_refused_where_it_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["reproduce", "fedvi-femnist", "--out", str(tmp_path / "out"), "--data", str(tmp_path)])
-    assert stop.value.code == 2
-    assert "no folder 'femnist'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
     "fedvi-cifar100": "secure_fvi_lab.experiments.fedvi_cifar100",
-    "fedvi-femnist": "secure_fvi_lab.experiments.fedvi_femnist",
     "fedvi-tau": "secure_fvi_lab.experiments.fedvi_tau",
     "fedvi-writers": "secure_fvi_lab.experiments.fedvi_writers",
     "floors": "secure_fvi_lab.experiments.floors",

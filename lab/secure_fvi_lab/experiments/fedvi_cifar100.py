@@ -1,19 +1,16 @@
 """FedVI on CIFAR-100, clients by hierarchical LDA over coarse labels (Vedadi et al. 2023, Tables 1 and 2).
 
-With the whole data set and a GPU in the paper's setting: 490 clients of 100 images take part, 10 are new, 32 x 32
-pixels, five convolutions, 1,500 rounds of 50 clients. Otherwise smaller: 16 x 16 pixels, two convolutions, and as many
-clients as the 20,000 images of the subset give, each image beside its mirror image.
+Made smaller: 16 x 16 pixels, two convolutions, and as many clients as the 20,000 images of the subset give, each image
+beside its mirror image.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.algorithms.fedvi import FedVI
-from secure_fvi.models.cifar100 import ARCHIVE, deal, full_network, network, read_images
+from secure_fvi.models.cifar100 import deal, network, read_images
 from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.fedvi_experiment import Plan, Row, Tuning, plot, run
@@ -26,29 +23,24 @@ PAPER = {
 }  # fmt: skip
 
 
-def plan(quick: bool, full: bool) -> Plan:
-    """Options of the small setting were chosen on seed 100, for FedAvg as well: with more rounds it overfits. Those of
-    the full one are the paper's."""
+def plan(quick: bool) -> Plan:
+    """Options were chosen on seed 100, for FedAvg as well: with more rounds it overfits."""
     part, new, rounds, baseline_rounds, share = (40, 10, 30, 30, 0.25) if quick else (160, 40, 600, 250, 0.1)
     common: Row = {"learning_rate": 0.25, "server_learning_rate": 1.0, "server_schedule": "cosine"}
-    if full:
-        part, new, rounds, baseline_rounds, share = 490, 10, 1500, 1500, 50 / 490
-        common = {"learning_rate": 0.03, "server_learning_rate": 3.0}
     common["participation"] = share
     return Plan(
         name="fedvi-cifar100",
-        network=full_network() if full else network(),
+        network=network(),
         taking_part=part,
         new=new,
         fedvi=FedVI(rounds=rounds, **common, tau=1e-3),
         fedavg=FedAvg(rounds=baseline_rounds, **common, local_steps=1, server_momentum=0.9, tolerance=0.0, prior=False),
         tuning=Tuning(),
         seeds=(0,) if quick else (0, 1, 2, 3, 4),
-        device="cuda" if full else "cpu",
         paper=PAPER,
         setting=(
             f"CIFAR-100, {part} clients take part, the first {new} are new, hierarchical LDA over coarse labels, 80 "
-            f"images to train on and 20 to test each, {'32 x 32 pixels' if full else '16 x 16 pixels, mirrored'}, "
+            "images to train on and 20 to test each, 16 x 16 pixels, mirrored, "
             f"{rounds} rounds of {round(share * part)} clients, one local step, {baseline_rounds} for FedAvg; plain "
             "sums"
         ),
@@ -58,14 +50,13 @@ def plan(quick: bool, full: bool) -> Plan:
 def reproduce(request: Request) -> tuple[Row, bytes]:
     """The content of fedvi-cifar100.json, and the plot as PNG. Raises InputError where --data holds neither file."""
     images = read_images(request.data)
-    full = images.source == ARCHIVE and torch.cuda.is_available() and not request.quick
-    chosen = plan(request.quick, full)
+    chosen = plan(request.quick)
 
     def make(folder: Path | None, seed: int) -> list[Client]:
-        clients = deal(images, chosen.taking_part + chosen.new, pool=1 if full else 2, seed=seed)
+        clients = deal(images, chosen.taking_part + chosen.new, seed=seed)
         # As in the paper, the first are new. The last get what classes are left, so that it matters which.
         clients = [*clients[chosen.new :], *clients[: chosen.new]]
-        return clients if full else [client.mirrored() for client in clients]
+        return [client.mirrored() for client in clients]
 
     content = run(chosen, make, request)
     return content, plot(content)

@@ -54,7 +54,6 @@ class Plan(NamedTuple):
     fedavg: FedAvg
     tuning: Tuning
     seeds: tuple[int, ...]  # none of them the one that options were chosen on
-    device: str
     paper: dict[str, Any]
     setting: str
 
@@ -101,7 +100,7 @@ def run(plan: Plan, make: Make, request: Request) -> Row:
 
 
 def _made(method: str, plan: Plan, dealt: Dealt, seed: int, keep: Path | None, tell: Tell) -> list[Row]:
-    with threads(torch.get_num_threads() if plan.device != "cpu" else 1):
+    with threads(1):
         return _METHODS[method](plan, dealt(), seed, keep, tell)
 
 
@@ -159,16 +158,15 @@ def fit(
         folder.mkdir(parents=True, exist_ok=True)
     part, new = clients[: plan.taking_part], clients[plan.taking_part :]
     watched = Watched(
-        model, [c.train for c in part], algorithm, seed, folder, device=plan.device, dtype=torch.float32,
-        silo_ids=[f"client-{k:04d}" for k in range(plan.taking_part)], compile=plan.device != "cpu",
-        threads=torch.get_num_threads(),
+        model, [c.train for c in part], algorithm, seed, folder, dtype=torch.float32,
+        silo_ids=[f"client-{k:04d}" for k in range(plan.taking_part)], compile=False, threads=1,
     )  # fmt: skip
     server = watched.run.server
 
     def weights() -> dict[str, Tensor]:
         posterior = server.program.posterior(server.state.algorithm)
         found = server.problem.density.constrain(posterior.eta["loc"], posterior.theta)[0]
-        return {name: value.cpu() for name, value in found.items()}
+        return dict(found)
 
     def look() -> Row:
         predict = predictor(weights())

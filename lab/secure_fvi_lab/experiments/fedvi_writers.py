@@ -15,7 +15,12 @@ from secure_fvi.models.writers import network, write
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.fedvi_experiment import Plan, Row, Tuning, plot, run
 from secure_fvi_lab.experiments.fedvi_experiment import table as table
-from secure_fvi_lab.experiments.fedvi_femnist import PAPER
+
+#: Accuracy in per cent of clients that took part and that did not, of FEMNIST.
+PAPER = {
+    "FedAvg": (83.4, 83.1), "FedAvg+": (84.3, 84.2), "DITTO": (84.3, 83.9), "FedRep": (85.3, 85.4),
+    "KNN-Per": (88.2, 88.1), "FedVI": (90.3, 90.6),
+}  # fmt: skip
 
 
 def plan(quick: bool) -> Plan:
@@ -33,7 +38,6 @@ def plan(quick: bool) -> Plan:
         ),
         tuning=Tuning(),
         seeds=(0,) if quick else (0, 1, 2, 3, 4),
-        device="cpu",
         paper=PAPER,
         setting=(
             f"simulated writers on MNIST, three conflicting habits; {part} writers take part, {new} are new, 80 digits "
