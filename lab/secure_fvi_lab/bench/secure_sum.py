@@ -7,6 +7,7 @@ is in each number.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -42,7 +43,6 @@ from secure_fvi_lab.bench.sum_parties import (
     TenSEAL,
     TenSEALTimes,
 )
-from secure_fvi_lab.experiments import as_png
 from secure_fvi_lab.machine import processor
 
 Row = dict[str, Any]
@@ -504,7 +504,9 @@ def png(rows: Sequence[Row]) -> bytes:
             axes.set_axisbelow(True)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-        return as_png(figure)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=150)
+        return out.getvalue()
 
 
 def _against_length(axes: Axes, rows: Sequence[Row]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -30,9 +30,8 @@ from secure_fvi.federated_model import Data, FederatedModel
 from secure_fvi.models import uci_adult, uci_bank, uci_credit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.tabular import MODEL
-from secure_fvi_lab.experiments import Request, as_png, spread
+from secure_fvi_lab.experiments import Experiment, Request, Row, legend, lines_of, panels, spread, with_sd
 from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, size_and_label, take
-from secure_fvi_lab.machine import machine
 
 SILOS = 10
 #: Passes of sequential methods, rounds of synchronous ones: each silo is communicated with so many times.
@@ -44,8 +43,6 @@ SEEDS, QUICK_SEEDS = {"credit": 5, "adult": 2, "bank": 2}, {"credit": 2}
 #: steps beyond 2 / 10 of a standard deviation swing from side to side.
 _RATE = 0.1
 _LOCAL_STEPS = {"credit": 500, "adult": 200, "bank": 200}
-
-Row = dict[str, Any]
 
 
 class Split(NamedTuple):
@@ -63,10 +60,8 @@ class Method(NamedTuple):
     asked: int  # silos communicated with in a round
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of pvi-uci.json, and the plot as PNG. Raises InputError where --data holds no adult or credit; bank
-    is left out where it is missing."""
-    began = time.monotonic()
+def _uci(request: Request) -> tuple[Row, Figure]:
+    """Bank is left out where --data lacks it."""
     seeds = QUICK_SEEDS if request.quick else dict(SEEDS)
     if "bank" in seeds and not (request.data is not None and (request.data / "uci_bank").is_dir()):
         del seeds["bank"]
@@ -82,7 +77,6 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     ends = [row["difference"][-1] for row in rows if row["method"] in ("PVI, sequential", "PVI, synchronous")]
     synchronous = next(row for row in rows if row["method"] == "PVI, synchronous")
     content = {
-        "name": "pvi-uci",
         "paper": "converges to global VI after one round (A) or a few (B); BCM, VCL and streaming VB do not (5.1)",
         "ours": {
             **spread(ends),
@@ -90,9 +84,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
             "what": "test log-likelihood of sequential and synchronous PVI after the last pass less that of global VI, "
             "nats a record",
         },
-        "seconds": round(time.monotonic() - began, 1),
         "bytes": synchronous["bytes_up_per_silo"] + synchronous["bytes_down_per_silo"],
-        "machine": machine(),
         "setting": (
             f"{SILOS} silos, mean-field q, prior N(0, I), a seeded {TRAIN_SHARE:.0%} of the records to train on "
             "(adult: adult.data and adult.test pooled; credit: the 653 complete rows, as in Table 2), masked sums for "
@@ -369,8 +361,8 @@ def _summary(data: str, split: str, method: str, group: Sequence[Row]) -> Row:
         "split": split,
         "method": method,
         "seeds": len(group),
-        "first_pass": _moments(first),
-        "end": _moments(last),
+        "first_pass": spread(first),
+        "end": spread(last),
         "error": statistics.mean(row["error"][-1] for row in group),
         "within_from_pass": stays,
         "bound_gap": statistics.mean(row["bound_gap"] for row in group),
@@ -387,49 +379,38 @@ def _after_passes(row: Row, passes: int) -> float:
     return value
 
 
-def _moments(values: Sequence[float]) -> Row:
-    return {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else 0.0}
-
-
 def table(content: Row) -> str:
     """Differences from global VI in thousandths of a nat, mean (sd over seeds), narrow enough for a terminal."""
-    lines = [
-        "test log-likelihood less that of global VI, 1e-3 nats a record",
-        f"{'data, split':<18}{'method':<32}{'first pass':>13}{'end':>13}{'within from':>12}{'gap':>9}{'exchanges':>11}",
-    ]
+    rows = []
     for row in content["summaries"]:
-        first, end = (f"{1e3 * row[k]['mean']:.1f} ({1e3 * row[k]['sd']:.1f})" for k in ("first_pass", "end"))
         within = "-" if row["within_from_pass"] is None else f"pass {row['within_from_pass']}"
-        where = f"{row['data']}, {row['split']}"
-        gap = f"{row['bound_gap']:.1f}"
-        lines.append(f"{where:<18}{row['method']:<32}{first:>13}{end:>13}{within:>12}{gap:>9}{row['exchanges']:>11}")
+        found = (with_sd(row[k], 1e3) for k in ("first_pass", "end"))
+        where = (f"{row['data']}, {row['split']}", row["method"])
+        rows.append((*where, *found, within, f"{row['bound_gap']:.1f}", row["exchanges"]))
+    head = ("data, split", "method", "first pass", "end", "within from", "gap", "exchanges")
+    lines = ["test log-likelihood less that of global VI, 1e-3 nats a record", *lines_of(head, rows, left=2)]
     lines.append("gap: nats of the bound, all records together, below global VI at the end")
     lines.append(content["setting"])
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row]) -> bytes:
+def plot(rows: Sequence[Row]) -> Figure:
     """As the paper's Figure 4: a panel a data set and split, the mean over seeds, a band of one sd."""
-    from matplotlib.figure import Figure
-
-    panels = sorted({(row["data"], row["split"]) for row in rows if row["split"] in ("A", "B")}, reverse=True)
-    panels.sort(key=lambda panel: panel[1])
-    columns = len({data for data, _ in panels})
-    figure = Figure(figsize=(4.4 * columns + 1.5, 6.4), layout="constrained")
-    grid = figure.subplots(2, columns, sharex=True, sharey=True, squeeze=False)
-    for axes, (data, split) in zip(grid.flat, panels, strict=True):
+    shown = sorted({(row["data"], row["split"]) for row in rows if row["split"] in ("A", "B")}, reverse=True)
+    shown.sort(key=lambda panel: panel[1])
+    columns = len({data for data, _ in shown})
+    figure, grid = panels(2, columns, 4.4 * columns + 1.5, 6.4)
+    for axes, (data, split) in zip(grid.flat, shown, strict=True):
         for method, colour in _COLOURS.items():
             chosen = [r for r in rows if (r["data"], r["split"], r["method"]) == (data, split, method)]
             _line(axes, chosen, method, colour)
         axes.axhspan(-WITHIN, WITHIN, color="#e5e7eb", zorder=0)
         axes.axhline(0.0, color="#111827", lw=0.8, ls="--", label="global VI")
         axes.set(title=f"{data}, split {split}", ylim=(_LOWEST, _HIGHEST))
-    for axes in grid[-1]:
-        axes.set_xlabel("communications with a silo")
+    figure.supxlabel("communications with a silo")
     figure.supylabel("test log-likelihood less that of global VI, nats")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=2 * columns, fontsize=8)
-    return as_png(figure)
+    legend(figure, grid.flat[0], loc="outside lower center", ncols=2 * columns)
+    return figure
 
 
 def _line(axes: Any, chosen: Sequence[Row], method: str, colour: str) -> None:
@@ -441,3 +422,6 @@ def _line(axes: Any, chosen: Sequence[Row], method: str, colour: str) -> None:
     axes.plot(at, mean, color=colour, lw=1.4, marker=marker, ms=5, label=method)
     band = ([m - s for m, s in zip(mean, sd, strict=True)], [m + s for m, s in zip(mean, sd, strict=True)])
     axes.fill_between(at, *band, color=colour, alpha=0.12, lw=0)
+
+
+EXPERIMENTS = {"pvi-uci": Experiment(_uci, table)}
