@@ -190,7 +190,8 @@ def new_clients_bound(network: Network, w: dict[str, Tensor], clients: Sequence[
     prior = torch.distributions.Normal(0.0, network.beta_scale)
     with torch.no_grad():
         for c in clients:
-            loc, scale = infer(network, w, torch.ones(len(c.x)), embed(network, w, c.x))
+            h = embed(network, w, c.x)
+            loc, scale = infer(network, w, h.new_ones(len(h)), h)
             rate = float(gaussian_kl(loc, scale, torch.ones_like(loc), lambda b: prior.log_prob(b).sum()))
             draws = personal_log_probs(network, w, c.x, c.x)
             empirical = statistics.mean(float(smoothed_loss(one, c.y).mean()) for one in draws)
