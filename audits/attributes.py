@@ -159,8 +159,7 @@ def _gain(targets: Targets, look: str, inside: int, outside: int, confidence: fl
 
 
 # ----
-# One attribute of a record, guessed from the released posterior by an adversary that knows all the rest of the
-# record
+# One attribute of a record, guessed from the released posterior by an adversary that knows all the rest of the record
 #
 # For models without local latents. A record's signal is how much likelier it is under q(Z_G) with the attribute than
 # without; the adversary sets it beside the same signal under posteriors that it fitted to data of its own without the

@@ -15,8 +15,8 @@ from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership, protocol
 from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
+from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_with_many
-from secure_fvi.audits.optimised_inversion import BATCHES, inversion_rows
 from secure_fvi.audits.properties import property_rows
 from secure_fvi.audits.replay import replay_rows
 from secure_fvi.audits.workbench import PLAIN, Protection, Workbench
@@ -268,11 +268,7 @@ def _replay(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
 ATTACKS: dict[str, Entry] = {
     "latents": Entry(
         "ridge regression from messages and totals to the means of silos' latents",
-        _each(lambda s, p: s.studies.latents("ridge", p)), _worlds, _with_latents,
-    ),
-    "latents-network": Entry(
-        "the same by a small neural network",
-        _each(lambda s, p: s.studies.latents("network", p)), lambda s, f: 0, _with_latents, in_all=False,
+        _each(lambda s, p: s.studies.latents(p)), _worlds, _with_latents,
     ),
     "information": Entry(
         "mutual information of messages with those means, up to its cap",
@@ -311,7 +307,7 @@ ATTACKS: dict[str, Entry] = {
     ),
     "inversion": Entry(
         "records that would have given a batch's gradient",
-        _inversion, lambda s, f: 24 * len(BATCHES), _on_covariates, in_all=False,
+        _inversion, lambda s, f: 24 * len(MATCHED_BATCHES), _on_covariates, in_all=False,
     ),
     "membership": Entry(
         "whose records was the released posterior fitted to (LiRA, RMIA)",

@@ -161,7 +161,7 @@ def check(subject: Subjects, attack: str) -> None:
 
 #: Attacks of a line share the worlds that they run, so that one process takes them all. The longest lines first.
 _TOGETHER = (
-    ("latents", "latents-network", "information", "individuals", "sizes", "replay", "game"),
+    ("latents", "information", "individuals", "sizes", "replay", "game"),
     ("epsilon",),
     ("properties", "attributes"),
     ("gradients", "inversion", "membership"),

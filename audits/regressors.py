@@ -1,4 +1,4 @@
-"""Two attacks that learn from silos whose answers the adversary knows: a ridge regression and a small network."""
+"""The attack that learns from silos whose answers the adversary knows: a ridge regression."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import nn
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import Attack, Groups
@@ -63,62 +61,6 @@ def _fitted(x: FloatArray, centred: FloatArray, new: FloatArray) -> FloatArray:
         errors.append((residuals**2).mean())
     penalty = _PENALTIES[int(np.argmin(errors))]
     return np.asarray(new @ (vt.T @ (s / (s**2 + penalty) * projected)))
-
-
-@dataclass(frozen=True)
-class Network:
-    """One hidden layer beside a linear path, trained by Adam; stopped where a fifth of the known rows is best guessed.
-
-    `members` of them, each from its own start and with its own fifth, are averaged.
-    """
-
-    hidden: int = 32
-    epochs: int = 400
-    patience: int = 60
-    learning_rate: float = 0.01
-    decay: float = 0.01
-    members: int = 3
-    seed: int = 0
-
-    name = "network"
-
-    def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
-        x, new = (torch.from_numpy(v) for v in standardised(known, unknown))
-        mean, sd = answers.mean(), answers.std() or 1.0
-        y = torch.from_numpy((answers - mean) / sd)
-        guesses = [self._member(x, y, new, self.seed + k) for k in range(self.members)]
-        return np.asarray(mean + sd * np.mean(guesses, 0))
-
-    def _member(self, x: torch.Tensor, y: torch.Tensor, new: torch.Tensor, seed: int) -> FloatArray:
-        rng = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(x), generator=rng)
-        held, used = order[: len(x) // 5], order[len(x) // 5 :]
-        d = x.shape[1]
-        first = torch.randn(d, self.hidden, generator=rng, dtype=x.dtype) / d**0.5
-        params = [first, x.new_zeros(self.hidden), x.new_zeros(self.hidden), x.new_zeros(d), x.new_zeros(())]
-        params = [p.requires_grad_() for p in params]
-        optimizer = torch.optim.AdamW(params, lr=self.learning_rate, weight_decay=self.decay)
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            weights, bias, out, linear, offset = params
-            return torch.tanh(x @ weights + bias) @ out + x @ linear + offset
-
-        best, guess, since = np.inf, np.zeros(len(new)), 0
-        for _ in range(self.epochs):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(forward(x[used]), y[used]).backward()
-            optimizer.step()
-            with torch.no_grad():
-                error = float(nn.functional.mse_loss(forward(x[held]), y[held]))
-                since += 1
-                if error < best:
-                    best, guess, since = error, forward(new).numpy(), 0
-            if since > self.patience:
-                break
-        return guess
-
-
-ATTACKS: dict[str, Attack] = {"ridge": Ridge(), "network": Network()}
 
 
 def cross_fitted(attack: Attack, x: FloatArray, y: FloatArray, groups: Groups, folds: int = 5) -> FloatArray:

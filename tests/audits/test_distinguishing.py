@@ -10,8 +10,8 @@ import torch
 from programs import make_intercepts
 
 import secure_fvi as sf
-from secure_fvi.audits.distinguishing import Game, bound, guess, play, rows
 from secure_fvi.audits.features import from_both, from_totals
+from secure_fvi.audits.latent_studies import Game, bound, game_rows, guess, play
 from secure_fvi.audits.regressors import Ridge
 from secure_fvi.audits.worlds import Laboratory
 from secure_fvi.errors import InputError
@@ -44,7 +44,7 @@ def test_the_game_is_won_in_clear_and_lost_on_other_coins() -> None:
     rate of 0.1%; seeds are fixed."""
     laboratory = Laboratory(make_intercepts().model, sf.SFVI(iterations=5), sf.Plain(), worlds=1, simulated=True)
     plays = play(laboratory, game(), range(80), LOOKS)
-    found = rows(Ridge(), "plain", plays, plays)
+    found = game_rows(Ridge(), "plain", plays, plays)
     assert [row.attack.split(": ")[1] for row in found] == list(LOOKS)
     assert found[0].valid
     assert found[0].value > 0.8

@@ -102,8 +102,7 @@ def _job(algorithm: Mapping[str, Any], network: Network) -> tuple[dict[str, Any]
 # that this packet and all after it come later, by the time until it is sent again. So the relay cuts a stream into
 # packets of the usual size, delays each by half a round trip, and each lost one by a retransmission timeout more, twice
 # that if it is lost again. Real TCP is quicker where enough packets follow (fast retransmit) and slower where its
-# window
-# is small; neither is modelled.
+# window is small; neither is modelled.
 
 _PACKET = 1448  # bytes of a TCP segment in a frame of 1,500
 _LEAST_RTO = 0.2  # seconds; Linux adds it to the round trip

@@ -208,11 +208,10 @@ def new_clients_bound(network: Network, w: dict[str, Tensor], clients: Sequence[
 #
 # The last term, the slack, is finite for a loss within [0, b]: at most eta b^2 / (8 n) over n independent records
 # (Hoeffding). A log loss is not bounded, and the slack of the text's own loss need not be finite; here probabilities
-# are
-# mixed with a share `floor` of equal ones, -log((1 - floor) p + floor / C), which is at most log(C / floor).
-# KL is that of everything the records at hand have moved. For a client that took no part this is KL(q(beta_k) || r)
-# alone: theta is fixed before its records are drawn. For the clients that took part theta counts, and under a point
-# estimate of theta KL is infinite.
+# are mixed with a share `floor` of equal ones, -log((1 - floor) p + floor / C), which is at most log(C / floor). KL is
+# that of everything the records at hand have moved. For a client that took no part this is KL(q(beta_k) || r) alone:
+# theta is fixed before its records are drawn. For the clients that took part theta counts, and under a point estimate
+# of theta KL is infinite.
 
 
 class Bound(NamedTuple):
@@ -263,8 +262,7 @@ def pac_bayes_bound(
 # What FedVI is compared with (Vedadi et al. 2023, Tables 1 and 2), each in a few lines on the same network
 #
 # All baselines but FedAvg take labels of the client that they predict for; FedVI takes its unlabelled images. A method
-# is
-# fitted once over the clients that take part, and then predicts each client's test images:
+# is fitted once over the clients that take part, and then predicts each client's test images:
 #
 #     FedAvg      one network for all
 #     FedAvg+     FedAvg's, then gradient steps on the client's own records

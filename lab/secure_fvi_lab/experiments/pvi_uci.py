@@ -210,8 +210,7 @@ def _mean_field(posterior: Posterior) -> MeanField:
 #
 # The bound needs E[log sigma(a)] for Gaussian a alone, one integral a record. Gauss-Hermite quadrature has it to all
 # digits that matter, and L-BFGS finds the maximum: a reference that shares neither draws nor optimiser with the fits
-# that
-# it is set beside.
+# that it is set beside.
 
 _NODES = 24
 _RESTARTS, _ITERATIONS = 4, 2000

@@ -245,8 +245,7 @@ def _rounded(values: Tensor) -> list[float]:
 #
 # In the first three the silos send z_j, drawn from q(z_j | theta_j). In the last two they send eta_j at a draw of
 # theta_j, and the server, which holds the response, integrates the auxiliary variables out: what it answers is still
-# one
-# derivative a record. That mu is integrated out as well is a choice of each silo's own program.
+# one derivative a record. That mu is integrated out as well is a choice of each silo's own program.
 
 PRIVATE, SHARED, MEAN_FIELD = "amortised", "amortised, response", "mean field"
 MARGINAL, INTEGRATED = "z integrated", "z and mu integrated"
