@@ -21,8 +21,7 @@ import torch
 
 from secure_fvi.errors import InputError
 from secure_fvi.models.base import Dataset, Program
-from secure_fvi.models.fedvi import Network, personal_classifier
-from secure_fvi.models.fedvi_data import Client, as_dataset, pachinko, pooled, split_off
+from secure_fvi.models.fedvi import Client, Network, as_dataset, pachinko, personal_classifier, pooled, split_off
 
 ARCHIVE, SUBSET = "cifar-100-python.tar.gz", "cifar100_20k.npz"
 CLASSES, COARSE = 100, 20

@@ -20,8 +20,7 @@ from secure_fvi_lab.experiments import REPRODUCTIONS, Request, experiment, made
     "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets."
 )
 @click.option("--quick", is_flag=True, help="Fewer repeats, less exact references.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool) -> None:
+def reproduce(name: str, out: Path, data: Path | None, quick: bool) -> None:
     """Run the experiment NAME and write its numbers and its plot.
 
     Stopped and called again with the same --out, it goes on where it was.

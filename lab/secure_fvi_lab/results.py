@@ -37,8 +37,7 @@ simulated.
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 @click.option("--out", type=click.Path(path_type=Path), help="File for the page (Markdown); stdout without it.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def results(folders: tuple[Path, ...], out: Path | None, debug: bool) -> None:
+def results(folders: tuple[Path, ...], out: Path | None) -> None:
     """Write the page of all experiments whose NAME.json lies in DIR..."""
     from secure_fvi.files import write_atomically
 

@@ -65,7 +65,6 @@ _LINE_SECONDS = 10.0
 )
 @click.option("--real-data", is_flag=True, help="The data are real, and the institutions agree to an audit of them.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def audit(
     attacks: tuple[str, ...],
     everything: bool,

@@ -13,8 +13,18 @@ import torch
 
 from secure_fvi.errors import InputError
 from secure_fvi.models import cifar100, writers
-from secure_fvi.models.fedvi import Network, embed, infer, logits, personal_log_probs, start
-from secure_fvi.models.fedvi_data import as_dataset, pachinko, pooled, split_off
+from secure_fvi.models.fedvi import (
+    Network,
+    as_dataset,
+    embed,
+    infer,
+    logits,
+    pachinko,
+    personal_log_probs,
+    pooled,
+    split_off,
+    start,
+)
 from secure_fvi.runs.config import Partition
 from secure_fvi.runs.records import _partitioned
 

@@ -16,8 +16,7 @@ from quick_run import is_picture, quick_run
 from secure_fvi.algorithms.fedavg import FedAvg
 from secure_fvi.cli import main
 from secure_fvi.errors import InputError
-from secure_fvi.models.fedvi import Network, start
-from secure_fvi.models.fedvi_data import Client
+from secure_fvi.models.fedvi import Client, Network, start
 from secure_fvi_lab.experiments import Request
 from secure_fvi_lab.experiments.fedvi import (
     Tuning,

@@ -12,7 +12,6 @@ import click
 
 #: What was measured, and what makes lines of it.
 Finding = tuple[dict[str, Any], Callable[[dict[str, Any]], Iterable[str]]]
-_debug = click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 _data = click.option(
     "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets."
 )
@@ -32,7 +31,6 @@ def _measuring(name: str) -> Callable[[Callable[..., Finding]], click.Command]:
     def made(measure: Callable[..., Finding]) -> click.Command:
         @bench.command(name)
         @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-        @_debug
         @functools.wraps(measure)
         def command(as_json: bool, **options: Any) -> None:
             found, lines = measure(**options)
@@ -73,7 +71,6 @@ def batch(silos: int, records: int, device: str, dtype: str, rounds: int, compil
 @click.option("--device", default="cuda", show_default=True, help="cuda, or cpu to try the command itself.")
 @click.option("--quick", is_flag=True, help="Small sizes: whether it works, not how fast.")
 @click.option("--out", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The JSON to write.")
-@_debug
 def gpu(device: str, quick: bool, out: Path) -> None:
     """Fit on a device and on the CPU, compare where they end, and only then time the device."""
     from secure_fvi_lab.bench.batch import report
@@ -95,7 +92,6 @@ def local_step(data: Path | None, repeats: int) -> Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quick", is_flag=True, help="Fewer and smaller rows: some 20 s instead of some 5 minutes.")
 @click.option("--plot", metavar="FILE.png", help="Draw the times into this file as well.")
-@_debug
 def secure_sum(as_json: bool, quick: bool, plot: str | None) -> None:
     """Time secure sums: plain, masked and homomorphic, beside their floor, Flower's SecAgg+ and TenSEAL alone.
 
@@ -190,7 +186,6 @@ def coverage(fits: int, seed: int) -> Finding:
 @click.option("--kind", "kinds", multiple=True, help="Jobs of this kind alone; may be repeated.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep all parties' folders in this one, which is new.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@_debug
 @click.pass_context
 def kills(
     context: click.Context,

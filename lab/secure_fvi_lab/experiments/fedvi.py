@@ -36,6 +36,7 @@ from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.models import cifar100, writers
 from secure_fvi.models.fedvi import (
+    Client,
     Network,
     common_classifier,
     common_logits,
@@ -45,7 +46,6 @@ from secure_fvi.models.fedvi import (
     personal_log_probs,
     start,
 )
-from secure_fvi.models.fedvi_data import Client
 from secure_fvi_lab.experiments import Experiment, Request, Row, Tell, lines_of, panels, spread, with_sd
 from secure_fvi_lab.experiments.sfvi_mnist import Watched
 

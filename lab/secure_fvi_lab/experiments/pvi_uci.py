@@ -1,4 +1,4 @@
-"""PVI on UCI adult, bank and credit: the PVI paper's section 5.1, Figure 4 (Ashman et al. 2022).
+"""PVI on UCI adult and credit: the PVI paper's section 5.1, Figure 4 (Ashman et al. 2022).
 
 Mean-field logistic regression over ten silos, five small and five large: split A alike, split B with other sizes and
 other shares of positive labels (Table 2). Test log-likelihood and error after every communication with a silo, for PVI,
@@ -27,7 +27,7 @@ from secure_fvi.algorithms.base import Algorithm, Posterior
 from secure_fvi.algorithms.baselines import BCM, VCL, StreamingVB
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.federated_model import Data, FederatedModel
-from secure_fvi.models import uci_adult, uci_bank, uci_credit
+from secure_fvi.models import uci_adult, uci_credit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.tabular import MODEL
 from secure_fvi_lab.experiments import Experiment, Request, Row, legend, lines_of, panels, spread, with_sd
@@ -38,11 +38,11 @@ SILOS = 10
 PASSES = 10
 TRAIN_SHARE = 0.8
 #: Seeds by data set. A seed draws the test set, the partition and the local fits' noise.
-SEEDS, QUICK_SEEDS = {"credit": 5, "adult": 2, "bank": 2}, {"credit": 2}
+SEEDS, QUICK_SEEDS = {"credit": 5, "adult": 2}, {"credit": 2}
 #: The design has ten columns of ones in effect (an intercept, and each category's indicators add up to one): natural
 #: steps beyond 2 / 10 of a standard deviation swing from side to side.
 _RATE = 0.1
-_LOCAL_STEPS = {"credit": 500, "adult": 200, "bank": 200}
+_LOCAL_STEPS = {"credit": 500, "adult": 200}
 
 
 class Split(NamedTuple):
@@ -61,11 +61,7 @@ class Method(NamedTuple):
 
 
 def _uci(request: Request) -> tuple[Row, Figure]:
-    """Bank is left out where --data lacks it."""
-    seeds = QUICK_SEEDS if request.quick else dict(SEEDS)
-    if "bank" in seeds and not (request.data is not None and (request.data / "uci_bank").is_dir()):
-        del seeds["bank"]
-        request.tell("--data holds no uci_bank: bank is left out")
+    seeds = QUICK_SEEDS if request.quick else SEEDS
     pooled = {name: load(name, request.data) for name in seeds}
     rows = [
         row
@@ -100,8 +96,6 @@ def load(name: str, data: Path | None) -> Dataset:
     """All records of a data set, label 1 as the paper has it: of credit, a refusal."""
     if name == "adult":
         return uci_adult.load(data, split="all")
-    if name == "bank":
-        return uci_bank.load(data)
     dataset = uci_credit.load(data)
     missing = [column.endswith("=?") for column in uci_credit.feature_names()]
     complete = torch.nonzero(dataset.records["x"][:, missing].sum(1) == 0).squeeze(1)
