@@ -20,7 +20,7 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear, from_messages, from_totals
 from secure_fvi.audits.membership import Membership
-from secure_fvi.audits.regressors import Ridge, cross_fitted
+from secure_fvi.audits.regressors import cross_fitted, ridge
 from secure_fvi.audits.scores import auc, auc_gain
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protection, Workbench, silent
@@ -87,7 +87,7 @@ class Targets(NamedTuple):
         scaled = (seen - seen.mean(0)) / np.where(seen.std(0) > 0, seen.std(0), 1.0)
         known = self.known - self.known.mean(0)
         products = (scaled[:, :, None] * known[:, None, :]).reshape(len(seen), -1)
-        return cross_fitted(Ridge(), np.concatenate([known, seen, products], 1), self.truth, np.arange(len(seen)))
+        return cross_fitted(ridge, np.concatenate([known, seen, products], 1), self.truth, np.arange(len(seen)))
 
 
 def energies(transcript: Transcript) -> FloatArray:
@@ -199,12 +199,12 @@ def released_rows(
         return _chosen(margins, halves)
 
     everybody = np.arange(len(truth))
-    imputed = cross_fitted(Ridge(), known, truth, everybody)
+    imputed = cross_fitted(ridge, known, truth, everybody)
 
     def guesses(seen: FloatArray) -> FloatArray:
         # One number for all that is known: a fit to whole records beside margins would undo "without the record",
         # since all other records' attributes are in those margins.
-        return cross_fitted(Ridge(), np.column_stack([imputed, seen]), truth, everybody)
+        return cross_fitted(ridge, np.column_stack([imputed, seen]), truth, everybody)
 
     found, heavy = (signals(copies) for copies in (1, COPIES))
     inside, outside, other = (guesses(seen) for seen in found)

@@ -20,7 +20,6 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import (
     CONFIDENCE,
     CONTROL_CONFIDENCE,
-    Attack,
     AuditRow,
     Control,
     Estimate,
@@ -30,7 +29,7 @@ from secure_fvi.audits.base import (
 )
 from secure_fvi.audits.features import from_both, from_totals
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
-from secure_fvi.audits.regressors import Ridge, cross_fitted, standardised
+from secure_fvi.audits.regressors import cross_fitted, ridge, standardised
 from secure_fvi.audits.scores import advantage, auc, power_of_advantage, r_squared, tpr_at_fpr
 from secure_fvi.audits.workbench import OWN, PLAIN, Each, Protection, Workbench, silent
 from secure_fvi.audits.worlds import Data, Laboratory, resampled
@@ -65,7 +64,7 @@ class LatentStudies:
     def latents(self, protection: Protection) -> list[AuditRow]:
         """The means of silos' latents at the configuration's own sizes."""
         found, control = self._at_own_sizes(protection), self._at_own_sizes(PLAIN)
-        return rows(Ridge(), protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds)
+        return rows(protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds)
 
     def information(self, protection: Protection) -> list[AuditRow]:
         """What is seen tells about them, in nats."""
@@ -76,7 +75,7 @@ class LatentStudies:
         sizes = [1] * self.individuals
         own = self._sample(PLAIN, sizes, OWN)
         found, control = (by_silo(self._sample(p, sizes, 0).hinted(own)) for p in (protection, PLAIN))
-        return _renamed(rows(Ridge(), protection.name, found, control, rounds=self.bench.rounds), "individuals")
+        return _renamed(rows(protection.name, found, control, rounds=self.bench.rounds), "individuals")
 
     def _at_own_sizes(self, protection: Protection) -> Sample:
         return self._sample(protection, self.bench.sizes, 0).hinted(self._sample(PLAIN, self.bench.sizes, OWN))
@@ -89,7 +88,7 @@ class LatentStudies:
             own, found = (self._sample(PLAIN, sizes, first, worlds) for first in (OWN, 0))
             found = found.hinted(own)
             found = by_silo(found) if worlds < 10 else found
-            out += rows(Ridge(), f"plain, {records} a silo", found, found, rounds=self.bench.rounds)
+            out += rows(f"plain, {records} a silo", found, found, rounds=self.bench.rounds)
         wanted = ("silo mean, messages and totals", "single records, messages and totals")
         return _renamed([row for row in out if row.attack.endswith(wanted)], "by size of a silo")
 
@@ -113,7 +112,7 @@ class LatentStudies:
         privacy = protection.privacy
         if privacy is not None and privacy.epsilon is not None:
             detail["bound"] = bound(privacy.epsilon, privacy.delta)
-        return game_rows(Ridge(), protection.name, self._played(protection), self._played(PLAIN), **detail)
+        return game_rows(protection.name, self._played(protection), self._played(PLAIN), **detail)
 
     def _played(self, protection: Protection) -> Plays:
         if protection.name not in self._plays:
@@ -242,7 +241,7 @@ def gaussian(seen: FloatArray, target: FloatArray, groups: Groups, confidence: f
     """
     if target.ndim == 2:
         target = target[:, int(np.argmax(target.var(0)))]
-    guesses = cross_fitted(Ridge(), seen, target, groups)
+    guesses = cross_fitted(ridge, seen, target, groups)
     return Estimate(*(-0.5 * math.log(max(1 - r, 1e-12)) for r in r_squared(target, guesses, groups, confidence)))
 
 
@@ -294,7 +293,7 @@ def _components(
     known: FloatArray, unknown: FloatArray, answers: FloatArray, groups: Groups, critic: Critic
 ) -> tuple[Tensor, Tensor]:
     """What the network sees of messages: a ridge regression's guess of each target, and principal components."""
-    guesses = [(cross_fitted(Ridge(), known, a, groups), Ridge()(known, a, unknown)) for a in answers.T]
+    guesses = [(cross_fitted(ridge, known, a, groups), ridge(known, a, unknown)) for a in answers.T]
     first, second = _scaled(known, unknown)
     basis = torch.linalg.svd(first, full_matrices=False)[2][: critic.components].T
     parts = _scaled((first @ basis).numpy(), (second @ basis).numpy())
@@ -420,10 +419,10 @@ class Guessed:
         return advantage(self.right, self.trials, confidence)
 
 
-def guess(attack: Attack, plays: Plays, look: str) -> Guessed:
+def guess(plays: Plays, look: str) -> Guessed:
     """Scores above 1/2 are guesses for the second candidate."""
     x, k = plays.features[look], plays.played
-    scores = attack(x[:k], plays.coins[:k], x[k:])
+    scores = ridge(x[:k], plays.coins[:k], x[k:])
     truth = plays.coins[k:]
     return Guessed(truth, scores, int(((scores > 0.5) == (truth > 0.5)).sum()))
 
@@ -440,26 +439,24 @@ def bound(epsilon: float, delta: float) -> float:
     return min(1.0, (math.expm1(twice) + 2 * failing) / (math.exp(twice) + 1))
 
 
-def game_rows(
-    attack: Attack, protection: str, plays: Plays, unprotected: Plays, fpr: float = 0.1, **detail: Any
-) -> list[AuditRow]:
+def game_rows(protection: str, plays: Plays, unprotected: Plays, fpr: float = 0.1, **detail: Any) -> list[AuditRow]:
     """Advantage for each way to look at the runs, with AUC and the true-positive rate at `fpr` in the detail.
 
     `unprotected`: the same game under plain sums, whose `messages` are the positive control of every way to look.
     """
-    strongest = guess(attack, unprotected, "messages and totals")
+    strongest = guess(unprotected, "messages and totals")
     caught = strongest.advantage()
     power = power_of_advantage(caught, strongest.trials)
-    nothing = guess(attack, unprotected.shuffled(), "messages and totals").advantage(CONTROL_CONFIDENCE)
+    nothing = guess(unprotected.shuffled(), "messages and totals").advantage(CONTROL_CONFIDENCE)
     out = []
     for look in plays.features:
-        found = guess(attack, plays, look)
+        found = guess(plays, look)
         area = auc(found.truth, found.scores, found.truth)
         rate = tpr_at_fpr(found.truth, found.scores, fpr).rate
         more = {"trials": found.trials, "auc": list(area), f"tpr_at_fpr_{fpr:g}": list(rate), **detail}
         out.append(
             judge(
-                f"which of two values, by {attack.name}: {look}",
+                f"which of two values, by ridge: {look}",
                 protection,
                 "advantage",
                 found.advantage(),

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, Attack, AuditRow, Control, Estimate, Groups, judge
+from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, Groups, judge
 from secure_fvi.audits.features import Seen, messages_of, totals_of
-from secure_fvi.audits.regressors import Ridge, cross_fitted
-from secure_fvi.audits.scores import gain, r_squared
+from secure_fvi.audits.regressors import cross_fitted, ridge
+from secure_fvi.audits.scores import auc, gain, r_squared
 from secure_fvi.audits.worlds import Data, Laboratory, Outcome
 from secure_fvi.errors import InputError
 
@@ -47,7 +47,7 @@ class Sample:
         if len(silos) == 0 or own.raw[0] != self.raw[1]:
             return self
         known, average = own.messages[:, : own.raw[0]], self.totals[:, : self.raw[1]] / silos
-        hints = [Ridge()(known, answers, average) for answers in own.target.T]
+        hints = [ridge(known, answers, average) for answers in own.target.T]
         return replace(self, totals=np.column_stack([self.totals, *hints]))
 
     def shuffled(self) -> Sample:
@@ -94,12 +94,12 @@ def by_silo(sample: Sample) -> Sample:
 
 
 class Guesses:
-    """One attack's guesses for every silo of a sample, from messages and totals and from totals alone."""
+    """The regression's for every silo of a sample, from messages and totals and from totals alone."""
 
-    def __init__(self, attack: Attack, sample: Sample) -> None:
+    def __init__(self, sample: Sample) -> None:
         self.sample = sample
         self.both, self.totals = (
-            np.stack([cross_fitted(attack, seen, answers, sample.world) for answers in sample.target.T], 1)
+            np.stack([cross_fitted(ridge, seen, answers, sample.world) for answers in sample.target.T], 1)
             for seen in (sample.both, sample.totals)
         )
 
@@ -121,35 +121,54 @@ class Guesses:
         """By how much messages raise the R^2 that totals alone reach."""
         return gain(self.sample.target, self.both, self.totals, self.sample.world, confidence)
 
+    def above_median(self, confidence: float = CONFIDENCE) -> Estimate:
+        """AUC for "above the median", from one silo of each world, of which each has equally many: those are
+        independent."""
+        target, first = self.sample.target[:, 0], np.unique(self.sample.world, return_index=True)[1]
+        chosen = first + np.arange(len(first)) % (len(target) // len(first))
+        above = (target > np.median(target)).astype(np.float64)
+        return auc(above[chosen], self.both[chosen, 0], chosen, confidence)
 
-def rows(attack: Attack, protection: str, sample: Sample, unprotected: Sample, **detail: Any) -> list[AuditRow]:
-    """The rows of one attack: what messages with totals, totals alone and messages beyond totals give away.
 
-    `unprotected` is the same study under plain sums, which is the positive control.
-    """
-    found, plain, nothing = (Guesses(attack, s) for s in (sample, unprotected, unprotected.shuffled()))
-    lines = (
-        ("silo mean, messages and totals", "R^2", Guesses.from_both),
-        ("silo mean, totals alone", "R^2", Guesses.from_totals),
-        ("silo mean, messages beyond totals", "gain in R^2", Guesses.beyond_totals),
-        ("single records, messages and totals", "R^2", Guesses.of_records),
-    )
-    out = []
-    for what, score, measure in lines:
-        control = Guesses.from_both if measure is Guesses.from_totals else measure
-        detail = {"silos": len(sample.target), "records_a_silo": len(sample.records[0]), **detail}
-        out.append(
-            judge(
-                f"latents by {attack.name}: {what}",
-                protection,
-                score,
-                measure(found),
-                Control(control(plain), "the same attack under plain sums"),
-                Control(control(nothing, CONTROL_CONFIDENCE), "plain sums, with the latents of other worlds"),
-                **detail,
-            )
+#: What is measured, its score, what that gives for guesses by chance, and what the controls are measured by.
+Line = tuple[str, str, float, Callable[..., Estimate], Callable[..., Estimate]]
+_BOTH, _TOTALS, _BEYOND = Guesses.from_both, Guesses.from_totals, Guesses.beyond_totals
+OF_A_MEAN: tuple[Line, ...] = (
+    ("messages and totals", "R^2", 0.0, _BOTH, _BOTH),
+    ("totals alone", "R^2", 0.0, _TOTALS, _BOTH),
+    ("messages beyond totals", "gain in R^2", 0.0, _BEYOND, _BEYOND),
+)
+OF_RECORDS: Line = ("single records, messages and totals", "R^2", 0.0, Guesses.of_records, Guesses.of_records)
+OF_MEDIANS: Line = ("above the median, messages and totals", "AUC", 0.5, Guesses.above_median, Guesses.above_median)
+_OF_LATENTS = (*((f"silo mean, {line[0]}", *line[1:]) for line in OF_A_MEAN), OF_RECORDS)
+
+
+def rows(protection: str, sample: Sample, unprotected: Sample, **detail: Any) -> list[AuditRow]:
+    """What messages with totals, totals alone and messages beyond totals give away of latents. `unprotected` is the
+    same study under plain sums, which is the positive control."""
+    detail = {"silos": len(sample.target), "records_a_silo": len(sample.records[0]), **detail}
+    other = "plain sums, with the latents of other worlds"
+    return rows_of("latents by ridge", protection, _OF_LATENTS, (sample, unprotected), other, **detail)
+
+
+def rows_of(
+    about: str, protection: str, lines: Iterable[Line], samples: tuple[Sample, Sample], other: str, **detail: Any
+) -> list[AuditRow]:
+    """A row a line, of a sample and the same under plain sums. `other`: what the negative control is."""
+    found, plain, nothing = map(Guesses, (*samples, samples[1].shuffled()))
+    return [
+        judge(
+            f"{about}: {what}",
+            protection,
+            score,
+            measure(found),
+            Control(strongest(plain), "the same attack under plain sums"),
+            Control(strongest(nothing, CONTROL_CONFIDENCE), other),
+            guessing,
+            **detail,
         )
-    return out
+        for what, score, guessing, measure, strongest in lines
+    ]
 
 
 def _cyclic(world: Groups) -> Groups:

@@ -12,12 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
+from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.features import from_messages, from_totals
-from secure_fvi.audits.local_latents import Guesses as SiloGuesses
-from secure_fvi.audits.local_latents import Sample
-from secure_fvi.audits.regressors import Ridge
-from secure_fvi.audits.scores import auc
+from secure_fvi.audits.local_latents import OF_A_MEAN, OF_MEDIANS, Sample, rows_of
 from secure_fvi.audits.workbench import MASKED, OWN, PLAIN, Each, Protection, Workbench, per_record, silent
 from secure_fvi.audits.worlds import Data
 from secure_fvi.errors import InputError
@@ -26,20 +23,6 @@ from secure_fvi.errors import InputError
 _SMALLEST, _LARGEST = 0.5, 1.5
 #: Share of a silo's records whose `argument` lies above the pool's median.
 _SHARES = (0.1, 0.9)
-
-
-class Guesses(SiloGuesses):
-    """A ridge regression's, learnt from other worlds, for one property of every silo; equally many in each world."""
-
-    def __init__(self, sample: Sample) -> None:
-        super().__init__(Ridge(), sample)
-
-    def above_median(self, confidence: float = CONFIDENCE) -> Estimate:
-        """AUC for "above the median", from one silo of each world: those are independent."""
-        target, first = self.sample.target[:, 0], np.unique(self.sample.world, return_index=True)[1]
-        chosen = first + np.arange(len(first)) % (len(target) // len(first))
-        above = (target > np.median(target)).astype(np.float64)
-        return auc(above[chosen], self.both[chosen, 0], chosen, confidence)
 
 
 def draw(pool: Data, silos: int, mean_size: float, argument: str, seed: int) -> list[Data]:
@@ -108,30 +91,9 @@ def property_rows(
         for name in found:
             about = "size of a silo" if name == "size" else f"mean of '{argument}' in a silo"
             hinted, control = (s[name].hinted(own[name]) for s in (found, plain))
-            rows += _rows(about, protection.name, hinted, control, bench.rounds)
+            rows += rows_of(
+                about, protection.name, (*OF_A_MEAN, OF_MEDIANS), (hinted, control),
+                "plain sums, with other worlds' silos to guess", silos=len(hinted.target), rounds=bench.rounds,
+                standard_deviation=float(hinted.target.std()),
+            )  # fmt: skip
     return rows
-
-
-def _rows(about: str, protection: str, seen: Sample, plain: Sample, rounds: int) -> list[AuditRow]:
-    found, control, nothing = (Guesses(s) for s in (seen, plain, plain.shuffled()))
-    lines: tuple[tuple[str, str, Callable[..., Estimate], Callable[..., Estimate], float], ...] = (
-        ("messages and totals", "R^2", Guesses.from_both, Guesses.from_both, 0.0),
-        ("totals alone", "R^2", Guesses.from_totals, Guesses.from_both, 0.0),
-        ("messages beyond totals", "gain in R^2", Guesses.beyond_totals, Guesses.beyond_totals, 0.0),
-        ("above the median, messages and totals", "AUC", Guesses.above_median, Guesses.above_median, 0.5),
-    )
-    return [
-        judge(
-            f"{about}: {what}",
-            protection,
-            score,
-            measure(found),
-            Control(strongest(control), "the same attack under plain sums"),
-            Control(strongest(nothing, CONTROL_CONFIDENCE), "plain sums, with other worlds' silos to guess"),
-            guessing,
-            silos=len(seen.target),
-            rounds=rounds,
-            standard_deviation=float(seen.target.std()),
-        )
-        for what, score, measure, strongest, guessing in lines
-    ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from secure_fvi.aggregation.base import FloatArray
-from secure_fvi.audits.base import Attack, Groups
+from secure_fvi.audits.base import Groups
 from secure_fvi.errors import InputError
 
 #: Standard deviations at which a column is cut off.
@@ -18,27 +17,22 @@ _COLUMNS = (8, 32, 128)
 _FOLDS = 4
 
 
-@dataclass(frozen=True)
-class Ridge:
+def ridge(known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
     """Linear regression on standardised columns: all of them, those that correlate most with the answers, or none.
 
-    How many is decided by cross-validation, columns being chosen anew in each fold; the penalty by the exact
-    leave-one-out error given the columns.
+    From examples whose answer the adversary knows to guesses (B,) for `unknown` (B, D). How many columns is decided by
+    cross-validation, columns being chosen anew in each fold; the penalty by the exact leave-one-out error given them.
     """
-
-    name = "ridge"
-
-    def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray:
-        x, new = standardised(known, unknown)
-        sizes = [x.shape[1], *(k for k in _COLUMNS if k < x.shape[1])]
-        fold = np.random.default_rng(2).permutation(len(x)) % _FOLDS
-        errors = np.zeros(1 + len(sizes))
-        for k in range(_FOLDS):
-            inside, truth = fold != k, answers[fold == k]
-            guesses = _by_size(x[inside], answers[inside], x[~inside], sizes)
-            errors += [((truth - guess) ** 2).sum() for guess in guesses]
-        best = int(np.argmin(errors))
-        return _by_size(x, answers, new, sizes[best - 1 : best])[-1]
+    x, new = standardised(known, unknown)
+    sizes = [x.shape[1], *(k for k in _COLUMNS if k < x.shape[1])]
+    fold = np.random.default_rng(2).permutation(len(x)) % _FOLDS
+    errors = np.zeros(1 + len(sizes))
+    for k in range(_FOLDS):
+        inside, truth = fold != k, answers[fold == k]
+        guesses = _by_size(x[inside], answers[inside], x[~inside], sizes)
+        errors += [((truth - guess) ** 2).sum() for guess in guesses]
+    best = int(np.argmin(errors))
+    return _by_size(x, answers, new, sizes[best - 1 : best])[-1]
 
 
 def _by_size(x: FloatArray, answers: FloatArray, new: FloatArray, sizes: Sequence[int]) -> list[FloatArray]:
@@ -61,6 +55,9 @@ def _fitted(x: FloatArray, centred: FloatArray, new: FloatArray) -> FloatArray:
         errors.append((residuals**2).mean())
     penalty = _PENALTIES[int(np.argmin(errors))]
     return np.asarray(new @ (vt.T @ (s / (s**2 + penalty) * projected)))
+
+
+Attack = Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
 
 
 def cross_fitted(attack: Attack, x: FloatArray, y: FloatArray, groups: Groups, folds: int = 5) -> FloatArray:

@@ -20,7 +20,7 @@ from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear
-from secure_fvi.audits.regressors import Ridge, cross_fitted
+from secure_fvi.audits.regressors import cross_fitted, ridge
 from secure_fvi.audits.scores import auc, r_squared
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Recorder
@@ -131,7 +131,7 @@ def column_rows(protection: str, world: World, control: World) -> list[AuditRow]
     def score(of: World, what: str, wanted: FloatArray, confidence: float = 0.95) -> Estimate:
         seen = _traces(of.transcript, silo if what == "messages" else None)
         people = np.arange(len(wanted))
-        return r_squared(wanted, cross_fitted(Ridge(), seen, wanted, people), people, confidence)
+        return r_squared(wanted, cross_fitted(ridge, seen, wanted, people), people, confidence)
 
     return [
         judge(

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import norm
 
 from secure_fvi.audits.base import Control, Estimate, judge
-from secure_fvi.audits.regressors import Ridge, cross_fitted
+from secure_fvi.audits.regressors import cross_fitted, ridge
 from secure_fvi.audits.scores import advantage, auc, gain, power_of_advantage, proportion, r_squared, tpr_at_fpr
 from secure_fvi.errors import InputError
 
@@ -108,8 +108,8 @@ def test_the_attack_finds_what_is_there_and_nothing_else() -> None:
     x, groups = rng.standard_normal((300, 40)), np.arange(300)
     linear = x[:, 0] + 0.3 * rng.standard_normal(300)
     noise = rng.standard_normal(300)
-    assert r_squared(linear, cross_fitted(Ridge(), x, linear, groups), groups).low > 0.8
-    assert r_squared(noise, cross_fitted(Ridge(), x, noise, groups), groups).low < 0
+    assert r_squared(linear, cross_fitted(ridge, x, linear, groups), groups).low > 0.8
+    assert r_squared(noise, cross_fitted(ridge, x, noise, groups), groups).low < 0
 
 
 def test_an_attack_never_trains_on_the_group_it_guesses() -> None:

@@ -83,9 +83,9 @@ def gpu(device: str, quick: bool, out: Path) -> None:
 @click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed blocks of each.")
 def local_step(data: Path | None, repeats: int) -> Finding:
     """Time a local step of PVI on adult, minibatches of 128, beside a step of Pyro's SVI."""
-    from secure_fvi_lab.bench.local_step import lines, measure
+    from secure_fvi_lab.bench.step import lines, measure_local
 
-    return measure(data, repeats), lines
+    return measure_local(data, repeats), lines
 
 
 @bench.command("secure-sum")
@@ -137,9 +137,9 @@ def matching(ids: int, silos: int) -> Finding:
 @_folder
 def audit_log(exchanges: int, folder: Path | None) -> Finding:
     """Time the paper trail: an exchange written down, a log verified and compared with the server's."""
-    from secure_fvi_lab.bench.audit_log import lines, measure
+    from secure_fvi_lab.bench.ledger import lines, measure_trail
 
-    return measure(exchanges, folder), lines
+    return measure_trail(exchanges, folder), lines
 
 
 @_measuring("engine")
