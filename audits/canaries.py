@@ -174,7 +174,6 @@ def start(silo: Silo, gate: Gate, program: SiloProgram) -> None:
 
 
 def clip_of(message: Broadcast, terms: Terms) -> float:
-    """The clipping norm of the round."""
     return message.scalars.get(CLIP, terms.settings.clipping_norm)
 
 

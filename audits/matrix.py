@@ -111,12 +111,10 @@ class Subject:
 
     @property
     def sizes(self) -> str:
-        """The silos, for readers."""
         return ", ".join(str(n) for n in self.bench.sizes[:20]) + " records"
 
     @property
     def scale_in_words(self) -> str:
-        """For readers."""
         scale = self.scale
         return (
             f"{scale.worlds} worlds of {scale.rounds} rounds, {scale.trials} games, "
@@ -132,7 +130,6 @@ class Subject:
         return [name for name, entry in ATTACKS.items() if entry.in_all and entry.why_not(self) is None]
 
     def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
-        """Of one attack that fits."""
         return ATTACKS[attack].rows(self, self.supported(protections))
 
     def supported(self, protections: Sequence[Protection]) -> list[Protection]:

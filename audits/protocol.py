@@ -76,7 +76,6 @@ def protocol_rows(told: Told, kinds: Collection[str], trials: int = 40) -> list[
 
 
 def work(kinds: Collection[str]) -> int:
-    """How often `told` will be called."""
     return len(_rows(kinds, 1))
 
 

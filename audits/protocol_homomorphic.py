@@ -56,7 +56,6 @@ class HomomorphicSubject:
             raise InputError(f"protocol audits of homomorphic sums are for scheme = 'bfv', not '{self.config.scheme}'")
 
     def open(self) -> HomomorphicSession:
-        """A session with fresh keys, sum 0 prepared."""
         session = HomomorphicSession(self)
         session.prepare(0)
         return session

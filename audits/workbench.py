@@ -74,7 +74,6 @@ class Workbench:
 
     @property
     def records(self) -> int:
-        """Records of all silos together."""
         return sum(self.sizes)
 
     @property

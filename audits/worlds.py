@@ -315,7 +315,6 @@ class Recorder:
             server.secure_sum.observe(lambda direction, body: self._note(direction, KEY_HOLDER, body))
 
     def transcript(self) -> Transcript:
-        """All so far, as the server saw it."""
         program, problem = self._server.program, self._server.problem
         return Transcript(
             getattr(program, "name", type(getattr(program, "config", program)).__name__),
@@ -340,11 +339,9 @@ class Recorder:
         self._entries.append(Entry(self._server.rounds, self._phase, direction, party, body, len(body), seconds))
 
     def total(self, index: int, total: Total) -> None:
-        """Called by the server."""
         values = total.values.copy()
         self._sums.append(Sum(self._server.rounds, index, self._phase, total.survivors, values, values))
 
     def released(self, index: int, values: FloatArray) -> None:
-        """Called by the server."""
         self._sums[-1] = self._sums[-1]._replace(released=values.copy())
         self._phase = SET_UP

@@ -30,8 +30,6 @@ Labelled = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 class Images(NamedTuple):
-    """A pool of images."""
-
     images: npt.NDArray[np.uint8]  # (N, 3, 32, 32)
     fine: npt.NDArray[np.int64]  # (N,)
     coarse: npt.NDArray[np.int64]

@@ -34,7 +34,6 @@ class Asked(NamedTuple):
         return f"'{self.path}'"
 
     def job(self) -> Config:
-        """The job as a server offers it."""
         from secure_fvi.runs.config import read
         from secure_fvi.runs.records import settled
 

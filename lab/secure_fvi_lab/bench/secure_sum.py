@@ -57,8 +57,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """Rows that share a session."""
-
     setting: Setting
     cases: tuple[Case, ...]
 
@@ -242,7 +240,6 @@ def _note(notes: list[str], text: str) -> None:
 
 
 def _ms(seconds: float) -> float:
-    """Milliseconds, to the microsecond's tenth."""
     return round(1000 * seconds, 4)
 
 
@@ -432,7 +429,6 @@ _OF_LENGTH, _OF_SILOS = 11, 10**4
 
 
 def drawn(rows: Sequence[Row]) -> Figure:
-    """Both panels."""
     figure, (left, right) = panels(1, 2, 9.6, 5.2)
     _against_length(left, rows)
     _against_silos(right, rows)

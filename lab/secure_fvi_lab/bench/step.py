@@ -39,7 +39,6 @@ Block = Callable[[int], None]
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one a contestant."""
     for name, milliseconds in (found.get("ms_per_iteration") or found["ms_per_step"]).items():
         text = "not installed" if milliseconds is None else f"{milliseconds:8.3f} ms"
         ratio = found["speed_relative_to_pyro_svi"].get(name)

@@ -54,8 +54,6 @@ _LOOKS = 10
 
 
 class Plan(NamedTuple):
-    """One experiment."""
-
     network: Network
     taking_part: int
     new: int  # clients that take no part
@@ -626,7 +624,6 @@ def _line(tau: float, rows: Sequence[Row]) -> Row:
 
 
 def tau_table(content: Row) -> str:
-    """A line a tau."""
     rows = [
         (
             f"{line['tau']:g}",

@@ -61,8 +61,6 @@ class Task(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One setting of one table."""
-
     table: str  # the experiment beside whose lines these stand
     name: str
     make: Callable[[Path | None, int], Task]
@@ -300,7 +298,6 @@ def _stacked(silos: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def table(content: Row) -> str:
-    """A line a setting and method."""
     rows = []
     for line in content["lines"]:
         found = with_sd(line) if line["seeds"] > 1 else f"{line['mean']:.1f}"
@@ -311,7 +308,6 @@ def table(content: Row) -> str:
 
 
 def plot(lines: Sequence[Row]) -> Figure:
-    """A bar a line."""
     figure, axes = panels(1, 1, 9, 1 + 0.28 * len(lines))
     at = range(len(lines), 0, -1)
     axes.barh(at, [line["mean"] for line in lines], xerr=[line["sd"] for line in lines], color="#6b7280")

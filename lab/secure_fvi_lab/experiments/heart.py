@@ -111,8 +111,6 @@ class SplitSilo:
 
 
 class Effort(NamedTuple):
-    """How long each method runs."""
-
     seeds: int  # assignments of patients to folds
     point_seeds: int  # of these, for networks fitted as points
     point_rounds: int

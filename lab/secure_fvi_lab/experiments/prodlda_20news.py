@@ -35,15 +35,11 @@ from secure_fvi_lab.experiments import Experiment, Request, Row, Tell, lines_of,
 
 
 class Topics(NamedTuple):
-    """What was learned."""
-
     topics: Tensor  # (V, K) whose largest entries name a topic's words
     logits: Tensor  # (V, K) of words, by which a document's shares mix them; the same but for batch normalisation
 
 
 class Training(NamedTuple):
-    """Of Pyro's SVI."""
-
     steps: int
     batch: int
     learning_rate: float
@@ -166,8 +162,6 @@ PAPER = (
 
 
 class Plan(NamedTuple):
-    """One experiment."""
-
     words: int
     topics: int
     steps: int  # of each method, of which SFVI-Avg makes some in every round

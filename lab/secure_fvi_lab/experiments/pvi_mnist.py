@@ -219,8 +219,6 @@ _LOCAL: Row = {"family": "diagonal", "local_optimizer": "adam", "learning_rate":
 
 
 class ShardSize(NamedTuple):
-    """How much is run."""
-
     silos: int
     images: int
     rounds: int
@@ -286,7 +284,6 @@ def images(folder: Path | None, count: int, seed: int) -> Data:
 
 
 def damped(size: ShardSize, damping: float | Literal["auto"], sampling_rate: float = 0.25) -> PVI:
-    """The lines of the plot."""
     rounds = size.rounds if damping == "auto" else size.control_rounds
     return PVI(rounds=rounds, damping=damping, local_steps=size.local_steps, sampling_rate=sampling_rate, **_LOCAL)
 

@@ -46,15 +46,11 @@ _LOCAL_STEPS = {"credit": 500, "adult": 200}
 
 
 class Split(NamedTuple):
-    """Training records and test records."""
-
     train: Dataset
     test: Dataset
 
 
 class Method(NamedTuple):
-    """One line of the figure."""
-
     algorithm: Algorithm
     sums: SecureSum
     asked: int  # silos communicated with in a round
@@ -151,7 +147,6 @@ def _rows(name: str, data: Split, seed: int, request: Request) -> Iterator[Row]:
 
 
 def _listed(found: Optimum) -> Row:
-    """As JSON has it."""
     return {"q": torch.stack(found.q).tolist(), "bound": found.bound, "gradient": found.gradient}
 
 

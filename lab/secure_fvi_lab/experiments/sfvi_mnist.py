@@ -98,8 +98,6 @@ class Watched:
 
 
 class Job(NamedTuple):
-    """One fit."""
-
     what: Row  # which row of the experiment this is: method, silos, seed
     model: FederatedModel
     algorithm: Algorithm
@@ -245,8 +243,6 @@ _PVI_STEPS = 3
 
 
 class Half(NamedTuple):
-    """One half of the table."""
-
     silos: int
     images: int  # a silo
     iterations: int  # of SFVI
@@ -395,8 +391,6 @@ _BATCH = 108
 
 
 class Size(NamedTuple):
-    """One half of the table."""
-
     silos: int
     images: int | None  # a silo; None: as many as the rarest digit allows
     iterations: int  # of SFVI
@@ -419,8 +413,6 @@ NETWORKS_QUICK = (Size(10, 1000, 80, 3, 10, ("mixed, SFVI", "mixed at 0.3, SFVI-
 
 
 class Split(NamedTuple):
-    """Each silo's images."""
-
     train: list[dict[str, Tensor]]
     test: list[dict[str, Tensor]]
 

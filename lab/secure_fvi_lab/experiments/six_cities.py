@@ -209,8 +209,6 @@ SYNCHRONOUS, SEQUENTIAL, WEIGHTED = "pvi, synchronous", "pvi, sequential", f"pvi
 
 
 class Effort(NamedTuple):
-    """How much of it is run."""
-
     splits: int
     rounds: int
     passes: int  # of the sequential schedule

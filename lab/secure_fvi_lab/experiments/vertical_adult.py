@@ -63,7 +63,6 @@ def _adult(request: Request) -> tuple[Row, Figure]:
 
 
 def table(content: Row) -> str:
-    """The runs, and what they are compared with."""
     rows = []
     for r in content["rows"]:
         found = (f"{r['log_likelihood']:.5f}", f"{content['pooled'] - r['log_likelihood']:.5f}")

@@ -58,8 +58,6 @@ class State(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The data of all parties."""
-
     rows: Params  # (J, N, ...) each
     response: Response
 

@@ -42,8 +42,6 @@ METHODS = ("mean field", "amortised", "integrated", "soul")
 
 
 class Effort(NamedTuple):
-    """How long each method runs."""
-
     rounds: int
     soul_rounds: int
     chains: int

@@ -209,7 +209,6 @@ def summaries(rows: Iterable[Row]) -> list[Row]:
 
 
 def table(content: Row) -> str:
-    """The summary, narrow enough for a terminal."""
     rows = []
     for s in content["summary"]:
         c, w, e = s["coverage"], s["width_ratio"], s["error"]
