@@ -20,11 +20,9 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear, from_messages, from_totals
 from secure_fvi.audits.membership import Membership
-from secure_fvi.audits.regressors import cross_fitted, ridge
-from secure_fvi.audits.scores import auc, auc_gain
+from secure_fvi.audits.scores import auc, auc_gain, cross_fitted, ridge
 from secure_fvi.audits.transcript import Transcript
-from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protection, Workbench, silent
-from secure_fvi.audits.worlds import Data, resampled
+from secure_fvi.audits.worlds import MASKED, PLAIN, Data, Each, Protection, Workbench, resampled, silent
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 

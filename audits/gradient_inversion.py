@@ -25,8 +25,7 @@ from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
 from secure_fvi.audits.features import contributions_in_clear
 from secure_fvi.audits.scores import auc, proportion, r_squared
 from secure_fvi.audits.transcript import Transcript
-from secure_fvi.audits.workbench import Each, silent
-from secure_fvi.audits.worlds import Data, Laboratory
+from secure_fvi.audits.worlds import Data, Each, Laboratory, silent
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import read_layout
 from secure_fvi.errors import InputError

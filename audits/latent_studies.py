@@ -29,10 +29,17 @@ from secure_fvi.audits.base import (
 )
 from secure_fvi.audits.features import from_both, from_totals
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
-from secure_fvi.audits.regressors import cross_fitted, ridge, standardised
-from secure_fvi.audits.scores import advantage, auc, power_of_advantage, r_squared, tpr_at_fpr
-from secure_fvi.audits.workbench import OWN, PLAIN, Each, Protection, Workbench, silent
-from secure_fvi.audits.worlds import Data, Laboratory, resampled
+from secure_fvi.audits.scores import (
+    advantage,
+    auc,
+    cross_fitted,
+    power_of_advantage,
+    r_squared,
+    ridge,
+    standardised,
+    tpr_at_fpr,
+)
+from secure_fvi.audits.worlds import OWN, PLAIN, Data, Each, Laboratory, Protection, Workbench, resampled, silent
 from secure_fvi.errors import InputError
 
 _LOOKS: dict[str, Knowledge] = {"messages and totals": from_both, "totals alone": from_totals}

@@ -17,10 +17,9 @@ from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_with_many
-from secure_fvi.audits.properties import property_rows
+from secure_fvi.audits.local_latents import property_rows
 from secure_fvi.audits.replay import replay_rows
-from secure_fvi.audits.workbench import PLAIN, Protection, Workbench
-from secure_fvi.audits.worlds import Data
+from secure_fvi.audits.worlds import PLAIN, Data, Protection, Workbench
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.privacy.settings import RecordDP

@@ -17,7 +17,7 @@ from secure_fvi.audits.attributes import Attribute
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.matrix import Scale, Subject
 from secure_fvi.audits.vertical import World, column_rows, label_rows, record
-from secure_fvi.audits.workbench import PLAIN, Protection
+from secure_fvi.audits.worlds import PLAIN, Protection
 from secure_fvi.errors import InputError
 from secure_fvi.models.vertical_programs import VerticalDataset
 from secure_fvi.runs.config import read

@@ -24,11 +24,9 @@ from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
 from secure_fvi.algorithms.structured import local_units
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
 from secure_fvi.audits.features import contributions_in_clear, from_both
-from secure_fvi.audits.regressors import cross_fitted, ridge
-from secure_fvi.audits.scores import r_squared
+from secure_fvi.audits.scores import cross_fitted, r_squared, ridge
 from secure_fvi.audits.transcript import Transcript
-from secure_fvi.audits.workbench import OWN, PLAIN, Each, Workbench, per_record, silent
-from secure_fvi.audits.worlds import resampled
+from secure_fvi.audits.worlds import OWN, PLAIN, Each, Workbench, per_record, resampled, silent
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params

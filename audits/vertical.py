@@ -20,8 +20,7 @@ from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear
-from secure_fvi.audits.regressors import cross_fitted, ridge
-from secure_fvi.audits.scores import auc, r_squared
+from secure_fvi.audits.scores import auc, cross_fitted, r_squared, ridge
 from secure_fvi.audits.transcript import Transcript
 from secure_fvi.audits.worlds import Recorder
 from secure_fvi.columns import Columns, VerticalLocalPosterior

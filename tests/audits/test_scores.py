@@ -7,8 +7,17 @@ import pytest
 from scipy.stats import norm
 
 from secure_fvi.audits.base import Control, Estimate, judge
-from secure_fvi.audits.regressors import cross_fitted, ridge
-from secure_fvi.audits.scores import advantage, auc, gain, power_of_advantage, proportion, r_squared, tpr_at_fpr
+from secure_fvi.audits.scores import (
+    advantage,
+    auc,
+    cross_fitted,
+    gain,
+    power_of_advantage,
+    proportion,
+    r_squared,
+    ridge,
+    tpr_at_fpr,
+)
 from secure_fvi.errors import InputError
 
 
