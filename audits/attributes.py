@@ -20,11 +20,9 @@ from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.audits.base import CONFIDENCE, CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear, from_messages, from_totals
 from secure_fvi.audits.membership import Membership
-from secure_fvi.audits.regressors import Ridge, cross_fitted
-from secure_fvi.audits.scores import auc, auc_gain
+from secure_fvi.audits.scores import auc, auc_gain, cross_fitted, ridge
 from secure_fvi.audits.transcript import Transcript
-from secure_fvi.audits.workbench import MASKED, PLAIN, Each, Protection, Workbench, silent
-from secure_fvi.audits.worlds import Data, resampled
+from secure_fvi.audits.worlds import MASKED, PLAIN, Data, Each, Protection, Workbench, resampled, silent
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 
@@ -87,7 +85,7 @@ class Targets(NamedTuple):
         scaled = (seen - seen.mean(0)) / np.where(seen.std(0) > 0, seen.std(0), 1.0)
         known = self.known - self.known.mean(0)
         products = (scaled[:, :, None] * known[:, None, :]).reshape(len(seen), -1)
-        return cross_fitted(Ridge(), np.concatenate([known, seen, products], 1), self.truth, np.arange(len(seen)))
+        return cross_fitted(ridge, np.concatenate([known, seen, products], 1), self.truth, np.arange(len(seen)))
 
 
 def energies(transcript: Transcript) -> FloatArray:
@@ -159,8 +157,7 @@ def _gain(targets: Targets, look: str, inside: int, outside: int, confidence: fl
 
 
 # ----
-# One attribute of a record, guessed from the released posterior by an adversary that knows all the rest of the
-# record
+# One attribute of a record, guessed from the released posterior by an adversary that knows all the rest of the record
 #
 # For models without local latents. A record's signal is how much likelier it is under q(Z_G) with the attribute than
 # without; the adversary sets it beside the same signal under posteriors that it fitted to data of its own without the
@@ -200,12 +197,12 @@ def released_rows(
         return _chosen(margins, halves)
 
     everybody = np.arange(len(truth))
-    imputed = cross_fitted(Ridge(), known, truth, everybody)
+    imputed = cross_fitted(ridge, known, truth, everybody)
 
     def guesses(seen: FloatArray) -> FloatArray:
         # One number for all that is known: a fit to whole records beside margins would undo "without the record",
         # since all other records' attributes are in those margins.
-        return cross_fitted(Ridge(), np.column_stack([imputed, seen]), truth, everybody)
+        return cross_fitted(ridge, np.column_stack([imputed, seen]), truth, everybody)
 
     found, heavy = (signals(copies) for copies in (1, COPIES))
     inside, outside, other = (guesses(seen) for seen in found)

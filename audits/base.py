@@ -31,21 +31,6 @@ class Knowledge(Protocol):
     def __call__(self, transcript: Transcript) -> FloatArray: ...
 
 
-class Attack(Protocol):
-    """From examples whose answer the adversary knows to guesses (B,) for `unknown` (B, D)."""
-
-    @property
-    def name(self) -> str: ...
-
-    def __call__(self, known: FloatArray, answers: FloatArray, unknown: FloatArray) -> FloatArray: ...
-
-
-class Score(Protocol):
-    """How good guesses (B,) are; rows of one group (B,) depend on each other, groups do not."""
-
-    def __call__(self, truth: FloatArray, guesses: FloatArray, groups: Groups, confidence: float) -> Estimate: ...
-
-
 class Estimate(NamedTuple):
     """A score with a confidence interval."""
 

@@ -173,7 +173,6 @@ def start(silo: Silo, gate: Gate, program: SiloProgram) -> None:
 
 
 def clip_of(message: Broadcast, terms: Terms) -> float:
-    """The clipping norm of the round."""
     return message.scalars.get(CLIP, terms.settings.clipping_norm)
 
 
@@ -506,9 +505,8 @@ def _first_broadcast(setting: Setting) -> Broadcast:
 #
 # m canaries are each put in with probability 1/2 by the auditor's own coin. From what the run released the attack
 # guesses for some of them, fixed in number beforehand, whether they were in. If the run is (epsilon, delta)-private,
-# the
-# number of correct guesses is, up to delta, at most Binomial(r, e^eps / (1 + e^eps)); a run that is guessed better than
-# that is not as private as epsilon says.
+# the number of correct guesses is, up to delta, at most Binomial(r, e^eps / (1 + e^eps)); a run that is guessed better
+# than that is not as private as epsilon says.
 
 _LARGEST = 50.0
 

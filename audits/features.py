@@ -84,7 +84,6 @@ def from_totals(transcript: Transcript) -> FloatArray:
 
 
 def from_both(transcript: Transcript) -> FloatArray:
-    """Messages beside totals."""
     return np.concatenate([from_messages(transcript), from_totals(transcript)], 1)
 
 

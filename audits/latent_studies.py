@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 from secure_fvi.aggregation.base import FloatArray
 from secure_fvi.aggregation.homomorphic import Homomorphic
-from secure_fvi.audits import distinguishing
 from secure_fvi.audits.base import (
     CONFIDENCE,
     CONTROL_CONFIDENCE,
-    Attack,
     AuditRow,
     Control,
     Estimate,
@@ -29,13 +27,19 @@ from secure_fvi.audits.base import (
     Knowledge,
     judge,
 )
-from secure_fvi.audits.distinguishing import Game, Plays, play
 from secure_fvi.audits.features import from_both, from_totals
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
-from secure_fvi.audits.regressors import ATTACKS, Ridge, cross_fitted, standardised
-from secure_fvi.audits.scores import r_squared
-from secure_fvi.audits.workbench import OWN, PLAIN, Each, Protection, Workbench, silent
-from secure_fvi.audits.worlds import resampled
+from secure_fvi.audits.scores import (
+    advantage,
+    auc,
+    cross_fitted,
+    power_of_advantage,
+    r_squared,
+    ridge,
+    standardised,
+    tpr_at_fpr,
+)
+from secure_fvi.audits.worlds import OWN, PLAIN, Data, Each, Laboratory, Protection, Workbench, resampled, silent
 from secure_fvi.errors import InputError
 
 _LOOKS: dict[str, Knowledge] = {"messages and totals": from_both, "totals alone": from_totals}
@@ -64,12 +68,10 @@ class LatentStudies:
         self._samples: dict[tuple[str, str, int], Sample] = {}
         self._plays: dict[str, Plays] = {}
 
-    def latents(self, learner: str, protection: Protection) -> list[AuditRow]:
+    def latents(self, protection: Protection) -> list[AuditRow]:
         """The means of silos' latents at the configuration's own sizes."""
         found, control = self._at_own_sizes(protection), self._at_own_sizes(PLAIN)
-        return rows(
-            ATTACKS[learner], protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds
-        )
+        return rows(protection.name, found, control, worlds=self.bench.worlds, rounds=self.bench.rounds)
 
     def information(self, protection: Protection) -> list[AuditRow]:
         """What is seen tells about them, in nats."""
@@ -80,9 +82,7 @@ class LatentStudies:
         sizes = [1] * self.individuals
         own = self._sample(PLAIN, sizes, OWN)
         found, control = (by_silo(self._sample(p, sizes, 0).hinted(own)) for p in (protection, PLAIN))
-        return _renamed(
-            rows(ATTACKS["ridge"], protection.name, found, control, rounds=self.bench.rounds), "individuals"
-        )
+        return _renamed(rows(protection.name, found, control, rounds=self.bench.rounds), "individuals")
 
     def _at_own_sizes(self, protection: Protection) -> Sample:
         return self._sample(protection, self.bench.sizes, 0).hinted(self._sample(PLAIN, self.bench.sizes, OWN))
@@ -95,7 +95,7 @@ class LatentStudies:
             own, found = (self._sample(PLAIN, sizes, first, worlds) for first in (OWN, 0))
             found = found.hinted(own)
             found = by_silo(found) if worlds < 10 else found
-            out += rows(ATTACKS["ridge"], f"plain, {records} a silo", found, found, rounds=self.bench.rounds)
+            out += rows(f"plain, {records} a silo", found, found, rounds=self.bench.rounds)
         wanted = ("silo mean, messages and totals", "single records, messages and totals")
         return _renamed([row for row in out if row.attack.endswith(wanted)], "by size of a silo")
 
@@ -118,9 +118,8 @@ class LatentStudies:
         detail: dict[str, Any] = {"rounds": self.bench.rounds, "silo_records": self.bench.sizes[0]}
         privacy = protection.privacy
         if privacy is not None and privacy.epsilon is not None:
-            detail["bound"] = distinguishing.bound(privacy.epsilon, privacy.delta)
-        attack: Attack = ATTACKS["ridge"]
-        return distinguishing.rows(attack, protection.name, self._played(protection), self._played(PLAIN), **detail)
+            detail["bound"] = bound(privacy.epsilon, privacy.delta)
+        return game_rows(protection.name, self._played(protection), self._played(PLAIN), **detail)
 
     def _played(self, protection: Protection) -> Plays:
         if protection.name not in self._plays:
@@ -151,11 +150,9 @@ class LatentStudies:
 #
 # InfoNCE (van den Oord et al. 2018): a small network learns to tell a silo's own latent from those of others by its
 # messages. On silos that it has not seen, in batches of N, the mean log-likelihood of the right one plus ln N is a
-# lower
-# bound in expectation, and one that cannot exceed ln N (Poole et al. 2019): an estimate near the cap says "at least so
-# much", and no more. Beside it stands -log(1 - R^2) / 2 of a ridge regression, which is a lower bound where the latent
-# is
-# normal.
+# lower bound in expectation, and one that cannot exceed ln N (Poole et al. 2019): an estimate near the cap says "at
+# least so much", and no more. Beside it stands -log(1 - R^2) / 2 of a ridge regression, which is a lower bound where
+# the latent is normal.
 
 #: An estimate above this share of its cap is marked.
 NEAR = 0.9
@@ -251,7 +248,7 @@ def gaussian(seen: FloatArray, target: FloatArray, groups: Groups, confidence: f
     """
     if target.ndim == 2:
         target = target[:, int(np.argmax(target.var(0)))]
-    guesses = cross_fitted(Ridge(), seen, target, groups)
+    guesses = cross_fitted(ridge, seen, target, groups)
     return Estimate(*(-0.5 * math.log(max(1 - r, 1e-12)) for r in r_squared(target, guesses, groups, confidence)))
 
 
@@ -303,7 +300,7 @@ def _components(
     known: FloatArray, unknown: FloatArray, answers: FloatArray, groups: Groups, critic: Critic
 ) -> tuple[Tensor, Tensor]:
     """What the network sees of messages: a ridge regression's guess of each target, and principal components."""
-    guesses = [(cross_fitted(Ridge(), known, a, groups), Ridge()(known, a, unknown)) for a in answers.T]
+    guesses = [(cross_fitted(ridge, known, a, groups), ridge(known, a, unknown)) for a in answers.T]
     first, second = _scaled(known, unknown)
     basis = torch.linalg.svd(first, full_matrices=False)[2][: critic.components].T
     parts = _scaled((first @ basis).numpy(), (second @ basis).numpy())
@@ -348,3 +345,131 @@ def _trained(x: Tensor, y: Tensor, critic: Critic, seed: int) -> nn.Module:
             optimizer.step()
         network.load_state_dict(kept)
     return network
+
+
+# ---- A game on one record: which of two values did this individual take? ----
+#
+# The adversary knows everything but one record and the silos' secrets: the model, every other record, and that the one
+# in question is either the first candidate or the second. A fair coin decides; the run is made with fresh secrets; the
+# adversary looks at what the server saw and guesses. It has learnt to guess on runs that it made itself. Under
+# (epsilon, delta)-differential privacy for adding or removing a record no adversary can win by more than `bound`.
+
+
+@dataclass(frozen=True)
+class Game:
+    """The silos, which record is in question, and its two candidates (one row each)."""
+
+    silos: tuple[Data, ...]
+    silo: int
+    record: int
+    candidates: tuple[Data, Data]
+
+    def world(self, which: int) -> list[Data]:
+        """The silos with candidate `which` in place."""
+        changed = {name: values.clone() for name, values in self.silos[self.silo].items()}
+        for name, value in self.candidates[which].items():
+            changed[name][self.record] = value[0]
+        return [changed if j == self.silo else dict(data) for j, data in enumerate(self.silos)]
+
+
+@dataclass(frozen=True)
+class Plays:
+    """Runs of a game: by what the adversary may look at, its features, and how the coins fell."""
+
+    features: dict[str, FloatArray]  # (T, D) each
+    coins: FloatArray  # (T,) of 0 and 1
+    played: int  # the first so many are the adversary's own, the rest are guessed at
+
+    def shuffled(self) -> Plays:
+        """The same runs with coins that were tossed again: nothing can be guessed. For negative controls."""
+        again = np.random.default_rng(4).integers(0, 2, len(self.coins)).astype(np.float64)
+        return Plays(self.features, again, self.played)
+
+
+def play(
+    laboratory: Laboratory,
+    game: Game,
+    seeds: Iterable[int],
+    looks: dict[str, Knowledge],
+    own: float = 0.5,
+    each: Callable[[], None] = lambda: None,
+) -> Plays:
+    """One run a seed; the share `own` of them the adversary may learn from. The coins follow the seeds."""
+    coins: list[float] = []
+    seen: dict[str, list[FloatArray]] = {name: [] for name in looks}
+    for seed in seeds:
+        coin = int(np.random.default_rng([seed, 1]).integers(2))
+        transcript = laboratory.run(game.world(coin), seed).transcript
+        place = transcript.silos.index(f"silo-{game.silo + 1}")
+        for name, look in looks.items():
+            seen[name].append(look(transcript)[place])
+        coins.append(float(coin))
+        each()
+    if len(coins) < 20:
+        raise InputError(f"{len(coins)} runs of a game say little; play at least 20")
+    return Plays({name: np.stack(rows) for name, rows in seen.items()}, np.array(coins), round(own * len(coins)))
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """How an attack did on the runs it had not learnt from."""
+
+    truth: FloatArray
+    scores: FloatArray
+    right: int
+
+    @property
+    def trials(self) -> int:
+        return len(self.truth)
+
+    def advantage(self, confidence: float = CONFIDENCE) -> Estimate:
+        return advantage(self.right, self.trials, confidence)
+
+
+def guess(plays: Plays, look: str) -> Guessed:
+    """Scores above 1/2 are guesses for the second candidate."""
+    x, k = plays.features[look], plays.played
+    scores = ridge(x[:k], plays.coins[:k], x[k:])
+    truth = plays.coins[k:]
+    return Guessed(truth, scores, int(((scores > 0.5) == (truth > 0.5)).sum()))
+
+
+def bound(epsilon: float, delta: float) -> float:
+    """The largest advantage in this game under (epsilon, delta) for adding or removing a record.
+
+    The game replaces one, which is a removal and an addition: (2 epsilon, (1 + e^epsilon) delta), and under (e, d) no
+    test has an advantage above (e^e - 1 + 2 d) / (e^e + 1) (Kairouz et al. 2015).
+    """
+    if epsilon > 300:
+        return 1.0
+    twice, failing = 2 * epsilon, (1 + math.exp(epsilon)) * delta
+    return min(1.0, (math.expm1(twice) + 2 * failing) / (math.exp(twice) + 1))
+
+
+def game_rows(protection: str, plays: Plays, unprotected: Plays, fpr: float = 0.1, **detail: Any) -> list[AuditRow]:
+    """Advantage for each way to look at the runs, with AUC and the true-positive rate at `fpr` in the detail.
+
+    `unprotected`: the same game under plain sums, whose `messages` are the positive control of every way to look.
+    """
+    strongest = guess(unprotected, "messages and totals")
+    caught = strongest.advantage()
+    power = power_of_advantage(caught, strongest.trials)
+    nothing = guess(unprotected.shuffled(), "messages and totals").advantage(CONTROL_CONFIDENCE)
+    out = []
+    for look in plays.features:
+        found = guess(plays, look)
+        area = auc(found.truth, found.scores, found.truth)
+        rate = tpr_at_fpr(found.truth, found.scores, fpr).rate
+        more = {"trials": found.trials, "auc": list(area), f"tpr_at_fpr_{fpr:g}": list(rate), **detail}
+        out.append(
+            judge(
+                f"which of two values, by ridge: {look}",
+                protection,
+                "advantage",
+                found.advantage(),
+                Control(caught, "the same game under plain sums, from messages and totals", power),
+                Control(nothing, "plain sums, with the coins tossed again"),
+                **more,
+            )
+        )
+    return out

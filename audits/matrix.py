@@ -16,12 +16,11 @@ from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.audits import attributes, epsilon, gradient_inversion, membership, protocol
 from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
+from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
 from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_with_many
-from secure_fvi.audits.optimised_inversion import BATCHES, inversion_rows
-from secure_fvi.audits.properties import property_rows
+from secure_fvi.audits.local_latents import property_rows
 from secure_fvi.audits.replay import replay_rows
-from secure_fvi.audits.workbench import PLAIN, Protection, Workbench
-from secure_fvi.audits.worlds import Data
+from secure_fvi.audits.worlds import PLAIN, Data, Protection, Workbench
 from secure_fvi.errors import InputError
 from secure_fvi.federated_model import FederatedModel
 from secure_fvi.privacy.settings import RecordDP
@@ -112,12 +111,10 @@ class Subject:
 
     @property
     def sizes(self) -> str:
-        """The silos, for readers."""
         return ", ".join(str(n) for n in self.bench.sizes[:20]) + " records"
 
     @property
     def scale_in_words(self) -> str:
-        """For readers."""
         scale = self.scale
         return (
             f"{scale.worlds} worlds of {scale.rounds} rounds, {scale.trials} games, "
@@ -133,7 +130,6 @@ class Subject:
         return [name for name, entry in ATTACKS.items() if entry.in_all and entry.why_not(self) is None]
 
     def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
-        """Of one attack that fits."""
         return ATTACKS[attack].rows(self, self.supported(protections))
 
     def supported(self, protections: Sequence[Protection]) -> list[Protection]:
@@ -269,11 +265,7 @@ def _replay(subject: Subject, found: Sequence[Protection]) -> list[AuditRow]:
 ATTACKS: dict[str, Entry] = {
     "latents": Entry(
         "ridge regression from messages and totals to the means of silos' latents",
-        _each(lambda s, p: s.studies.latents("ridge", p)), _worlds, _with_latents,
-    ),
-    "latents-network": Entry(
-        "the same by a small neural network",
-        _each(lambda s, p: s.studies.latents("network", p)), lambda s, f: 0, _with_latents, in_all=False,
+        _each(lambda s, p: s.studies.latents(p)), _worlds, _with_latents,
     ),
     "information": Entry(
         "mutual information of messages with those means, up to its cap",
@@ -312,7 +304,7 @@ ATTACKS: dict[str, Entry] = {
     ),
     "inversion": Entry(
         "records that would have given a batch's gradient",
-        _inversion, lambda s, f: 24 * len(BATCHES), _on_covariates, in_all=False,
+        _inversion, lambda s, f: 24 * len(MATCHED_BATCHES), _on_covariates, in_all=False,
     ),
     "membership": Entry(
         "whose records was the released posterior fitted to (LiRA, RMIA)",

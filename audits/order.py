@@ -17,7 +17,7 @@ from secure_fvi.audits.attributes import Attribute
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.matrix import Scale, Subject
 from secure_fvi.audits.vertical import World, column_rows, label_rows, record
-from secure_fvi.audits.workbench import PLAIN, Protection
+from secure_fvi.audits.worlds import PLAIN, Protection
 from secure_fvi.errors import InputError
 from secure_fvi.models.vertical_programs import VerticalDataset
 from secure_fvi.runs.config import read
@@ -52,21 +52,17 @@ class VerticalSubject:
 
     @property
     def known(self) -> dict[str, str]:
-        """All attacks, and what they are."""
         return ATTACKS
 
     @property
     def sizes(self) -> str:
-        """The silos, for readers."""
         return f"{len(self.data.silos)} with columns of {len(self.data.response)} people"
 
     @property
     def scale_in_words(self) -> str:
-        """For readers."""
         return f"one run of {self.rounds} rounds under each protection"
 
     def rows(self, attack: str, protections: Sequence[Protection]) -> list[AuditRow]:
-        """Of one attack that fits."""
         rows: list[AuditRow] = []
         for protection in protections:
             found, control = self._world(protection), self._world(PLAIN)
@@ -89,11 +85,9 @@ class VerticalSubject:
         return None
 
     def fitting(self) -> list[str]:
-        """The attacks of `--all`."""
         return [name for name in ATTACKS if self.why_not(name) is None]
 
     def work(self, attacks: Sequence[str], protections: Sequence[Protection]) -> int:
-        """How often `told` will be called."""
         return self.rounds * len({PLAIN[0], *(p.name for p in protections)}) if attacks else 0
 
     def _world(self, protection: Protection) -> World:
@@ -161,7 +155,7 @@ def check(subject: Subjects, attack: str) -> None:
 
 #: Attacks of a line share the worlds that they run, so that one process takes them all. The longest lines first.
 _TOGETHER = (
-    ("latents", "latents-network", "information", "individuals", "sizes", "replay", "game"),
+    ("latents", "information", "individuals", "sizes", "replay", "game"),
     ("epsilon",),
     ("properties", "attributes"),
     ("gradients", "inversion", "membership"),

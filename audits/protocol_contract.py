@@ -162,8 +162,6 @@ class Attempt(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Attempts counted."""
-
     hits: int
     false: int
     attempts: int

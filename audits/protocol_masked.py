@@ -151,7 +151,6 @@ class MaskedSession:
         self._signed: dict[bytes, RevealRequest] = {}  # by survivors: the latest request with all signatures
 
     def party(self, silo: str, roster: Roster, store: AuditStore) -> SumSilo:
-        """A silo over `store`, as the subject makes them."""
         seal = None
         if self.subject.masking is not None:
             apply = self.subject.masking()

@@ -51,12 +51,9 @@ from secure_fvi.errors import InputError
 # ---- Whether ring elements look uniform: tests on words, their differences over coordinates, rounds and silos ----
 #
 # Under each mask that is missing, shared or reused some combination of contributions is a plain number, which shows
-# once
-# inputs are constant. A view is one such combination. A battery of five tests gives a view a p-value (Bonferroni over
-# the
-# five); a view counts as told apart below 1e-6, which is the false-alarm rate of one view. Views that share words
-# depend
-# on each other; the union bound over them does not mind.
+# once inputs are constant. A view is one such combination. A battery of five tests gives a view a p-value (Bonferroni
+# over the five); a view counts as told apart below 1e-6, which is the false-alarm rate of one view. Views that share
+# words depend on each other; the union bound over them does not mind.
 
 FALSE_ALARM = 1e-6
 _CONTEXT = bytes(range(32))

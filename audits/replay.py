@@ -24,11 +24,9 @@ from secure_fvi.algorithms.sfvi import SFVI, Sent, SFVIProgram
 from secure_fvi.algorithms.structured import local_units
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, judge
 from secure_fvi.audits.features import contributions_in_clear, from_both
-from secure_fvi.audits.regressors import Ridge, cross_fitted
-from secure_fvi.audits.scores import r_squared
+from secure_fvi.audits.scores import cross_fitted, r_squared, ridge
 from secure_fvi.audits.transcript import Transcript
-from secure_fvi.audits.workbench import OWN, PLAIN, Each, Workbench, per_record, silent
-from secure_fvi.audits.worlds import resampled
+from secure_fvi.audits.worlds import OWN, PLAIN, Each, Workbench, per_record, resampled, silent
 from secure_fvi.compiled import Traced
 from secure_fvi.errors import InputError
 from secure_fvi.families import Params
@@ -215,12 +213,12 @@ def replay_rows(
     order = [int(name.removeprefix("silo-")) - 1 for name in names]
     latents = np.array([outcome.latents[name][0, coordinate] for name in names])
     groups = np.arange(silos)
-    ridge = cross_fitted(Ridge(), from_both(outcome.transcript), latents, groups)
+    linear = cross_fitted(ridge, from_both(outcome.transcript), latents, groups)
     pairs = {"posterior mean of the latent": (latents, found.latents[:, 0, coordinate])}
     for name in found.rows:
         truth = np.concatenate([per_record(drawn[j][name]) for j in order])
         pairs[f"mean of '{name}' in the record"] = (truth, per_record(found.rows[name]))
-    beside: dict[str, Any] = {"ridge": list(r_squared(latents, ridge, groups))}
+    beside: dict[str, Any] = {"ridge": list(r_squared(latents, linear, groups))}
     return [
         judge(
             f"one individual a silo, by replay: {what}",

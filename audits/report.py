@@ -57,7 +57,6 @@ def _notes(row: AuditRow) -> list[str]:
 
 
 def table(rows: Sequence[AuditRow]) -> str:
-    """The rows as text."""
     lines = [f"{'attack':<58} {'protection':<14} {'score':>7}  {'interval':<17} {'control':>8}  finding"]
     for row in rows:
         interval = f"[{row.low:.3f}, {row.high:.3f}]"

@@ -20,10 +20,9 @@ from secure_fvi.algorithms.vertical import Vertical
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.audits.base import CONTROL_CONFIDENCE, AuditRow, Control, Estimate, judge
 from secure_fvi.audits.features import contributions_in_clear
-from secure_fvi.audits.recording import Recorder
-from secure_fvi.audits.regressors import ATTACKS, cross_fitted
-from secure_fvi.audits.scores import auc, r_squared
+from secure_fvi.audits.scores import auc, cross_fitted, r_squared, ridge
 from secure_fvi.audits.transcript import Transcript
+from secure_fvi.audits.worlds import Recorder
 from secure_fvi.columns import Columns, VerticalLocalPosterior
 from secure_fvi.errors import InputError
 from secure_fvi.models.vertical_programs import VerticalDataset
@@ -131,7 +130,7 @@ def column_rows(protection: str, world: World, control: World) -> list[AuditRow]
     def score(of: World, what: str, wanted: FloatArray, confidence: float = 0.95) -> Estimate:
         seen = _traces(of.transcript, silo if what == "messages" else None)
         people = np.arange(len(wanted))
-        return r_squared(wanted, cross_fitted(ATTACKS["ridge"], seen, wanted, people), people, confidence)
+        return r_squared(wanted, cross_fitted(ridge, seen, wanted, people), people, confidence)
 
     return [
         judge(

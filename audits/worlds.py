@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation.base import FloatArray, SecureSum
-from secure_fvi.aggregation.plain import Plain
+from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.aggregation.base import FloatArray, SecureSum, Total
+from secure_fvi.aggregation.homomorphic import WithHolder
+from secure_fvi.aggregation.key_holder import KEY_HOLDER
 from secure_fvi.algorithms.base import Broadcast, LocalFit, Posterior, Problem, ServerProgram, SiloProgram
 from secure_fvi.algorithms.sfvi import SFVI
-from secure_fvi.audits.recording import Recorder
-from secure_fvi.audits.transcript import Transcript
+from secure_fvi.audits.transcript import SET_UP, Entry, Sum, Transcript
 from secure_fvi.building import work_of
 from secure_fvi.compiled import choose_mode
 from secure_fvi.density import Layout
+from secure_fvi.discovery import read_layout
 from secure_fvi.driving import Parties, Run
+from secure_fvi.engines.local import LocalEngine
 from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel
+from secure_fvi.federated_model import FederatedModel, read_data
 from secure_fvi.fitting import build_parties
+from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Gate
 from secure_fvi.privacy.settings import DP
 from secure_fvi.server import Server
@@ -279,3 +284,157 @@ def _fingerprint(silo: Silo) -> bytes:
     for draws in (view.record_draws, view.silo_draws):
         digest.update(draws.uniforms(_FIRST, 1).tobytes())
     return digest.digest()
+
+
+# ---- Notes every message and total of a run (`sf.run`), without touching the protocol's own code ----
+
+
+class Recorder:
+    """A server and its engine, of `sf.run` or `fitting.build_parties`, watched from now on.
+
+    `simulated` is the caller's statement that the data are made, resampled from published data, or published. On
+    anything else a transcript is refused unless `real_data` is set, since it holds all that the audits warn of.
+    """
+
+    def __init__(
+        self, server: Server, engine: LocalEngine, aggregation: str, *, simulated: bool, real_data: bool = False
+    ) -> None:
+        if not simulated and not real_data:
+            raise InputError(
+                "a transcript of a run on real data holds what the server could attack; say so with real_data = True "
+                "(--real-data) after the institutions have agreed, or audit a run on simulated data"
+            )
+        self._server, self._engine, self._aggregation = server, engine, aggregation
+        self._simulated = simulated
+        self._entries: list[Entry] = []
+        self._sums: list[Sum] = []
+        self._began = time.monotonic()
+        self._phase = SET_UP
+        server.observe(self)
+        engine.watch = self._exchanged
+        if isinstance(server.secure_sum, WithHolder):
+            server.secure_sum.observe(lambda direction, body: self._note(direction, KEY_HOLDER, body))
+
+    def transcript(self) -> Transcript:
+        program, problem = self._server.program, self._server.problem
+        return Transcript(
+            getattr(program, "name", type(getattr(program, "config", program)).__name__),
+            self._aggregation,
+            problem.silos,
+            dict(program.tables),
+            tuple(self._entries),
+            tuple(self._sums),
+            self._simulated,
+        )
+
+    def _exchanged(self, messages: Mapping[str, bytes], replies: Mapping[str, bytes]) -> None:
+        first = next(iter(messages.values()), b"")
+        if first[:1] == ROUND:  # the same bytes for all
+            self._phase = decode_broadcast(first[1:]).phase
+        for direction, bodies in (("down", messages), ("up", replies)):
+            for silo, body in bodies.items():
+                self._note(direction, silo, body)
+
+    def _note(self, direction: Any, party: str, body: bytes) -> None:
+        seconds = time.monotonic() - self._began
+        self._entries.append(Entry(self._server.rounds, self._phase, direction, party, body, len(body), seconds))
+
+    def total(self, index: int, total: Total) -> None:
+        values = total.values.copy()
+        self._sums.append(Sum(self._server.rounds, index, self._phase, total.survivors, values, values))
+
+    def released(self, index: int, values: FloatArray) -> None:
+        self._sums[-1] = self._sums[-1]._replace(released=values.copy())
+        self._phase = SET_UP
+
+
+# ----
+# Where worlds of attacks on one configuration come from: its records, its sizes, and laboratories for each protection.
+#
+# Worlds of SFVI begin late in a run (`late`), those of other algorithms at their first round.
+
+
+class Protection(NamedTuple):
+    """What a run is protected by, as the table of an audit names it."""
+
+    name: str
+    aggregation: SecureSum
+    privacy: DP | None = None
+
+
+PLAIN, MASKED = Protection("plain", Plain()), Protection("masked", Masked())
+#: Worlds whose number says so are the adversary's own, and that in which it learns nothing but where to begin.
+OWN, ELSEWHERE = 1_000_000, 2_000_000
+Each = Callable[[], None]
+
+
+def silent() -> None:
+    """For callers that want no progress."""
+
+
+class Workbench:
+    """One configuration, for attacks that make worlds of it."""
+
+    def __init__(
+        self,
+        model: FederatedModel,
+        algorithm: Any,
+        silos: Sequence[Data],
+        *,
+        rounds: int = 12,
+        worlds: int = 50,
+        simulated: bool = True,
+        real_data: bool = False,
+        late: LateStart | None = None,
+    ) -> None:
+        """`rounds` of each world; about `worlds` worlds under each protection, which interval widths follow.
+        `late`: where worlds begin, if not at a fit that is made for it."""
+        if len(silos) < 3:
+            raise InputError(f"{len(silos)} silos: masked sums, which are audited beside plain ones, need at least 3")
+        self.model, self.full, self.worlds, self.rounds = model, algorithm, worlds, rounds
+        self.algorithm = shortened(algorithm, rounds)
+        self.silos, self.pool = list(silos), pooled(silos)
+        self.sizes = [len(next(iter(s.values()))) for s in silos]
+        schema, _ = read_data(self.pool, "pool", torch.float64)
+        self.layout, self.start = read_layout(model, schema, torch.float64)
+        self._simulated, self._real_data = simulated, real_data
+        self._late = late
+
+    @property
+    def all_global(self) -> bool:
+        """Whether the model's parameters are all global latents."""
+        return not (self.layout.size("record") or self.layout.size("silo") or self.start.theta)
+
+    @property
+    def records(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def late(self) -> LateStart:
+        """Fitted when it is first asked for."""
+        if self._late is None:
+            config = self.full if isinstance(self.full, SFVI) else SFVI()
+            elsewhere = resampled(self.pool, self.sizes, ELSEWHERE)
+            self._late = LateStart(self.model, config, elsewhere, 8 * self.worlds, pool=self.pool)
+        return self._late
+
+    def laboratory(self, protection: Protection, worlds: int | None = None, own_latents: bool = False) -> Laboratory:
+        """Under `protection`. The latents that worlds tell are those of a settled fit, since what moves a short run
+        moves its own latents, too; with `own_latents` those that each run ends with."""
+        sfvi = isinstance(self.full, SFVI)
+        return Laboratory(
+            self.model,
+            self.algorithm,
+            protection.aggregation,
+            protection.privacy,
+            worlds=worlds or self.worlds * len(self.sizes),
+            late=self.late if sfvi else None,
+            targets=self.late if self.layout.size("record") and not own_latents else None,
+            simulated=self._simulated,
+            real_data=self._real_data,
+        )
+
+
+def per_record(values: Any) -> FloatArray:
+    """(N,): mean over each record's own numbers of an argument (N, ...)."""
+    return np.asarray(values.reshape(len(values), -1).double().mean(1).cpu().numpy(), np.float64)

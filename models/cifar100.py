@@ -21,8 +21,7 @@ import torch
 
 from secure_fvi.errors import InputError
 from secure_fvi.models.base import Dataset, Program
-from secure_fvi.models.fedvi import Network, personal_classifier
-from secure_fvi.models.fedvi_data import Client, as_dataset, pachinko, pooled, split_off
+from secure_fvi.models.fedvi import Client, Network, as_dataset, pachinko, personal_classifier, pooled, split_off
 
 ARCHIVE, SUBSET = "cifar-100-python.tar.gz", "cifar100_20k.npz"
 CLASSES, COARSE = 100, 20
@@ -31,12 +30,9 @@ Labelled = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 class Images(NamedTuple):
-    """A pool of images."""
-
     images: npt.NDArray[np.uint8]  # (N, 3, 32, 32)
     fine: npt.NDArray[np.int64]  # (N,)
     coarse: npt.NDArray[np.int64]
-    source: str  # which of the two files
 
 
 def network(seed: int = 0) -> Network:
@@ -46,11 +42,6 @@ def network(seed: int = 0) -> Network:
         CLASSES, (3, 16, 16), (64, 128), 256, 128, strided=True, padding=1, dropout=(0.0, 0.5), global_share=0.98,
         loc_share=1.0, mean=0.48, sd=0.25, seed=seed,
     )  # fmt: skip
-
-
-def full_network(seed: int = 0) -> Network:
-    """Appendix D's own, for 32 x 32 pixels."""
-    return Network(CLASSES, (3, 32, 32), (32, 64, 128, 256, 512), mean=0.48, sd=0.25, seed=seed)
 
 
 def read_images(data_dir: Path | None) -> Images:
@@ -81,7 +72,7 @@ def read_archive(path: Path) -> Images:
     except (tarfile.TarError, KeyError, EOFError, OSError) as error:
         raise InputError(f"{path}: not the python archive of CIFAR-100; download it again") from error
     images, fine, coarse = (np.concatenate([p[i] for p in parts]) for i in range(3))
-    return Images(images, fine, coarse, ARCHIVE)
+    return Images(images, fine, coarse)
 
 
 def read_pickle(content: bytes, source: str) -> Labelled:
@@ -113,7 +104,7 @@ def read_subset(path: Path) -> Images:
         raise InputError(f"{path}: not an npz file of images, fine_labels and coarse_labels") from error
     if images.dtype != np.uint8 or images.shape != (len(fine), 3, 32, 32) or len(coarse) != len(fine):
         raise InputError(f"{path}: images must be (N, 3, 32, 32) uint8 with a fine and a coarse label each")
-    return Images(*_checked(images, fine.astype(np.int64), coarse.astype(np.int64), str(path)), SUBSET)
+    return Images(*_checked(images, fine.astype(np.int64), coarse.astype(np.int64), str(path)))
 
 
 def _checked(

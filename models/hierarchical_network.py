@@ -7,15 +7,13 @@ A network has one hidden layer of relu units and no biases, as in the paper. In
   the silo's own, independent of the others';
 - `mixed_network` the first layer is common, and the last one scatters around a common mean.
 
-Scatter is written in offsets that are N(0, 1) a priori, as in the paper. Its half normal prior of their sd is not
-Gaussian in unconstrained space, which PVI asks for where weights are thousands; `log_normal=True` takes the log-normal
-one whose logarithm, the site `log_spread`, has the same mean and sd. `mixed_network(scatter=s)` fixes the sd: a silo by
-itself sees no variation between silos, so that SFVI-Avg's local runs would let it shrink.
+Scatter is written in offsets that are N(0, 1) a priori, as in the paper, and their sd is half normal.
+`mixed_network(scatter=s)` fixes the sd: a silo by itself sees no variation between silos, so that SFVI-Avg's local runs
+would let it shrink.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -30,8 +28,6 @@ from secure_fvi.models.bnn import check_counts, check_positive, mean_over_draws
 #: First layer (D, hidden) and last (hidden, classes) of a silo's network, from the values of its sites and the global
 #: ones by name.
 Layers = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
-#: Mean and sd of the logarithm of a half normal variable.
-_LOG_MEAN, _LOG_SD = -0.6351814227307391, math.pi / math.sqrt(8)
 
 
 class PersonalNetwork(NamedTuple):
@@ -41,9 +37,7 @@ class PersonalNetwork(NamedTuple):
     layers: Layers
 
 
-def hierarchical_network(
-    hidden: int = 64, classes: int = 10, log_normal: bool = False, start: float | None = None
-) -> PersonalNetwork:
+def hierarchical_network(hidden: int = 64, classes: int = 10, start: float | None = None) -> PersonalNetwork:
     """W1 = mean + spread x offsets. Global sites: `mean` (D, hidden), N(0, 1), and `spread` (), half normal. Silo
     sites: `offsets` (D, hidden) and `output_weights` (hidden, classes), N(0, 1). `start`: where a fit's spread begins;
     at its prior's centre, .8, the first layer drowns in the offsets' own variance (docs/sfvi-mnist.md)."""
@@ -51,11 +45,10 @@ def hierarchical_network(
         check_positive(start=start)
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return values["mean"] + spread_of(values) * values["offsets"], values["output_weights"]
+        return values["mean"] + values["spread"] * values["offsets"], values["output_weights"]
 
-    site = _spread_site(log_normal)
-    begin = {} if start is None else {site: math.log(start) if log_normal else start}
-    return _personal(hidden, classes, layers, (site, "mean"), ("offsets", "output_weights"), begin)
+    begin = {} if start is None else {"spread": start}
+    return _personal(hidden, classes, layers, ("spread", "mean"), ("offsets", "output_weights"), begin)
 
 
 def fedpop(hidden: int = 64, classes: int = 10) -> PersonalNetwork:
@@ -67,9 +60,7 @@ def fedpop(hidden: int = 64, classes: int = 10) -> PersonalNetwork:
     return _personal(hidden, classes, layers, ("hidden_weights",), ("output_weights",))
 
 
-def mixed_network(
-    hidden: int = 64, classes: int = 10, log_normal: bool = False, scatter: float | None = None
-) -> PersonalNetwork:
+def mixed_network(hidden: int = 64, classes: int = 10, scatter: float | None = None) -> PersonalNetwork:
     """W2 = output_mean + spread x output_offsets. Global sites: `hidden_weights` (D, hidden) and `output_mean`
     (hidden, classes), N(0, 1), and `spread` (), half normal, unless it is fixed at `scatter`. Silo site:
     `output_offsets` (hidden, classes), N(0, 1)."""
@@ -77,20 +68,11 @@ def mixed_network(
         check_positive(scatter=scatter)
 
     def layers(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        spread = spread_of(values) if scatter is None else scatter
+        spread = values["spread"] if scatter is None else scatter
         return values["hidden_weights"], values["output_mean"] + spread * values["output_offsets"]
 
-    spread = (_spread_site(log_normal),) if scatter is None else ()
+    spread = ("spread",) if scatter is None else ()
     return _personal(hidden, classes, layers, (*spread, "hidden_weights", "output_mean"), ("output_offsets",))
-
-
-def spread_of(values: Mapping[str, Tensor]) -> Tensor:
-    """The sd of silos' weights around the common ones, from the value of its site."""
-    return values["log_spread"].exp() if "log_spread" in values else values["spread"]
-
-
-def _spread_site(log_normal: bool) -> str:
-    return "log_spread" if log_normal else "spread"
 
 
 def _personal(
@@ -108,8 +90,6 @@ def _personal(
             prior = Normal(x.new_zeros(shape), 1.0).to_event(2)
             if name == "spread":
                 prior = HalfNormal(one)
-            elif name == "log_spread":
-                prior = Normal(_LOG_MEAN * one, _LOG_SD)
             values[name] = pyro.sample(name, prior)
         first, last = layers(values)
         with pyro.plate("image", len(y)):

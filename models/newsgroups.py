@@ -43,8 +43,6 @@ _QUOTE = re.compile(r"(writes in|writes:|wrote:|says:|said:|^In article|^Quoted 
 
 
 class Post(NamedTuple):
-    """One file."""
-
     group: str
     number: int  # its name; a post to several groups has one in each
     text: str

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pyro
 import torch
-from pyro.distributions import Dirichlet, Multinomial, Normal, TorchDistribution, constraints
+from pyro.distributions import Multinomial, Normal, TorchDistribution, constraints
 from torch import Tensor, nn
 
 from secure_fvi.errors import InputError
@@ -25,12 +25,11 @@ TOPICS = 5
 SCALE = 2.0
 
 
-def prodlda(topics: int, as_printed: bool = False) -> FederatedModel:
+def prodlda(topics: int) -> FederatedModel:
     """The model for documents over V words, `counts` (N, V), with so many topics K.
 
     Global site `topics` (V, K), logits of the words in each topic; local site `weights` (K,) of a document, logits of
-    its topics. Both N(0, 2^2). `as_printed`: the paper's text, for comparison: columns of `topics` are Dirichlet(beta),
-    the logits `topics @ weights`, weights N(alpha, 1), and theta is alpha and beta.
+    its topics. Both N(0, 2^2).
     """
     if type(topics) is not int or topics < 1:
         raise InputError(f"topics must be a whole number of at least 1, not {topics!r}")
@@ -42,16 +41,7 @@ def prodlda(topics: int, as_printed: bool = False) -> FederatedModel:
             w = pyro.sample("weights", Normal(counts.new_zeros(topics), SCALE).to_event(1))
             pyro.sample("counts", Words(torch.softmax(w, -1), t), obs=counts)
 
-    def printed(counts: Tensor) -> None:
-        alpha = pyro.param("alpha", counts.new_zeros(()))
-        beta = pyro.param("beta", counts.new_ones(()), constraint=constraints.positive)
-        concentration = beta * counts.new_ones(topics, counts.shape[1])
-        t = pyro.sample("topics", Dirichlet(concentration).to_event(1))
-        with pyro.plate("document", len(counts)):
-            w = pyro.sample("weights", Normal(alpha + counts.new_zeros(topics), 1.0).to_event(1))
-            pyro.sample("counts", Words(w, t.transpose(-1, -2)), obs=counts)
-
-    return FederatedModel(printed if as_printed else model, record_plate="document")
+    return FederatedModel(model, record_plate="document")
 
 
 def encoder(words: int, topics: int, hidden: int = 100, seed: int = 0) -> Amortised:

@@ -39,8 +39,6 @@ class Design:
     labels: Mapping[str, float]
     logarithms: Sequence[str] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-    delimiter: str = ","
-    header: Sequence[str] = ()  # the first line, where the file has one
 
     @property
     def feature_names(self) -> list[str]:
@@ -96,15 +94,9 @@ class Design:
         """Line numbers and fields; empty lines, and comments after "|", are passed over."""
         if not path.is_file():
             raise InputError(f"no file '{path}'")
-        header = list(self.header)
         with path.open(newline="", encoding="ascii") as file:
-            for line, row in enumerate(csv.reader(file, delimiter=self.delimiter, skipinitialspace=True), 1):
+            for line, row in enumerate(csv.reader(file, skipinitialspace=True), 1):
                 if not row or row[0].startswith("|"):
-                    continue
-                if header and row != header:
-                    raise InputError(f"{path}, line {line}: the header is not {self.delimiter.join(header)}")
-                if header:
-                    header = []
                     continue
                 if len(row) != len(self.columns) + 1:
                     raise InputError(

@@ -25,8 +25,7 @@ from torch.nn import functional
 
 from secure_fvi.errors import InputError
 from secure_fvi.models.base import Dataset, Program, data_folder
-from secure_fvi.models.fedvi import Network, personal_classifier
-from secure_fvi.models.fedvi_data import Client, as_dataset, pooled, split_off
+from secure_fvi.models.fedvi import Client, Network, as_dataset, personal_classifier, pooled, split_off
 from secure_fvi.models.mnist import CLASSES, FILES, found_file, read_idx
 
 #: Habits: (label that is written as the other's shape, the label whose shape it is and that is marked instead).

@@ -1,8 +1,8 @@
-"""`secure-fvi reproduce`: an experiment of a paper, run again, with its numbers and its plot."""
+"""`secure-fvi reproduce`: an experiment run again, with its numbers and its plot."""
 
 from __future__ import annotations
 
-import importlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from secure_fvi.errors import InputError
-from secure_fvi_lab.experiments import REPRODUCTIONS, Request
+from secure_fvi_lab.experiments import REPRODUCTIONS, Request, experiment, made
 
 
 @click.command(epilog=f"NAME is one of: {', '.join(REPRODUCTIONS)}.")
@@ -20,27 +20,25 @@ from secure_fvi_lab.experiments import REPRODUCTIONS, Request
     "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets."
 )
 @click.option("--quick", is_flag=True, help="Fewer repeats, less exact references.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def reproduce(name: str, out: Path, data: Path | None, quick: bool, debug: bool) -> None:
+def reproduce(name: str, out: Path, data: Path | None, quick: bool) -> None:
     """Run the experiment NAME and write its numbers and its plot.
 
     Stopped and called again with the same --out, it goes on where it was.
     """
     from secure_fvi.files import write_atomically
     from secure_fvi.runs.wording import nearest
-    from secure_fvi_lab.machine import commit
 
     if name not in REPRODUCTIONS:
         raise InputError(f"NAME = '{name}': must be one of {', '.join(REPRODUCTIONS)}{nearest(name, REPRODUCTIONS)}")
     if out.exists() and not out.is_dir():
         raise InputError(f"--out '{out}': must be a folder, and is a file")
-    experiment = importlib.import_module(REPRODUCTIONS[name])
     keep = out / f"{name}.partial"
-    content, picture = experiment.reproduce(Request(quick, data, lambda text: click.echo(text, err=True), keep))
-    content |= {"quick": quick, "commit": commit()}
+    content, figure = made(name, Request(quick, data, lambda text: click.echo(text, err=True), keep))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{name}.png", picture)
+    write_atomically(out / f"{name}.png", picture.getvalue())
     write_atomically(out / f"{name}.json", json.dumps(content, indent=2).encode())
     shutil.rmtree(keep, ignore_errors=True)
-    click.echo(experiment.table(content))
+    click.echo(experiment(name).table(content))
     click.echo(f"{out / name}.json, {out / name}.png")

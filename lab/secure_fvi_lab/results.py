@@ -1,8 +1,7 @@
-"""`secure-fvi results`: the page of all experiments, from the files that `secure-fvi reproduce` wrote."""
+"""`secure-fvi results`: the page of all experiments."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 import click
 
 from secure_fvi.errors import InputError
-from secure_fvi_lab.experiments import REPRODUCTIONS
+from secure_fvi_lab.experiments import REPRODUCTIONS, Row, experiment
 
-Row = dict[str, Any]
 _NEEDED = ("name", "paper", "ours", "seconds", "bytes", "machine", "setting")
 _HEAD = """# Results
 
@@ -39,8 +37,7 @@ simulated.
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 @click.option("--out", type=click.Path(path_type=Path), help="File for the page (Markdown); stdout without it.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def results(folders: tuple[Path, ...], out: Path | None, debug: bool) -> None:
+def results(folders: tuple[Path, ...], out: Path | None) -> None:
     """Write the page of all experiments whose NAME.json lies in DIR..."""
     from secure_fvi.files import write_atomically
 
@@ -103,7 +100,7 @@ def _section(content: Row) -> str:
     lines += [f"- Ours: {ours['what']}."] if "what" in ours else []
     lines += [f"- Setting: {content['setting']}.", f"- Machine: {content['machine']}."]
     lines += [f"- Commit: {content['commit']}."] if content.get("commit") else []
-    table: str = importlib.import_module(REPRODUCTIONS[content["name"]]).table(content)
+    table = experiment(content["name"]).table(content)
     # What the list above says already is left out of the table.
     said = (content["setting"], f"paper: {paper}")
     kept = [line.rstrip() for line in table.splitlines() if line not in said]

@@ -58,10 +58,20 @@ class _Commands(click.Group):
         if not found:
             return _missing(cmd_name, _NO_LAB.format(cmd_name)) if cmd_name in _LAB else None
         try:
-            command: click.Command = next(iter(found)).load()
+            return _with_debug(next(iter(found)).load())
         except Exception as error:  # of whatever kind: the other commands are not lost for it
             return _missing(cmd_name, f"'{cmd_name}' cannot be loaded: {error}")
-        return command
+
+
+def _with_debug(command: click.Command) -> click.Command:
+    """The command, or each of a group, with --debug, which `main` looks for itself."""
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            _with_debug(each)
+    elif not any(option.name == "debug" for option in command.params):
+        text = "Show the stack trace of a failure."
+        command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help=text))
+    return command
 
 
 def _others() -> EntryPoints:
@@ -93,7 +103,7 @@ def cli() -> None:
 for _command in (
     audit, audit_log, budget, compare, data, fit, flare, holder, keys, poc, policy, run, server, silo, status, watch,
 ):  # fmt: skip
-    cli.add_command(_command)
+    cli.add_command(_with_debug(_command))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from secure_fvi.audits.order import Subjects
 
 _LINE_SECONDS = 10.0
+
+
+def _count(name: str, default: int, least: int, about: str) -> Callable[..., Any]:
+    return click.option(name, default=default, type=click.IntRange(least), show_default=True, help=about)
 
 
 @click.command()
@@ -26,46 +31,15 @@ _LINE_SECONDS = 10.0
 @click.option("--epsilon", "epsilons", multiple=True, type=float, help="DP to audit as well (1 and 8 with --all).")
 @click.option("--delta", default=1e-5, show_default=True, help="Of the DP that is audited.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of each world  [12; 60 in vertical runs]")
-@click.option(
-    "--worlds",
-    default=50,
-    type=click.IntRange(10),
-    show_default=True,
-    help="Runs that regressions learn from and are tested on.",
-)
-@click.option(
-    "--individuals",
-    default=50,
-    type=click.IntRange(10),
-    show_default=True,
-    help="Silos of one record in each of two worlds.",
-)
-@click.option(
-    "--trials",
-    default=100,
-    type=click.IntRange(20),
-    show_default=True,
-    help="Runs of the game; half of them are guessed at.",
-)
-@click.option(
-    "--canary-runs",
-    default=200,
-    type=click.IntRange(20),
-    show_default=True,
-    help="Runs with one canary, for the empirical epsilon.",
-)
+@_count("--worlds", 50, 10, "Runs that regressions learn from and are tested on.")
+@_count("--individuals", 50, 10, "Silos of one record in each of two worlds.")
+@_count("--trials", 100, 20, "Runs of the game; half of them are guessed at.")
+@_count("--canary-runs", 200, 20, "Runs with one canary, for the empirical epsilon.")
 @click.option("--argument", help="Of the model, whose mean over a silo is a property to infer.")
 @click.option("--attribute", metavar="NAME[:COLUMN[:COMPLEMENT]]", help="Of a record, to infer: a yes or no.")
-@click.option(
-    "--workers",
-    default=min(2, os.cpu_count() or 1),
-    type=click.IntRange(1),
-    show_default=True,
-    help="Processes to attack in.",
-)
+@_count("--workers", min(2, os.cpu_count() or 1), 1, "Processes to attack in.")
 @click.option("--real-data", is_flag=True, help="The data are real, and the institutions agree to an audit of them.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def audit(
     attacks: tuple[str, ...],
     everything: bool,

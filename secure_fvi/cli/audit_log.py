@@ -22,7 +22,6 @@ def audit_log() -> None:
 @click.option("--roster", type=FILE, help="A roster file: its signed keys stand for --public-key and --witness-key.")
 @click.option("--succession", "successions", multiple=True, type=FILE, help="Of a log that an earlier identity began.")
 @click.option("--against", type=FILE, help="The server's log, to compare what both say of the same messages.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def verify(
     log: Path,
     public_key: Path | None,
@@ -31,7 +30,6 @@ def verify(
     roster: Path | None,
     successions: tuple[Path, ...],
     against: Path | None,
-    debug: bool,
 ) -> None:
     """Check every row of LOG: hashes, signatures, order. Exits 1 and names the first bad row.
 
@@ -86,8 +84,7 @@ def verify(
 @click.argument("log", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a row.")
 @click.option("--last", type=click.IntRange(1), help="Only this many rows, the newest.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def show(log: Path, as_json: bool, last: int | None, debug: bool) -> None:
+def show(log: Path, as_json: bool, last: int | None) -> None:
     """Show the rows of LOG, as they are stored; `verify` says whether they are genuine."""
     import json
     from typing import Any

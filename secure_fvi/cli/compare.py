@@ -20,7 +20,6 @@ from secure_fvi.errors import InputError
 @click.option("--table", "tables", metavar="SILO=FILE", multiple=True, help="Of a run between sites: a site's table.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Write the marginals to this .png or .svg as well.")
 @click.option("--exact", is_flag=True, help="Of a private run too: compare.json then has what no noise protects.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def compare(
     directory: Path,
     reference: str,
@@ -30,7 +29,6 @@ def compare(
     tables: tuple[str, ...],
     picture: Path | None,
     exact: bool,
-    debug: bool,
 ) -> None:
     """Pool the data of the finished run in DIR, fit the same model centrally, and set the two side by side.
 

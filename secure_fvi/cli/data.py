@@ -24,7 +24,6 @@ _query = click.option("--query", metavar="SQL", help="One SELECT over the table,
 _tables = click.option(
     "--table", "tables", multiple=True, metavar="NAME=FILE", help="Another file of the query; may be repeated."
 )
-_debug = click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 
 
 @click.group()
@@ -37,8 +36,7 @@ def data() -> None:
 @_query
 @_tables
 @click.option("--output", type=FILE, help="Write the draft there, where no file is yet. Printed otherwise.")
-@_debug
-def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Path | None, debug: bool) -> None:
+def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Path | None) -> None:
     """Draft dictionary.toml from TABLE (CSV, Parquet, JSON, SQLite or DuckDB): kinds, levels and ranges, rounded
     outward; units are left blank.
 
@@ -84,7 +82,6 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--rows", type=click.IntRange(1), default=20, show_default=True, help="Row numbers to print a line.")
 @click.option("--formula", help="Look at the columns that it uses alone, as its fit does.")
-@_debug
 def check(
     table: Path,
     coding: Path,
@@ -93,7 +90,6 @@ def check(
     missing: Literal["refuse", "drop"],
     rows: int,
     formula: str | None,
-    debug: bool,
 ) -> None:
     """Say which rows of TABLE do not fit the dictionary, by column, without printing what they hold. Exits 2 where a
     job would be refused: one that reads every column of the dictionary, or the fit of --formula."""

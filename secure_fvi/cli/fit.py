@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of a run's file, such as seed=7.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the results, if they are to be kept.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def fit(
     formula: str,
     family: str,

@@ -11,7 +11,6 @@ from secure_fvi.cli.keys_shared import home_option, open_home
 from secure_fvi.cli.serving import sandbox_option
 
 FILE = click.Path(path_type=Path)
-_debug = click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 _kit = click.argument("kit", type=click.Path(path_type=Path, exists=True, file_okay=False))
 
 
@@ -26,8 +25,7 @@ def flare() -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=8002, show_default=True)
 @click.option("--admin", required=True, metavar="EMAIL", help="Who submits jobs.")
 @click.option("--out", required=True, type=FILE, help="File for `nvflare provision -p`.")
-@_debug
-def project(home: Path, host: str, port: int, admin: str, out: Path, debug: bool) -> None:
+def project(home: Path, host: str, port: int, admin: str, out: Path) -> None:
     """Write what FLARE's own provisioning reads, from the roster in force: each member under its own name."""
     from secure_fvi.deployment.names import now, write_bytes
     from secure_fvi.engines.flare_kits import project as text
@@ -42,8 +40,7 @@ def project(home: Path, host: str, port: int, admin: str, out: Path, debug: bool
 @click.option("--data", type=FILE, help="The silo's data file, instead of the policy's.")
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
 @click.option("--repeatable", is_flag=True, help="For tests, as in `secure-fvi silo start`.")
-@_debug
-def start(kit: Path, home: Path, data: Path | None, data_dir: Path | None, repeatable: bool, debug: bool) -> None:
+def start(kit: Path, home: Path, data: Path | None, data_dir: Path | None, repeatable: bool) -> None:
     """Run FLARE's process of this member, of the startup kit KIT, until it is stopped.
 
     First the kit is guarded: no job brings code to it, or names a class other than ours, and no log leaves it; and no
@@ -68,7 +65,6 @@ def start(kit: Path, home: Path, data: Path | None, data_dir: Path | None, repea
 @click.option("--out", required=True, type=FILE, help="Folder for the results; the same again to continue a job.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
 @sandbox_option
-@_debug
 @click.pass_context
 def run(
     context: click.Context,
@@ -78,7 +74,6 @@ def run(
     out: Path,
     overrides: tuple[str, ...],
     sandbox: Literal["required", "off"],
-    debug: bool,
 ) -> None:
     """Have FLARE carry the job that CONFIG describes. To be run at the server's machine, where FLARE's server runs.
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from secure_fvi.cli.keys_roster import roster
-from secure_fvi.cli.keys_shared import home_option, install_files, open_home, passphrase, unsealed_option
+from secure_fvi.cli.keys_shared import (
+    code_option,
+    confirm,
+    home_option,
+    install_files,
+    open_home,
+    passphrase,
+    unsealed_option,
+)
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.consortium import ConsortiumRoster
 
 FILE = click.Path(path_type=Path)
 
@@ -17,9 +28,6 @@ def keys() -> None:
     """Identities, certificates and the roster of a consortium. docs/provisioning.md walks through it."""
 
 
-keys.add_command(roster)
-
-
 @keys.command()
 @click.option("--id", "name", required=True, help="The site's name in the consortium: letters, digits, dots, dashes.")
 @click.option("--role", type=click.Choice(["silo", "server", "holder"]), required=True)
@@ -27,10 +35,7 @@ keys.add_command(roster)
 @click.option("--address", "addresses", multiple=True, help="A server's host name or IP address; may be repeated.")
 @click.option("--ask-passphrase", is_flag=True, help="Ask for a passphrase instead of taking SECURE_FVI_PASSPHRASE.")
 @unsealed_option
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def init(
-    name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passphrase: bool, unsealed: bool, debug: bool
-) -> None:
+def init(name: str, role: str, home: Path, addresses: tuple[str, ...], ask_passphrase: bool, unsealed: bool) -> None:
     """Make this site's keys and its request to join, in a new folder. Private keys never leave it.
 
     Keys are encrypted: with SECURE_FVI_PASSPHRASE, what the file SECURE_FVI_KEY_FILE holds, or what is typed.
@@ -55,8 +60,7 @@ def init(
 @keys.command()
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @home_option
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def install(files: tuple[Path, ...], home: Path, debug: bool) -> None:
+def install(files: tuple[Path, ...], home: Path) -> None:
     """Put FILES that came from others into this site's folder: a roster, signatures, successions. Each is checked."""
     install_files(open_home(home), files)
 
@@ -64,8 +68,7 @@ def install(files: tuple[Path, ...], home: Path, debug: bool) -> None:
 @keys.command()
 @home_option
 @click.option("--ask-passphrase", is_flag=True, help="Ask for a passphrase instead of taking SECURE_FVI_PASSPHRASE.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def seal(home: Path, ask_passphrase: bool, debug: bool) -> None:
+def seal(home: Path, ask_passphrase: bool) -> None:
     """Encrypt the private keys of a site that lie in its folder unsealed. End its processes first."""
     from secure_fvi.deployment.home import Home
 
@@ -100,8 +103,7 @@ def _gone() -> None:
 @keys.command()
 @click.argument("what", type=click.Choice(["tls", "identity"]))
 @home_option
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def rotate(what: str, home: Path, debug: bool) -> None:
+def rotate(what: str, home: Path) -> None:
     """Make the next TLS key or identity. The present one serves until a roster names the next."""
     from secure_fvi.deployment.keeping import rotate_identity, rotate_tls
     from secure_fvi.deployment.names import now, write_bytes
@@ -122,9 +124,8 @@ def rotate(what: str, home: Path, debug: bool) -> None:
 @keys.command()
 @home_option
 @click.option("--days", type=click.IntRange(0), default=30, show_default=True, help="Warn this long before.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 @click.pass_context
-def check(context: click.Context, home: Path, days: int, debug: bool) -> None:
+def check(context: click.Context, home: Path, days: int) -> None:
     """Say what expires, and whether everything at this site fits together. Exits 1 where something needs doing."""
     import datetime
 
@@ -137,3 +138,139 @@ def check(context: click.Context, home: Path, days: int, debug: bool) -> None:
         click.echo(("! " if soon else "  ") + line)
     if needed:
         context.exit(1)
+
+
+# ---- `secure-fvi keys roster`: the file that says who belongs to a consortium, and its signatures ----
+
+
+@keys.group()
+def roster() -> None:
+    """Make, show, sign and verify the roster."""
+
+
+@roster.command()
+@click.argument("requests", nargs=-1, type=FILE)
+@click.option("--consortium", help="Its name; that of the roster before, where there is one.")
+@click.option("--out", required=True, type=FILE, help="The roster to write.")
+@click.option("--previous", type=FILE, help="The roster before: its members stay, with new keys where REQUESTS say so.")
+@click.option("--remove", multiple=True, metavar="ID", help="A member that leaves; may be repeated.")
+@click.option("--succession", multiple=True, type=FILE, help="A member's old identity announces its new one.")
+@click.option("--replace", multiple=True, metavar="ID", help="A member whose old identity is lost.")
+@click.option("--min-cohort", type=int, help="Fewest silos in a sum; 3 unless given.")
+@click.option("--max-missing", type=click.IntRange(0), help="Most silos that a sum may lack.")
+@click.option("--bits", type=click.Choice(["32", "64"]), help="Width of masked sums; 64 unless given.")
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long it is in force.")
+def make(
+    requests: tuple[Path, ...],
+    consortium: str | None,
+    out: Path,
+    previous: Path | None,
+    remove: tuple[str, ...],
+    succession: tuple[Path, ...],
+    replace: tuple[str, ...],
+    days: int,
+    **sums: Any,
+) -> None:
+    """Write a roster of the sites whose REQUESTS are given. It counts once all of them have signed it."""
+    from secure_fvi.deployment.consortium import Sums, parse_roster, write_roster
+    from secure_fvi.deployment.names import now, read_bytes, write_bytes
+    from secure_fvi.deployment.requests import read_request
+    from secure_fvi.deployment.rotation import check_changes, read_succession
+    from secure_fvi.errors import InputError
+
+    before = None if previous is None else parse_roster(read_bytes(previous, "the roster before"), f"'{previous}'")
+    name = consortium or (before.consortium if before is not None else None)
+    if name is None:
+        raise InputError("give --consortium, or --previous with the roster before")
+    members = {} if before is None else dict(before.members)
+    for gone in remove:
+        if members.pop(gone, None) is None:
+            raise InputError(f"--remove {gone}: no such member in the roster before")
+    for path in requests:
+        r = read_request(read_bytes(path, "the request"), f"'{path}'")
+        members[r.id] = r
+    if before is not None:
+        known = [read_succession(read_bytes(path, "the succession"), f"'{path}'") for path in succession]
+        for line in check_changes(before, members.values(), known, replace):
+            click.echo(line)
+    options: dict[str, Any] = {} if before is None else before.sums.model_dump()
+    options |= {name: int(value) for name, value in sums.items() if value is not None}
+    if options.get("min_cohort", 3) < 2:
+        raise InputError(f"--min-cohort must be at least 2, not {options['min_cohort']}; a sum of one is no sum")
+    made = write_roster(name, list(members.values()), now(), Sums(**options), before, days)
+    write_bytes(out, made.content)
+    _show(made)
+    click.echo(f"send to every member, who installs and signs it: {out}")
+
+
+@roster.command()
+@click.argument("file", type=FILE)
+def show(file: Path) -> None:
+    """Show the roster in FILE, its code, its hash for policies, and who has signed it."""
+    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.names import read_bytes
+    from secure_fvi.deployment.signatures import signature_folder
+
+    found = parse_roster(read_bytes(file, "the roster"), f"'{file}'")
+    _show(found)
+    click.echo(f"code: {found.code}")
+    signed = {path.stem for path in signature_folder(file).glob("*.sig")}
+    missing = [name for name in found.members if name not in signed]
+    click.echo(
+        "signature files: " + ("complete" if not missing else f"missing {', '.join(missing)}") + " (not verified)"
+    )
+
+
+@roster.command()
+@click.argument("file", required=False, type=FILE)
+@home_option
+@code_option
+def sign(file: Path | None, home: Path, yes_code: str | None) -> None:
+    """Sign the roster in FILE, or the newest installed one, once all members have read the same code to each other.
+
+    FILE is installed first, as by `keys install`.
+    """
+    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.keeping import sign as sign_installed
+    from secure_fvi.deployment.names import now, read_bytes
+
+    opened = open_home(home)
+    install_files(opened, () if file is None else (file,))
+    path = opened.newest_roster_file()
+    found = parse_roster(read_bytes(path, "the roster"), f"'{path}'")
+    opened.check_own(found)
+    _show(found)
+    confirm(found.code, yes_code, "Have all members read this code?")
+    _, signature = sign_installed(opened, now())
+    click.echo(f"signed by '{opened.id}'; send to every member: {signature}")
+
+
+@roster.command()
+@click.argument("signatures", nargs=-1, type=FILE)
+@home_option
+def verify(signatures: tuple[Path, ...], home: Path) -> None:
+    """Check the newest installed roster with its signatures and put it in force; older ones are refused then.
+
+    SIGNATURES that came from others are installed first, as by `keys install`.
+    """
+    from secure_fvi.deployment.keeping import accept
+    from secure_fvi.deployment.names import now
+
+    opened = open_home(home)
+    install_files(opened, signatures)
+    found = accept(opened, now())
+    click.echo(f"roster {found.serial} of '{found.consortium}' is in force: signed by {', '.join(found.members)}")
+    click.echo(f'for the policy: rosters = ["{found.hash.hex()}"]')
+
+
+def _show(found: ConsortiumRoster) -> None:
+    from secure_fvi.deployment.names import format_time
+
+    click.echo(f"roster {found.serial} of '{found.consortium}', until {format_time(found.expires)}")
+    for m in found.members.values():
+        until = format_time(m.x509.not_valid_after_utc)
+        click.echo(f"  {m.role:6} {m.id:20} identity {m.identity[:16]}...  TLS {m.tls_key[:16]}... until {until}")
+    s = found.sums
+    lacking = "" if s.max_missing is None else f", at most {s.max_missing} of those asked missing"
+    click.echo(f"  sums of at least {s.min_cohort} silos{lacking}, {s.bits} bits")
+    click.echo(f"  hash {found.hash.hex()}")

@@ -159,7 +159,6 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, functio
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the job, such as seed=7.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8443, show_default=True, help="On 127.0.0.1.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print what would be typed, and do nothing.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 def poc(
     silos: int | None,
     folder: Path,

@@ -24,7 +24,6 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _installed = click.option(
     "--function", "installed", metavar="FILE.py:NAME", help="This site's copy, where CONFIG names another."
 )
-_debug = click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 
 
 class Asked(NamedTuple):
@@ -37,7 +36,6 @@ class Asked(NamedTuple):
         return f"'{self.path}'"
 
     def job(self) -> Config:
-        """The job as a server offers it."""
         from secure_fvi.runs.config import read
         from secure_fvi.runs.records import settled
 
@@ -68,7 +66,6 @@ def policy() -> None:
 
 @policy.command()
 @home_option
-@_debug
 def init(home: Path) -> None:
     """Write a policy that allows nothing, to be edited."""
     from secure_fvi.deployment.policy import write_template
@@ -81,7 +78,6 @@ def init(home: Path) -> None:
 @_asked(required=False)
 @home_option
 @_installed
-@_debug
 def check(config: Asked | None, home: Path, installed: str | None) -> None:
     """Read the policy as a job would and say what it allows; with CONFIG, whether it would take part in that job."""
     from secure_fvi.deployment.policy import read_policy
@@ -138,7 +134,6 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
 @click.option("--data-dir", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets of shipped programs.")
 @sandbox_option
 @click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
-@_debug
 def explain(
     config: Asked, with_data: bool, data_dir: Path | None, sandbox: Literal["required", "off"], as_json: bool
 ) -> None:
@@ -194,7 +189,6 @@ def _formula_lines(job: Config) -> list[str]:
 @click.option("--without-dp", is_flag=True, help="Let jobs without differential privacy in, as this one is.")
 @_installed
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_debug
 def allow(
     config: Asked,
     home: Path,
@@ -326,7 +320,6 @@ def _offer_data(
 @_asked()
 @_installed
 @click.option("--json", "as_json", is_flag=True, help="Print all that the hash is over.")
-@_debug
 def hash_model(config: Asked, installed: str | None, as_json: bool) -> None:
     """Print the hash of the model in CONFIG, a job's configuration: source, imports, bounds and versions here."""
     import json

@@ -14,7 +14,6 @@ import click
 @click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
 @click.option("--resume", is_flag=True, help="Continue the run that --out holds.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 @click.pass_context
 def run(
     context: click.Context,
@@ -24,7 +23,6 @@ def run(
     data: Path | None,
     resume: bool,
     quiet: bool,
-    debug: bool,
 ) -> None:
     """Fit the model that CONFIG (a TOML file) describes; all parties run in this process.
 

@@ -38,7 +38,6 @@ def server() -> None:
 @sandbox_option
 @log_option
 @click.option("--quiet", is_flag=True, help="No progress, no table, no log.")
-@click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 @click.pass_context
 def start(
     context: click.Context,
@@ -100,7 +99,6 @@ def silo() -> None:
 )
 @log_option
 @click.option("--quiet", is_flag=True, help="No log.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 def start_silo(
     home: Path,
     address: str,
@@ -110,7 +108,6 @@ def start_silo(
     repeatable: bool,
     log_format: str,
     quiet: bool,
-    debug: bool,
 ) -> None:
     """Dial the server, take part in the jobs that this site's policy allows, and dial again when it is away.
 
@@ -135,8 +132,7 @@ def holder() -> None:
 @click.option("--once", is_flag=True, help="Leave after the first job.")
 @log_option
 @click.option("--quiet", is_flag=True, help="No log.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def start_holder(home: Path, address: str, once: bool, log_format: str, quiet: bool, debug: bool) -> None:
+def start_holder(home: Path, address: str, once: bool, log_format: str, quiet: bool) -> None:
     """Dial the server, and decrypt the totals of jobs that this site's policy allows, each once.
 
     Makes a key for each session and removes it with the session. Killed and started again, it goes on where it was.

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 @click.option(
     "--patience", default=600.0, show_default=True, help="Seconds of quiet in an open job that are ill health."
 )
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
 @click.pass_context
-def status(context: click.Context, home: Path, as_json: bool, serve: str | None, patience: float, debug: bool) -> None:
+def status(context: click.Context, home: Path, as_json: bool, serve: str | None, patience: float) -> None:
     """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read; at the server's, at
     which round the job that runs is, and for whom it waits since when.
 
@@ -104,8 +103,7 @@ def _text(found: Status) -> str:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--port", default=0, show_default="a free one", type=click.IntRange(0, 65535), help="On 127.0.0.1.")
-@click.option("--debug", is_flag=True, help="Show the stack trace of a failure.")
-def watch(folder: Path, port: int, debug: bool) -> None:
+def watch(folder: Path, port: int) -> None:
     """Show the run in FOLDER on a page for this machine alone: rounds, objective, cohort, budgets left.
 
     The page is read-only. Its link has a token; whoever has the link and an account on this machine sees the page.

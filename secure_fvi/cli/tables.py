@@ -30,7 +30,6 @@ def _console() -> Console:
 
 
 def print_posterior(result: dict[str, Any]) -> None:
-    """The global sites of result.json."""
     state = standing(result)
     title = f"{result['algorithm']}, {result['aggregation']['kind']} sums: {result['rounds']} rounds, {state}"
     console = _console()
@@ -58,7 +57,6 @@ def print_result(result: RunSummary) -> None:
 
 
 def print_comparison(comparison: dict[str, Any]) -> None:
-    """The sites of compare.json."""
     name = comparison["reference"].upper()
     ess = f"smallest effective sample size {comparison['ess']:.0f}"
     r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"

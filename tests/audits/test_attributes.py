@@ -12,8 +12,7 @@ import torch
 import secure_fvi as sf
 from secure_fvi.audits.attributes import Attribute, attribute_rows, auc_gain, released_rows
 from secure_fvi.audits.scores import auc
-from secure_fvi.audits.workbench import Workbench
-from secure_fvi.audits.worlds import resampled
+from secure_fvi.audits.worlds import Workbench, resampled
 from secure_fvi.errors import InputError
 from secure_fvi.models.six_cities import PROGRAM, load
 from secure_fvi.models.tabular import MODEL

@@ -10,9 +10,8 @@ import torch
 from programs import make_intercepts
 
 import secure_fvi as sf
-from secure_fvi.audits.distinguishing import Game, bound, guess, play, rows
 from secure_fvi.audits.features import from_both, from_totals
-from secure_fvi.audits.regressors import Ridge
+from secure_fvi.audits.latent_studies import Game, bound, game_rows, guess, play
 from secure_fvi.audits.worlds import Laboratory
 from secure_fvi.errors import InputError
 
@@ -44,14 +43,14 @@ def test_the_game_is_won_in_clear_and_lost_on_other_coins() -> None:
     rate of 0.1%; seeds are fixed."""
     laboratory = Laboratory(make_intercepts().model, sf.SFVI(iterations=5), sf.Plain(), worlds=1, simulated=True)
     plays = play(laboratory, game(), range(80), LOOKS)
-    found = rows(Ridge(), "plain", plays, plays)
+    found = game_rows("plain", plays, plays)
     assert [row.attack.split(": ")[1] for row in found] == list(LOOKS)
     assert found[0].valid
     assert found[0].value > 0.8
     assert found[0].detail["auc"][0] > 0.9
     assert found[0].detail["positive_control"]["power"] > 0.99
     assert found[0].detail["trials"] == 40
-    assert guess(Ridge(), plays.shuffled(), "totals alone").advantage(0.999).low < 0
+    assert guess(plays.shuffled(), "totals alone").advantage(0.999).low < 0
     coins = plays.coins
     assert 0.2 < coins.mean() < 0.8
     with pytest.raises(InputError, match="at least 20"):
@@ -67,7 +66,7 @@ def test_privacy_keeps_the_advantage_below_its_bound(epsilon: float, wins: bool)
     laboratory = Laboratory(
         make_intercepts().model, sf.SFVI(iterations=5), sf.Masked(), privacy, worlds=100, simulated=True
     )
-    found = guess(Ridge(), play(laboratory, game(), range(400), LOOKS), "totals alone").advantage()
+    found = guess(play(laboratory, game(), range(400), LOOKS), "totals alone").advantage()
     print(f"epsilon {epsilon}: advantage {found}, bound {bound(epsilon, 1e-5):.3f}")
     assert found.low <= bound(epsilon, 1e-5)
     assert (found.low > 0.5) == wins

@@ -15,7 +15,6 @@ import secure_fvi as sf
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.features import from_messages, from_totals
 from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
-from secure_fvi.audits.regressors import Ridge
 from secure_fvi.audits.transcript import NETWORK
 from secure_fvi.audits.worlds import Laboratory, LateStart, pooled, resampled, shortened
 from secure_fvi.errors import InputError
@@ -79,7 +78,7 @@ def test_plain_runs_give_the_latents_of_individuals_away() -> None:
     laboratory = Laboratory(problem.model, sf.SFVI(iterations=30), sf.Plain(), worlds=1, simulated=True)
     pool = pooled(problem.silos)
     seen = by_silo(collect(laboratory, lambda seed: resampled(pool, (1,) * 80, seed), [0]))
-    found = by_name(rows(Ridge(), "plain", seen, seen))
+    found = by_name(rows("plain", seen, seen))
     assert found["messages and totals"].low > 0.8
     assert found["messages and totals"].finding == "leaks"
     assert found["totals alone"].finding == "nothing found"  # within a run they are the same for all silos
@@ -93,7 +92,7 @@ def test_masks_hide_individuals() -> None:
     masked = sample(sf.Masked(), (1,) * 60, 3, first=5)
     np.testing.assert_allclose(plain.totals, masked.totals, atol=1e-4)
     audit = [by_silo(s.hinted(own)) for s in (plain, masked)]
-    found = by_name(rows(Ridge(), "masked", audit[1], audit[0]))
+    found = by_name(rows("masked", audit[1], audit[0]))
     assert all(row.valid for row in found.values())
     assert found["messages and totals"].positive_control > 0.7
     assert found["messages beyond totals"].high < 0.1
@@ -104,7 +103,7 @@ def test_masks_hide_individuals() -> None:
 def test_an_attack_that_misses_its_control_is_invalid() -> None:
     """Runs whose latents have hardly moved, 12 worlds of three: too little to learn from."""
     short = sample(sf.Plain(), (2, 2, 2), 12, algorithm=sf.SFVI(iterations=2))
-    for row in rows(Ridge(), "plain", short, short.shuffled()):
+    for row in rows("plain", short, short.shuffled()):
         assert not row.valid
         assert row.finding == "invalid"
 
@@ -116,7 +115,7 @@ def test_totals_leak_and_messages_add_nothing(kind: str) -> None:
     sizes, aggregation = (179,) * 3, sf.Masked() if kind == "masked" else sf.Homomorphic()
     own = sample(sf.Plain(), sizes, 60, 1000)
     plain, protected = sample(sf.Plain(), sizes, 60).hinted(own), sample(aggregation, sizes, 60).hinted(own)
-    found = by_name(rows(Ridge(), kind, protected, plain))
+    found = by_name(rows(kind, protected, plain))
     assert all(row.valid for row in found.values())
     assert found["totals alone"].low > 0.02
     gain = found["messages beyond totals"]
@@ -129,7 +128,7 @@ def test_totals_leak_and_messages_add_nothing(kind: str) -> None:
 def test_sfvi_avg_gives_individuals_away_too() -> None:
     """2 x 60 silos of one child, three rounds."""
     found = by_silo(sample(sf.Plain(), (1,) * 60, 2, algorithm=shortened(sf.SFVIAvg(), 3)))
-    row = by_name(rows(Ridge(), "plain", found, found))["messages and totals"]
+    row = by_name(rows("plain", found, found))["messages and totals"]
     print(f"R^2 {row.value:.3f} [{row.low:.3f}, {row.high:.3f}]")
     assert row.low > 0.2
 

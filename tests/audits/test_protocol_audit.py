@@ -20,8 +20,8 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import BFV_PRIME
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.audits import protocol, protocol_weak
+from secure_fvi.audits.protocol import HomomorphicSubject, decrypted_alone, opened_by_others
 from secure_fvi.audits.protocol_contract import Attempt, attempts_row, random_values, tally
-from secure_fvi.audits.protocol_homomorphic import HomomorphicSubject, decrypted_alone, opened_by_others
 from secure_fvi.audits.protocol_masked import BeforeSetUp, MaskedSubject
 from secure_fvi.audits.protocol_probes import (
     ALONE,

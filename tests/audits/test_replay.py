@@ -10,8 +10,7 @@ from programs import make_clinics, make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.audits.replay import Replayer, Search, replay_rows
-from secure_fvi.audits.workbench import MASKED, PLAIN, Workbench
-from secure_fvi.audits.worlds import LateStart, resampled
+from secure_fvi.audits.worlds import MASKED, PLAIN, LateStart, Workbench, resampled
 from secure_fvi.errors import InputError
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.six_cities import PROGRAM, load

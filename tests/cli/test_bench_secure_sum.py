@@ -18,7 +18,7 @@ from secure_fvi.aggregation.prg import keystream
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError
 from secure_fvi_lab.bench import secure_sum as bench
-from secure_fvi_lab.bench.secure_sum import Case, Work, measure, plan, png, targets
+from secure_fvi_lab.bench.secure_sum import Case, Work, drawn, measure, plan, targets
 from secure_fvi_lab.bench.sum_parties import Floor, Parties, Setting, Stopwatch, TenSEAL
 
 CONTRACT = {
@@ -246,4 +246,4 @@ def test_targets_say_when_they_are_not_met():
 
 
 def test_the_plot_is_drawn_from_whatever_rows_there_are():
-    assert png([]).startswith(b"\x89PNG")
+    assert len(drawn([]).axes) == 2

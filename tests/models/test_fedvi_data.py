@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from secure_fvi.errors import InputError
-from secure_fvi.models import cifar100, femnist, writers
-from secure_fvi.models.fedvi import Network, embed, infer, logits, personal_log_probs, start
-from secure_fvi.models.fedvi_data import as_dataset, pachinko, pooled, split_off
+from secure_fvi.models import cifar100, writers
+from secure_fvi.models.fedvi import (
+    Network,
+    as_dataset,
+    embed,
+    infer,
+    logits,
+    pachinko,
+    personal_log_probs,
+    pooled,
+    split_off,
+    start,
+)
 from secure_fvi.runs.config import Partition
 from secure_fvi.runs.records import _partitioned
 
@@ -57,7 +65,6 @@ def test_the_archive_is_read_without_unpickling(tmp_path: Path) -> None:
     found = cifar100.read_images(tmp_path)
     assert np.array_equal(found.images, np.concatenate([images, images]))
     assert (found.fine.tolist(), found.coarse.tolist()) == ([7, 99, 0] * 2, [1, 19, 0] * 2)
-    assert found.source == cifar100.ARCHIVE
 
 
 def test_an_archive_that_would_run_code_runs_none(tmp_path: Path) -> None:
@@ -105,58 +112,6 @@ def test_the_subset(tmp_path: Path) -> None:
     np.savez(path, images=images[0], fine_labels=np.array([1, 2]), coarse_labels=np.array([3, 4]))
     with pytest.raises(InputError, match=r"images must be \(N, 3, 32, 32\)"):
         cifar100.read_images(tmp_path)
-
-
-# ---- FEMNIST ----
-
-
-def _leaf(folder: Path, split: str, users: dict[str, Any]) -> None:
-    (folder / "femnist" / split).mkdir(parents=True, exist_ok=True)
-    (folder / "femnist" / split / "all_data_0.json").write_text(json.dumps({"users": list(users), "user_data": users}))
-
-
-def test_leaf_json(tmp_path: Path) -> None:
-    pixels = [[0.0] * 783 + [1.0]] * 2
-    one = {"x": pixels[:1], "y": [0]}
-    _leaf(tmp_path, "train", {"b": {"x": pixels, "y": [3, 61]}, "a": one, "no test": one})
-    _leaf(tmp_path, "test", {"b": {"x": pixels[:1], "y": [5]}, "a": one})
-    first, second = femnist.read_clients(tmp_path)
-    assert (first.y.tolist(), second.y.tolist(), second.test_y.tolist()) == ([0], [3, 61], [5])
-    assert second.x.shape == (2, 1, 28, 28)
-    assert (int(second.x[0, 0, 27, 27]), int(second.x[0, 0, 0, 0])) == (255, 0)
-    assert len(femnist.read_clients(tmp_path, 1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("user", "message"),
-    [
-        ({"x": [[0.0] * 783], "y": [1]}, "783 pixels; 784 a label"),
-        ({"x": [[2.0] * 784], "y": [1]}, "a pixel outside 0 to 1"),
-        ({"x": [[0.0] * 784], "y": [62]}, "a label outside 0 to 61"),
-        ({"x": [[0.0] * 784]}, "not a JSON file of LEAF"),
-    ],
-)
-def test_bad_leaf_files_are_refused(tmp_path: Path, user: dict[str, Any], message: str) -> None:
-    _leaf(tmp_path, "train", {"a": user})
-    with pytest.raises(InputError, match=message):
-        femnist.read_clients(tmp_path)
-
-
-def test_where_femnist_is_missing_the_place_is_named(tmp_path: Path) -> None:
-    (tmp_path / "femnist").mkdir()
-    with pytest.raises(InputError, match=r"models/femnist\.py"):
-        femnist.read_clients(tmp_path)
-
-
-def test_hdf5(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    (tmp_path / "femnist").mkdir()
-    for split in ("train", "test"):
-        with h5py.File(tmp_path / "femnist" / f"fed_emnist_{split}.h5", "w") as file:
-            group = file.create_group("examples/f0000_14")
-            group["pixels"], group["label"] = np.ones((2, 28, 28), np.float32), np.array([1, 2], np.int32)
-    (client,) = femnist.read_clients(tmp_path)
-    assert (client.y.tolist(), int(client.test_x.min())) == ([1, 2], 255)
 
 
 # ---- dealing ----
@@ -216,13 +171,13 @@ def test_habits_conflict() -> None:
 
 def test_appendix_d() -> None:
     """Sizes of the paper's networks, and that q(beta) is near r(beta) at first."""
-    network = femnist.network()
+    network = Network(62, (1, 28, 28), (32, 64))
     shapes = network.shapes()
     assert (network.n_global, network.n_local, network.flat) == (102, 26, 64 * 12 * 12)
     assert shapes["embedding_weight"] == (128, 9216)
     assert shapes["constructor2_weight"] == (2 * 27 * 62, 256)
     assert shapes["head_weight"] == (62, 102)
-    assert cifar100.full_network().flat == 512 * 11 * 11
+    assert Network(100, (3, 32, 32), (32, 64, 128, 256, 512)).flat == 512 * 11 * 11
     assert network.beta_scale == pytest.approx((2 / 88) ** 0.5)
     with pytest.raises(InputError, match="leave nothing"):
         Network(10, (1, 4, 4), (8, 8, 8))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Dirichlet, Normal
+from torch.distributions import Normal
 
 import secure_fvi as sf
 from secure_fvi.density import LogDensity
@@ -39,24 +39,6 @@ def test_log_density() -> None:
     p = torch.softmax(torch.softmax(weights, -1) @ topics.T, -1)
     expected = Normal(0.0, 2.0).log_prob(weights).sum(1) + (DATA["counts"] * p.log()).sum(1)
     torch.testing.assert_close(terms.records, expected)
-
-
-def test_log_density_as_printed() -> None:
-    density, rows = _density(prodlda(3, as_printed=True))
-    z, weights = _normals(density.layout.size("global")), _normals(4, 3)
-    theta = {"alpha": torch.tensor(0.3, dtype=torch.float64), "beta": torch.tensor(-0.2, dtype=torch.float64)}
-    topics = density.constrain(z, theta)[0]["topics"]  # (K, V)
-    assert topics.shape == (3, 7)
-    torch.testing.assert_close(topics.sum(1), topics.new_ones(3))
-    terms = density.evaluate(z, z.new_zeros(0), weights, theta, rows)
-    expected = Normal(0.3, 1.0).log_prob(weights).sum(1)
-    expected = expected + (DATA["counts"] * torch.log_softmax(weights @ topics, -1)).sum(1)
-    torch.testing.assert_close(terms.records, expected)
-    prior = Dirichlet(math.exp(-0.2) * topics.new_ones(7)).log_prob(topics).sum()
-    jacobian = terms.shared - prior  # of the map to the simplex: it depends on Z_G, not on theta
-    other = density.evaluate(z, z.new_zeros(0), weights, {**theta, "beta": theta["beta"] + 0.5}, rows)
-    moved = Dirichlet(math.exp(0.3) * topics.new_ones(7)).log_prob(topics).sum()
-    torch.testing.assert_close(other.shared - moved, jacobian)
 
 
 def test_encoder_sees_shares_of_words() -> None:

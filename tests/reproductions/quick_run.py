@@ -1,13 +1,15 @@
-"""`secure-fvi reproduce NAME --quick`, as a user calls it."""
+"""`secure-fvi reproduce NAME --quick`, as a user calls it; whether a plot is a picture."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from secure_fvi.cli import main
 
@@ -27,3 +29,9 @@ def quick_run(name: str, needs: str, out: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
     assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= content.keys()
     return content
+
+
+def is_picture(figure: Figure) -> bool:
+    """Nothing is drawn before a figure is written."""
+    figure.savefig(file := io.BytesIO())
+    return len(figure.axes) > 0 and file.getvalue()[:4] == b"\x89PNG"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_run import quick_run
+from quick_run import is_picture, quick_run
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -189,15 +189,13 @@ def test_table_and_plot() -> None:
     rows = [{**row, "method": "split NN", **curve}, row]
     content = {"rows": rows, "paper": {"points, rho 1": {"accuracy": 86.39, "log_likelihood": -0.36}}}
     assert "86.39 / -0.36" in table(content)
-    assert png(rows, PAPER)[1:4] == b"PNG"
+    assert is_picture(png(rows, PAPER))
 
 
 @pytest.mark.slow
 def test_the_quick_run_reaches_the_papers_table(tmp_path: Path) -> None:
     """One assignment; an accuracy over 918 patients has a standard error of 1.1 points: 1.5 below the paper's fails."""
     content = quick_run("heart", "heart_failure_prediction", tmp_path)
-    assert {"name", "paper", "ours", "seconds", "bytes", "machine", "setting"} <= set(content)
-    assert (tmp_path / "heart.png").read_bytes()[1:4] == b"PNG"
     by_name = {r["method"]: r for r in content["rows"]}
     assert by_name["sampled, rho 1"]["accuracy"] > 84.9
     assert by_name["sampled, rho 1"]["log_likelihood"] > -0.38

@@ -45,7 +45,6 @@ def measure() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The table."""
     yield "| job | delta | PLD | PRV | RDP | Opacus RDP |"
     yield "|---|---|---|---|---|---|"
     for row in found["rows"]:

@@ -49,7 +49,6 @@ _AGREE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one a way."""
     yield (
         f"{found['silos']} silos of {found['records']} images, {found['device']}, {found['dtype']}; "
         f"{found['gflop']:.2f} GFLOP an iteration"

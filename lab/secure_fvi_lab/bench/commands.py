@@ -12,7 +12,6 @@ import click
 
 #: What was measured, and what makes lines of it.
 Finding = tuple[dict[str, Any], Callable[[dict[str, Any]], Iterable[str]]]
-_debug = click.option("--debug", is_flag=True, expose_value=False, help="Show the stack trace of a failure.")
 _data = click.option(
     "--data", metavar="DIR", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets."
 )
@@ -32,7 +31,6 @@ def _measuring(name: str) -> Callable[[Callable[..., Finding]], click.Command]:
     def made(measure: Callable[..., Finding]) -> click.Command:
         @bench.command(name)
         @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-        @_debug
         @functools.wraps(measure)
         def command(as_json: bool, **options: Any) -> None:
             found, lines = measure(**options)
@@ -73,7 +71,6 @@ def batch(silos: int, records: int, device: str, dtype: str, rounds: int, compil
 @click.option("--device", default="cuda", show_default=True, help="cuda, or cpu to try the command itself.")
 @click.option("--quick", is_flag=True, help="Small sizes: whether it works, not how fast.")
 @click.option("--out", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The JSON to write.")
-@_debug
 def gpu(device: str, quick: bool, out: Path) -> None:
     """Fit on a device and on the CPU, compare where they end, and only then time the device."""
     from secure_fvi_lab.bench.batch import report
@@ -86,16 +83,15 @@ def gpu(device: str, quick: bool, out: Path) -> None:
 @click.option("--repeats", type=click.IntRange(1), default=9, show_default=True, help="Timed blocks of each.")
 def local_step(data: Path | None, repeats: int) -> Finding:
     """Time a local step of PVI on adult, minibatches of 128, beside a step of Pyro's SVI."""
-    from secure_fvi_lab.bench.local_step import lines, measure
+    from secure_fvi_lab.bench.step import lines, measure_local
 
-    return measure(data, repeats), lines
+    return measure_local(data, repeats), lines
 
 
 @bench.command("secure-sum")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--quick", is_flag=True, help="Fewer and smaller rows: some 20 s instead of some 5 minutes.")
 @click.option("--plot", metavar="FILE.png", help="Draw the times into this file as well.")
-@_debug
 def secure_sum(as_json: bool, quick: bool, plot: str | None) -> None:
     """Time secure sums: plain, masked and homomorphic, beside their floor, Flower's SecAgg+ and TenSEAL alone.
 
@@ -141,9 +137,9 @@ def matching(ids: int, silos: int) -> Finding:
 @_folder
 def audit_log(exchanges: int, folder: Path | None) -> Finding:
     """Time the paper trail: an exchange written down, a log verified and compared with the server's."""
-    from secure_fvi_lab.bench.audit_log import lines, measure
+    from secure_fvi_lab.bench.ledger import lines, measure_trail
 
-    return measure(exchanges, folder), lines
+    return measure_trail(exchanges, folder), lines
 
 
 @_measuring("engine")
@@ -190,7 +186,6 @@ def coverage(fits: int, seed: int) -> Finding:
 @click.option("--kind", "kinds", multiple=True, help="Jobs of this kind alone; may be repeated.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep all parties' folders in this one, which is new.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@_debug
 @click.pass_context
 def kills(
     context: click.Context,

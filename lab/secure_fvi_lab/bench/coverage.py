@@ -70,7 +70,6 @@ class Fits(NamedTuple):
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one a cell."""
     yield f"{'cell':30} {'given':>9} {'covered (99% interval)':>24} {'by q':>6} {'best':>6} {'sd by noise':>12}"
     for row in found["rows"]:
         name = f"{row['algorithm']} {row['kind']}, N = {row['records']}, epsilon {row['epsilon']:g}"

@@ -43,7 +43,6 @@ _WARM_UP = 50
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one a carrier and secure sum."""
     for row in found["rows"]:
         yield (
             f"{row['carrier']:10} {row['aggregation']:18} {row['exchanges']:.0f} exchanges a round   "

@@ -54,7 +54,6 @@ Table = dict[str, np.ndarray[Any, Any]]
 
 
 def dictionary(family: str) -> Dictionary:
-    """Of the made-up tables."""
     wide = Column("number", low=-200, high=200, centre=0, scale=_SCALE)
     response = {
         "gaussian": wide, "bernoulli": Column("boolean"), "student": wide, "binomial": Column("integer", low=0, high=9),

@@ -82,7 +82,6 @@ def _at_once(threads: int) -> float:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal."""
     load = "unknown" if found["load"] is None else f"{found['load']:.1f}"
     yield f"{found['machine']}, load {load}"
     yield f"{found['silos']} silos x {found['ids']} identifiers, {found['matched']} in common, found exactly"

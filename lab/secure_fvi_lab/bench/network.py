@@ -29,7 +29,6 @@ _ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one an algorithm."""
     for row in found["rows"]:
         yield (
             f"{row['algorithm']:5} {row['rounds']:5} rounds  {row['exchanges']:5} exchanges  {row['seconds']:8.1f} s  "
@@ -59,7 +58,6 @@ def measure(network: Network) -> dict[str, Any]:
 
 
 def _job(algorithm: Mapping[str, Any], network: Network) -> tuple[dict[str, Any], Relay]:
-    """One job, compared with the same in one process."""
     table = {
         "seed": 3,
         "model": {"program": "six-cities"},
@@ -102,8 +100,7 @@ def _job(algorithm: Mapping[str, Any], network: Network) -> tuple[dict[str, Any]
 # that this packet and all after it come later, by the time until it is sent again. So the relay cuts a stream into
 # packets of the usual size, delays each by half a round trip, and each lost one by a retransmission timeout more, twice
 # that if it is lost again. Real TCP is quicker where enough packets follow (fast retransmit) and slower where its
-# window
-# is small; neither is modelled.
+# window is small; neither is modelled.
 
 _PACKET = 1448  # bytes of a TCP segment in a frame of 1,500
 _LEAST_RTO = 0.2  # seconds; Linux adds it to the round trip
@@ -159,7 +156,6 @@ class Relay:
         self._ready.wait()
 
     def close(self) -> None:
-        """Break all connections and stop listening."""
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 

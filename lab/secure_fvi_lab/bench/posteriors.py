@@ -27,8 +27,6 @@ _WITHIN = 0.1  # reference sds of a mean, and of the log of an sd: what the aim 
 
 
 class Moments(NamedTuple):
-    """Of one site."""
-
     mean: torch.Tensor
     sd: torch.Tensor
 

@@ -47,7 +47,6 @@ class Score(NamedTuple):
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one a fit."""
     yield f"{'fit':36} {'accuracy':>15} {'log likelihood':>17} {'epsilon':>8} {'noise':>7} {'seconds':>8}"
     for row in found["rows"]:
         epsilon, noise = (row[k] and f"{row[k]:.4g}" for k in ("epsilon", "noise_multiplier"))

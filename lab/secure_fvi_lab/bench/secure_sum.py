@@ -7,27 +7,22 @@ is in each number.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import track
-from rich.table import Column, Table
 
 from secure_fvi.errors import InputError
 from secure_fvi_lab.bench.sum_parties import (
@@ -42,10 +37,8 @@ from secure_fvi_lab.bench.sum_parties import (
     TenSEAL,
     TenSEALTimes,
 )
-from secure_fvi_lab.experiments import as_png
+from secure_fvi_lab.experiments import Row, legend, lines_of, panels
 from secure_fvi_lab.machine import processor
-
-Row = dict[str, Any]
 
 _LONG = 10**7
 _MEMORY_FOR_LONG_ROWS = 12 * 2**30
@@ -64,8 +57,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """Rows that share a session."""
-
     setting: Setting
     cases: tuple[Case, ...]
 
@@ -249,7 +240,6 @@ def _note(notes: list[str], text: str) -> None:
 
 
 def _ms(seconds: float) -> float:
-    """Milliseconds, to the microsecond's tenth."""
     return round(1000 * seconds, 4)
 
 
@@ -278,58 +268,40 @@ def command(as_json: bool, quick: bool, plot: str | None) -> None:
         raise InputError(f"--plot '{plot}': must be a .png file in a folder that exists")
     found = measure(quick)
     if target is not None:
-        target.write_bytes(png(found["rows"]))
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        print_tables(found)
+        drawn(found["rows"]).savefig(target, dpi=150)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(found)))
 
 
-# ---- The table of `bench secure-sum`, and what of it was aimed at ----
+# ---- The tables of `bench secure-sum`, and what of them was aimed at ----
+
+_HEAD = (
+    "kind", "silos", "neighbours", "values", "lost", "silo", "checks", "server", "all", "exchanges", "bytes up",
+    "floor", "silo/floor", "Flower", "Flower/silo", "TenSEAL",
+)  # fmt: skip
+_SESSION = ("setup_silo", "setup_server", "refill_silo", "refill_server")
 
 
-def print_tables(found: dict[str, Any]) -> None:
-    """Rows, targets and notes of `measure` on stdout."""
-    console = Console(highlight=False, soft_wrap=True)
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Rows, sessions, targets and notes of `measure`, for a terminal."""
     load, measured = found["load_average"], found["rows"]
-    rows = _table("\nkind", "\nsilos", "neigh-\nbours", "\nvalues", "\nlost", "\nsilo", "of which\nchecks", "\nserver",
-                  "\nall", "ex-\nchanges", "bytes up\na silo", "\nfloor", "silo /\nfloor", "\nFlower", "Flower\n/ silo",
-                  "\nTenSEAL")  # fmt: skip
-    for _, alike in itertools.groupby(measured, lambda row: (row["kind"], row["bits"])):
-        for row in alike:
-            rows.add_row(*_cells(row))
-        rows.add_section()
-    # A narrow terminal breaks lines rather than numbers.
-    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=400), rows).maximum)
-    console.print(found["machine"])
-    console.print(
+    yield found["machine"]
+    yield (
         f"{found['seconds']:.0f} s; load average {load['before']:.2f} before, {load['after']:.2f} after; every total "
         "was equal to NumPy's to the last bit"
     )
-    console.print(rows)
-    console.print(
-        "Medians, ms. Silo: one silo, one sum; checks: of which signature checks; server: key holder included; all:\n"
-        "all parties, one after another. Floor: keystreams and additions; Flower: one client's masking stage;\n"
-        "TenSEAL: one silo and the server, no protocol. ~: each signature was checked once, and charged to all that\n"
-        "check it.",
-        style="dim",
+    yield from ["", *lines_of(_HEAD, map(_cells, measured)), ""]
+    yield "Medians, ms. Silo: one silo, one sum; checks: of which signature checks; server: key holder included; all:"
+    yield "all parties, one after another. Floor: keystreams and additions; Flower: one client's masking stage;"
+    yield "TenSEAL: one silo and the server, no protocol. ~: each signature was checked once, and charged to all that"
+    yield "check it. Below, apart from the sums: set-up once a session; refills, a sum's share of its batch's."
+    sessions = {(_kind(row), row["silos"]): row for row in reversed(measured) if row["neighbours"]}
+    shown = (
+        (kind, f"{silos:,}", row["neighbours"], *(_number(row[f"{time}_ms"]) for time in _SESSION))
+        for (kind, silos), row in reversed(sessions.items())
     )
-    console.print(_sessions(measured))
-    console.print(
-        "Ms, apart from the sums: set-up once a session; refills of one-time secrets, a sum's share of its batch's.",
-        style="dim",
-    )
-    console.print(_targets(found["targets"]))
-    for note in found["notes"]:
-        console.print(f"note: {note}")
-
-
-def _table(*headings: str) -> Table:
-    """The first column is text, the others are numbers."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    for at, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if at else "left", no_wrap=True)
-    return table
+    yield from ["", *lines_of((*_HEAD[:3], *_SESSION), shown), ""]
+    yield from lines_of(("target", "limit", "found", ""), map(_target_cells, found["targets"]))
+    yield from (f"note: {note}" for note in found["notes"])
 
 
 def _cells(row: Row) -> list[str]:
@@ -354,39 +326,20 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _sessions(rows: list[Row]) -> Table:
-    """Set-up and refills, one line a session with keys to agree on."""
-    times = ("setup_silo", "setup_server", "refill_silo", "refill_server")
-    headings = (time.replace("setup", "set-up").replace("_", ",\n") for time in times)
-    table, shown = _table("\nkind", "\nsilos", "neigh-\nbours", *headings), dict[tuple[str, int], Row]()
-    for row in rows:
-        shown.setdefault((_kind(row), row["silos"]), row)
-    for (kind, silos), row in shown.items():
-        if row["neighbours"]:
-            table.add_row(kind, f"{silos:,}", str(row["neighbours"]), *(_number(row[f"{time}_ms"]) for time in times))
-    return table
-
-
 def _kind(row: Row) -> str:
     """`masked w=32 no check, sqlite`, and so on."""
-    if row["kind"] == "whole":
-        return f"whole w={row['bits']}{'' if row['store'] == 'memory' else ' ' + row['store']}"
-    if row["kind"] != "masked":
+    if row["kind"] not in ("masked", "whole"):
         return {"homomorphic": "BFV", "plain": "plain"}[row["kind"]]
-    check = "" if row["consistency_check"] else " no check"
-    return f"masked w={row['bits']}{check}{'' if row['store'] == 'memory' else ' ' + row['store']}"
+    check = " no check" if row["kind"] == "masked" and not row["consistency_check"] else ""
+    return f"{row['kind']} w={row['bits']}{check}{'' if row['store'] == 'memory' else ' ' + row['store']}"
 
 
-def _targets(targets: list[dict[str, Any]]) -> Table:
-    table = Table("target", *(Column(heading, justify="right", no_wrap=True) for heading in ("limit", "found", "")))
-    for target in targets:
-        unit = f" {target['unit']}" if target["unit"] else ""
-        limits = (("<=", target["at_most"]), (">=", target["at_least"]))
-        limit = "".join(f"{sign} {value:g}{unit}" for sign, value in limits if value is not None)
-        value = "not measured" if target["value"] is None else f"{target['value']:.4g}{unit}"
-        met = {True: "[green]met[/]", False: "[red]not met[/]", None: ""}[target["met"]]
-        table.add_row(target["name"], limit, value, met)
-    return table
+def _target_cells(target: Row) -> tuple[str, ...]:
+    unit = f" {target['unit']}" if target["unit"] else ""
+    limits = (("<=", target["at_most"]), (">=", target["at_least"]))
+    limit = "".join(f"{sign} {value:g}{unit}" for sign, value in limits if value is not None)
+    value = "not measured" if target["value"] is None else f"{target['value']:.4g}{unit}"
+    return target["name"], limit, value, {True: "met", False: "not met", None: ""}[target["met"]]
 
 
 def _power(count: int) -> str:
@@ -470,41 +423,20 @@ def _target(
 
 # ---- The plot of `bench secure-sum`: time a silo against length, and against the number of silos ----
 
-_INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
-_OURS, _OURS_64, _FLOWER, _BFV, _PLAIN = "#2563eb", "#7aa5f7", "#d97706", "#0f766e", "#9ca3af"
-_SERVER = "#9333ea"
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 10,
-    "axes.titlecolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.markersize": 4,
-}
+_INK, _OURS, _OURS_64, _FLOWER, _BFV = "#1f2937", "#2563eb", "#7aa5f7", "#d97706", "#0f766e"
+_PLAIN, _SERVER = "#9ca3af", "#9333ea"
 _OF_LENGTH, _OF_SILOS = 11, 10**4
 
 
-def png(rows: Sequence[Row]) -> bytes:
-    """Both panels, as PNG."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 5.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _against_length(left, rows)
-        _against_silos(right, rows)
-        for axes in (left, right):
-            axes.set(xscale="log", yscale="log")
-            axes.grid(color=_GRID, lw=0.6)
-            axes.set_axisbelow(True)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-        return as_png(figure)
+def drawn(rows: Sequence[Row]) -> Figure:
+    figure, (left, right) = panels(1, 2, 9.6, 5.2)
+    _against_length(left, rows)
+    _against_silos(right, rows)
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log")
+        axes.grid(color="#e5e7eb", lw=0.6)
+        legend(axes, axes, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    return figure
 
 
 def _against_length(axes: Axes, rows: Sequence[Row]) -> None:

@@ -44,7 +44,6 @@ _ROUNDS, _LOSING = 4, 3
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal."""
     yield (
         f"{found['silos']} silos, sums of {found['length']} values, {found['left_before']} left before they "
         f"contributed and {found['left_after']} after: the posterior is that of those who answered, byte for byte"

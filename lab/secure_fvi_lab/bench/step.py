@@ -1,4 +1,4 @@
-"""One iteration of variational inference on six cities, timed: ours, Pyro's SVI, NumPyro's jitted SVI.
+"""One iteration on six cities, timed: ours, Pyro's SVI, NumPyro's jitted SVI; and one local step of PVI on adult.
 
 All contestants hold the same 537 children in float64 and estimate the ELBO from one draw an iteration; all are mean
 field with Adam, except `*_default`, which is this library's own default (full covariance of the global sites,
@@ -11,15 +11,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
+from pyro.distributions import Bernoulli, Normal
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam
+from torch import Tensor
 
 from secure_fvi.aggregation import Masked, Plain
+from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import build_parties
@@ -35,11 +39,10 @@ Block = Callable[[int], None]
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """For a terminal, one a contestant."""
-    for name, milliseconds in found["ms_per_iteration"].items():
+    for name, milliseconds in (found.get("ms_per_iteration") or found["ms_per_step"]).items():
         text = "not installed" if milliseconds is None else f"{milliseconds:8.3f} ms"
         ratio = found["speed_relative_to_pyro_svi"].get(name)
-        yield f"{name:12} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else "")
+        yield f"{name:16} {text}" + (f"   {ratio:6.1f} x Pyro's SVI" if ratio is not None else "")
 
 
 def in_turn(blocks: Mapping[str, Block], warm_up: int, iterations: int, repeats: int) -> dict[str, float]:
@@ -152,5 +155,68 @@ def _numpyro(data: Dataset) -> Block | None:
         for _ in range(iterations):
             state, loss = update(state)
         jax.block_until_ready(loss)
+
+    return block
+
+
+# ---- One local step of PVI on adult, beside a step of Pyro's SVI on the same model, minibatch size and family ----
+#
+# Both are mean-field logistic regression of 32,561 records, minibatches of 128, one draw, Adam, float64, one thread. A
+# block of ours is one round at the silo, so that drawing minibatches and everything else around the steps counts.
+
+_BATCH, _STEPS = 128, 500
+_OPTIMIZERS = ("natural", "adam")
+
+
+def measure_local(data_dir: Path | None, repeats: int) -> dict[str, Any]:
+    """Median milliseconds a step, and speed in multiples of Pyro's SVI."""
+    torch.set_num_threads(1)
+    data = program("adult").load(data_dir)
+    blocks = {"pyro_svi": _pyro_batches(data), **{f"pvi_{name}": _pvi(data, name) for name in _OPTIMIZERS}}
+    medians = in_turn(blocks, _STEPS, _STEPS, repeats)
+    return {
+        "machine": machine(),
+        "ms_per_step": medians,
+        "speed_relative_to_pyro_svi": {name: medians["pyro_svi"] / ms for name, ms in medians.items()},
+        "batch": _BATCH,
+        "steps_per_block": _STEPS,
+        "blocks": repeats,
+    }
+
+
+def _pvi(data: Dataset, optimizer: str) -> Block:
+    """Rounds of one silo after its first, which takes longer."""
+    algorithm = PVI(
+        rounds=10_000,
+        family="diagonal",
+        local_optimizer=optimizer,
+        local_steps=_STEPS,
+        sampling_rate=_BATCH / len(data),
+    )
+    server, engine, _ = build_parties(program("adult").model, [data.records], algorithm, Plain(), compile=True)
+    engine.run(server.round())
+
+    def block(steps: int) -> None:
+        assert steps == _STEPS
+        engine.run(server.round())
+
+    return block
+
+
+def _pyro_batches(data: Dataset) -> Block:
+    size = len(data)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        weights = pyro.sample("weights", Normal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
+        with pyro.plate("record", size, subsample_size=_BATCH) as at:
+            pyro.sample("y", Bernoulli(logits=x[at] @ weights), obs=y[at])
+
+    pyro.get_param_store().clear()
+    pyro.set_rng_seed(0)
+    svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), Trace_ELBO())
+
+    def block(steps: int) -> None:
+        for _ in range(steps):
+            svi.step(data.records["x"], data.records["y"])
 
     return block

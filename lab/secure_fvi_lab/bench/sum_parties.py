@@ -129,7 +129,6 @@ class Stopwatch:
             self.checks[party] += self._checking - checking
 
     def reset(self) -> None:
-        """All parties' times back to zero."""
         self.seconds.clear()
         self.checks.clear()
 
@@ -358,7 +357,6 @@ class TenSEALTimes(NamedTuple):
     server: float  # read, add and decrypt
 
     def together(self, silos: int) -> float:
-        """All parties, one after another."""
         return silos * self.silo + self.server
 
 

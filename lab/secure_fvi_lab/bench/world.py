@@ -112,7 +112,6 @@ class Parties:
         return self.homes[name].role
 
     def start(self, name: str) -> None:
-        """Start a party, for the first time or again."""
         home = str(self.homes[name].path)
         if self.role(name) == "server":
             arguments = ["server", "start", str(self.path), "--home", home, "--out", str(self.out)]
@@ -146,7 +145,6 @@ class Parties:
         return self.left(name)
 
     def stop(self) -> None:
-        """Kill whoever is at work."""
         for name in self._processes:
             self.kill(name)
 

@@ -1,16 +1,16 @@
-"""Experiments of the papers, and of the issues that asked for numbers, one a module; `secure-fvi reproduce`.
+"""Experiments of the papers, and of the issues that asked for numbers; `secure-fvi reproduce`.
 
-A module has `reproduce(request)`, which returns the content of NAME.json and the plot as PNG, and `table(content)`, its
-lines for a terminal.
+A module has `EXPERIMENTS`, by name: what makes the content of NAME.json and the plot, and what makes lines of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
+import importlib
 import json
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,27 +21,26 @@ if TYPE_CHECKING:
 
 #: What `secure-fvi reproduce` knows, and the module of each.
 REPRODUCTIONS = {
-    "fedvi-cifar100": "secure_fvi_lab.experiments.fedvi_cifar100",
-    "fedvi-femnist": "secure_fvi_lab.experiments.fedvi_femnist",
-    "fedvi-tau": "secure_fvi_lab.experiments.fedvi_tau",
-    "fedvi-writers": "secure_fvi_lab.experiments.fedvi_writers",
-    "floors": "secure_fvi_lab.experiments.floors",
-    "hbnn-mnist": "secure_fvi_lab.experiments.hbnn_mnist",
-    "heart": "secure_fvi_lab.experiments.heart",
-    "multinomial-mnist": "secure_fvi_lab.experiments.multinomial_mnist",
-    "prodlda-20news": "secure_fvi_lab.experiments.prodlda_20news",
-    "pvi-mnist": "secure_fvi_lab.experiments.pvi_mnist",
-    "pvi-mnist-shards": "secure_fvi_lab.experiments.pvi_mnist_shards",
-    "pvi-six-cities": "secure_fvi_lab.experiments.pvi_six_cities",
-    "pvi-uci": "secure_fvi_lab.experiments.pvi_uci",
-    "sfvi-six-cities": "secure_fvi_lab.experiments.six_cities",
-    "sfvi-warm-start": "secure_fvi_lab.experiments.sfvi_warm_start",
-    "vertical-adult": "secure_fvi_lab.experiments.vertical_adult",
-    "vertical-logistic": "secure_fvi_lab.experiments.vertical_logistic",
-    "vertical-poisson": "secure_fvi_lab.experiments.vertical_poisson",
+    "fedvi-cifar100": "fedvi",
+    "fedvi-tau": "fedvi",
+    "fedvi-writers": "fedvi",
+    "floors": "floors",
+    "hbnn-mnist": "sfvi_mnist",
+    "heart": "heart",
+    "multinomial-mnist": "sfvi_mnist",
+    "prodlda-20news": "prodlda_20news",
+    "pvi-mnist": "pvi_mnist",
+    "pvi-mnist-shards": "pvi_mnist",
+    "pvi-six-cities": "six_cities",
+    "pvi-uci": "pvi_uci",
+    "sfvi-six-cities": "six_cities",
+    "sfvi-warm-start": "six_cities",
+    "vertical-adult": "vertical_adult",
+    "vertical-logistic": "vertical_logistic",
+    "vertical-poisson": "vertical_poisson",
 }
 
-
+Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 
@@ -82,8 +81,53 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.mean(values), "sd": sd, "seeds": len(values)}
 
 
-def as_png(figure: Figure, dpi: int = 150) -> bytes:
-    """The figure as PNG."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=dpi)
-    return out.getvalue()
+class Experiment(NamedTuple):
+    """measure: all of NAME.json but what `made` adds, and the plot. table: lines of the content for a terminal."""
+
+    measure: Callable[[Request], tuple[Row, Figure]]
+    table: Callable[[Row], str]
+
+
+def experiment(name: str) -> Experiment:
+    """The one called `name`, of REPRODUCTIONS."""
+    found: Experiment = importlib.import_module(f"{__name__}.{REPRODUCTIONS[name]}").EXPERIMENTS[name]
+    return found
+
+
+def made(name: str, request: Request) -> tuple[Row, Figure]:
+    """The content of NAME.json, and the plot. Raises InputError where --data lacks what the experiment reads."""
+    from secure_fvi_lab.machine import commit, machine
+
+    began = time.monotonic()
+    content, figure = experiment(name).measure(request)
+    seconds = {"seconds_since_start": round(time.monotonic() - began, 1)}
+    about = {"machine": machine(), "quick": request.quick, "commit": commit()}
+    return {"name": name, "seconds": seconds["seconds_since_start"], **content, **seconds, **about}, figure
+
+
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+    """A figure of so many inches, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns)
+
+
+def legend(target: Any, axes: Any, **options: Any) -> None:
+    """A legend of what is drawn in `axes` in which every label stands once."""
+    handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    target.legend(once.values(), once.keys(), frameon=False, fontsize=8, **options)
+
+
+def lines_of(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
+    """A table for a terminal: columns as wide as they must be, the first `left` to the left, numbers to the right."""
+    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = ["<" if k < left else ">" for k in range(len(widths))]
+    return ["  ".join(f"{cell:{s}{w}}" for cell, s, w in zip(row, sides, widths, strict=True)) for row in cells]
+
+
+def with_sd(found: Row, scale: float = 1.0, digits: int = 1) -> str:
+    """Mean (sd) of a `spread`."""
+    return f"{scale * found['mean']:.{digits}f} ({scale * found['sd']:.{digits}f})"

@@ -13,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 from math import cos, pi
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,21 +27,21 @@ from secure_fvi.models.fedvi import start as fedvi_start
 from secure_fvi.models.heart import load as load_heart
 from secure_fvi.models.mnist import load
 from secure_fvi_lab.experiments import (
+    Experiment,
     Request,
-    as_png,
-    fedvi_writers,
-    hbnn_mnist,
+    Row,
+    fedvi,
     heart,
-    multinomial_mnist,
+    lines_of,
+    panels,
     pvi_mnist,
-    pvi_mnist_shards,
+    sfvi_mnist,
     spread,
+    with_sd,
 )
-from secure_fvi_lab.experiments.mnist_runs import each_seed
 from secure_fvi_lab.experiments.partitions import evenly, take
-from secure_fvi_lab.machine import machine
+from secure_fvi_lab.experiments.sfvi_mnist import each_seed
 
-Row = dict[str, Any]
 Weights = dict[str, Tensor]
 #: Log probabilities (N, classes), up to a constant a row, of records by one network's weights.
 Predict = Callable[[Weights, Tensor], Tensor]
@@ -60,8 +61,6 @@ class Task(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One setting of one table."""
-
     table: str  # the experiment beside whose lines these stand
     name: str
     make: Callable[[Path | None, int], Task]
@@ -77,21 +76,21 @@ class Plan(NamedTuple):
         return f"{self.table}: {self.name}"
 
 
-def _hbnn(size: hbnn_mnist.Size, folder: Path | None, seed: int) -> Task:
-    data = hbnn_mnist.split(folder, size, seed)
+def _hbnn(size: sfvi_mnist.Size, folder: Path | None, seed: int) -> Task:
+    data = sfvi_mnist.split(folder, size, seed)
     start = _glorot({"first": (196, 64), "last": (64, 10)}, seed)
     tests = [_pair(silo) for silo in data.test]
     return Task(lambda w, x: torch.relu(x @ w["first"]) @ w["last"], start, *_stacked(data.train), tests)
 
 
-def _multinomial(size: multinomial_mnist.Size, folder: Path | None, seed: int) -> Task:
-    data = multinomial_mnist.images(folder, size, seed)
+def _multinomial(size: sfvi_mnist.Half, folder: Path | None, seed: int) -> Task:
+    data = sfvi_mnist.images(folder, size, seed)
     start = {"weights": torch.zeros(784, 10), "bias": torch.zeros(10)}
     return Task(_drawn_once(multinomial.class_log_probs), start, *_stacked(data.silos), [data.test])
 
 
 def _dense(split: str, silos: int, images: int, folder: Path | None, seed: int) -> Task:
-    data = pvi_mnist_shards.images(folder, images, seed)
+    data = pvi_mnist.images(folder, images, seed)
     start = _glorot({"hidden_weights": (196, 32), "output_weights": (32, 10)}, seed)
     start |= {"hidden_bias": torch.zeros(32), "output_bias": torch.zeros(10)}
     parts = pvi_mnist.SPLITS[split](data.train, silos, seed)
@@ -135,7 +134,7 @@ def _heart(folder: Path | None, assignments: int) -> list[Row]:
 
 
 def _writers(new: bool, folder: Path | None, seed: int) -> Task:
-    plan = fedvi_writers.plan(quick=False)
+    plan = fedvi.writers_plan(quick=False)
     clients = writers.write(folder, plan.taking_part + plan.new, seed=seed)
     clients = clients[plan.taking_part :] if new else clients[: plan.taking_part]
     network = replace(plan.network, seed=seed)
@@ -147,18 +146,18 @@ def _writers(new: bool, folder: Path | None, seed: int) -> Task:
 def plans(quick: bool) -> Iterator[Plan]:
     """The lines, in the order in which they are run."""
     if quick:
-        size = hbnn_mnist.QUICK[0]
+        size = sfvi_mnist.NETWORKS_QUICK[0]
         yield Plan("hbnn-mnist", size.name, partial(_hbnn, size), 3, 10, 108, own_steps=20)
         return
-    for size in hbnn_mnist.FULL:
+    for size in sfvi_mnist.NETWORKS:
         yield Plan(
             "hbnn-mnist", size.name, partial(_hbnn, size), size.rounds, size.local_steps, 108,
             ("silo alone", "FedAvg", "FedAvg, own steps", "pooled"), own_steps=200,
         )  # fmt: skip
-    for part in multinomial_mnist.FULL:
+    for part in sfvi_mnist.MULTINOMIAL:
         batch = round(part.sampling_rate * part.images)
         yield Plan("multinomial-mnist", part.name, partial(_multinomial, part), part.rounds, part.local_steps, batch)
-    shards = pvi_mnist_shards.FULL
+    shards = pvi_mnist.SHARDS
     for split, silos, name in (
         ("two digits", shards.silos, "100 silos, label shards"),
         ("alike", shards.alike, "10 silos, alike"),
@@ -176,9 +175,8 @@ def plans(quick: bool) -> Iterator[Plan]:
     yield Plan("pvi-mnist", conv.name, make, conv.rounds, conv.local_steps, conv.batch // conv.silos, ("pooled",))
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of floors.json, and the plot as PNG. Raises InputError where --data holds no `mnist`."""
-    began, rows = time.monotonic(), []
+def _floors(request: Request) -> tuple[Row, Figure]:
+    rows = []
     for plan, seed in each_seed(list(plans(request.quick))):
         said = f"{plan.setting}, seed {seed}"
         rows += request.once(said, plan[3:-1], partial(_rows, plan, request.data, seed))
@@ -190,7 +188,6 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     lines = [{"setting": key[0], "method": key[1], **spread(tests)} for key, tests in groups.items()]
     first = lines[0]
     content = {
-        "name": "floors",
         "paper": "none",
         "ours": {
             **{k: first[k] for k in ("mean", "sd", "seeds")},
@@ -198,9 +195,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         },
         "lines": lines,
         "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "seconds_since_start": round(time.monotonic() - began, 1),
         "bytes": 0,
-        "machine": machine(),
         "setting": f"points fitted by Adam at {_RATE}, falling to 0, no prior, in the rounds, local steps and batches "
         "of the table that is named (writers: 100 steps on 40 digits each); alone and pooled: as many steps in all, "
         "pooled on as many records as all silos together; heart: logistic regression on a silo's columns, the response "
@@ -303,24 +298,22 @@ def _stacked(silos: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def table(content: Row) -> str:
-    """A line a setting and method."""
-    width = max(len(line["setting"]) for line in content["lines"]) + 2
-    lines = [f"{'beside':<{width}}{'method':<20}{'test, %':>14}{'seeds':>7}"]
+    rows = []
     for line in content["lines"]:
-        found = f"{line['mean']:.1f} ({line['sd']:.1f})" if line["seeds"] > 1 else f"{line['mean']:.1f}"
-        lines.append(f"{line['setting']:<{width}}{line['method']:<20}{found:>14}{line['seeds']:>7}")
+        found = with_sd(line) if line["seeds"] > 1 else f"{line['mean']:.1f}"
+        rows.append((line["setting"], line["method"], found, line["seeds"]))
+    lines = lines_of(("beside", "method", "test, %", "seeds"), rows, left=2)
     lines.append(f"mean (sd) over seeds; {content['seconds']} s on {content['machine']}")
     return "\n".join([*lines, content["setting"]])
 
 
-def plot(lines: Sequence[Row]) -> bytes:
-    """A bar a line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1 + 0.28 * len(lines)), layout="constrained")
-    axes = figure.subplots()
+def plot(lines: Sequence[Row]) -> Figure:
+    figure, axes = panels(1, 1, 9, 1 + 0.28 * len(lines))
     at = range(len(lines), 0, -1)
     axes.barh(at, [line["mean"] for line in lines], xerr=[line["sd"] for line in lines], color="#6b7280")
     axes.set_yticks(at, [f"{line['setting']}, {line['method']}" for line in lines], fontsize=7)
     axes.set(xlabel="test accuracy, %", xlim=(0, 100))
-    return as_png(figure)
+    return figure
+
+
+EXPERIMENTS = {"floors": Experiment(_floors, table)}

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import logsigmoid
@@ -46,10 +47,8 @@ from secure_fvi.models.heart import Heart, bayesian_network, load, split_network
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.runs.marginals import default_dtype
 from secure_fvi.trees import Params, part
-from secure_fvi_lab.experiments import Request, as_png
-from secure_fvi_lab.experiments.vertical_batched import stack
-from secure_fvi_lab.experiments.vertical_targets import logistic_mode
-from secure_fvi_lab.machine import machine
+from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of
+from secure_fvi_lab.experiments.vertical_batched import logistic_mode, stack
 
 RHOS, SMALL_RHO, LOCAL_STEPS = (1.0, 5.0, 10.0), 0.2, 5
 #: Means, sds over folds, and log-likelihoods of table 3: accuracy, all predictions, wrong predictions.
@@ -67,8 +66,6 @@ _POINT_RATE, _SAMPLED_RATE = 5e-3, 2e-2
 _MODE: Mode = "traced"
 #: Weights start this many sds off their prior's mean, which is a saddle.
 _SPREAD = 0.5
-
-Row = dict[str, Any]
 
 
 class SplitSilo:
@@ -114,8 +111,6 @@ class SplitSilo:
 
 
 class Effort(NamedTuple):
-    """How long each method runs."""
-
     seeds: int  # assignments of patients to folds
     point_seeds: int  # of these, for networks fitted as points
     point_rounds: int
@@ -135,21 +130,14 @@ class Probabilities(NamedTuple):
     noisy: Tensor
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of heart.json, and the plot as PNG. Raises InputError where --data holds no such data set."""
-    return run(_QUICK if request.quick else _FULL, request)
-
-
-def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
-    """`reproduce` at any effort."""
-    began = time.monotonic()
+def _heart(request: Request) -> tuple[Row, Figure]:
+    effort = _QUICK if request.quick else _FULL
     with default_dtype(torch.float32):
         data = {missing: load(request.data, missing) for missing in (False, True)}
         rows = list(_rows(effort, data, request))
     ours = next(r for r in rows if r["method"] == "sampled, rho 1")
     records = len(data[False].y) - len(data[False].y) // FOLDS
     content = {
-        "name": "heart",
         "paper": {method: dict(zip(_OF_PAPER, numbers, strict=True)) for method, numbers in PAPER.items()},
         "ours": {
             "mean": ours["accuracy"],
@@ -160,9 +148,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
             "log_likelihood": ours["log_likelihood"],
             "log_likelihood_noisy": ours["log_likelihood_noisy"],
         },
-        "seconds": round(time.monotonic() - began, 1),
         "bytes": sum(8 * b.size for b in Vertical().blocks(records, 1, 1)["auxiliary"]),
-        "machine": machine(),
         "setting": (
             f"{len(data[False].y)} patients, {FOLDS} stratified folds; log-likelihood: nats a patient, of the "
             "mean probability over q(theta) with z at its mean; noisy: with the model's noise in z; bytes: upload a "
@@ -621,23 +607,19 @@ _COLOURS = ("#dc2626", "#d97706", "#f59e0b", "#fcd34d", "#2563eb", "#93c5fd", "#
 
 def table(content: Row) -> str:
     """Accuracy in %, log-likelihoods in nats, narrow enough for a terminal; the paper's beside ours."""
-    lines = [f"{'method':<38}{'seeds':>6}{'accuracy (sd)':>16}{'log-lik':>9}{'wrong':>8}{'noisy':>8}{'paper':>16}"]
+    rows = []
     for r in content["rows"]:
-        accuracy = f"{r['accuracy']:.2f} ({r['sd_over_folds']:.2f})"
         paper = content["paper"].get(r["method"].replace("sampled", "points"))
         beside = f"{paper['accuracy']:.2f} / {paper['log_likelihood']:.2f}" if paper else ""
-        lines.append(
-            f"{r['method']:<38}{r['seeds']:>6}{accuracy:>16}{r['log_likelihood']:>9.3f}{r['wrong']:>8.2f}"
-            f"{r['log_likelihood_noisy']:>8.3f}{beside:>16}"
-        )
+        found = (f"{r['accuracy']:.2f} ({r['sd_over_folds']:.2f})", f"{r['log_likelihood']:.3f}", f"{r['wrong']:.2f}")
+        rows.append((r["method"], r["seeds"], *found, f"{r['log_likelihood_noisy']:.3f}", beside))
+    lines = lines_of(("method", "seeds", "accuracy (sd)", "log-lik", "wrong", "noisy", "paper"), rows)
     lines.append("sd over folds; log-likelihoods in nats a patient; noisy: with the model's noise in z")
     return "\n".join(lines)
 
 
-def png(rows: Sequence[Row], paper: Mapping[str, tuple[float, float, float, float]]) -> bytes:
+def png(rows: Sequence[Row], paper: Mapping[str, tuple[float, float, float, float]]) -> Figure:
     """Accuracy and log-likelihood by method beside the paper's, and the log-likelihood over the exchanges."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(11, 10), layout="constrained")
     halves: Any = figure.subfigures(2, 1, height_ratios=(1.2, 1))
     upper, lower = halves
@@ -658,7 +640,7 @@ def png(rows: Sequence[Row], paper: Mapping[str, tuple[float, float, float, floa
     right.plot([], [], "s", color="#9ca3af", label="paper, table 3 (its model)")
     right.legend(frameon=False, fontsize=8, loc="lower left")
     _curves(lower.subplots(1, 1), rows)
-    return as_png(figure, 120)
+    return figure
 
 
 def _curves(axis: Any, rows: Sequence[Row]) -> None:
@@ -669,3 +651,6 @@ def _curves(axis: Any, rows: Sequence[Row]) -> None:
         axis.plot(curve["exchanges"], curve["log_likelihood"], color=colour, lw=1.4, label=row["method"])
     axis.set(xscale="log", ylim=(-1.2, -0.3), xlabel="exchanges", ylabel="test log-likelihood, nats a patient")
     axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
+
+
+EXPERIMENTS = {"heart": Experiment(_heart, table)}

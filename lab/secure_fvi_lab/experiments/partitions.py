@@ -19,8 +19,6 @@ from secure_fvi.models.base import Dataset
 PAPER_SPLITS = {
     ("adult", "A"): (0.0, 0.0),
     ("adult", "B"): (0.7, -3.0),
-    ("bank", "A"): (0.0, 0.0),
-    ("bank", "B"): (0.7, -3.0),
     ("credit", "A"): (0.0, 0.0),
     ("credit", "B"): (0.3, -0.7),
 }

@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyro
 import torch
+from matplotlib.figure import Figure
 from pyro.distributions import Multinomial, Normal, constraints
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import ClippedAdam
@@ -27,23 +28,18 @@ from secure_fvi.families import Conditional
 from secure_fvi.models.newsgroups import Corpus, corpus
 from secure_fvi.models.prodlda import SCALE, Words, prodlda
 from secure_fvi.runs.marginals import seeded
-from secure_fvi_lab.experiments import Request, Tell, as_png, spread
-from secure_fvi_lab.machine import machine
+from secure_fvi_lab.experiments import Experiment, Request, Row, Tell, lines_of, panels, spread, with_sd
 
 # ----
 # Pooled ProdLDA as a user of Pyro would fit it: the same model by Pyro's SVI, and the network of Pyro's tutorial
 
 
 class Topics(NamedTuple):
-    """What was learned."""
-
     topics: Tensor  # (V, K) whose largest entries name a topic's words
     logits: Tensor  # (V, K) of words, by which a document's shares mix them; the same but for batch normalisation
 
 
 class Training(NamedTuple):
-    """Of Pyro's SVI."""
-
     steps: int
     batch: int
     learning_rate: float
@@ -154,7 +150,6 @@ def _train(step: Callable[[], float], count: int, tokens: float, tell: Tell) -> 
             tell(f"    step {len(losses)} of {count}: {-statistics.mean(losses[-count // 10 :]):.4f} nats a word")
 
 
-Row = dict[str, Any]
 SILOS = 3
 #: Words of a topic that its coherence is of.
 TOP = 10
@@ -167,8 +162,6 @@ PAPER = (
 
 
 class Plan(NamedTuple):
-    """One experiment."""
-
     words: int
     topics: int
     steps: int  # of each method, of which SFVI-Avg makes some in every round
@@ -193,19 +186,15 @@ class Fitted(NamedTuple):
     bytes_down: int
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of prodlda-20news.json, and the plot as PNG. Raises InputError where --data holds no `20newsgroups`.
-
-    What has been fitted is kept in `request.keep`, so that a run that was stopped goes on.
-    """
+def _prodlda(request: Request) -> tuple[Row, Figure]:
     content = run(QUICK if request.quick else FULL, request)
     return content, plot(content)
 
 
 def run(plan: Plan, request: Request) -> Row:
-    """The content of prodlda-20news.json."""
+    """The content of prodlda-20news.json. What has been fitted is kept in `request.keep`, so that a run that was
+    stopped goes on."""
     request.tell("reading the posts")
-    began = time.monotonic()
     train = corpus(request.data, "train", plan.words)
     test = corpus(request.data, "test", train.words)
     same = plan._replace(seeds=())  # more seeds make no other fit anew
@@ -224,7 +213,6 @@ def run(plan: Plan, request: Request) -> Row:
     sfvi = [row for row in rows if row["method"] == "SFVI"]
     summary = {key: _over_seeds(rows, key) for key in ("coherence", "test_coherence", "diversity", "completion")}
     return {
-        "name": "prodlda-20news",
         "paper": PAPER,
         "ours": {
             **summary["coherence"]["SFVI"],
@@ -232,9 +220,7 @@ def run(plan: Plan, request: Request) -> Row:
             **summary,
         },
         "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "seconds_since_start": round(time.monotonic() - began, 1),
         "bytes": sfvi[0]["bytes_up"] + sfvi[0]["bytes_down"],
-        "machine": machine(),
         "setting": (
             f"{len(train.counts)} training posts in {SILOS} random silos, {plan.words} words, {plan.topics} topics; "
             f"{plan.steps} steps on {plan.share:.0%} of the posts for each method, SFVI-Avg's in {plan.rounds} rounds, "
@@ -437,16 +423,14 @@ _COLOURS = ("#2563eb", "#0d9488", "#94a3b8", "#d97706", "#b45309")
 def table(content: Row) -> str:
     """A line a method: coherence in training and test posts, diversity, completion in nats a word; some topics."""
     ours, rows = content["ours"], content["rows"]
-    lines = [
-        f"{'method':<24}" + "".join(f"{name:>16}" for name in _KEYS.values()) + f"{'s a seed':>10}{'MB a silo':>11}"
-    ]
+    cells = []
     for method in ours["coherence"]:
-        cells = [f"{ours[key][method]['mean']:.3f} ({ours[key][method]['sd']:.3f})" for key in _KEYS]
         own = [row for row in rows if row["method"] == method]
         seconds = sum(row["seconds"] for row in own) / len(own)
         megabytes = (own[0]["bytes_up"] + own[0]["bytes_down"]) / 1e6
-        sent = f"{megabytes:.0f}" if megabytes else ""
-        lines.append(f"{method:<24}" + "".join(f"{cell:>16}" for cell in cells) + f"{seconds:>10.0f}{sent:>11}")
+        found = (with_sd(ours[key][method], digits=3) for key in _KEYS)
+        cells.append((method, *found, f"{seconds:.0f}", f"{megabytes:.0f}" if megabytes else ""))
+    lines = lines_of(("method", *_KEYS.values(), "s a seed", "MB a silo"), cells)
     first = next(row for row in rows if row["method"] == "SFVI")
     best = sorted(zip(first["coherence"], first["words"], strict=True), reverse=True)
     lines += [f"SFVI, seed {first['seed']}: {value:.2f} {words}" for value, words in (*best[:3], best[-1])]
@@ -454,12 +438,9 @@ def table(content: Row) -> str:
     return "\n".join([*lines, f"paper: {content['paper']}", content["setting"]])
 
 
-def plot(content: Row) -> bytes:
+def plot(content: Row) -> Figure:
     """Coherence of all topics of all seeds by method; the bound by steps, a line a seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(1, 2, 10, 3.8)
     rows, methods = content["rows"], list(content["ours"]["coherence"])
     values = [[v for row in rows if row["method"] == method for v in row["coherence"]] for method in methods]
     boxes = left.boxplot(values, patch_artist=True, widths=0.6, medianprops={"color": "black"})
@@ -476,4 +457,7 @@ def plot(content: Row) -> bytes:
                 right.plot(*zip(*row["curve"], strict=True), color=colour, lw=1.2, label=label)
     right.set(xlabel="steps", ylabel="bound, nats a word")
     right.legend(frameon=False, fontsize=8)
-    return as_png(figure)
+    return figure
+
+
+EXPERIMENTS = {"prodlda-20news": Experiment(_prodlda, table)}

@@ -1,4 +1,4 @@
-"""PVI on UCI adult, bank and credit: the PVI paper's section 5.1, Figure 4 (Ashman et al. 2022).
+"""PVI on UCI adult and credit: the PVI paper's section 5.1, Figure 4 (Ashman et al. 2022).
 
 Mean-field logistic regression over ten silos, five small and five large: split A alike, split B with other sizes and
 other shares of positive labels (Table 2). Test log-likelihood and error after every communication with a silo, for PVI,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -27,50 +27,37 @@ from secure_fvi.algorithms.base import Algorithm, Posterior
 from secure_fvi.algorithms.baselines import BCM, VCL, StreamingVB
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.federated_model import Data, FederatedModel
-from secure_fvi.models import uci_adult, uci_bank, uci_credit
+from secure_fvi.models import uci_adult, uci_credit
 from secure_fvi.models.base import Dataset
 from secure_fvi.models.tabular import MODEL
-from secure_fvi_lab.experiments import Request, as_png, spread
+from secure_fvi_lab.experiments import Experiment, Request, Row, legend, lines_of, panels, spread, with_sd
 from secure_fvi_lab.experiments.partitions import PAPER_SPLITS, size_and_label, take
-from secure_fvi_lab.machine import machine
 
 SILOS = 10
 #: Passes of sequential methods, rounds of synchronous ones: each silo is communicated with so many times.
 PASSES = 10
 TRAIN_SHARE = 0.8
 #: Seeds by data set. A seed draws the test set, the partition and the local fits' noise.
-SEEDS, QUICK_SEEDS = {"credit": 5, "adult": 2, "bank": 2}, {"credit": 2}
+SEEDS, QUICK_SEEDS = {"credit": 5, "adult": 2}, {"credit": 2}
 #: The design has ten columns of ones in effect (an intercept, and each category's indicators add up to one): natural
 #: steps beyond 2 / 10 of a standard deviation swing from side to side.
 _RATE = 0.1
-_LOCAL_STEPS = {"credit": 500, "adult": 200, "bank": 200}
-
-Row = dict[str, Any]
+_LOCAL_STEPS = {"credit": 500, "adult": 200}
 
 
 class Split(NamedTuple):
-    """Training records and test records."""
-
     train: Dataset
     test: Dataset
 
 
 class Method(NamedTuple):
-    """One line of the figure."""
-
     algorithm: Algorithm
     sums: SecureSum
     asked: int  # silos communicated with in a round
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of pvi-uci.json, and the plot as PNG. Raises InputError where --data holds no adult or credit; bank
-    is left out where it is missing."""
-    began = time.monotonic()
-    seeds = QUICK_SEEDS if request.quick else dict(SEEDS)
-    if "bank" in seeds and not (request.data is not None and (request.data / "uci_bank").is_dir()):
-        del seeds["bank"]
-        request.tell("--data holds no uci_bank: bank is left out")
+def _uci(request: Request) -> tuple[Row, Figure]:
+    seeds = QUICK_SEEDS if request.quick else SEEDS
     pooled = {name: load(name, request.data) for name in seeds}
     rows = [
         row
@@ -82,7 +69,6 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
     ends = [row["difference"][-1] for row in rows if row["method"] in ("PVI, sequential", "PVI, synchronous")]
     synchronous = next(row for row in rows if row["method"] == "PVI, synchronous")
     content = {
-        "name": "pvi-uci",
         "paper": "converges to global VI after one round (A) or a few (B); BCM, VCL and streaming VB do not (5.1)",
         "ours": {
             **spread(ends),
@@ -90,9 +76,7 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
             "what": "test log-likelihood of sequential and synchronous PVI after the last pass less that of global VI, "
             "nats a record",
         },
-        "seconds": round(time.monotonic() - began, 1),
         "bytes": synchronous["bytes_up_per_silo"] + synchronous["bytes_down_per_silo"],
-        "machine": machine(),
         "setting": (
             f"{SILOS} silos, mean-field q, prior N(0, I), a seeded {TRAIN_SHARE:.0%} of the records to train on "
             "(adult: adult.data and adult.test pooled; credit: the 653 complete rows, as in Table 2), masked sums for "
@@ -108,8 +92,6 @@ def load(name: str, data: Path | None) -> Dataset:
     """All records of a data set, label 1 as the paper has it: of credit, a refusal."""
     if name == "adult":
         return uci_adult.load(data, split="all")
-    if name == "bank":
-        return uci_bank.load(data)
     dataset = uci_credit.load(data)
     missing = [column.endswith("=?") for column in uci_credit.feature_names()]
     complete = torch.nonzero(dataset.records["x"][:, missing].sum(1) == 0).squeeze(1)
@@ -165,7 +147,6 @@ def _rows(name: str, data: Split, seed: int, request: Request) -> Iterator[Row]:
 
 
 def _listed(found: Optimum) -> Row:
-    """As JSON has it."""
     return {"q": torch.stack(found.q).tolist(), "bound": found.bound, "gradient": found.gradient}
 
 
@@ -218,8 +199,7 @@ def _mean_field(posterior: Posterior) -> MeanField:
 #
 # The bound needs E[log sigma(a)] for Gaussian a alone, one integral a record. Gauss-Hermite quadrature has it to all
 # digits that matter, and L-BFGS finds the maximum: a reference that shares neither draws nor optimiser with the fits
-# that
-# it is set beside.
+# that it is set beside.
 
 _NODES = 24
 _RESTARTS, _ITERATIONS = 4, 2000
@@ -369,8 +349,8 @@ def _summary(data: str, split: str, method: str, group: Sequence[Row]) -> Row:
         "split": split,
         "method": method,
         "seeds": len(group),
-        "first_pass": _moments(first),
-        "end": _moments(last),
+        "first_pass": spread(first),
+        "end": spread(last),
         "error": statistics.mean(row["error"][-1] for row in group),
         "within_from_pass": stays,
         "bound_gap": statistics.mean(row["bound_gap"] for row in group),
@@ -387,49 +367,38 @@ def _after_passes(row: Row, passes: int) -> float:
     return value
 
 
-def _moments(values: Sequence[float]) -> Row:
-    return {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else 0.0}
-
-
 def table(content: Row) -> str:
     """Differences from global VI in thousandths of a nat, mean (sd over seeds), narrow enough for a terminal."""
-    lines = [
-        "test log-likelihood less that of global VI, 1e-3 nats a record",
-        f"{'data, split':<18}{'method':<32}{'first pass':>13}{'end':>13}{'within from':>12}{'gap':>9}{'exchanges':>11}",
-    ]
+    rows = []
     for row in content["summaries"]:
-        first, end = (f"{1e3 * row[k]['mean']:.1f} ({1e3 * row[k]['sd']:.1f})" for k in ("first_pass", "end"))
         within = "-" if row["within_from_pass"] is None else f"pass {row['within_from_pass']}"
-        where = f"{row['data']}, {row['split']}"
-        gap = f"{row['bound_gap']:.1f}"
-        lines.append(f"{where:<18}{row['method']:<32}{first:>13}{end:>13}{within:>12}{gap:>9}{row['exchanges']:>11}")
+        found = (with_sd(row[k], 1e3) for k in ("first_pass", "end"))
+        where = (f"{row['data']}, {row['split']}", row["method"])
+        rows.append((*where, *found, within, f"{row['bound_gap']:.1f}", row["exchanges"]))
+    head = ("data, split", "method", "first pass", "end", "within from", "gap", "exchanges")
+    lines = ["test log-likelihood less that of global VI, 1e-3 nats a record", *lines_of(head, rows, left=2)]
     lines.append("gap: nats of the bound, all records together, below global VI at the end")
     lines.append(content["setting"])
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row]) -> bytes:
+def plot(rows: Sequence[Row]) -> Figure:
     """As the paper's Figure 4: a panel a data set and split, the mean over seeds, a band of one sd."""
-    from matplotlib.figure import Figure
-
-    panels = sorted({(row["data"], row["split"]) for row in rows if row["split"] in ("A", "B")}, reverse=True)
-    panels.sort(key=lambda panel: panel[1])
-    columns = len({data for data, _ in panels})
-    figure = Figure(figsize=(4.4 * columns + 1.5, 6.4), layout="constrained")
-    grid = figure.subplots(2, columns, sharex=True, sharey=True, squeeze=False)
-    for axes, (data, split) in zip(grid.flat, panels, strict=True):
+    shown = sorted({(row["data"], row["split"]) for row in rows if row["split"] in ("A", "B")}, reverse=True)
+    shown.sort(key=lambda panel: panel[1])
+    columns = len({data for data, _ in shown})
+    figure, grid = panels(2, columns, 4.4 * columns + 1.5, 6.4)
+    for axes, (data, split) in zip(grid.flat, shown, strict=True):
         for method, colour in _COLOURS.items():
             chosen = [r for r in rows if (r["data"], r["split"], r["method"]) == (data, split, method)]
             _line(axes, chosen, method, colour)
         axes.axhspan(-WITHIN, WITHIN, color="#e5e7eb", zorder=0)
         axes.axhline(0.0, color="#111827", lw=0.8, ls="--", label="global VI")
         axes.set(title=f"{data}, split {split}", ylim=(_LOWEST, _HIGHEST))
-    for axes in grid[-1]:
-        axes.set_xlabel("communications with a silo")
+    figure.supxlabel("communications with a silo")
     figure.supylabel("test log-likelihood less that of global VI, nats")
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=2 * columns, fontsize=8)
-    return as_png(figure)
+    legend(figure, grid.flat[0], loc="outside lower center", ncols=2 * columns)
+    return figure
 
 
 def _line(axes: Any, chosen: Sequence[Row], method: str, colour: str) -> None:
@@ -441,3 +410,6 @@ def _line(axes: Any, chosen: Sequence[Row], method: str, colour: str) -> None:
     axes.plot(at, mean, color=colour, lw=1.4, marker=marker, ms=5, label=method)
     band = ([m - s for m, s in zip(mean, sd, strict=True)], [m + s for m, s in zip(mean, sd, strict=True)])
     axes.fill_between(at, *band, color=colour, alpha=0.12, lw=0)
+
+
+EXPERIMENTS = {"pvi-uci": Experiment(_uci, table)}

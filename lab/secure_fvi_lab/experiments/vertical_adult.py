@@ -8,11 +8,8 @@ silo's upload does not depend on how many there are.
 from __future__ import annotations
 
 import math
-import statistics
-import time
 import warnings
 from functools import partial
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -25,20 +22,15 @@ from secure_fvi.columns import VerticalResult
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.models.vertical_programs import VerticalDataset, load_adult
 from secure_fvi.runs.marginals import default_dtype
-from secure_fvi_lab.experiments import Request, as_png
-from secure_fvi_lab.experiments.vertical_targets import logistic_mode
-from secure_fvi_lab.machine import machine
+from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, panels, spread
+from secure_fvi_lab.experiments.vertical_batched import logistic_mode
 
 RECORDS, BATCH, SILOS, RHO = 30_000, 512, 5, 0.1
 TARGET = 0.003  # nats a person below the pooled model
 _NEWTON_STEPS, _DRAWS = 25, 200
 
-Row = dict[str, Any]
 
-
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of vertical-adult.json, and the plot as PNG."""
-    began = time.monotonic()
+def _adult(request: Request) -> tuple[Row, Figure]:
     rounds, seeds = (600, 1) if request.quick else (3000, 3)
     with default_dtype(torch.float64):
         test = load_adult(request.data, split="test")
@@ -53,17 +45,12 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
                 rows.append(request.once(f"{silos} silos, seed {seed}", rounds, make))
     shortfalls = [pooled - row["log_likelihood"] for row in rows if row["silos"] == SILOS]
     content = {
-        "name": "vertical-adult",
         "paper": "none: the paper's data sets are small",
         "ours": {
-            "mean": statistics.mean(shortfalls),
-            "sd": statistics.stdev(shortfalls) if len(shortfalls) > 1 else None,
-            "seeds": seeds,
+            **spread(shortfalls),
             "what": f"nats a test person below the pooled model's {pooled:.5f}",
         },
-        "seconds": round(time.monotonic() - began, 1),
         "bytes": round(rows[0]["bytes_up_per_round"]),
-        "machine": machine(),
         "setting": (
             f"{RECORDS} people, {SILOS} silos, batches of {BATCH}, augmented model at rho = {RHO}, response at the "
             f"server, masked sums, {rounds} rounds"
@@ -72,18 +59,15 @@ def reproduce(request: Request) -> tuple[Row, bytes]:
         "pooled": pooled,
         "rows": rows,
     }
-    return content, as_png(_figure(content))
+    return content, _figure(content)
 
 
 def table(content: Row) -> str:
-    """The runs, and what they are compared with."""
-    lines = [f"{'silos':>5}{'seed':>5}{'test log-lik.':>15}{'below pooled':>14}{'B up a round':>14}{'s':>7}"]
+    rows = []
     for r in content["rows"]:
-        below = content["pooled"] - r["log_likelihood"]
-        lines.append(
-            f"{r['silos']:>5}{r['seed']:>5}{r['log_likelihood']:>15.5f}{below:>14.5f}{r['bytes_up_per_round']:>14.0f}"
-            f"{r['seconds']:>7.0f}"
-        )
+        found = (f"{r['log_likelihood']:.5f}", f"{content['pooled'] - r['log_likelihood']:.5f}")
+        rows.append((r["silos"], r["seed"], *found, f"{r['bytes_up_per_round']:.0f}", f"{r['seconds']:.0f}"))
+    lines = lines_of(("silos", "seed", "test log-lik.", "below pooled", "B up a round", "s"), rows, left=0)
     lines.append(f"pooled model {content['pooled']:.5f} nats a person; target: at most {content['target']} below it")
     return "\n".join(lines)
 
@@ -130,8 +114,7 @@ def _design(data: VerticalDataset) -> Tensor:
 
 
 def _figure(content: Row) -> Figure:
-    figure = Figure(figsize=(5.6, 2.6), layout="constrained")
-    axis = figure.subplots()
+    figure, axis = panels(1, 1, 5.6, 2.6)
     labels = [f"{r['silos']} silos, seed {r['seed']}" for r in content["rows"]]
     below = [content["pooled"] - r["log_likelihood"] for r in content["rows"]]
     axis.axvspan(-content["target"], content["target"], color="#9ca3af", alpha=0.25, lw=0)
@@ -140,3 +123,6 @@ def _figure(content: Row) -> Figure:
     axis.set_yticks(range(len(labels)), labels)
     axis.set_xlabel("nats a test person below the pooled model (band: target)")
     return figure
+
+
+EXPERIMENTS = {"vertical-adult": Experiment(_adult, table)}

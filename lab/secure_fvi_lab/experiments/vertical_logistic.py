@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyro
 import torch
+from matplotlib.figure import Figure
 from pyro.distributions import Bernoulli as PyroBernoulli
 from pyro.distributions import Normal
 from pyro.infer import SVI, Trace_ELBO
@@ -30,10 +31,8 @@ from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
 from secure_fvi.runs.marginals import default_dtype, density, seeded
-from secure_fvi_lab.experiments import Request, as_png, spread
-from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound
-from secure_fvi_lab.experiments.vertical_targets import sample, soul_mode
-from secure_fvi_lab.machine import machine
+from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, spread
+from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound, sample, soul_mode
 
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
 SHOWN = 0  # the coefficient whose marginal is drawn
@@ -41,12 +40,8 @@ MODELS: tuple[Literal["augmented", "power"], ...] = ("augmented", "power")
 #: The paper's two families and SOUL; "integrated" is this package's own: z integrated out where the response is.
 METHODS = ("mean field", "amortised", "integrated", "soul")
 
-Row = dict[str, Any]
-
 
 class Effort(NamedTuple):
-    """How long each method runs."""
-
     rounds: int
     soul_rounds: int
     chains: int
@@ -72,14 +67,8 @@ class Marginal(NamedTuple):
     shown: Tensor  # (draws,) of one coefficient
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of vertical-logistic.json, and the plot as PNG."""
-    return run(_QUICK if request.quick else _FULL, request)
-
-
-def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
-    """`reproduce` at any effort."""
-    began = time.monotonic()
+def run(effort: Effort, request: Request) -> tuple[Row, Figure]:
+    """The content of vertical-logistic.json, and the plot."""
     with default_dtype(torch.float64):
         data, same = make_data(0), effort._replace(seeds=0)  # more data sets for small rho make no other anew
         kept = request.once(
@@ -113,7 +102,6 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
         )
     worst = [r["error"] for r in limit]
     content = {
-        "name": "vertical-logistic",
         "paper": "the posteriors of both models tend to the pooled model's as rho goes to 0 (section 2.1; no number)",
         "ours": {
             **spread(worst),
@@ -123,9 +111,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
             "median": statistics.median(worst),
             "largest": max(worst),
         },
-        "seconds": round(time.monotonic() - began, 1),
         "bytes": sum(8 * b.size for b in Vertical().blocks(RECORDS, 1, 1)["auxiliary"]),
-        "machine": machine(),
         "setting": (
             f"{RECORDS} records, {COLUMNS} columns, {' and '.join(map(str, effort.silos))} silos; {effort.rounds} "
             f"rounds of VI, {effort.soul_rounds} of SOUL, {effort.chains} x {effort.draws} draws of NUTS; bytes: "
@@ -271,13 +257,12 @@ def row(
 
 def table(content: Row) -> str:
     """The rows, narrow enough for a terminal, and the summary."""
-    lines = [f"{'model':<11}{'method':<12}{'silos':>5}{'rho':>6}{'error':>8}{'sd':>7}{'bound':>9}{'s':>7}"]
+    rows = []
     for r in content["rows"]:
-        bound = f"{r['bound']:>9.1f}" if r["bound"] is not None else f"{'':>9}"
-        lines.append(
-            f"{r['model']:<11}{r['method']:<12}{r['silos']:>5}{r['rho']:>6}{r['error']:>8.2f}{r['sd_ratio']:>7.2f}"
-            f"{bound}{r['seconds']:>7.0f}"
-        )
+        bound = f"{r['bound']:.1f}" if r["bound"] is not None else ""
+        found = (f"{r['error']:.2f}", f"{r['sd_ratio']:.2f}", bound, f"{r['seconds']:.0f}")
+        rows.append((r["model"], r["method"], r["silos"], r["rho"], *found))
+    lines = lines_of(("model", "method", "silos", "rho", "error", "sd", "bound", "s"), rows, left=2)
     lines.append("error: largest, in sds of NUTS on the same target; sd: mean ratio to it; bound in nats")
     ours, ms = content["ours"], content["ms_per_step"]
     lines.append(
@@ -308,10 +293,8 @@ _RHO_COLOURS = ("#1d4ed8", "#059669", "#dc2626")
 
 def png(
     bounds: Sequence[Entry], shown: Sequence[Entry], truth: float, silos: Sequence[int], rhos: Sequence[float]
-) -> bytes:
+) -> Figure:
     """For each number of silos a row of bounds, one of NUTS and one of the approximations."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(11, 7.6 * len(silos)), layout="constrained")
     blocks: Any = figure.subfigures(len(silos), 1, squeeze=False)[:, 0]
     for block, count in zip(blocks, silos, strict=True):
@@ -319,7 +302,7 @@ def png(
         upper, lower = block.subfigures(2, 1, height_ratios=(1, 2))
         _bounds(upper, [b for b in bounds if b[2] == count], rhos)
         _densities(lower, [s for s in shown if s[2] in (0, count)], truth, rhos)
-    return as_png(figure, 110)
+    return figure
 
 
 def _bounds(figure: Any, entries: Sequence[Entry], rhos: Sequence[float]) -> None:
@@ -403,3 +386,6 @@ def _pyro(x: Tensor, y: Tensor, steps: int, rho: float) -> float:
         for _ in range(steps):
             svi.step()
         return 1000 * (time.perf_counter() - began) / steps
+
+
+EXPERIMENTS = {"vertical-logistic": Experiment(lambda request: run(_QUICK if request.quick else _FULL, request), table)}

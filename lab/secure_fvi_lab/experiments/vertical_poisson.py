@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical import (
@@ -45,15 +46,12 @@ from secure_fvi.models.vertical_poisson import (
 )
 from secure_fvi.runs.marginals import Draws, default_dtype, density
 from secure_fvi.runs.nuts import sample_nuts
-from secure_fvi_lab.experiments import Request, as_png, spread
+from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, VerticalRound
-from secure_fvi_lab.machine import machine
 
 RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
 NUTS_AUGMENTED, NUTS_TRUE = "nuts, augmented", "nuts, true model"
 _FIRST_SEED = {"augmented": 100, "paper": 200}
-
-Row = dict[str, Any]
 
 
 class Effort(NamedTuple):
@@ -73,14 +71,8 @@ _FULL = Effort(20, 5, AREAS, 5_000, 1_500, 150, 400, "compiled")
 _QUICK = Effort(2, 1, AREAS, 400, 300, 40, 60, "traced")
 
 
-def reproduce(request: Request) -> tuple[Row, bytes]:
-    """The content of vertical-poisson.json, and the plot as PNG."""
-    return run(_QUICK if request.quick else _FULL, request)
-
-
-def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
-    """`reproduce` at any effort."""
-    began = time.monotonic()
+def _poisson(request: Request) -> tuple[Row, Figure]:
+    effort = _QUICK if request.quick else _FULL
     with default_dtype(torch.float64):
         fits = Fits(effort.mode, effort.rounds, effort.rounds_pooled)
         rows: list[Row] = []
@@ -98,7 +90,6 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
     summary = summaries(rows)
     per_set = [_share(r) for r in rows if r["data"] == "augmented" and r["method"] == INTEGRATED]
     content = {
-        "name": "vertical-poisson",
         "paper": "reasonable estimates of mu; beta's shape captured by amortised VI, wide under MCMC (no number)",
         "ours": {
             **spread(per_set),
@@ -106,9 +97,7 @@ def run(effort: Effort, request: Request) -> tuple[Row, bytes]:
             "median": statistics.median(per_set),
             "standard_error": statistics.stdev(per_set) / math.sqrt(len(per_set)),
         },
-        "seconds": round(time.monotonic() - began, 1),
         "bytes": sum(8 * b.size for b in Vertical().blocks(effort.areas, 1, 1)["auxiliary"]),
-        "machine": machine(),
         "setting": (
             f"{effort.areas} areas, {SILOS} silos of 2 columns, prior scale {SCALE}, base rate {RATE}, rho = {RHO:g}; "
             f"{effort.rounds} rounds where z is sent, {effort.rounds_pooled} where eta is; bytes: upload a silo and "
@@ -220,20 +209,17 @@ def summaries(rows: Iterable[Row]) -> list[Row]:
 
 
 def table(content: Row) -> str:
-    """The summary, narrow enough for a terminal."""
-    lines = [
-        f"{'data':<10}{'rho':>4} {'method':<24}{'cover':>7}{'se':>6}{'mu':>6}{'beta':>6}{'width':>13}{'error':>13}"
-        f"{'s':>5}",
-        f"{'':<15}{'':<24}{'%':>7}{'':>6}{'%':>6}{'%':>6}{'mu':>7}{'beta':>6}{'mu':>7}{'beta':>6}",
-    ]
+    rows = []
     for s in content["summary"]:
         c, w, e = s["coverage"], s["width_ratio"], s["error"]
-        se = f"{100 * c['standard_error']:>6.1f}" if c["standard_error"] is not None else f"{'':>6}"
-        lines.append(
-            f"{s['data']:<10}{s['rho']:>4g} {s['method']:<24}{100 * c['all']:>7.1f}{se}{100 * c['mu']:>6.0f}"
-            f"{100 * c['beta']:>6.0f}{w['mu']:>7.2f}{w['beta']:>6.2f}{e['mu']:>7.2f}{e['beta']:>6.2f}"
-            f"{s['seconds']:>5.0f}"
-        )
+        se = f"{100 * c['standard_error']:.1f}" if c["standard_error"] is not None else ""
+        cover = (f"{100 * c['all']:.1f}", se, f"{100 * c['mu']:.0f}", f"{100 * c['beta']:.0f}")
+        beside = (f"{of[name]:.2f}" for of in (w, e) for name in ("mu", "beta"))
+        rows.append((s["data"], s["method"], f"{s['rho']:g}", *cover, *beside, f"{s['seconds']:.0f}"))
+    head = (
+        "data", "method", "rho", "cover, %", "se", "mu", "beta", "width mu", "beta", "error mu", "beta", "s",
+    )  # fmt: skip
+    lines = lines_of(head, rows, left=2)
     lines.append("width: 95% intervals beside NUTS (of the augmented model above, of the true model below, its own sd)")
     lines.append("error: mean distance of posterior means from NUTS's, in its sds; s: median seconds of one data set")
     return "\n".join(lines)
@@ -258,8 +244,7 @@ def _rounded(values: Tensor) -> list[float]:
 #
 # In the first three the silos send z_j, drawn from q(z_j | theta_j). In the last two they send eta_j at a draw of
 # theta_j, and the server, which holds the response, integrates the auxiliary variables out: what it answers is still
-# one
-# derivative a record. That mu is integrated out as well is a choice of each silo's own program.
+# one derivative a record. That mu is integrated out as well is a choice of each silo's own program.
 
 PRIVATE, SHARED, MEAN_FIELD = "amortised", "amortised, response", "mean field"
 MARGINAL, INTEGRATED = "z integrated", "z and mu integrated"
@@ -384,10 +369,8 @@ _STYLES = {
 
 def png(
     curves: Sequence[Curve], truth: tuple[float, float], rhos: Sequence[float], summary: Sequence[dict[str, Any]]
-) -> bytes:
+) -> Figure:
     """Rows mu and beta, a column each rho; to the right the coverage on data from the augmented model."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(4.2 * len(rhos) + 4.6, 6.4), layout="constrained")
     blocks: Any = figure.subfigures(1, 2, width_ratios=(4.2 * len(rhos), 4.6))
     left, right = blocks
@@ -407,7 +390,7 @@ def png(
         axes[0, column].set_title(f"data from the true model, rho = {rho:g}", fontsize=10)
     axes[0, 0].legend(frameon=False, fontsize=7)
     _coverage(right.subplots(), [s for s in summary if s["data"] == "augmented"])
-    return as_png(figure, 110)
+    return figure
 
 
 def _coverage(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -419,3 +402,6 @@ def _coverage(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.set(xlim=(-3, 103), xlabel="coverage of 95% intervals, %", title="data from the augmented model, rho = 1")
     axis.title.set_fontsize(10)
     axis.legend(frameon=False, fontsize=8, loc="lower left")
+
+
+EXPERIMENTS = {"vertical-poisson": Experiment(_poisson, table)}
