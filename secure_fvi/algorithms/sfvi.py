@@ -17,10 +17,11 @@ A warm start is a few rounds of SFVI-Avg before the first one (S3.2: five such r
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -48,7 +49,6 @@ from secure_fvi.algorithms.by_record import MOST_ROWS, evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
 from secure_fvi.algorithms.natural import Prior
 from secure_fvi.algorithms.refining import REFINE, Refining
-from secure_fvi.algorithms.sfvi_avg import MERGE, SFVIAvg, SFVIAvgLocal, SFVIAvgProgram, SFVIAvgState
 from secure_fvi.algorithms.stationarity import Rest
 from secure_fvi.algorithms.structured import (
     BATCH_AXES,
@@ -66,13 +66,12 @@ from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced, TracedOnMade, threads
 from secure_fvi.contracts import misplaced
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import AggregationError, InputError, ProtocolError, SecureFVIWarning
+from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations
 from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, global_family
 from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
-from secure_fvi.privacy.terms import Terms, agree
 from secure_fvi.trees import merge, part, put, running_average, take, to_numpy, unflatten
 
 DIRECT, PATH = "direct", "path"
@@ -157,7 +156,7 @@ class SFVI:
             raise InputError("a learning-rate schedule needs `iterations`; without it the stopping rule sets the rate")
         Optimizer(self.optimizer, self.learning_rate, self.optimizer_options)
         if self.warm_start.rounds:
-            self.averaging()
+            _warm().averaging(self)
 
     @property
     def own_rounds(self) -> int:
@@ -170,7 +169,7 @@ class SFVI:
 
     @property
     def expected_calls(self) -> int:
-        before = self.averaging().expected_calls if self.warm_start.rounds else 0
+        before = _warm().averaging(self).expected_calls if self.warm_start.rounds else 0
         return before + (self.iterations or _EXPECTED_ROUNDS)
 
     def multiplier(self, round_: int) -> float:
@@ -178,33 +177,11 @@ class SFVI:
         schedule = SCHEDULES[self.schedule] if isinstance(self.schedule, str) else self.schedule
         return float(schedule(round_ / self.own_rounds))
 
-    def averaging(self) -> SFVIAvg:
-        """The warm start as an algorithm. Raises InputError for what SFVI-Avg refuses."""
-        return SFVIAvg(
-            rounds=self.warm_start.rounds,
-            local_steps=self.warm_start.local_steps,
-            importance_samples=self.importance_samples,
-            family=self.family,  # type: ignore[arg-type]  # it refuses the one that it lacks
-            weights=self.warm_start.weights,
-            tolerance=0.0,  # so that it makes all its rounds
-            optimizer=self.optimizer,
-            optimizer_options=self.optimizer_options,
-            learning_rate=self.learning_rate,
-            local_learning_rate=self.local_learning_rate,
-            start_spread=self.start_spread,
-            sampling_rate=self.sampling_rate,
-            participation=self.participation,
-            total_records=self.warm_start.total_records,
-            bound=self.bound,
-            local_family=self.local_family,
-            silo_family=self.silo_family,
-        )
-
     def declare(self, silos: int, private: bool) -> Declaration:
         what = "gradients of its part of the bound, in the global latents and the model's parameters, and that part"
         what += "; its number of records"
         own = Sums(ROUND_PHASE, self.own_rounds, what, *drawn(silos, self.participation))
-        before = self.averaging().declare(silos, private).sums if self.warm_start.rounds else ()
+        before = _warm().averaging(self).declare(silos, private).sums if self.warm_start.rounds else ()
         sums = (*(s for s in before if s.phase not in (FINISH, REFINE)), own)
         if not private and self.iterations is None:
             final = f"{DISCLOSED}; its number of records"
@@ -212,9 +189,9 @@ class SFVI:
         because = f"participation = {self.participation:g}"
         return Declaration(self.most_rounds, sums, "its own latents' posterior", False, self.sampling_rate, because)
 
-    def server(self, problem: Problem) -> SFVIProgram | SFVIWarmProgram:
+    def server(self, problem: Problem) -> Program:
         """Raises InputError for what the model or its privacy do not allow."""
-        return SFVIWarmProgram(self, problem) if self.warm_start.rounds else SFVIProgram(self, problem)
+        return _warm().SFVIWarmProgram(self, problem) if self.warm_start.rounds else SFVIProgram(self, problem)
 
     silo = server
 
@@ -702,133 +679,11 @@ class SFVIProgram(StructuredProgram):
         yield from np.pad(filled, ((0, 0), (0, 1)), constant_values=view.size)
 
 
+def _warm() -> Any:
+    """What runs a warm start: an algorithm of its own, loaded by its name; a run without one has no use for it."""
+    return importlib.import_module("secure_fvi.algorithms.sfvi_warm")
+
+
 def _rows_of_block(numbers: int) -> int:
     """Rows whose gradients, of so many numbers each, are held at once."""
     return min(MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
-
-
-# ---- after a warm start ----
-
-
-class WarmState(NamedTuple):
-    """The server's state: of SFVI-Avg, and of SFVI, which starts where that ends."""
-
-    warm: SFVIAvgState
-    own: SFVIState
-
-
-class WarmLocal(NamedTuple):
-    """A silo's state. Never leaves the silo."""
-
-    warm: SFVIAvgLocal  # emptied once SFVI has begun
-    own: SFVILocal
-    begun: bool
-
-
-class SFVIWarmProgram(Program):
-    """Sums of SFVI-Avg, then those of SFVI from the merged q(Z_G) and theta.
-
-    A silo's own latents, and its optimiser's state for them, carry over: at the first broadcast of SFVI, which tells
-    the mean of the merged q, their conditionals are written around it.
-    """
-
-    no_record_privacy = " after a warm start by sfvi-avg; leave warm_start.rounds at 0"
-
-    def setup(self) -> None:
-        averaging = self.config.averaging()
-        self._warm = SFVIAvgProgram(averaging, self.problem)
-        self._own = SFVIProgram(replace(self.config, warm_start=WarmStart()), self.problem)
-        self._rounds = averaging.rounds
-        self._last_turn = OWN_DRAWS // averaging.keys_a_round - 1
-
-    def sums(self) -> dict[str, Sum]:
-        """The one that finishes SFVI-Avg is left out: SFVI's first broadcast serves."""
-        found = {phase: one for phase, one in self._warm.parts.items() if phase not in (FINISH, REFINE)}
-        for phase, one in self._own.parts.items():
-            rounds = one.when.rounds
-            later = range(self._rounds + rounds.start, self._rounds + rounds.stop)
-            found[phase] = one._replace(when=one.when._replace(rounds=later))
-        return found
-
-    def agreed(self, sums: Mapping[str, Sum]) -> dict[str, Terms]:
-        """One noise multiplier serves both algorithms, so that all their releases together cost the epsilon asked for.
-        It is planned for the longer contribution: with Skellam noise that costs no less."""
-        parts = {ROUND_PHASE: self._own.terms[ROUND_PHASE], MERGE: self._warm.terms[MERGE]}
-        settings, cohort = parts[ROUND_PHASE].settings, parts[ROUND_PHASE].cohort
-        longest = max((t.extent for t in parts.values()), key=sum)
-        rounds = sum(t.rounds for t in parts.values()) + settings.retries  # each phase has retries of its own
-        joint = agree(settings, cohort, 1.0, rounds, longest)
-        return {phase: replace(joint, rounds=t.rounds, extent=t.extent, record=t.record) for phase, t in parts.items()}
-
-    def asked(self, round_: int, phase: str) -> tuple[str, ...]:
-        if phase in self._own.parts:
-            return self._own.asked(round_ - self._rounds, phase)
-        return self._warm.asked(round_, phase)
-
-    def _begun(self, state: WarmState) -> bool:
-        """Whether it is SFVI's turn."""
-        return state.warm.round >= self._rounds
-
-    # ---- server ----
-
-    def init(self) -> WarmState:
-        return WarmState(self._warm.init(), self._own.init())
-
-    def broadcast(self, state: WarmState, index: int, accepted: Mapping[str, int]) -> Broadcast:
-        if not self._begun(state):
-            return self._warm.broadcast(state.warm, index, accepted)
-        message = self._own.broadcast(state.own, index, accepted)
-        return message._replace(round=self._rounds + message.round)
-
-    def step(self, state: WarmState, message: Broadcast, sums: Totals, scale: float) -> tuple[WarmState, Step]:
-        if self._begun(state):
-            own, step = self._own.step(state.own, message, sums, scale)
-            return state._replace(own=own), step
-        warm, step = self._warm.step(state.warm, message, sums, scale)
-        state = WarmState(warm, state.own)
-        if self._begun(state):
-            state = state._replace(own=self._own.init_at(warm.eta, warm.theta))
-        return state, step._replace(finished=False)
-
-    def rounds(self, state: WarmState) -> int:
-        return state.warm.round + state.own.round
-
-    def posterior(self, state: WarmState) -> Posterior:
-        return self._own.posterior(state.own) if self._begun(state) else self._warm.posterior(state.warm)
-
-    def verdict(self, state: WarmState) -> Verdict:
-        return self._own.verdict(state.own)
-
-    def metrics(self, state: WarmState) -> dict[str, float | None]:
-        return self._own.metrics(state.own)
-
-    # ---- silo ----
-
-    def init_local(self, view: SiloView) -> WarmLocal:
-        return WarmLocal(self._warm.init_local(view), self._own.init_local(view), False)
-
-    def local_fit(self, local: WarmLocal) -> LocalFit:
-        return self._own.local_fit(local.own) if local.begun else self._warm.local_fit(local.warm)
-
-    def answer(self, message: Broadcast, local: WarmLocal, view: SiloView) -> Answer:
-        if view.turn > self._last_turn:
-            raise ProtocolError(f"question {view.turn} of a warm start is past the last; begin another job")
-        if message.phase not in self._own.parts:
-            found = self._warm.answer(message, local.warm, view)
-            return found._replace(local=local._replace(warm=found.local))
-        local = local if local.begun else self._handed_over(message, local)
-        # The draws of SFVI-Avg are numbered by its local steps; these lie above all of them.
-        answer = self._own.answer(message, local.own, view._replace(turn=OWN_DRAWS + view.turn))
-        assert isinstance(answer, Answer)  # no record privacy
-        return answer._replace(local=local._replace(own=answer.local))
-
-    def _handed_over(self, message: Broadcast, local: WarmLocal) -> WarmLocal:
-        """SFVI's local state from SFVI-Avg's, around the mean of the q(Z_G) that SFVI starts from."""
-        loc = self.move(message.tensors["z_global"]) - self.move(message.tensors["shift"])
-        warm = self._warm.anchored(local.warm, loc)
-        own = SFVILocal(*warm.latents, warm.record, warm.silo, local.own.averaged, local.own.stage)
-        emptied: Params = {}
-        warm = warm._replace(
-            record=emptied, record_moments=emptied, silo=emptied, silo_moments=emptied, moments=emptied
-        )
-        return WarmLocal(warm, own, True)
