@@ -1111,8 +1111,10 @@ def _described(model: MixedModel) -> list[str]:
         mean += of.response.centre if name == "(Intercept)" else 0.0
         centred = ", where other columns are at their centres" if name == "(Intercept)" else ""
         said.append(f"prior of {name}: normal({mean:.4g}, {sd:.4g}){centred}")
-    said += [f"prior of sd({t.name}): half-t(3, {of.priors.group_sd[t.name] * of.response.scale:.4g}), of each column"
-             for t in of.terms]  # fmt: skip
+    for t in of.terms:
+        scale = of.priors.group_sd[t.name] * of.response.scale
+        said += [f"prior of sd({t.name}) {name}: half-t(3, {scale / float(of_one):.4g})"
+                 for name, of_one in zip(t.design.names, t.design.scales, strict=True)]  # fmt: skip
     if any(t.correlated for t in of.terms):
         said.append(f"prior of correlations: LKJ({of.priors.lkj:g})")
     if of.family in ("gaussian", "student"):
