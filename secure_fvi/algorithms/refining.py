@@ -4,9 +4,9 @@ Where `weighing` shows that q is off, the weights that show it can put it right.
 a proposal that matches the last weighted moments, up to `SUMS` times:
 
     proposal     a mixture of up to `PARTS` normals: one of the weighted mean and covariance; where the final sum found
-                 other modes one more at each; and, where that was not enough, such as fit the weighted draws best
-                 (Cappe et al. 2008). Of three widths each (`_WIDTHS`), so that tails of the posterior are heavier than
-                 its own nowhere near
+                 other modes one more at each; after a sum that was not enough, such as fit best the draws as the
+                 posterior and its squares weigh them (`aimed`; Cappe et al. 2008). Of three widths each (`_WIDTHS`), so
+                 that tails of the posterior are heavier than its own nowhere near
     draws        Sobol's sequence, shifted by a public hash of the broadcast. A silo answers a proposal alone whose
                  normals are near q, near a mirror image of it or near a point of the final sum (`allowed`): a server
                  chooses where q and the proposal lie, and with that, roughly, where draws are
@@ -45,6 +45,7 @@ from secure_fvi.algorithms.weighing import (
     Weigher,
     elsewhere,
     errors,
+    finite,
     line_modes,
     mirrored,
     modes,
@@ -395,7 +396,7 @@ class Refiner:
                 proposal=nearer if allowed(self.problem, q, nearer) else made,
             )
         nats, z = torch.from_numpy(hiding.read(total, self.block)), self.draws(message)
-        prior = over_draws(log_prior, z)
+        prior = finite(over_draws(log_prior, z))
         joint = (nats[1 : 1 + DRAWS] + prior).nan_to_num(nan=-math.inf)
         other = (nats[1 + DRAWS :] + prior[::_AGAIN]) if self._again else nats[:0]
         first = not len(state.z)
@@ -410,7 +411,7 @@ class Refiner:
         if not bool(torch.isfinite(log_w).any()):
             return state._replace(lost="no draw has a likelihood")
         state = state._replace(found=self._found(state, log_w, q, theta))
-        found = matched(state.z, log_w, parts, 1 if state.sound else PARTS)
+        found = matched(state.z, aimed(log_w, reported(self.problem, state.z, theta)), parts, PARTS)
         return state._replace(proposal=found if allowed(self.problem, q, found) else made)
 
     def _log_density(self, proposals: Tensor, z: Tensor) -> Tensor:
@@ -504,6 +505,16 @@ def unmixed(proposal: Tensor, n: int) -> Mixture:
         found.append((float(row[0]), Part(row[1 : 1 + n], factor)))
     total = sum(share for share, _ in found)
     return [(share / total, part) for share, part in found if share > 0]
+
+
+def aimed(log_w: Tensor, values: Tensor) -> Tensor:
+    """(S,) logarithms of weights that are half the posterior's and half those of its squares of `values` (S, numbers),
+    standardised: draws that follow them tell sds as well as means, where a posterior has a tail of little mass, as that
+    of the logarithm of an sd that may be 0."""
+    share = smoothed(log_w)[0]
+    centred = values - share @ values
+    squares = centred.square() / (share @ centred.square())
+    return torch.logaddexp(log_w, log_w + squares.mean(1).log())
 
 
 def matched(z: Tensor, log_w: Tensor, last: Mixture, most: int = 1) -> Tensor:

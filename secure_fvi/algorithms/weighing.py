@@ -267,7 +267,7 @@ def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
     ends = torch.stack([-torch.eye(n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)])
     away = start + ends[:, :, None] * steps[:, None]
     tried = torch.cat([start[None], away.reshape(-1, n)]).to(problem.device, problem.dtype)
-    found = over_draws(log_prior, tried).to("cpu", torch.float64)
+    found = finite(over_draws(log_prior, tried).to("cpu", torch.float64))
     within = (found[1:] > found[0] - _BULK).reshape(2, n, len(steps))
     scale = torch.where(within, steps, steps[0]).amax(-1)
     box = start + torch.tensor([[-1.0], [1.0]], dtype=torch.float64) * scale
@@ -518,7 +518,7 @@ def weighed(
     prior = over_draws(log_prior, at.all)
     block = _block(problem)
     told = np.where(hiding.unreadable(total, block), -math.inf, hiding.read(total, block))
-    joint = torch.from_numpy(told) + prior.nan_to_num(nan=-math.inf)
+    joint = torch.from_numpy(told) + finite(prior)
     log_q, wide = -0.5 * at.eps.square().sum(-1), _wide(q.n)
     log_drawn = torch.logaddexp(log_q, log_q / wide**2 - q.n * math.log(wide))
     log_w, log_v = joint[1 : 1 + len(at.draws)] - log_drawn, log_q - log_drawn
@@ -532,6 +532,11 @@ def weighed(
         return found
     other = max(others, key=lambda o: o.nats)
     return found._replace(apart=other.sds, nats=other.nats, share=other.share, where=named(problem, other.z, theta))
+
+
+def finite(prior: Tensor) -> Tensor:
+    """Log densities of a prior, -inf where one is no number or overflows: far out PyTorch's of 1 / x is +inf."""
+    return prior.nan_to_num(nan=-math.inf, posinf=-math.inf)
 
 
 def named(problem: Problem, z: Tensor, theta: Params) -> str:
