@@ -57,6 +57,7 @@ from secure_fvi.quadrature import (
     student_slopes,
 )
 from secure_fvi.runs.wording import nearest
+from secure_fvi.supports import ReachesZero
 from secure_fvi.tables import Coded, Missing, code_columns
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ _NU, _SHAPE = (2.0, 0.1), (0.4, 0.3)
 _OWN_PRIORS = {"student": {"nu": f"gamma{_NU}"}, "negbinomial": {"shape": f"inverse-gamma{_SHAPE}"}}
 #: Of a group that spans silos, as many as decide how its effects are sampled (`Program._shared`).
 _ROWS_A_GROUP = 20.0
-#: What the sites of such a term mean, for results that are kept.
-_SHARED = "contrasts, partially non-centred"
+#: What the sites of such a term, and of any, mean, for results that are kept.
+_SHARED, _SDS = "contrasts, partially non-centred", "sds that reach 0"
+#: The prior scale of groups' sds is so many of their units (`supports.ReachesZero`).
+_UNITS = 10.0
 #: Of the groups of a global term, and cells of a silo's table once records are laid out.
 _MOST_EFFECTS, _MOST_CELLS = 100_000, 2**29
 #: Of a record's latents, by which the bound is tightened.
@@ -195,10 +198,23 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _half_t(scale: float, like: Tensor, size: int | None = None) -> Any:
-    base = dist.StudentT(3.0, like.new_zeros(() if size is None else (size,)), scale)
-    folded = dist.FoldedDistribution(base)
-    return folded if size is None else folded.to_event(1)
+def _half_t(scale: float, like: Tensor) -> Any:
+    return dist.FoldedDistribution(dist.StudentT(3.0, like.new_zeros(()), scale))
+
+
+class _GroupSd(dist.FoldedDistribution):  # type: ignore[misc]
+    """Half-t(3) of groups' sds, unconstrained so that 0 is near (`supports.ReachesZero`)."""
+
+    def __init__(self, scale: float, like: Tensor) -> None:
+        super().__init__(dist.StudentT(3.0, like, scale))
+        self.unit = scale / _UNITS
+
+    @property
+    def support(self) -> Any:
+        return ReachesZero(self.unit)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _GroupSd:
+        return _GroupSd(self.unit * _UNITS, self.base_dist.loc.expand(batch_shape))
 
 
 # ---- the Pyro program ----
@@ -255,7 +271,8 @@ class Program:
 
     def _factor(self, term: Term, like: Tensor) -> Tensor:
         """(d, d), by which standard normals become effects."""
-        sd = pyro.sample(f"sd_{term.name}", _half_t(self.priors.group_sd[term.name], like, term.design.size))
+        prior = _GroupSd(self.priors.group_sd[term.name], like.new_zeros(term.design.size))
+        sd = pyro.sample(f"sd_{term.name}", prior.to_event(1))
         if not term.correlated:
             return torch.diag_embed(sd)
         lower = pyro.sample(f"cor_{term.name}", dist.LKJCholesky(term.design.size, like + self.priors.lkj))
@@ -472,7 +489,8 @@ class MixedModel(FederatedModel):
             (name, replace(of.dictionary[name], missing=(), description="", review="", at_most=""))
             for name in self.columns
         ]
-        told = [self.text, self.family, columns, self.describe(), *([_SHARED] if self._shares else [])]
+        told = [self.text, self.family, columns, self.describe(), *([_SHARED] if self._shares else []),
+                *([_SDS] if self.of.terms else [])]  # fmt: skip
         return {"formula": self.text, "family": self.family, "digest": hashlib.sha256(repr(told).encode()).hexdigest()}
 
     def readable(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:

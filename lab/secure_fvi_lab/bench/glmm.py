@@ -132,7 +132,7 @@ def by_nuts(family: str, silos: list[Table], draws: int, warmup: int) -> dict[st
         num_warmup=warmup, num_samples=draws, num_chains=2, chain_method="sequential", progress_bar=False,
     )  # fmt: skip
     sampler.run(jax.random.PRNGKey(0))
-    found = {name: np.asarray(v) for name, v in sampler.get_samples(group_by_chain=True).items()}
+    found = {name: np.asarray(v) for name, v in sampler.get_samples(group_by_chain=True).items() if name != _SIGNED}
     return {
         "moments": {n: (float(v.mean()), float(v.std())) for n, v in found.items()},
         "ess": min(float(diagnostics.effective_sample_size(v)) for v in found.values()),
@@ -144,7 +144,7 @@ def by_nuts(family: str, silos: list[Table], draws: int, warmup: int) -> dict[st
 
 #: Nodes of the reference's quadrature, how much wider than a patient's effect they lie, and a grid to place them by.
 _NODES, _WIDER, _GRID = 15, 1.25, np.linspace(-6, 6, 241)
-_SD = "sd(patient) (Intercept)"
+_SD, _SIGNED = "sd(patient) (Intercept)", "sd or its negative"
 
 
 def _jax_program(family: str, silos: list[Table]) -> tuple[Callable[[], None], dict[str, Any]]:
@@ -159,6 +159,7 @@ def _jax_program(family: str, silos: list[Table]) -> tuple[Callable[[], None], d
     x, y, n, patient = _rows(family, silos)
     names = ["(Intercept)", "time", "arm[T.new]"]
     start = {**dict(zip(names, _TRUE["b"], strict=True)), _SD: _TRUE["sd"], **_OWN.get(family, {})}
+    start |= {_SIGNED: _TRUE["sd"]}
     if family == "ordinal":  # thresholds are its intercepts
         names, x = names[1:], x[:, 1:]
         start |= {"none|mild": start["none|mild"] - start.pop("(Intercept)")}
@@ -185,7 +186,9 @@ def _jax_program(family: str, silos: list[Table]) -> tuple[Callable[[], None], d
 
     def program() -> None:
         values = {name: numpyro.sample(name, dist.Normal(0.0, 2.5 * unit)) for name in names}
-        values[_SD] = numpyro.sample(_SD, half_t())
+        # Its sign changes nothing, and lets a chain pass through 0: by a logarithm 0 is infinitely far.
+        signed = numpyro.sample(_SIGNED, dist.StudentT(3.0, 0.0, 2.5 * unit))
+        values[_SD] = numpyro.deterministic(_SD, jnp.abs(signed))
         if family in ("gaussian", "student"):
             values["sigma"] = numpyro.sample("sigma", half_t())
         if family == "student":
