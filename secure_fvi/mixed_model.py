@@ -73,7 +73,7 @@ _OWN_PRIORS = {"student": {"nu": f"gamma{_NU}"}, "negbinomial": {"shape": f"inve
 #: Of a group that spans silos, as many as decide how its effects are sampled (`Program._shared`).
 _ROWS_A_GROUP = 20.0
 #: What the sites of such a term, and of any, mean, for results that are kept.
-_SHARED, _SDS = "contrasts, partially non-centred", "sds that reach 0"
+_SHARED, _SDS = "contrasts of intercepts and slopes, partially non-centred", "sds that reach 0"
 #: The prior scale of groups' sds is so many of their units (`supports.ReachesZero`).
 _UNITS = 10.0
 #: Of the groups of a global term, and cells of a silo's table once records are laid out.
@@ -224,11 +224,13 @@ class Program:
     """The Pyro function of one silo's rows, (N, M, ...) each."""
 
     def __init__(
-        self, family: str, response: Response, terms: Sequence[Term], priors: Priors, kept: Sequence[int],
-        intercept: int | None,
+        self, family: str, response: Response, terms: Sequence[Term], priors: Priors, fixed: Design,
+        kept: Sequence[int],
     ) -> None:  # fmt: skip
-        """intercept: its place among the columns of the design that are `kept`."""
-        self.family, self.response, self.terms, self.intercept = family, response, tuple(terms), intercept
+        self.family, self.response, self.terms = family, response, tuple(terms)
+        self.within = {
+            t.name: a for t in terms if t.place == "global" and (a := _within(t.design, fixed, kept)) is not None
+        }
         self.integrated = 0 < sum(t.design.size for t in terms if t.place == "record") <= max(NODES)
         self.priors = priors._replace(mean=priors.mean[list(kept)], sd=priors.sd[list(kept)])
 
@@ -280,44 +282,56 @@ class Program:
 
     @property
     def levelled(self) -> list[Term]:
-        """Terms whose effects' mean over their groups the data cannot tell from the intercept."""
-        if self.intercept is None:
-            return []
-        return [t for t in self.terms if t.place == "global" and t.design.constant and t.levels > 1]
+        """Terms whose effects' mean over their groups the data cannot tell from the coefficients."""
+        return [t for t in self.terms if t.name in self.within and t.levels > 1]
 
-    def apart(self, both: Tensor, sds: Sequence[Tensor], eps: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The intercept, and the means over groups of `levelled` terms' effects, given what they come to together,
-        the terms' sds and standard normals that say how much of it is whose; () or (draws,) each."""
-        assert self.intercept is not None
-        mean, sd = (given.to(both)[self.intercept] for given in (self.priors.mean, self.priors.sd))
-        parts = [s.square() / t.levels for s, t in zip(sds, self.levelled, strict=True)]
-        total, means = sd**2 + torch.stack(parts).sum(0), []
-        for part, e in zip(parts, eps, strict=True):
-            means.append(part / total * (both - mean) + (part * (1 - part / total)).sqrt() * e)
-            both, total = both - means[-1], total - part
+    def apart(self, both: Tensor, factors: Sequence[Tensor], eps: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The coefficients (..., p), and the means over groups (..., d) of `levelled` terms' effects, given what they
+        come to together, the terms' factors (..., d, d) and standard normals (..., d) that say how much of it is whose.
+        """
+        mean, rest, parts = self._together(both, factors)
+        means = []
+        for term, factor, part, e in zip(self.levelled, factors, parts, eps, strict=True):
+            rest = rest - part
+            root = self.within[term.name].to(both) @ factor / math.sqrt(term.levels)
+            solved = torch.linalg.solve(rest, root)  # of rest + root eps, eps is normal given the sum
+            lower = torch.linalg.cholesky(root.mT @ solved + torch.eye(root.shape[-1]).to(both))
+            centre = torch.cholesky_solve(solved.mT @ (both - mean).unsqueeze(-1), lower)
+            drawn = centre + torch.linalg.solve_triangular(lower.mT, e.unsqueeze(-1), upper=True)
+            both = both - (root @ drawn).squeeze(-1)
+            means.append((factor @ drawn).squeeze(-1) / math.sqrt(term.levels))
         return both, means
 
-    def _fixed(self, factors: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The coefficients (p,), and by name of a `levelled` term its effects' mean over groups.
+    def _together(self, like: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Prior mean (p,) and covariance (..., p, p) of coefficients and means together, and each term's part of it."""
+        parts = []
+        for term, factor in zip(self.levelled, factors, strict=True):
+            root = self.within[term.name].to(like) @ factor
+            parts.append(root @ root.mT / term.levels)
+        own = torch.diag(self.priors.sd.to(like).square())
+        return self.priors.mean.to(like), own + sum(parts), parts
 
-        Data tell the sum of these means and the intercept, whatever the groups' sds, and no part of it: that sum is
-        what is sampled, as the intercept's element of "b", and beside it how much is whose, on which data say nothing.
+    def _fixed(self, factors: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The coefficients (p,), and by name of a `levelled` term its effects' mean over groups (d,).
+
+        Data tell the sum of these means and the coefficients, whatever the groups' sds, and no part of it: that sum is
+        what is sampled, as "b", and beside it how much is whose, on which data say nothing.
         """
-        if not self.priors.mean.numel():
+        mean, sd, terms = self.priors.mean.to(like), self.priors.sd.to(like), self.levelled
+        if not mean.numel():
             return None, {}
-        mean, sd, at, terms = self.priors.mean.to(like), self.priors.sd.to(like), self.intercept, self.levelled
-        if at is None or not terms:
+        if not terms:
             return pyro.sample("b", dist.Normal(mean, sd).to_event(1)), {}
-        sds = [factors[t.name].reshape(()) for t in terms]
-        wide = (sd[at].square() + sum(s.square() / t.levels for s, t in zip(sds, terms, strict=True))).sqrt()
-        b = pyro.sample("b", dist.Normal(mean, torch.cat([sd[:at], wide[None], sd[at + 1 :]])).to_event(1))
-        eps = [pyro.sample(f"mean_{t.name}", dist.Normal(like, 1.0)) for t in terms]
-        intercept, means = self.apart(b[at], sds, eps)
-        b = torch.cat([b[:at], intercept[None], b[at + 1 :]])
+        given = [factors[t.name] for t in terms]
+        b = pyro.sample("b", dist.MultivariateNormal(mean, self._together(like, given)[1]))
+        eps = [
+            pyro.sample(f"mean_{t.name}", dist.Normal(like.new_zeros(t.design.size), 1.0).to_event(1)) for t in terms
+        ]
+        b, means = self.apart(b, given, eps)
         return b, {t.name: m for t, m in zip(terms, means, strict=True)}
 
     def _shared(self, term: Term, factor: Tensor, mean: Tensor | None, information: Tensor | float) -> Tensor:
-        """(groups, d) effects of a term that spans silos; `mean`: theirs over groups, where that is known.
+        """(groups, d) effects of a term that spans silos; `mean` (d,): theirs over groups, where that is known.
 
         What is sampled is each, or each of their contrasts, over s = sd / sqrt(1 + w sd^2), w what some rows tell of
         it: s is the sd where that is small, and what rows leave open where it is not. So a normal q fits many rows a
@@ -398,6 +412,20 @@ class Program:
         levels = len(self.response.levels)
         cuts = torch.logit(torch.arange(1, levels, dtype=torch.float64) / levels).to(like)
         return cuts[0], (cuts[1:] - cuts[:-1]).log()
+
+
+def _within(design: Design, fixed: Design, kept: Sequence[int]) -> Tensor | None:
+    """(p, d): by which coefficients of the columns of `fixed` that are `kept` the columns of `design` are made up; None
+    where they are not. Both standardised."""
+    if not set(design.names) <= set(fixed.names):
+        return None
+    chosen = np.zeros((fixed.size, design.size))
+    chosen[[fixed.names.index(name) for name in design.names], range(design.size)] = 1.0
+    found = np.linalg.solve(fixed.to_user, chosen @ design.to_user)
+    found[np.abs(found) < 1e-9 * np.abs(found).max()] = 0.0
+    if np.delete(found, kept, 0).any():
+        return None
+    return torch.from_numpy(found[list(kept)])
 
 
 def _contrasts(groups: int) -> Tensor:
@@ -663,8 +691,7 @@ def glmm(
         dict(most or {}), Counts(),
     )  # fmt: skip
     dictionary.check_reviewed(sorted({response.name, *of.used}))
-    intercept = of.kept.index(fixed.intercept) if fixed.intercept in of.kept else None
-    program = Program(family, response, terms, prior, of.kept, intercept)
+    program = Program(family, response, terms, prior, fixed, of.kept)
     silo_sites = tuple(t.name for t in terms if t.place == "silo")
     start = {f"cor_{t.name}": torch.eye(t.design.size, dtype=torch.float64) for t in terms if t.correlated}
     return MixedModel(program, _PLATE, silo_sites, start=start, text=formula, family=family, of=of)
@@ -966,8 +993,8 @@ def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tens
     if of.kept:
         b[:, of.kept] = sites["b"]
     if terms := model.fn.levelled:  # type: ignore[attr-defined]
-        sds, eps = ([sites[f"{what}_{t.name}"].reshape(len(b)) for t in terms] for what in ("sd", "mean"))
-        b[:, of.fixed.intercept] = model.fn.apart(b[:, of.fixed.intercept], sds, eps)[0]  # type: ignore[attr-defined]
+        factors, eps = [_factor_of(t, sites) for t in terms], [sites[f"mean_{t.name}"] for t in terms]
+        b[:, of.kept] = model.fn.apart(sites["b"], factors, eps)[0]  # type: ignore[attr-defined]
     user = b @ torch.from_numpy(of.fixed.to_user).to(b).mT * scale
     if of.fixed.intercept is not None:
         user[:, of.fixed.intercept] += of.response.centre
@@ -987,10 +1014,15 @@ def user_draws(model: MixedModel, sites: Mapping[str, Tensor]) -> dict[str, Tens
     return out
 
 
-def _group_draws(term: Term, sites: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+def _factor_of(term: Term, sites: Mapping[str, Tensor]) -> Tensor:
+    """(n, d, d), by which standard normals become effects."""
     sd = sites[f"sd_{term.name}"]
-    factor = sd[..., None] * sites[f"cor_{term.name}"] if term.correlated else torch.diag_embed(sd)
-    root = torch.from_numpy(term.design.to_user).to(sd) @ factor * scale
+    return sd[..., None] * sites[f"cor_{term.name}"] if term.correlated else torch.diag_embed(sd)
+
+
+def _group_draws(term: Term, sites: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    factor = _factor_of(term, sites)
+    root = torch.from_numpy(term.design.to_user).to(factor) @ factor * scale
     cov = root @ root.mT
     sds = cov.diagonal(dim1=-2, dim2=-1).sqrt()
     names, out = term.design.names, {}

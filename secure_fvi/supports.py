@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints, transform_to
 
-#: Of log(x / unit): its slope far to the right, and the steps in which it is inverted.
+#: Of log(y / unit): its slope far to the right, and the steps in which it is inverted.
 _RIGHT, _STEPS = 0.25, 60
 
 
@@ -30,7 +30,7 @@ class ReachesZero(constraints.Constraint):
 
 
 class _Sd(Transform):
-    """x = unit exp(a(z)), a' = 1/4 + (sqrt(1 + z^2) - z) / 2: about linear around z = 0, x = unit."""
+    """y = unit exp(a(x)), a' = 1/4 + (sqrt(1 + x^2) - x) / 2: about linear around x = 0, y = unit."""
 
     domain = constraints.real
     bijective = True
@@ -39,26 +39,23 @@ class _Sd(Transform):
     def __init__(self, unit: float) -> None:
         super().__init__()
         self.unit = unit
-
-    @property
-    def codomain(self) -> ReachesZero:
-        return ReachesZero(self.unit)
+        self.codomain = ReachesZero(unit)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Sd) and other.unit == self.unit
 
-    def _call(self, z: Tensor) -> Tensor:
-        return self.unit * _log(z).exp()
+    def _call(self, x: Tensor) -> Tensor:
+        return self.unit * _log(x).exp()
 
-    def _inverse(self, x: Tensor) -> Tensor:
-        a = (x / self.unit).log()
+    def _inverse(self, y: Tensor) -> Tensor:
+        a = (y / self.unit).log()
         z = -1.0 - (-2 * a.clamp(max=0.0)).sqrt()  # a(z) is concave: Newton's steps from the left stay there
         for _ in range(_STEPS):
             z = z + (a - _log(z)) / _slope(z)
         return z
 
-    def log_abs_det_jacobian(self, z: Tensor, x: Tensor) -> Tensor:
-        return _log(z) + _slope(z).log() + math.log(self.unit)
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        return _log(x) + _slope(x).log() + math.log(self.unit)
 
 
 def _log(z: Tensor) -> Tensor:

@@ -909,24 +909,47 @@ def _spanning_prior(of: MixedModel, rows: dict[str, Any], values: dict[str, Any]
              if n in trace.nodes}  # fmt: skip
     zero = {n: torch.zeros_like(s["value"]) for n, s in sites.items()}
     slopes = torch.func.jacfwd(lambda given: eta(**given)[1])(zero)
+
+    def covariance(fn: Any) -> torch.Tensor:
+        fn = getattr(fn, "base_dist", fn)  # of effects that are correlated: a row a group
+        if isinstance(fn, torch.distributions.MultivariateNormal):
+            return torch.block_diag(*fn.covariance_matrix.reshape(-1, *fn.covariance_matrix.shape[-2:]))
+        return torch.diag(fn.variance.reshape(-1))
+
     found = sum(
-        (flat := slopes[n].reshape(len(laid["y"]), -1)) @ torch.diag(s["fn"].variance.reshape(-1)) @ flat.mT
-        for n, s in sites.items()
+        (flat := slopes[n].reshape(len(laid["y"]), -1)) @ covariance(s["fn"]) @ flat.mT for n, s in sites.items()
     )
     expected = laid["x"][:, 0] @ torch.diag(of.fn.priors.sd.square()) @ laid["x"][:, 0].mT  # type: ignore[attr-defined]
     for at, term in enumerate(of.of.terms):
         same = (laid[f"g{at}"] == laid[f"g{at}"].mT).double()
-        expected = expected + same * values[f"sd_{term.name}"][0] ** 2
+        z = laid[f"z{at}"][:, 0] if f"z{at}" in laid else torch.ones(len(same), 1).double()
+        root = (
+            z @ torch.diag(values[f"sd_{term.name}"]) @ values.get(f"cor_{term.name}", torch.eye(z.shape[1]).double())
+        )
+        expected = expected + same * (root @ root.mT)
     return found, expected  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("formula", ["pressure ~ age + (1 | region)", "pressure ~ age + (1 | region) + (1 | ward)"])
+SPANNING = [
+    "pressure ~ age + (1 | region)", "pressure ~ age + (1 | region) + (1 | ward)",
+    "pressure ~ age + (1 + age | region)",
+    "pressure ~ age * sex + (1 + age || region) + (0 + sex | ward)", "pressure ~ 0 + age + (0 + age | region)",
+    "pressure ~ 1 + (1 + age | region)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", SPANNING)
 @pytest.mark.parametrize("size", [0.1, 3.0])
 def test_effects_that_span_silos_are_sampled_as_contrasts_under_the_same_prior(formula: str, size: float) -> None:
     """Whatever the sd. Control: with another sd in what is expected the two differ."""
     of, rows = model(formula, "gaussian", shared=["ward"] if "ward" in formula else []), table(12)
     values = {"sigma": torch.tensor(0.5).double()}
-    values |= {f"sd_{t.name}": torch.tensor([size * (k + 1)]).double() for k, t in enumerate(of.of.terms)}
+    for k, t in enumerate(of.of.terms):
+        values[f"sd_{t.name}"] = size * (k + 1 + torch.arange(t.design.size).double())
+        if t.correlated:
+            other = torch.eye(t.design.size).double()
+            other[1, :2] = torch.tensor([-0.6, 0.8]).double()
+            values[f"cor_{t.name}"] = other
     found, expected = _spanning_prior(of, rows, values)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, expected + 0.1 * size**2)
@@ -939,11 +962,35 @@ def test_the_intercept_is_told_apart_from_effects_that_span_silos() -> None:
     rng = torch.Generator().manual_seed(0)
     sd, n = torch.full((100_000, 1), 2.0).double(), 100_000
     eps = [torch.randn(n, generator=rng, dtype=torch.float64) for _ in range(2)]
-    sites = {"sd_region": sd, "sigma": sd[:, 0], "mean_region": eps[0], "b": ((1 + 4 / 2) ** 0.5 * eps[1])[:, None]}
+    sites = {
+        "sd_region": sd,
+        "sigma": sd[:, 0],
+        "mean_region": eps[0][:, None],
+        "b": ((1 + 4 / 2) ** 0.5 * eps[1])[:, None],
+    }
     found = user_draws(of, sites)["(Intercept)"]
     assert abs(float(found.mean()) - 130) < 0.3  # 6 standard errors
     assert abs(float(found.std()) / 15 - 1) < 0.014
     assert float(sites["b"].std()) > 1.6
+
+
+def test_slopes_are_told_apart_from_those_of_groups_that_span_silos() -> None:
+    """As the intercept, and numbers that one term centres and the other does not. Controls: `b` alone is wider, and
+    where the slope has no coefficient nothing is put together with it."""
+    of = model("pressure ~ age + (1 + age || region)", "gaussian", priors={"age": (3.0, 0.5)})
+    rng, n, fn = torch.Generator().manual_seed(0), 100_000, of.fn
+    assert [t.name for t in fn.levelled] == ["region"]  # type: ignore[attr-defined]
+    assert not model("pressure ~ 1 + (1 + age | region)", "gaussian").fn.levelled  # type: ignore[attr-defined]
+    sd = torch.tensor([2.0, 1.0]).double().expand(n, 2)
+    mean, both, _ = fn._together(sd, [torch.diag_embed(sd)])  # type: ignore[attr-defined]
+    eps = torch.randn(n, 2, generator=rng, dtype=torch.float64)
+    b = mean + (torch.linalg.cholesky(both) @ eps.unsqueeze(-1)).squeeze(-1)
+    eps = torch.randn(n, 2, generator=rng, dtype=torch.float64)
+    sites = {"sd_region": sd, "sigma": sd[:, 0], "mean_region": eps, "b": b}
+    found = user_draws(of, sites)["age"]
+    assert abs(float(found.mean()) - 3.0) < 0.01  # 6 standard errors
+    assert abs(float(found.std()) / 0.5 - 1) < 0.014
+    assert float(b[:, 1].std()) / float(fn.priors.sd[1]) > 1.2  # type: ignore[attr-defined]
 
 
 def _exact(y: Any, x: Any, g: Any) -> dict[str, tuple[float, float]]:
