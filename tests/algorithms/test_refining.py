@@ -348,6 +348,14 @@ def test_a_bent_posterior_is_right_by_several_normals(monkeypatch: pytest.Monkey
     assert _verdict(_final(_model(_bent), _rows(*y), q)).converged is False
 
 
+def test_proposals_are_aimed_at_squares_too() -> None:
+    """Of a normal E z^2 is 1, weighed by its squares 3, and so 2 of both. Control: by the posterior alone it is 1."""
+    z = torch.special.ndtri((torch.arange(100_000).double() + 0.5) / 100_000)[:, None]
+    log_w = torch.zeros(len(z)).double()
+    assert float(refining.aimed(log_w, z).softmax(0) @ z[:, 0].square()) == pytest.approx(2.0, rel=0.01)
+    assert float(log_w.softmax(0) @ z[:, 0].square()) == pytest.approx(1.0, rel=0.01)
+
+
 def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
     silos, _ = make_regression(SIZES)
     program: Any = build(REGRESSION, silos, sf.PVI(family="full")).server.program

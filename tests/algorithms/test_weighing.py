@@ -367,6 +367,20 @@ def test_scouts_find_mass_that_no_line_meets(monkeypatch: pytest.MonkeyPatch) ->
     assert waves.weighed(wrong, 0).apart is None
 
 
+def _shaped(y: Tensor) -> None:
+    shape = pyro.sample("shape", dist.InverseGamma(torch.tensor(0.4).double(), torch.tensor(0.3).double()))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Normal(shape.log(), 1.0), obs=y)
+
+
+def test_a_prior_that_overflows_far_out_is_no_density_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1 / x PyTorch says +inf where x is 1e-160. The control: scouts went there, and found all of the mass."""
+    problem = build_parties(_shaped, _rows(0), sf.PVI(), sf.Plain(), compile=False, threads=1)[0].problem
+    assert float(weighing._scouts(problem)[1].abs().max()) < 20
+    monkeypatch.setattr(weighing, "finite", lambda prior: prior)
+    assert float(weighing._scouts(problem)[1].abs().max()) > 300
+
+
 def test_scouts_follow_from_the_model_and_the_seed_alone() -> None:
     """Wherever a server says that q lies, and whatever theta is, they are the same, all over the prior; of another seed
     they are others, and of seven dimensions there are none."""

@@ -41,7 +41,7 @@ _MOST_VISITS = 6
 _FARTHEST = 8.0
 #: Of the logarithm of an sd, beyond which it is taken for 0.
 _EDGE = 3.0
-_TRUE = {"b": (0.3, 0.5, -0.4), "sd": 0.8}
+_TRUE_B, _TRUE_SD = (0.3, 0.5, -0.4), 0.8
 _OWN = {
     "gaussian": {"sigma": 1.0}, "student": {"sigma": 0.8, "nu": 4.0}, "negbinomial": {"shape": 2.0},
     "ordinal": {"none|mild": -0.5, "first gap": 1.3, "second gap": 1.2},
@@ -83,8 +83,8 @@ def _table(family: str, patients: int, rng: np.random.Generator) -> Table:
     patient = np.repeat(np.arange(patients), visits)
     rows = len(patient)
     arm, when = rng.integers(0, 2, patients)[patient], rng.uniform(-2, 2, rows)
-    b, sd = _TRUE["b"], _TRUE["sd"]
-    eta = b[0] + b[1] * when + b[2] * arm + sd * rng.standard_normal(patients)[patient]  # type: ignore[index,operator]
+    b, sd = _TRUE_B, _TRUE_SD
+    eta = b[0] + b[1] * when + b[2] * arm + sd * rng.standard_normal(patients)[patient]
     n = rng.integers(1, 10, rows)
     y = _drawn(family, eta, n, rng)
     return {"y": y, "time": when, "arm": np.array(["usual", "new"])[arm], "patient": patient, "n": n}
@@ -158,8 +158,8 @@ def _jax_program(family: str, silos: list[Table]) -> tuple[Callable[[], None], d
 
     x, y, n, patient = _rows(family, silos)
     names = ["(Intercept)", "time", "arm[T.new]"]
-    start = {**dict(zip(names, _TRUE["b"], strict=True)), _SD: _TRUE["sd"], **_OWN.get(family, {})}
-    start |= {_SIGNED: _TRUE["sd"]}
+    start = {**dict(zip(names, _TRUE_B, strict=True)), _SD: _TRUE_SD, **_OWN.get(family, {})}
+    start |= {_SIGNED: _TRUE_SD}
     if family == "ordinal":  # thresholds are its intercepts
         names, x = names[1:], x[:, 1:]
         start |= {"none|mild": start["none|mild"] - start.pop("(Intercept)")}

@@ -1,0 +1,36 @@
+"""Supports of our own: their transforms, and what they make of a density that is flat near 0."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributions import biject_to, constraints
+
+from secure_fvi.opening import _support
+from secure_fvi.supports import ReachesZero
+
+
+def test_an_sd_comes_back_and_its_jacobian_is_the_slope() -> None:
+    transform = biject_to(ReachesZero(0.25))
+    x = torch.logspace(-12, 8, 41, dtype=torch.float64)
+    z = transform.inv(x)
+    torch.testing.assert_close(transform(z), x, rtol=1e-12, atol=0.0)
+    slope = torch.func.vmap(torch.func.grad(transform))(z)
+    torch.testing.assert_close(transform.log_abs_det_jacobian(z, x), slope.log())
+    assert (z[1:] > z[:-1]).all()
+
+
+def test_a_density_that_is_flat_near_0_falls_off_as_a_normals() -> None:
+    """Its mean and sd fit it: of a density that is flat from 0 to 1, the half below 0.5. Control: by the logarithm its
+    left tail is exponential, so that beyond six sds it has a hundred thousand times as much of it as a normal."""
+    x = torch.linspace(1e-9, 1.0, 400_001, dtype=torch.float64)
+    beyond = []
+    for support in (ReachesZero(0.25), constraints.positive):
+        z = biject_to(support).inv(x)
+        beyond.append(float((z < z.mean() - 6 * z.std()).double().mean()))
+    assert beyond[0] < 1e-5
+    assert beyond[1] > 5e-4
+
+
+def test_a_result_names_it() -> None:
+    for support in (ReachesZero(0.25), ReachesZero(1e-7), constraints.independent(ReachesZero(2.5), 1)):
+        assert str(_support(str(support))) == str(support)
