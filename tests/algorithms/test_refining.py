@@ -350,8 +350,10 @@ def test_a_bent_posterior_is_right_by_several_normals(monkeypatch: pytest.Monkey
 
 def test_proposals_are_aimed_at_squares_too() -> None:
     """Of a normal E z^2 is 1, weighed by its squares 3, and so 2 of both. Control: by the posterior alone it is 1."""
-    z = torch.special.ndtri((torch.arange(100_000).double() + 0.5) / 100_000)[:, None]
-    log_w = torch.zeros(len(z)).double()
+    z = torch.special.ndtri((torch.arange(100_000).double() + 0.5) / 100_000)[:, None] * 2
+    log_w = torch.distributions.Normal(0.0, 1.0).log_prob(z[:, 0]) - torch.distributions.Normal(0.0, 2.0).log_prob(
+        z[:, 0]
+    )
     assert float(refining.aimed(log_w, z).softmax(0) @ z[:, 0].square()) == pytest.approx(2.0, rel=0.01)
     assert float(log_w.softmax(0) @ z[:, 0].square()) == pytest.approx(1.0, rel=0.01)
 
