@@ -289,27 +289,26 @@ class Program:
         """The coefficients (..., p), and the means over groups (..., d) of `levelled` terms' effects, given what they
         come to together, the terms' factors (..., d, d) and standard normals (..., d) that say how much of it is whose.
         """
-        mean, rest, parts = self._together(both, factors)
+        mean, covariances = self._together(both, factors)
         means = []
-        for term, factor, part, e in zip(self.levelled, factors, parts, eps, strict=True):
-            rest = rest - part
+        for term, factor, e, rest in zip(self.levelled, factors, eps, covariances[1:], strict=True):
             root = self.within[term.name].to(both) @ factor / math.sqrt(term.levels)
-            solved = torch.linalg.solve(rest, root)  # of rest + root eps, eps is normal given the sum
-            lower = torch.linalg.cholesky(root.mT @ solved + torch.eye(root.shape[-1]).to(both))
+            solved = torch.cholesky_solve(root, _lower(rest))  # of rest + root eps, eps is normal given the sum
+            lower = _lower(root.mT @ solved + torch.eye(root.shape[-1]).to(both))
             centre = torch.cholesky_solve(solved.mT @ (both - mean).unsqueeze(-1), lower)
             drawn = centre + torch.linalg.solve_triangular(lower.mT, e.unsqueeze(-1), upper=True)
             both = both - (root @ drawn).squeeze(-1)
             means.append((factor @ drawn).squeeze(-1) / math.sqrt(term.levels))
         return both, means
 
-    def _together(self, like: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Prior mean (p,) and covariance (..., p, p) of coefficients and means together, and each term's part of it."""
-        parts = []
-        for term, factor in zip(self.levelled, factors, strict=True):
+    def _together(self, like: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Prior mean (p,) and covariances (..., p, p) of the coefficients and the means of all `levelled` terms, of all
+        but the first, and so on to the coefficients alone."""
+        covariances = [torch.diag(self.priors.sd.to(like).square())]
+        for term, factor in zip(self.levelled[::-1], factors[::-1], strict=True):
             root = self.within[term.name].to(like) @ factor
-            parts.append(root @ root.mT / term.levels)
-        own = torch.diag(self.priors.sd.to(like).square())
-        return self.priors.mean.to(like), own + sum(parts), parts
+            covariances.append(covariances[-1] + root @ root.mT / term.levels)
+        return self.priors.mean.to(like), covariances[::-1]
 
     def _fixed(self, factors: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The coefficients (p,), and by name of a `levelled` term its effects' mean over groups (d,).
@@ -323,7 +322,8 @@ class Program:
         if not terms:
             return pyro.sample("b", dist.Normal(mean, sd).to_event(1)), {}
         given = [factors[t.name] for t in terms]
-        b = pyro.sample("b", dist.MultivariateNormal(mean, self._together(like, given)[1]))
+        lower = _lower(self._together(like, given)[1][0])
+        b = pyro.sample("b", dist.MultivariateNormal(mean, scale_tril=lower, validate_args=False))
         eps = [
             pyro.sample(f"mean_{t.name}", dist.Normal(like.new_zeros(t.design.size), 1.0).to_event(1)) for t in terms
         ]
@@ -412,6 +412,12 @@ class Program:
         levels = len(self.response.levels)
         cuts = torch.logit(torch.arange(1, levels, dtype=torch.float64) / levels).to(like)
         return cuts[0], (cuts[1:] - cuts[:-1]).log()
+
+
+def _lower(covariance: Tensor) -> Tensor:
+    """Its factor; no numbers where it has none, as of sds beyond all measure, which runs look at too."""
+    lower, wrong = torch.linalg.cholesky_ex(covariance)
+    return torch.where(wrong[..., None, None] > 0, math.nan, lower)
 
 
 def _within(design: Design, fixed: Design, kept: Sequence[int]) -> Tensor | None:

@@ -982,7 +982,7 @@ def test_slopes_are_told_apart_from_those_of_groups_that_span_silos() -> None:
     assert [t.name for t in fn.levelled] == ["region"]  # type: ignore[attr-defined]
     assert not model("pressure ~ 1 + (1 + age | region)", "gaussian").fn.levelled  # type: ignore[attr-defined]
     sd = torch.tensor([2.0, 1.0]).double().expand(n, 2)
-    mean, both, _ = fn._together(sd, [torch.diag_embed(sd)])  # type: ignore[attr-defined]
+    mean, (both, _) = fn._together(sd, [torch.diag_embed(sd)])  # type: ignore[attr-defined]
     eps = torch.randn(n, 2, generator=rng, dtype=torch.float64)
     b = mean + (torch.linalg.cholesky(both) @ eps.unsqueeze(-1)).squeeze(-1)
     eps = torch.randn(n, 2, generator=rng, dtype=torch.float64)
