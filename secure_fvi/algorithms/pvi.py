@@ -237,6 +237,8 @@ _TURNING, _ALIKE = 0.75, 0.95
 #: An agreement under _NOISE tells nothing. Changes that shrink to a share of _SHRINKING allow a longer step too; that
 #: they grow says little, since they are measured in standard deviations of a q that sharpens.
 _NOISE, _SHRINKING = 0.2, 0.8
+#: By so much a step is made longer of which a change leaves almost all.
+_LONGER = 4.0
 
 
 def pace(q: Natural, now: Natural, last: Natural, earlier: Natural) -> float:
@@ -252,9 +254,15 @@ def pace(q: Natural, now: Natural, last: Natural, earlier: Natural) -> float:
     told = second > _NOISE
     if first < (_TURNING * second if told else -_NOISE):
         return 0.5
-    if first >= 0 and torch.cat([mean, scale]).norm() < _SHRINKING * torch.cat([mean_last, scale_last]).norm():
+    both, both_last = torch.cat([mean, scale]), torch.cat([mean_last, scale_last])
+    alike = first > _ALIKE * (second if told else 1.0)
+    # Were sites what they are whatever q is, a share d of a change would leave 1 - d of it to the next. Where most is
+    # left, and the same way, a longer step is short of that still.
+    if alike and 1 - 1 / _LONGER < float(both @ both_last / both_last.square().sum()) < 1:
+        return _LONGER
+    if first >= 0 and both.norm() < _SHRINKING * both_last.norm():
         return 2.0
-    return 1.25 if first > _ALIKE * (second if told else 1.0) else 1.0
+    return 1.25 if alike else 1.0
 
 
 def accept(q: Natural, change: Natural, damping: float, safe: float) -> tuple[Natural, float, int]:
