@@ -111,8 +111,8 @@ def _changes(step: float, noise: float, rates: Tensor, seed: int = 0) -> tuple[N
 
 @pytest.mark.parametrize("noise", [0.0, 0.7])
 def test_pace_sees_an_overshoot_through_noise(noise: float) -> None:
-    """3,000 directions. Steps that leave nearly all of the way may grow, by the more where that is plain; steps past twice the way in a third of
-    the directions are halved, though the noise lowers both cosines."""
+    """3,000 directions. Steps that leave nearly all of the way may grow, by the more where that is plain; steps past
+    twice the way in a third of the directions are halved, though the noise lowers both cosines."""
     q = Natural(torch.zeros(3000), torch.ones(3000))
     rates = torch.ones(3000)
     assert pace(q, *_changes(0.02, noise, rates)) == (1.25 if noise else 4.0)
