@@ -198,23 +198,24 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _half_t(scale: float, like: Tensor) -> Any:
-    return dist.FoldedDistribution(dist.StudentT(3.0, like.new_zeros(()), scale))
-
-
-class _GroupSd(dist.FoldedDistribution):  # type: ignore[misc]
-    """Half-t(3) of groups' sds, unconstrained so that 0 is near (`supports.ReachesZero`)."""
+class _HalfT(dist.FoldedDistribution):  # type: ignore[misc]
+    """Half-t(3), of the shape of `like`."""
 
     def __init__(self, scale: float, like: Tensor) -> None:
-        super().__init__(dist.StudentT(3.0, like, scale))
-        self.unit = scale / _UNITS
+        super().__init__(dist.StudentT(3.0, torch.zeros_like(like), scale))
+        self.scale = scale
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _HalfT:
+        return type(self)(self.scale, self.base_dist.loc.expand(batch_shape))
+
+
+class _GroupSd(_HalfT):
+    """Of local groups' sds, unconstrained so that 0 is near (`supports.ReachesZero`). Effects that are sampled beside
+    their sd, as those of groups that span silos, want its logarithm: of few groups its tail on the right is long."""
 
     @property
     def support(self) -> Any:
-        return ReachesZero(self.unit)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> _GroupSd:
-        return _GroupSd(self.unit * _UNITS, self.base_dist.loc.expand(batch_shape))
+        return ReachesZero(self.scale / _UNITS)
 
 
 # ---- the Pyro program ----
@@ -273,7 +274,8 @@ class Program:
 
     def _factor(self, term: Term, like: Tensor) -> Tensor:
         """(d, d), by which standard normals become effects."""
-        prior = _GroupSd(self.priors.group_sd[term.name], like.new_zeros(term.design.size))
+        kind = _HalfT if term.place == "global" else _GroupSd
+        prior = kind(self.priors.group_sd[term.name], like.new_zeros(term.design.size))
         sd = pyro.sample(f"sd_{term.name}", prior.to_event(1))
         if not term.correlated:
             return torch.diag_embed(sd)
@@ -385,7 +387,7 @@ class Program:
                 lambda eta, data: dist.Categorical(logits=ordinal_logits(eta, cuts)),
                 lambda eta, y, data: ordinal_slopes(eta, y, cuts),
             )
-        sigma = pyro.sample("sigma", _half_t(self.priors.aux, like))
+        sigma = pyro.sample("sigma", _HalfT(self.priors.aux, like))
         if family == "gaussian":
             return Given(
                 lambda eta, data: dist.Normal(eta, sigma),
