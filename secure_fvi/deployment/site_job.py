@@ -67,6 +67,8 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _log = logging.getLogger(__name__)
 #: The survivors that were signed for each question, over all sessions.
 _QUESTIONS = "questions.signed"
+#: Sessions of a job that a site opens: each is another order of the ring, which a server sees before anything is sent.
+MOST_SESSIONS = 64
 #: Answers of a silo that a server may leave unused, and one more for every ten that it used; honest ones lose few.
 _LEFT_OUT = 3
 
@@ -187,6 +189,11 @@ class SiteJob:
         found = dict(zip(message.silos, message.nonces, strict=True))
         if not self._fresh.take(found.get(self.home.id, b"")):
             raise SessionLost("the session does not rest on this silo's fresh bytes")
+        counted = self.folder / "sessions"
+        opened = int(counted.read_text()) if counted.exists() else 0
+        if opened >= MOST_SESSIONS:
+            raise ProtocolError(f"{MOST_SESSIONS} sessions of this job were opened here, as many as may be")
+        write_atomically(counted, str(opened + 1).encode())
         store = self._new_store(session)
         if self.party is not None:
             self.party.carry_over(store)

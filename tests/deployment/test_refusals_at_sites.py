@@ -414,6 +414,30 @@ def test_a_site_before_its_session_is_open(world: World, tmp_path: Path) -> None
             fresh._open_job(job).handle(message) if message[:1] == ROUND else fresh.handle(job, message)
 
 
+def test_sessions_of_a_job_are_counted(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over restarts of the site: a server that throws one away sees another order of the ring. The control: as many as
+    may be are opened."""
+    machines, bag = site_world(world, tmp_path, DATA)
+    assert isinstance(machines[0].take, functools.partial)
+    site, (job,) = machines[0].take.func.__self__, machines[0].take.args
+    signed = next(m for m in bag if m[:1] == JOIN)
+    opened = CODEC.unpack(next(m for m in bag if m[:1] == OPEN)[1:], Open)
+    at = list(opened.silos).index(site.home.id)
+
+    def anew(site: Site) -> bytes:
+        fresh = CODEC.unpack(site.handle(job, signed), Joined).nonce
+        nonces = [fresh if k == at else nonce for k, nonce in enumerate(opened.nonces)]
+        return site.handle(job, OPEN + CODEC.pack(opened._replace(nonces=nonces)))
+
+    monkeypatch.setattr("secure_fvi.deployment.site_job.MOST_SESSIONS", 4)
+    assert len({anew(site) for _ in range(2)}) == 2
+    site.close()
+    again = Site(world.homes["east"], Local(data_dir=DATA))
+    anew(again)
+    with raises(ProtocolError, "4 sessions of this job were opened here"):
+        anew(again)
+
+
 def test_a_silo_lets_as_many_sums_lack_silos_as_the_job_says(world: World, tmp_path: Path) -> None:
     """Its own site allows more, and others may allow less."""
     members = [world.request(home) for home in world.homes.values()]
