@@ -431,20 +431,24 @@ def _check_edges(point: _Point, rows: Params, silo: str | None = None) -> None:
         return
 
     def terms(site: str, value: Tensor) -> dict[str, float]:
-        with torch.no_grad():
+        """Nothing where the program fails so far out, which is no edge of its log density."""
+        with contextlib.suppress(Exception), torch.no_grad():
             return _observed(density.run({**latents, site: value}, point.theta, rows))
+        return {}
 
     for latent, at, direction in _directions(point):
         near, before = 0.0, here
         for far in _FAR:
             found = terms(latent, at + far * direction)
+            if not found:
+                break
             for site in found:
                 if not _fallen(before[site], found[site]):
                     continue
                 ends, between = (near, far), (before[site], found[site])
                 for _ in range(60):  # to where the two are one number
                     middle = 0.5 * sum(ends)
-                    value = terms(latent, at + middle * direction)[site]
+                    value = terms(latent, at + middle * direction).get(site, between[1])
                     first = _fallen(between[0], value)
                     ends, between = (
                         ((ends[0], middle), (between[0], value)) if first else ((middle, ends[1]), (value, between[1]))

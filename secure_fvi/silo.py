@@ -21,6 +21,7 @@ before anything is drawn. Of the past a broadcast may say one thing: whether thi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
@@ -257,7 +258,9 @@ class Silo:
         if self.gate.terms is not None or not isinstance(problem, Problem):
             return str(said)
         rows = {name: value[: self.size] for name, value in self.view.rows.items()}
-        why = misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
+        why = ""
+        with contextlib.suppress(Exception):  # what a server sent may have no mean
+            why = misplaced(problem, self.program.where(broadcast), rows)  # type: ignore[attr-defined]
         return f"{str(said).partition(';')[0]}: {why}" if why else str(said)
 
     def _on_raw_scales(self) -> str:

@@ -32,6 +32,19 @@ from secure_fvi.fitting import build_parties
 ROUNDS = 6
 
 
+@pytest.fixture(autouse=True)
+def _no_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs here mix records by rounding, or where nobody looks, which the look at slopes before the first round
+    finds. What stands behind it is tested."""
+    monkeypatch.setattr("secure_fvi.contracts._slopes_differ", lambda point, rows: iter(()))
+
+
+def test_the_program_of_these_attacks_is_refused_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="is not a sum over records"):
+        failing_world("unfenced", False)
+
+
 class Fenced:
     """A program of which only the graph comes into this process, as from the fence."""
 
