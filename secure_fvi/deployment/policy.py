@@ -51,7 +51,7 @@ package = "same"    # the server's secure_fvi has to be this site's, file by fil
 # must_include = []    # silos without which this site takes no part
 # disclosures = []     # what `secure-fvi policy explain JOB.toml` says that a policy has to list
 # max_missing = 0      # silos that a sum may lack of those asked for it; left out, what a job's noise allows, or 0
-# max_unanswered = 3   # jobs on a data set that its records could not answer: each tells a server a bit of them
+# max_unanswered = 3   # jobs on a data set that its records could not answer: which of them did tells of the records
 # max_differences = 0  # sums of a job over fewer silos than it asks: differences of totals come close to single silos
 
 [privacy]
@@ -70,6 +70,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # family = "bernoulli"   # "gaussian" unless given; or a list, or "any"
 # record = "child"       # where the job names the group that is a record
 # most = { rows = 4 }    # what the job says of it, number for number; "any" allows all
+# priors = { age = [0, 0.5] }   # likewise: a fit starts where priors are, so that jobs with others ask other questions
 
 # Any other model, by its hash: secure-fvi policy hash-model CONFIG
 # [[model]]
@@ -106,9 +107,9 @@ class PrivacyRules(Table):
 
 
 class ModelRule(Table):
-    """An agreed model: by its hash, or by its formula, with the family and, where a job has them, the record's group
-    and `most` ("any" for all). Other options of a formula are public (priors), follow from the site's own dictionary
-    and data set (shared, missing), or change nothing that a site computes (local). function: this site's copy,
+    """An agreed model: by its hash, or by its formula, with the family and, where a job has them, the record's group,
+    `most` and `priors` ("any" for all). Other options of a formula follow from the site's own dictionary and data set
+    (shared, missing), or change nothing that a site computes (local). function: this site's copy,
     "path/to/file.py:name"; None for a shipped program."""
 
     hash: Hex32 | None = None
@@ -117,6 +118,7 @@ class ModelRule(Table):
     family: Text | tuple[Text, ...] = "gaussian"
     record: Text | None = None
     most: Literal["any"] | dict[Text, int] = Field(default_factory=dict)
+    priors: Literal["any"] | dict[Text, float | tuple[float, float]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -124,8 +126,8 @@ class ModelRule(Table):
             raise ValueError("a model is agreed to by its hash, or by its formula")
         if self.hash is None and self.function is not None:
             raise ValueError("a formula has no function")
-        if self.hash is not None and (self.family != "gaussian" or self.record is not None or self.most):
-            raise ValueError("family, record and most belong to a formula")
+        if self.hash is not None and (self.family != "gaussian" or self.record is not None or self.most or self.priors):
+            raise ValueError("family, record, most and priors belong to a formula")
         return self
 
     @property
@@ -140,14 +142,22 @@ class ModelRule(Table):
         named = ((formulas, _blanks(model.formula)), (_listed(self.family), family_of(model)))
         agreed = all("any" in allowed or text in allowed for allowed, text in named)
         agreed = agreed and self.record in ("any", model.options.get("record"))
-        return agreed and self.most in ("any", model.options.get("most", {}))
+        agreed = agreed and self.most in ("any", model.options.get("most", {}))
+        return agreed and self.priors in ("any", _numbers(model.options.get("priors", {})))
 
 
 def rule_of(model: Model) -> dict[str, Any]:
     """The `[[model]]` of a policy that allows this job's formula and no other."""
     said: dict[str, Any] = {"formula": _blanks(str(model.formula)), "family": family_of(model)}
     said |= {"record": str(model.options["record"])} if "record" in model.options else {}
-    return said | ({"most": model.options["most"]} if "most" in model.options else {})
+    return said | {name: model.options[name] for name in ("most", "priors") if name in model.options}
+
+
+def _numbers(priors: Any) -> Any:
+    """As a rule holds them; what is none of these as it is, which no rule is equal to."""
+    if not isinstance(priors, dict):
+        return priors
+    return {name: tuple(value) if isinstance(value, (list, tuple)) else value for name, value in priors.items()}
 
 
 def family_of(model: Model) -> str:

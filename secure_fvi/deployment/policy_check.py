@@ -242,8 +242,9 @@ def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iter
     if offer.model not in policy.models and not any(rule.allows(model) for rule in policy.formulas):
         wanted = rule_of(model)
         record = f", record '{wanted['record']}'" if "record" in wanted else ""
-        record += f", most {wanted['most']}" if "most" in wanted else ""
-        most = [f", most {rule.most}" if rule.most else "" for rule in policy.formulas]
+        record += "".join(f", {name} {wanted[name]}" for name in ("most", "priors") if name in wanted)
+        rules = [(("most", rule.most), ("priors", rule.priors)) for rule in policy.formulas]
+        most = ["".join(f", {name} {value}" for name, value in said if value) for said in rules]
         agreed = zip(policy.formulas, most, strict=True)
         allowed = [f"{text}, {rule.family}{said}" for rule, said in agreed for text in rule.formulas]
         yield f"formula '{model.formula}', family {wanted['family']}{record}, is not accepted ({_few(allowed)})"

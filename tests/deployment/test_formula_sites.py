@@ -187,13 +187,16 @@ def test_a_site_agrees_to_a_formula_in_the_words_of_explain(study: Study) -> Non
         ({"record": "child"}, {}),
         ({"most": {"rows": 5}}, {}),
         ({"most": {}}, {}),
+        ({"priors": {}}, {}),
+        ({"priors": {"age": [0.0, 0.6]}}, {}),
+        ({}, {"options": {"most": {"rows": 4}, "priors": {"age": [0.0, 0.5], "(Intercept)": [900.0, 1.0]}}}),
         ({}, {"options": {"most": {"rows": 4, "child": 900}}}),
         ({}, {"formula": FORMULA + " + (1 | smoke)"}),
         ({}, {"family": "poisson"}),
         ({}, {"options": {"most": {"rows": 4}, "record": "child"}}),
         ({"formula": "wheeze ~ smoke  *  age + (1 | child)"}, None),
         ({"formula": ["wheeze ~ 1", FORMULA], "family": ["poisson", "bernoulli"]}, None),
-        ({"formula": "any", "family": "any", "record": "any", "most": "any"}, None),
+        ({"formula": "any", "family": "any", "record": "any", "most": "any", "priors": "any"}, None),
     ],
 )
 def test_what_a_site_did_not_agree_to_is_refused(paper: Study, rule: Any, offered: Any) -> None:
@@ -347,7 +350,7 @@ HOSTILE = [
 
 def test_a_hostile_formula_reaches_no_python_and_ends_soon(paper: Study, tmp_path: Path) -> None:
     """At a site that agreed to any formula, by offers that the server signed."""
-    paper.allow("east", model=[{"formula": "any", "family": "any", "record": "any", "most": "any"}])
+    paper.allow("east", model=[{"formula": "any", "family": "any", "record": "any", "most": "any", "priors": "any"}])
     policy, made = read_policy(paper.world.homes["east"].policy_file), tmp_path / "made"
     assert check(paper.offer(), policy) is not None  # the control
     for text in HOSTILE:
@@ -379,6 +382,8 @@ def test_a_formula_that_is_altered_on_its_way_is_refused(paper: Study) -> None:
             read_offer(sent.replace(a, b), roster, "east", NOW)
     # Signed by the server itself, under the hash of what the site agreed to.
     policy = read_policy(paper.world.homes["east"].policy_file)
+    paper.allow("east", model=[rule_of(paper.config.model) | {"priors": "any"}])
+    policy = read_policy(paper.world.homes["east"].policy_file)
     other = paper.offer(options={"most": {"rows": 4}, "priors": {"age": [0.0, 1e-9]}})
     with pytest.raises(PolicyError, match="the model here hashes to"):
         check(dataclasses.replace(other, model=offer.model), policy)
@@ -407,7 +412,7 @@ def test_a_server_names_no_dictionary_of_the_site(paper: Study, name: str) -> No
     ],
 )  # fmt: skip
 def test_a_hostile_option_or_dictionary_is_refused(paper: Study, model: dict[str, Any]) -> None:
-    paper.allow("east", model=[{"formula": "any", "family": "any", "record": "any", "most": "any"}])
+    paper.allow("east", model=[{"formula": "any", "family": "any", "record": "any", "most": "any", "priors": "any"}])
     found = paper.config.model_copy(update={"model": paper.config.model.model_copy(update=model)})
     offer = dataclasses.replace(paper.offer(), config=found)
     with contextlib.suppress(InputError):  # under its own hash, where it has one
@@ -418,7 +423,7 @@ def test_a_hostile_option_or_dictionary_is_refused(paper: Study, model: dict[str
 
 def test_a_giant_dictionary_is_refused_soon(paper: Study) -> None:
     """As many levels as an offer can hold, at a site that agrees to any formula."""
-    paper.allow("east", model=[{"formula": "any", "family": "any", "most": "any"}])
+    paper.allow("east", model=[{"formula": "any", "family": "any", "most": "any", "priors": "any"}])
     policy, table = read_policy(paper.world.homes["east"].policy_file), paper.config.model.dictionary
     assert isinstance(table, dict)
     columns = table["columns"] | {"smoke": {"kind": "category", "levels": [f"l{k}" for k in range(90_000)]}}
@@ -431,7 +436,11 @@ def test_a_giant_dictionary_is_refused_soon(paper: Study) -> None:
     # The same levels at the site: the design that would follow is refused before it is made.
     own = parse_dictionary(DICTIONARY, "d").to_table()
     own["columns"]["smoke"] = {"kind": "category", "levels": [f"l{k}" for k in range(60_000)]}
-    paper.allow("east", model=[{"formula": "any", "family": "any", "most": "any"}], dictionary=wording.dumps(own))
+    paper.allow(
+        "east",
+        model=[{"formula": "any", "family": "any", "most": "any", "priors": "any"}],
+        dictionary=wording.dumps(own),
+    )
     policy = read_policy(paper.world.homes["east"].policy_file)
     with pytest.raises(PolicyError, match="columns; at most"):
         check(paper.offer(dictionary=own), policy)
