@@ -1094,7 +1094,11 @@ def test_a_formula_of_random_terms_alone_is_a_model() -> None:
     (laid,) = prepared(of, table())
     values = {"sd_child": torch.tensor([1.0]).double(), "sigma": torch.tensor(1.0).double()}
     assert torch.isfinite(terms(of, laid, values)).all()
-    assert [line.split(":")[0] for line in of.describe()][-2:] == ["prior of sd(child)", "prior of sigma"]
+    assert [line.split(":")[0] for line in of.describe()][-2:] == ["prior of sd(child) (Intercept)", "prior of sigma"]
+    age = model("pressure ~ age + (1 + age | child)", "gaussian", priors={"sd_child": 6.0})
+    wide = float(age.of.terms[0].design.scales[1])
+    (said,) = [line for line in age.describe() if line.startswith("prior of sd(child) age: half-t(3, ")]
+    assert float(said.removesuffix(")").rpartition(" ")[2]) == pytest.approx(6.0 / wide, rel=1e-3)
 
 
 def test_gaps_are_left_out_where_one_place_says_so(tmp_path: Path) -> None:

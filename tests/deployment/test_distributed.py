@@ -64,7 +64,9 @@ def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, algo
         assert own["mean/b"].shape == ({"east": 200, "north": 180, "south": 157}[silo],)
         assert float(own["sd/b"].min()) > 0
         (folder,) = (world.homes[silo].state_folder / "jobs").iterdir()
-        assert sorted(p.name for p in folder.iterdir()) == ["cohort", "ended", "offer", "session"]  # no secret is left
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "cohort", "ended", "offer", "session", "sessions",  # no secret is left
+        ]  # fmt: skip
 
 
 def test_a_silo_that_opened_another_session_is_named(
