@@ -231,7 +231,7 @@ def _dependent(point: _Point, rows: Params) -> _Dependent:
             looked_at[part] = True
             shared |= not _same(found.shared, whole.shared)
             silo |= not _same(found.silo, whole.silo)
-    spread_out = torch.linspace(0, count - 1, min(count, _AT_ONCE)).round().long()
+    spread_out = _spread_out(count, _AT_ONCE)
     some = {name: value[spread_out] for name, value in rows.items()}
     for spread in _SPREADS if not bad.any() else ():
         for part in _slopes_differ(_Point(point.problem, len(spread_out), spread), some):
@@ -246,7 +246,7 @@ def _slopes_differ(point: _Point, rows: Params) -> Iterator[Tensor]:
     count = len(point.z_record)
     weights = torch.randn(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3))
-    few = torch.linspace(0, count - 1, min(count, _SOME)).round().long()
+    few = _spread_out(count, _SOME)
     parts = [few[: len(few) // 2], few[len(few) // 2 :], drawn[: max(1, count // 2)].sort().values]
 
     def slopes(of: Tensor | None) -> Callable[[Tensor, Tensor | slice], list[Tensor | None]]:
@@ -301,7 +301,7 @@ def _in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Te
     """What a program says of some of `count` records, by their places: of a few that are spread among them together,
     of the first and the last alone, and of parts of the few, and of all, such that each record is without each other in
     one of them. What depends on any other record is seen by these; what others drown there, by the few."""
-    few = torch.linspace(0, count - 1, min(count, _SOME)).round().long()
+    few = _spread_out(count, _SOME)
     parts = [few[:1], few[-1:], *(few[part] for part in _apart(len(few)))]
     if count > _SOME:
         parts += [few, *_apart(count)]
@@ -315,6 +315,11 @@ def _in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Te
                 raise
             continue  # a fit never runs a program on one row, but record by record, which is looked at by itself
         yield part, found
+
+
+def _spread_out(count: int, most: int) -> Tensor:
+    """Places of so many of `count` records at most, the first and the last among them."""
+    return torch.linspace(0, count - 1, min(count, most)).round().long()
 
 
 def _apart(count: int) -> Iterator[Tensor]:
@@ -873,7 +878,7 @@ def _cured_by(problem: Problem, rows: Params) -> str | None:
 
 def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[_Point, Params]:
     """Raise DataError where global terms depend on a silo's data, or its records on each other; what was looked at."""
-    few = torch.linspace(0, size - 1, min(size, _SOME)).round().long()
+    few = _spread_out(size, _SOME)
     some, point = {name: value[few] for name, value in rows.items()}, _Point(problem, len(few))
     try:
         problem.density.check_global_density(rows, silo, problem.start.z_global)

@@ -14,7 +14,7 @@ log p(y_j | Z_G), its own latents integrated out numerically, at
 Only totals leave the silos, of nats relative to those at q's mean. Numbers that are too large to tell are hidden
 (`hiding`), in a way that says little of the silo whose they are: at q's mean and its draws all are or none, along a
 line all that are past a threshold which the silo draws for it, and of a shell of scouts all where one is past such a
-threshold. Of many dimensions weights say nothing: the slope alone decides, and the verdict says so.
+threshold. Of many dimensions weights say nothing, and a run that is at rest there is not assessed.
 """
 
 from __future__ import annotations

@@ -235,6 +235,11 @@ def _altered(offer: JobOffer, function: str | None = None) -> Iterator[str]:
         )
 
 
+def _numbers_of(said: Mapping[str, Any]) -> str:
+    """What a job or a rule says of a formula number for number."""
+    return "".join(f", {name} {said[name]}" for name in ("most", "priors") if name in said)
+
+
 def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iterator[str]:
     """A formula that nobody agreed to is compared as text and not read; nor is one whose dictionary is not the
     site's."""
@@ -242,12 +247,13 @@ def _formula(offer: JobOffer, policy: SitePolicy, data: DataRule | None) -> Iter
     if offer.model not in policy.models and not any(rule.allows(model) for rule in policy.formulas):
         wanted = rule_of(model)
         record = f", record '{wanted['record']}'" if "record" in wanted else ""
-        record += "".join(f", {name} {wanted[name]}" for name in ("most", "priors") if name in wanted)
-        rules = [(("most", rule.most), ("priors", rule.priors)) for rule in policy.formulas]
-        most = ["".join(f", {name} {value}" for name, value in said if value) for said in rules]
-        agreed = zip(policy.formulas, most, strict=True)
-        allowed = [f"{text}, {rule.family}{said}" for rule, said in agreed for text in rule.formulas]
-        yield f"formula '{model.formula}', family {wanted['family']}{record}, is not accepted ({_few(allowed)})"
+        allowed = [
+            f"{text}, {rule.family}{_numbers_of(rule.model_dump(exclude_defaults=True))}"
+            for rule in policy.formulas
+            for text in rule.formulas
+        ]
+        what = f"formula '{model.formula}', family {wanted['family']}{record}{_numbers_of(wanted)}"
+        yield f"{what}, is not accepted ({_few(allowed)})"
         return
     altered = list(_altered(offer))
     yield from altered
