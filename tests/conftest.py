@@ -28,6 +28,7 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secure_fvi.algorithms.weighing._FAR", 10)
     monkeypatch.setattr("secure_fvi.algorithms.refining.DRAWS", 128)
     monkeypatch.setattr("secure_fvi.algorithms.refining.SUMS", 1)
+    monkeypatch.setattr("secure_fvi.algorithms.refining.MORE", 1)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ a proposal that matches the last weighted moments, up to `SUMS` times:
     a silo adds  log p(y_j | z), its own latents integrated out, relative to that at q's mean; that there, once; and,
                  where it has latents, a quarter of the draws again on other nodes
     weights      p(y, z) / mixture of all proposals so far (Owen and Zhou 2000), Pareto-smoothed (Vehtari et al. 2024)
+    more sums    up to `MORE`, where the weights are sound and only too few for the largest error of many means
 
 The weighted draws are the answer where k-hat, the effective sample size, standard errors and the error of integration
 say that they are (`Found.against`). All of that is necessary, none sufficient: where no draw lies, no weight tells of
@@ -26,6 +27,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -66,8 +68,8 @@ from secure_fvi.randomness import LARGEST, server_draws
 REFINE, REFINED = "refine", "refined"
 #: The tensor of its broadcast that says where draws are from: see `packed`.
 PROPOSAL = "proposal"
-#: Sums at most, draws of each, and each how many-eth is evaluated on other nodes too.
-SUMS, DRAWS, _AGAIN = 3, 1024, 4
+#: Sums at most; where draws are all that is missing; draws of each, and each how many-eth is evaluated again.
+SUMS, MORE, DRAWS, _AGAIN = 3, 6, 1024, 4
 #: Normals of a proposal at most, and the least share of one.
 PARTS, _LEAST_SHARE = 6, 0.05
 _DISCLOSED = (
@@ -83,8 +85,10 @@ ABSENT = "a silo was missing from a sum at them; run it again"
 #: Nodes of latents are the same in all sums, so that their error is nearly one constant; the numbers of their draws.
 _NODES = LARGEST - 2
 #: What the weighted draws have to reach: effective sample size; standard errors of means, in posterior sds, and of the
-#: logs of sds; the error of integration, nats.
+#: logs of sds, at most; the error of integration, nats.
 LEAST_ESS, PRECISE, INTEGRATED = 200, 0.07, 0.2
+#: What the largest error of all means is under with even chance, posterior sds, were each as uncertain as the worst.
+_LARGEST_ERROR = 0.1
 #: k-hat has to be under this, or under 1 - 1 / log10(draws) (Vehtari et al. 2024).
 LARGEST_KHAT = 0.7
 #: Over this one more sum is worth it.
@@ -129,11 +133,18 @@ class Found(NamedTuple):
     widened: float = 1.0  # the largest ratio of sds to q's, or of q's to them; so too
     of_q: tuple[float, float] = (math.inf, math.inf)  # largest errors of q's means, in sds, and of the logs of its sds
     missed: str = ""  # where the posterior has mass that no draw is near, in words
+    precise: float = PRECISE  # what `mean_error` and `sd_error` may be
 
     @property
     def easy(self) -> bool:
         """Whether another sum would better little."""
-        return max(self.khat, self.khat_sd) < EASY and max(self.mean_error, self.sd_error) < PRECISE / math.sqrt(2)
+        return max(self.khat, self.khat_sd) < EASY and max(self.mean_error, self.sd_error) < self.precise / math.sqrt(2)
+
+    @property
+    def few(self) -> bool:
+        """Whether more draws are all that is missing."""
+        known = self._replace(mean_error=0.0, sd_error=0.0, ess=math.inf)
+        return known.against() is None and self.against() is not None
 
     @property
     def agrees(self) -> bool:
@@ -150,7 +161,7 @@ class Found(NamedTuple):
             return f"its draws miss {self.missed}"
         if self.ess < LEAST_ESS:
             return f"its effective sample size is {self.ess:.0f} (under {LEAST_ESS})"
-        if not self.mean_error <= PRECISE or not self.sd_error <= PRECISE:
+        if not self.mean_error <= self.precise or not self.sd_error <= self.precise:
             return f"its means and sds are known to {max(self.mean_error, self.sd_error):.2g} sds alone"
         if not self.integration_error <= INTEGRATED:
             return f"latents are integrated out with an error of {self.integration_error:.2g} nats"
@@ -204,7 +215,8 @@ class Refining(NamedTuple):
     def done(self) -> bool:
         """Whether no more sums are worth it."""
         enough = self.found.easy or (self.checks and self.found.agrees)
-        return self.sums >= SUMS or (self.sound and enough)
+        few = bool(len(self.z)) and not self.lost and self.found.few
+        return self.sums >= (MORE if few else SUMS) or (self.sound and enough)
 
     def against(self) -> str | None:
         """Why the draws are no answer although they were tried; None: they are, or were not."""
@@ -243,7 +255,7 @@ def start() -> Refining:
 
 def declared(silos: int) -> Sums:
     """The sums, as an algorithm declares them."""
-    return Sums(REFINE, SUMS, f"{_DISCLOSED}; its number of records", silos, besides=True, likelihood=True)
+    return Sums(REFINE, MORE, f"{_DISCLOSED}; its number of records", silos, besides=True, likelihood=True)
 
 
 def worthwhile(rest: Rest) -> bool:
@@ -315,7 +327,7 @@ class Refiner:
 
     def sum(self, rounds: range, sent: Mapping[str, Tensor | tuple[int, ...]], *others: Block) -> Sum:
         """Of the phase that follows the final sum, whose broadcast is `sent`."""
-        when = Phase(rounds, SUMS, range(SUMS), ends=True, counts=False)
+        when = Phase(rounds, MORE, range(MORE), ends=True, counts=False)
         shape = PARTS, 1 + self.n + self.n * (self.n + 1) // 2
         return Sum((self.block, *others), when, {**sent, PROPOSAL: shape}, scalars=(ITERATION,))
 
@@ -441,6 +453,7 @@ class Refiner:
             integration_error=self._integration_error(state, weights),
             log_evidence=state.at_mean + float(torch.logsumexp(log_w, 0)) - math.log(len(log_w)),
             moved=moved, widened=widened, of_q=(of_q[0], of_q[1]), missed=self._missed(state, q, theta),
+            precise=precise(values.shape[1]),
         )  # fmt: skip
 
     def _moved(self, state: Refining, weights: Tensor) -> tuple[float, float]:
@@ -482,6 +495,12 @@ class Refiner:
         share = log_share.softmax(0)
         error = (share @ (difference - share @ difference).square()).sqrt()
         return float(error.nan_to_num(nan=math.inf))
+
+
+def precise(numbers: int) -> float:
+    """The standard error, posterior sds, with which the largest error of so many means is under `_LARGEST_ERROR` as
+    often as not; `PRECISE` at most."""
+    return min(PRECISE, _LARGEST_ERROR / NormalDist().inv_cdf(1 - 0.25 / max(numbers, 1)))
 
 
 Mixture = list[tuple[float, Part]]

@@ -25,7 +25,7 @@ from secure_fvi.algorithms import hiding, refining, weighing
 from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
 from secure_fvi.algorithms.pvi import FINISH, PVIState
-from secure_fvi.algorithms.refining import DRAWS, PROPOSAL, REFINE, REFINED, SUMS, Found, allowed, mixture
+from secure_fvi.algorithms.refining import DRAWS, MORE, PROPOSAL, REFINE, REFINED, SUMS, Found, allowed, mixture
 from secure_fvi.algorithms.weighing import Part, q_part
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties, run
@@ -372,7 +372,25 @@ def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
     assert apart.answer is not None
     worse = apart._replace(found=apart.found._replace(khat=0.9), sums=SUMS)
     assert refining.verdict(of_q, worse).converged is False
-    assert program.order.phases[REFINE].most == SUMS
+    assert program.order.phases[REFINE].most == MORE
+
+
+def test_of_many_means_the_largest_error_counts() -> None:
+    """Standard errors of .05 leave the worst of 31 means .11 sds off as often as not; more sums are asked for then,
+    and for nothing else."""
+    draws = torch.full((3 * DRAWS,), 1 / (3 * DRAWS)).double()
+    good: dict[str, Any] = {"khat": 0.6, "khat_sd": 0.6, "ess": 600.0, "mean_error": 0.051, "sd_error": 0.05}
+    one, many = (Found(draws, **good, precise=refining.precise(n)) for n in (1, 31))
+    errors = 0.051 * torch.randn(4000, 31, generator=torch.Generator().manual_seed(1)).abs().amax(1)
+    assert float(errors.median()) > 0.1
+    after = refining.start()._replace(sums=SUMS, z=torch.zeros(3 * DRAWS, 31), around=torch.zeros(1))
+    assert after._replace(found=one).sound
+    assert after._replace(found=one).done
+    assert not after._replace(found=many).sound
+    assert not after._replace(found=many).done
+    assert after._replace(found=many, sums=MORE).done
+    assert after._replace(found=many._replace(khat=0.9)).done  # draws are not all that is missing
+    assert "known to 0.051 sds alone" in str(after._replace(found=many, sums=MORE).against())
 
 
 # ---- who chooses draws, and what is told ----

@@ -34,7 +34,7 @@ def test_a_job_is_explained_in_words_and_for_programs(line: CommandLine) -> None
         assert words in text
     assert text.count("a policy has to list") == 1
     assert "a policy has to list 'final_likelihood'" in text
-    assert "phase 'refine': at most 3 sums, besides the rounds" in text
+    assert "phase 'refine': at most 6 sums, besides the rounds" in text
     text = _explain(line, "--set", "algorithm.barycenter=trusted")
     assert "the server sees each silo's own contribution" in text
     assert "a policy has to list 'per_silo_rows'" in text
