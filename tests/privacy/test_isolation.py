@@ -36,7 +36,7 @@ ROUNDS = 6
 def _no_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs here mix records by rounding, or where nobody looks, which the look at slopes before the first round
     finds. What stands behind it is tested."""
-    monkeypatch.setattr("secure_fvi.contracts._slopes_differ", lambda point, rows: iter(()))
+    monkeypatch.setattr("secure_fvi.program_contract._slopes_differ", lambda point, rows: iter(()))
 
 
 def test_the_program_of_these_attacks_is_refused_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
