@@ -44,6 +44,7 @@ from secure_fvi.program_contract import (
     described,
     directions,
     gradient_of,
+    own_terms,
     spread_out,
     tensors_in,
     terms_without,
@@ -146,10 +147,9 @@ def _steady(problem: Problem, rows: Params, part: slice) -> bool:
     """Whether the gradient of the records' terms is finite at the start."""
     some = {name: value[part] for name, value in rows.items()}
     point = Point(problem, len(next(iter(some.values()))))
-    latents = [z.detach().clone().requires_grad_() for z in (point.z_global, point.z_silo, point.z_record)]
     try:
         with torch.enable_grad():
-            terms = problem.density.evaluate(latents[0], latents[1], latents[2], point.theta, some).records
+            terms, latents = own_terms(point, some)
             total = torch.where(torch.isfinite(terms), terms, torch.zeros_like(terms)).sum()
         found = torch.autograd.grad(total, latents, allow_unused=True) if total.requires_grad else ()
     except Exception:  # not on so few rows: nothing is known

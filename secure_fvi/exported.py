@@ -48,7 +48,7 @@ from secure_fvi.density import (
     running,
 )  # fmt: skip
 from secure_fvi.discovery import Discovery, Start, _centre, _discover, as_model, kind_of, read_layout, start_of
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.program_contract import check_program, described
 
@@ -649,7 +649,7 @@ def _written(
         except GuardOnDataDependentSymNode:
             why = "values decide on what it computes (.item(), `if` on a latent or on data); use torch.where"
         except Exception as error:  # whatever a program does that a tracer cannot follow
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why = f"{type(error).__name__}: {one_line(error)}"
     raise _untraceable(why)
 
 

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.density import ALL_RECORDS, Evaluation, LogDensity, LogTerms, Params, has_no_density, running
-from secure_fvi.discovery import kind_of, one_line
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.discovery import kind_of
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
 from secure_fvi.privacy.settings import RecordDP
 
 _T = TypeVar("_T")
@@ -218,28 +218,14 @@ def _slopes_differ(point: Point, rows: Params) -> Iterator[Tensor]:
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3))
     few = spread_out(count, SOME)
     parts = [few[: len(few) // 2], few[len(few) // 2 :], drawn[: max(1, count // 2)].sort().values]
-
-    def slopes(of: Tensor | None) -> Callable[[Tensor, Tensor | slice], list[Tensor | None]]:
-        here = point if of is None else point.of(of)
-        latents = [z.detach().clone().requires_grad_() for z in (here.z_global, here.z_silo, here.z_record)]
-        data = rows if of is None else {name: value[of] for name, value in rows.items()}
-        with torch.enable_grad():
-            terms = point.problem.density.evaluate(latents[0], latents[1], latents[2], point.theta, data).records
-
-        def of_part(part: Tensor, at: Tensor | slice) -> list[Tensor | None]:
-            if not terms.requires_grad:
-                return [None, None, None]
-            total = (weights[part].to(terms) * terms[at]).sum()
-            found = list(torch.autograd.grad(total, latents, retain_graph=True, allow_unused=True))
-            return [*found[:2], None if found[2] is None else found[2][at]]
-
-        return of_part
-
+    pairs = []
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            whole = slopes(None)
-            pairs = [(part, whole(part, part), slopes(part)(part, slice(None))) for part in parts]
+            whole = own_terms(point, rows)
+            for part in parts:
+                alone = own_terms(point.of(part), {name: value[part] for name, value in rows.items()})
+                pairs.append((part, _slopes(*whole, weights[part], part), _slopes(*alone, weights[part], slice(None))))
     except Exception:
         return  # so far from the start, or without gradients: what a fit needs is looked at by itself
     tolerance, rounding = (1e-6, 1e-12) if point.problem.dtype == torch.float64 else (1e-2, 1e-5)
@@ -253,6 +239,21 @@ def _slopes_differ(point: Point, rows: Params) -> Iterator[Tensor]:
             if bool(((a - b).abs() > tolerance * size + rounding * largest).any()):
                 yield part
                 break
+
+
+def own_terms(point: Point, rows: Params) -> tuple[Tensor, list[Tensor]]:
+    """The records' terms (N,), and the latents that they follow from: the globals, the silo's, the records'."""
+    latents = [z.detach().clone().requires_grad_() for z in (point.z_global, point.z_silo, point.z_record)]
+    return point.problem.density.evaluate(latents[0], latents[1], latents[2], point.theta, rows).records, latents
+
+
+def _slopes(terms: Tensor, latents: list[Tensor], weights: Tensor, at: Tensor | slice) -> list[Tensor | None]:
+    """By latent, the gradient of what the terms of some records, by their places, add up to by these weights."""
+    if not terms.requires_grad:
+        return [None] * len(latents)
+    total = (weights.to(terms) * terms[at]).sum()
+    *shared, own = torch.autograd.grad(total, latents, retain_graph=True, allow_unused=True)
+    return [*shared, None if own is None else own[at]]
 
 
 def _differing(point: Point, rows: Params, part: Tensor) -> set[str]:

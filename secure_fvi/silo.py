@@ -43,7 +43,6 @@ from secure_fvi.algorithms.base import (
     SiloProgram,
     SiloView,
 )
-from secure_fvi.algorithms.by_record import check_machine
 from secure_fvi.data_contract import read_at_silo
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
@@ -556,7 +555,6 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
         )
     made: dict[str, torch.Tensor] = {}
     if isinstance(problem.privacy, RecordDP):
-        check_machine()
         made = problem.schema.dummy_rows(1)
     rows = {name: torch.cat([t, made.get(name, t[:1]).to(t)]).to(problem.device) for name, t in records.rows.items()}
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from secure_fvi.density import param_constraint, param_start, running
-from secure_fvi.errors import DataError, InputError, UntestedOperation
+from secure_fvi.errors import DataError, InputError, UntestedOperation, one_line
 from secure_fvi.exported import untested_operations
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.federated_model import Schema
@@ -156,8 +156,7 @@ class Predictor:
         except InputError:
             raise
         except Exception as error:  # the program is the user's: anything may come
-            said = " ".join(str(error).split())[:200]
-            raise InputError(f"predictor: fails on made data ({type(error).__name__}: {said})") from error
+            raise InputError(f"predictor: fails on made data ({type(error).__name__}: {one_line(error)})") from error
         shape = tuple(eta.shape) if isinstance(eta, Tensor) else ()
         if shape not in {(count,), (count, self.columns)} or (len(shape) == 1 and self.columns > 1):
             raise InputError(
