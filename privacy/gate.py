@@ -18,12 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from secure_fvi.aggregation.base import BlockTable, FloatArray
-from secure_fvi.errors import AggregationError, BoundError, ProtocolError
+from secure_fvi.compiled import threads
+from secure_fvi.errors import AggregationError, BoundError, InputError, ProtocolError
 from secure_fvi.privacy.noise import NoiseSource, gaussian, skellam
+from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Terms
 
 #: Charges one release to the ledger, by phase and sum index, before it leaves; raises BudgetError past the budget.
 Charge = Callable[[str, int], None]
+#: Rows at most that are evaluated together, a power of two, so that no vectorised loop ends within one.
+MOST_ROWS = 512
+#: Rows, columns and outputs of products that are looked at; places by which rows move.
+_PRODUCTS = [(n, k, m) for n in (64, MOST_ROWS) for k in (3, 8, 16, 33) for m in (1, 3, 5, 16)]
+_MOVED = (1, 3)
 
 
 class Release(NamedTuple):
@@ -54,7 +61,7 @@ class Gate:
     ) -> None:
         """silos: all of the job, sorted, which tells a block of presence this silo's own row. rows_of_silos: the job
         discloses each silo's own values in a row of the total, as its algorithm declares and this silo's policy
-        allows. Raises AggregationError where a table shows more."""
+        allows. Raises AggregationError where a table shows more, InputError where records would not stay apart."""
         if bool(terms) != (charge is not None):
             raise AggregationError(f"silo '{silo}': a job under privacy needs its ledger")
         if terms and not set(terms) >= set(tables):
@@ -67,6 +74,8 @@ class Gate:
                     )
                 if block.rows == "presence" and (block.shape != (len(silos),) or silo not in silos):
                     raise AggregationError(f"silo '{silo}': block '{block.name}' must have a row for each silo")
+        if any(isinstance(one.settings, RecordDP) for one in (terms or {}).values()):
+            check_machine()
         self.silo, self._silos = silo, tuple(silos)
         self._tables, self._terms = tables, dict(terms or {})
         self._charge, self._noise = charge, noise or NoiseSource()
@@ -383,3 +392,22 @@ def noisy_clipped_sum(
             part.grad_sample = None  # type: ignore[attr-defined]
     optimizer.add_noise()
     return torch.cat([part.grad.cpu() for part in parts if part.grad is not None]).detach(), dropped
+
+
+@functools.lru_cache(maxsize=1)
+def check_machine() -> None:
+    """Raise InputError where a matrix product rounds a row by where it stands, so that a record which joins would move
+    the others: as MKL does on AMD's processors, unless `MKL_CBWR` is set before its first use (by `import secure_fvi`).
+    """
+    rng = torch.Generator().manual_seed(0)
+    with threads(1):
+        for (n, k, m), dtype in itertools.product(_PRODUCTS, (torch.float64, torch.float32)):
+            rows, weights = torch.rand(n, k, generator=rng, dtype=dtype), torch.rand(k, m, generator=rng, dtype=dtype)
+            ways = (lambda x, w=weights: x @ w, lambda x, w=weights: x @ w[:, 0], lambda x, w=weights: (w.mT @ x.mT).mT)
+            for way, places in itertools.product(ways, _MOVED):
+                if not torch.equal(way(rows.roll(places, 0)).roll(-places, 0), way(rows)):
+                    raise InputError(
+                        "record privacy: on this machine a matrix product rounds a row by its place among the others, "
+                        "so that one record would change other records' numbers; set the environment variable "
+                        "MKL_CBWR=COMPATIBLE before Python starts"
+                    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as processor:
     # Before MKL's first use. On AMD's processors it rounds a row of a product by where it stands, unless it is told to
-    # take one way for all; record privacy rests on its not doing so (`algorithms.by_record.check_machine`).
+    # take one way for all; record privacy rests on its not doing so (`privacy.gate.check_machine`).
     if "AuthenticAMD" in processor.read(400):
         os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 

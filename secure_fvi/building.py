@@ -11,13 +11,13 @@ import torch
 from secure_fvi.aggregation.base import check_silo_ids
 from secure_fvi.algorithms.base import Algorithm, Problem
 from secure_fvi.compiled import choose_mode
-from secure_fvi.contracts import check_program
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere, GraphDensity, watched
 from secure_fvi.federated_model import Data, FederatedModel, Schema
 from secure_fvi.privacy.settings import DP
+from secure_fvi.program_contract import check_program
 from secure_fvi.randomness import derive_key
 
 

@@ -24,7 +24,13 @@ from secure_fvi.aggregation.base import Block, BlockTable, SecureSum, carry
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
-from secure_fvi.algorithms.vertical.predictors import Predictor, Program, linear
+from secure_fvi.algorithms.vertical.predictors import (
+    Predictor,
+    Program,
+    check_predictor,
+    check_predictor_at_silo,
+    linear,
+)
 from secure_fvi.algorithms.vertical.soul import Soul
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.algorithms.vertical.vertical import (
@@ -36,7 +42,6 @@ from secure_fvi.algorithms.vertical.vertical import (
 )
 from secure_fvi.building import check_common, derived_secret, device_named, numbers_of
 from secure_fvi.compiled import choose_mode
-from secure_fvi.contracts import check_predictor, check_predictor_at_silo
 from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Options, Parties, Run, books_of, goes_on
 from secure_fvi.engines.local import LocalEngine

@@ -95,7 +95,8 @@ class Evaluation(Messenger):  # type: ignore[misc]
     """Puts given unconstrained values into the latent sites and adds up the log densities by role.
 
     A latent that a mask takes out of log p is a standard normal of its own instead: q then has something to follow,
-    and at the optimum the two cancel. `contracts.py` refuses programs in which anything else depends on its value.
+    and at the optimum the two cancel. `program_contract.py` refuses programs in which anything else depends on its
+    value.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Evaluation(Messenger):  # type: ignore[misc]
 @contextlib.contextmanager
 def running(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """How a Pyro program is run here: constants that it makes have the run's type and device, and no validation
-    (it would branch on values, which cannot be traced; `contracts.py` looks at the data instead)."""
+    (it would branch on values, which cannot be traced; `data_contract.py` looks at the data instead)."""
     with _ONE_AT_A_TIME:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)

@@ -36,7 +36,7 @@ from secure_fvi.density import (
     running,
     site_mask,
 )
-from secure_fvi.errors import InputError, SecureFVIWarning
+from secure_fvi.errors import InputError, SecureFVIWarning, one_line
 from secure_fvi.federated_model import FederatedModel, Schema
 
 #: Values of a record's discrete sites together, each of which is a run of the program in every step.
@@ -530,11 +530,3 @@ def _fails(fn: Callable[..., Any], error: BaseException) -> InputError:
     if _is_about_types(error):
         hint = "; numbers that the program brings along must be of the run's dtype (torch.float64)"
     return InputError(f"{_name(fn)} fails on made data of the given shapes ({type(error).__name__}{said}){hint}")
-
-
-def one_line(error: BaseException) -> str:
-    """What it says; nothing where it fails at saying it."""
-    try:
-        return " ".join(str(error).split())[:200]
-    except Exception:
-        return ""

@@ -1,5 +1,7 @@
 """Errors and warnings that a user of the library meets; each names what is wrong and what would be right."""
 
+import re
+
 
 class SecureFVIError(Exception):
     """Any failure the library raises on purpose. The command line exits 1."""
@@ -50,6 +52,19 @@ class PolicyError(SecureFVIError):
     """A job that a site's policy does not allow, whoever asks for it. Nothing ran. The command line exits 2."""
 
     exit_code = 2
+
+
+def without_colours(text: str) -> str:
+    """Without the codes by which a terminal changes colours."""
+    return re.sub(r"\x1b\[[^m]*m?", "", text)
+
+
+def one_line(error: BaseException) -> str:
+    """What another's error says, in one line without colours; nothing where it fails at saying it."""
+    try:
+        return " ".join(without_colours(str(error)).split())[:200]
+    except Exception:
+        return ""
 
 
 #: What the command line exits with after a run that ended without converging; its results are written all the same.

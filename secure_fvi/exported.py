@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.compiled import agree, flatten, trace_graph
-from secure_fvi.contracts import check_parts, check_program, described
+from secure_fvi.data_contract import check_parts
 from secure_fvi.density import (
     Layout,
     LogDensity,
@@ -48,8 +48,9 @@ from secure_fvi.density import (
     running,
 )  # fmt: skip
 from secure_fvi.discovery import Discovery, Start, _centre, _discover, as_model, kind_of, read_layout, start_of
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
 from secure_fvi.federated_model import FederatedModel, Schema
+from secure_fvi.program_contract import check_program, described
 
 VERSION = 1
 #: Of a graph: its operations, its text, and on made data, of two and three records, elements of one result, of all
@@ -429,7 +430,7 @@ class GraphDensity(LogDensity):
 
 
 def read_graph_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
-    """`contracts.read_at_silo` for a program whose graph alone is here: rows (N + 1, ...), a spare one at the end."""
+    """`data_contract.read_at_silo` of a program whose graph alone is here: rows (N + 1, ...), the last a spare one."""
     assert isinstance(problem.density, GraphDensity)
     start = problem.density.start_at(rows, size, silo)
     check_parts(problem, rows, size, silo)
@@ -648,7 +649,7 @@ def _written(
         except GuardOnDataDependentSymNode:
             why = "values decide on what it computes (.item(), `if` on a latent or on data); use torch.where"
         except Exception as error:  # whatever a program does that a tracer cannot follow
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why = f"{type(error).__name__}: {one_line(error)}"
     raise _untraceable(why)
 
 

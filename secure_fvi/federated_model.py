@@ -365,7 +365,7 @@ def _numbers(array: npt.NDArray[Any], where: str) -> npt.NDArray[Any]:
     which `read_data` counts."""
 
     def number(entry: Any) -> Any:
-        if entry is None or type(entry).__name__ in ("NAType", "NaTType"):
+        if is_gap(entry):
             return math.nan
         if isinstance(entry, Decimal):
             return float(entry)

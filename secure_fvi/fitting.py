@@ -28,7 +28,7 @@ from secure_fvi.building import Machine, build_problem, check_common, derived_se
 from secure_fvi.checkpoints import Begun, options_of, text_of
 from secure_fvi.columns import Columns, VerticalResult, column_parties, column_result
 from secure_fvi.compiled import choose_threads
-from secure_fvi.contracts import check_repeats, whole_ids
+from secure_fvi.data_contract import check_repeats, whole_ids
 from secure_fvi.disclosure import disclose
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.draws import LocalPosterior

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.dictionary import MEASURED, Column, Dictionary
-from secure_fvi.errors import InputError
+from secure_fvi.errors import InputError, one_line, without_colours
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
@@ -438,7 +438,7 @@ class Design:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"formula: {formula}: {_one_line(error)}") from None
+            raise InputError(f"formula: {formula}: {one_line(error)}") from None
         self._spec = first.model_spec
         self.names = tuple("(Intercept)" if n == "Intercept" else str(n) for n in self._spec.column_names)
         x = np.asarray(first, dtype=np.float64)
@@ -644,7 +644,7 @@ def _width(factor: Any, dictionary: Dictionary) -> float:
 
 def _marked(error: Exception, text: str, formula: str) -> InputError:
     """What formulaic says, at the character that it marks."""
-    said = "".join(_without_colours(str(error)))
+    said = without_colours(str(error))
     reason, _, shown = said.partition("\n\n")
     if "⧛" in shown:
         begin = shown.index("⧛")
@@ -652,16 +652,7 @@ def _marked(error: Exception, text: str, formula: str) -> InputError:
         before = formula.find(text)
         at = begin + before if before >= 0 else formula.find(token, formula.find("~") + 1)
         return _error(formula, max(at, 0), f"{reason.rstrip('.').replace('insuffient', 'insufficient')},")
-    return InputError(f"formula: {formula}: {_one_line(error)}")
-
-
-def _without_colours(text: str) -> Iterator[str]:
-    for k, part in enumerate(text.split("\x1b[")):
-        yield part if k == 0 else part.partition("m")[2]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join("".join(_without_colours(str(error))).split())[:200]
+    return InputError(f"formula: {formula}: {one_line(error)}")
 
 
 def _kind(factor: Any) -> str:

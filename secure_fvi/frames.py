@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from secure_fvi.errors import InputError
 
 
 def is_gap(cell: Any) -> bool:
     """Whether a cell holds nothing: None, NaN, and pandas' NA and NaT, which are equal to nothing either."""
-    return cell is None or type(cell).__name__ in ("NAType", "NaTType") or bool(cell != cell)
+    if cell is None or type(cell).__name__ in ("NAType", "NaTType"):
+        return True
+    different = cell != cell
+    return isinstance(different, (bool, np.bool_)) and bool(different)  # an array in a cell is none
 
 
 def check_aligned(columns: Iterable[Any], where: str = "") -> None:

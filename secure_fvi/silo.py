@@ -43,14 +43,14 @@ from secure_fvi.algorithms.base import (
     SiloProgram,
     SiloView,
 )
-from secure_fvi.algorithms.by_record import check_machine
-from secure_fvi.contracts import misplaced, read_at_silo
+from secure_fvi.data_contract import read_at_silo
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP
+from secure_fvi.program_contract import misplaced
 from secure_fvi.randomness import UNIT_ID, KeyedDraws
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch does not export it to type checkers
@@ -555,7 +555,6 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
         )
     made: dict[str, torch.Tensor] = {}
     if isinstance(problem.privacy, RecordDP):
-        check_machine()
         made = problem.schema.dummy_rows(1)
     rows = {name: torch.cat([t, made.get(name, t[:1]).to(t)]).to(problem.device) for name, t in records.rows.items()}
     weights = torch.ones(records.size + 1, dtype=problem.dtype, device=problem.device)

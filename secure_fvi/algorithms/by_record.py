@@ -10,11 +10,9 @@ for many records at once, is seen on made records. docs/privacy-analysis.md, "To
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,34 +21,8 @@ from torch import Tensor
 
 from secure_fvi.algorithms.kit import Rows
 from secure_fvi.compiled import Mode, TracedOnMade, flatten, structure, threads
-from secure_fvi.errors import InputError, SecureFVIWarning
-
-#: Rows of a block at most, a power of two, so that no vectorised loop ends within one.
-MOST_ROWS = 512
-
-
-#: Rows, columns and outputs of products that are looked at; places by which rows move.
-_PRODUCTS = [(n, k, m) for n in (64, MOST_ROWS) for k in (3, 8, 16, 33) for m in (1, 3, 5, 16)]
-_MOVED = (1, 3)
-
-
-@lru_cache(maxsize=1)
-def check_machine() -> None:
-    """Raise InputError where a matrix product rounds a row by where it stands, so that a record which joins would move
-    the others: as MKL does on AMD's processors, unless `MKL_CBWR` is set before its first use (by `import secure_fvi`).
-    """
-    rng = torch.Generator().manual_seed(0)
-    with threads(1):
-        for (n, k, m), dtype in itertools.product(_PRODUCTS, (torch.float64, torch.float32)):
-            rows, weights = torch.rand(n, k, generator=rng, dtype=dtype), torch.rand(k, m, generator=rng, dtype=dtype)
-            ways = (lambda x, w=weights: x @ w, lambda x, w=weights: x @ w[:, 0], lambda x, w=weights: (w.mT @ x.mT).mT)
-            for way, places in itertools.product(ways, _MOVED):
-                if not torch.equal(way(rows.roll(places, 0)).roll(-places, 0), way(rows)):
-                    raise InputError(
-                        "record privacy: on this machine a matrix product rounds a row by its place among the others, "
-                        "so that one record would change other records' numbers; set the environment variable "
-                        "MKL_CBWR=COMPATIBLE before Python starts"
-                    )
+from secure_fvi.errors import SecureFVIWarning, one_line
+from secure_fvi.privacy.gate import MOST_ROWS
 
 
 def evaluated(rows: Rows, step: Callable[[Rows], Any], spare: int) -> tuple[Any, Rows, int]:
@@ -96,7 +68,6 @@ class ByRecord:
 
     def check(self, shared: Any) -> None:
         """Evaluate made records; raises what the function raises. Call it before any record is evaluated."""
-        check_machine()
         found = self.function(shared, self.made(2))
         self._like, self._build = flatten(found), structure(found)
 
@@ -123,10 +94,10 @@ class ByRecord:
         except Exception as error:  # the program is the user's
             if not self._warned:
                 self._warned = True
-                said = " ".join(str(error).split())[:200]
                 warnings.warn(
-                    f"{self.what} fails on made records ({type(error).__name__}: {said}): under record privacy those "
-                    "of people are then evaluated one by one, which is slow. Write it with other operations",
+                    f"{self.what} fails on made records ({type(error).__name__}: {one_line(error)}): under record "
+                    "privacy those of people are then evaluated one by one, which is slow. Write it with other "
+                    "operations",
                     SecureFVIWarning,
                     stacklevel=2,
                 )

@@ -45,7 +45,7 @@ from secure_fvi.algorithms.base import (
     Verdict,
     fixed_length,
 )
-from secure_fvi.algorithms.by_record import MOST_ROWS, evaluated
+from secure_fvi.algorithms.by_record import evaluated
 from secure_fvi.algorithms.kit import Answer, Blocks, Program, RecordAnswer, Rows, Sum, Totals, at_least_two
 from secure_fvi.algorithms.natural import Prior
 from secure_fvi.algorithms.refining import REFINE, Refining
@@ -64,7 +64,6 @@ from secure_fvi.algorithms.structured import (
 )
 from secure_fvi.algorithms.weighing import DISCLOSED
 from secure_fvi.compiled import Traced, TracedOnMade, threads
-from secure_fvi.contracts import misplaced
 from secure_fvi.disclosure import Declaration, Sums, drawn
 from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.exported import GraphDensity, untested_operations
@@ -72,6 +71,8 @@ from secure_fvi.families import Amortised, Conditional, GlobalFamily, Params, gl
 from secure_fvi.objective import RecordGradients, SiloGradient, record_gradients, server_gradient, silo_gradient
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Share, Spread, Whole, check, check_schedule
+from secure_fvi.privacy.gate import MOST_ROWS
+from secure_fvi.program_contract import misplaced
 from secure_fvi.trees import merge, part, put, running_average, take, to_numpy, unflatten
 
 DIRECT, PATH = "direct", "path"

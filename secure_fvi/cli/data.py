@@ -131,7 +131,7 @@ def _check_records(found: Coded, formula: str, dictionary: Dictionary, name: str
     """Raise DataError where the formula's records repeat each other, as its fit does."""
     import torch
 
-    from secure_fvi.contracts import check_repeats
+    from secure_fvi.data_contract import check_repeats
     from secure_fvi.errors import InputError
     from secure_fvi.federated_model import read_data
     from secure_fvi.mixed_model import glmm

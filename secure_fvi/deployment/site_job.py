@@ -33,7 +33,7 @@ from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
-from secure_fvi.contracts import check_repeats
+from secure_fvi.data_contract import check_repeats
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import model_for

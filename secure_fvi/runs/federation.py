@@ -21,7 +21,7 @@ from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
-from secure_fvi.contracts import check_repeats
+from secure_fvi.data_contract import check_repeats
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError

@@ -25,11 +25,11 @@ from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi import contracts
-from secure_fvi.contracts import _apart, misplaced
+from secure_fvi import program_contract
 from secure_fvi.density import running
 from secure_fvi.errors import AggregationError, DataError, InputError, SecureFVIWarning
 from secure_fvi.fitting import build_parties
+from secure_fvi.program_contract import _apart, misplaced
 
 _rng = torch.Generator().manual_seed(0)
 _SIZES = (9, 12, 7)
@@ -856,7 +856,7 @@ def test_a_mean_over_records_is_seen_under_large_outcomes(hinge: bool, monkeypat
     build(made(False), silos)
     with pytest.raises(DataError, match="not a sum over records"):
         build(made(True), silos)
-    monkeypatch.setattr(contracts, "_slopes_differ", lambda point, rows: iter(()))
+    monkeypatch.setattr(program_contract, "_slopes_differ", lambda point, rows: iter(()))
     build(made(True), silos)
 
 

@@ -255,6 +255,11 @@ _Y = _u.numpy().astype(float)
         (np.array([*"abcdefghijkl"]), "'y' holds text in 12 of 12 rows; code it as numbers"),
         (np.array([1.0, "n/a", None, *range(9)], dtype=object), "no numbers in 1 of 12 rows"),
         (np.array([1.0, None, None, *range(9)], dtype=object), "'y' holds NaN or infinite values in 2 of 12 rows"),
+        (
+            np.array([1.0, None, np.datetime64("NaT"), *range(9)], dtype=object),
+            "NaN or infinite values in 2 of 12 rows",
+        ),
+        (np.array([1.0, np.ones(2), *range(10)], dtype=object), "no numbers in 1 of 12 rows"),
         (np.array(["2026-01-01"] * N, dtype="datetime64[D]"), "'y' holds dates in 12 of 12 rows"),
         (_Y + 1j, "'y' holds complex numbers in 12 of 12 rows"),
         (torch.complex(_u, _u), "'y' is a tensor of torch.complex128"),

@@ -22,12 +22,12 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms import sfvi
-from secure_fvi.algorithms.by_record import check_machine
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
 from secure_fvi.errors import InputError
 from secure_fvi.exported import GraphDensity, Program, TensorGraph, export, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.fitting import build_parties
+from secure_fvi.privacy.gate import check_machine
 
 ROUNDS = 6
 
@@ -36,7 +36,7 @@ ROUNDS = 6
 def _no_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs here mix records by rounding, or where nobody looks, which the look at slopes before the first round
     finds. What stands behind it is tested."""
-    monkeypatch.setattr("secure_fvi.contracts._slopes_differ", lambda point, rows: iter(()))
+    monkeypatch.setattr("secure_fvi.program_contract._slopes_differ", lambda point, rows: iter(()))
 
 
 def test_the_program_of_these_attacks_is_refused_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi.algorithms.vertical import Bernoulli, Predictor, Vertical, grouped_slopes, linear
-from secure_fvi.contracts import check_predictor, check_predictor_at_silo
+from secure_fvi.algorithms.vertical.predictors import check_predictor, check_predictor_at_silo
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.trees import Params
 

@@ -3,7 +3,7 @@
 The program is a function of the silo's columns that returns eta (N,) or (N, C). Its `pyro.sample` sites are theta_j,
 its `pyro.param` sites (a network's weights, say) are fitted as points. A silo chooses its program alone: nobody else
 needs to know it (Hassan et al. 2024, sections 3.1, 5.2 and 5.3). A row of eta follows from the same row of the columns
-(`contracts.check_predictor`); what a program is like, where theta_j starts and its prior come from made data.
+(`check_predictor`); what a program is like, where theta_j starts and its prior come from made data.
 
 z_j given theta_j: amortised (eq. 9), a network of the predictor, and of the response where silos know it, whose size
 does not grow with the records; mean field (eq. 10), a mean and a scale for every record, free of theta_j.
@@ -26,11 +26,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from secure_fvi.density import param_constraint, param_start, running
-from secure_fvi.errors import InputError, UntestedOperation
+from secure_fvi.errors import DataError, InputError, UntestedOperation, one_line
 from secure_fvi.exported import untested_operations
 from secure_fvi.families.gaussian import LOG_2PI
 from secure_fvi.federated_model import Schema
 from secure_fvi.options import check
+from secure_fvi.program_contract import MADE, SPREAD, alike, in_parts, same
 from secure_fvi.trees import Params
 
 Program = Callable[..., Tensor]
@@ -155,8 +156,7 @@ class Predictor:
         except InputError:
             raise
         except Exception as error:  # the program is the user's: anything may come
-            said = " ".join(str(error).split())[:200]
-            raise InputError(f"predictor: fails on made data ({type(error).__name__}: {said})") from error
+            raise InputError(f"predictor: fails on made data ({type(error).__name__}: {one_line(error)})") from error
         shape = tuple(eta.shape) if isinstance(eta, Tensor) else ()
         if shape not in {(count,), (count, self.columns)} or (len(shape) == 1 and self.columns > 1):
             raise InputError(
@@ -355,3 +355,111 @@ class Auto:
 def log_normal(x: Tensor, loc: Tensor, log_scale: Tensor) -> Tensor:
     """log density of independent normals over the columns of x (N, C): (N,), nats."""
     return (-0.5 * (((x - loc) * (-log_scale).exp()).square() + LOG_2PI) - log_scale).sum(-1)
+
+
+# ---- its contract ----
+
+_ROWS = (
+    "a row of eta depends on other rows: together and in parts, the same people have another one. A program that "
+    "standardises, lags, sorts or counts over rows is another model in every batch; work such numbers out before, "
+    "under privacy not from these people, and pass them as a column, or with sf.Shared where they are the same for all"
+)
+_ROW_PRIOR = (
+    "the prior of its sites depends on rows; pass what it needs with sf.Shared (a scale, the number of groups), under "
+    "privacy nothing that was worked out from these people"
+)
+
+
+def check_predictor(predictor: Predictor, alone: bool) -> None:
+    """Raise InputError where a predictor does not keep its contract; on made data. `alone`: a row is evaluated by
+    itself in the fit, by `vmap`."""
+    theta, points = _near(predictor)
+    rows = _varied(predictor, theta, points)
+    first, again = (predictor.evaluate(theta, points, rows)[0] for _ in range(2))
+    if not same(first, again):
+        raise InputError(
+            "predictor: another eta each time it is run: it draws numbers, or changes its own state; draw with "
+            "pyro.sample alone"
+        )
+    bad, _, in_prior = _coupled(predictor, rows)
+    if in_prior:
+        raise InputError(f"predictor: {_ROW_PRIOR}")
+    if bad:
+        raise InputError(f"predictor: {_ROWS}")
+    if not alone:
+        return
+    try:
+        mapped = predictor.evaluate_alone(theta, points, rows)
+    except Exception as error:
+        untested = f": {error}" if isinstance(error, UntestedOperation) else ""
+        raise InputError(
+            "predictor: record-level privacy evaluates each row alone, by torch.func.vmap, which this program does not "
+            f"allow ({type(error).__name__}{untested}): values must not decide on its course (.item(), `if`, "
+            "boolean indexing), nor may it count on several rows"
+        ) from error
+    if not same(mapped, first):
+        raise InputError(f"predictor: {_ROWS}")
+
+
+def check_predictor_at_silo(predictor: Predictor, rows: Params, silo: str) -> None:
+    """The same contract on a silo's own rows, without privacy: there no row would be evaluated alone. Raises
+    DataError, which counts rows."""
+    try:
+        bad, looked_at, in_prior = _coupled(predictor, rows)
+    except Exception as error:
+        raise DataError(f"silo '{silo}': the predictor fails on part of its data ({type(error).__name__})") from None
+    if in_prior:
+        raise DataError(f"silo '{silo}': predictor: {_ROW_PRIOR}")
+    if bad:
+        raise DataError(f"silo '{silo}': predictor: in {bad} of {looked_at} rows looked at, {_ROWS}")
+
+
+def _near(predictor: Predictor) -> tuple[Tensor, Params]:
+    """theta_j and the `pyro.param`s around their start."""
+    rng = torch.Generator().manual_seed(0)
+
+    def around(value: Tensor) -> Tensor:
+        return value + SPREAD * torch.randn(value.shape, generator=rng, dtype=torch.float64).to(value)
+
+    return around(predictor.start), {name: around(value) for name, value in predictor.points.items()}
+
+
+def _varied(predictor: Predictor, theta: Tensor, points: Params) -> Params:
+    """Made rows that differ and are not in order: numbers from 1 to 2; whole ones 0 and 1, or all 0 where the program
+    looks up no 1."""
+    rng, made = torch.Generator().manual_seed(1), predictor.made(MADE)
+    for name, value in made.items():
+        if value.is_floating_point():
+            unordered = torch.rand(value.shape, generator=rng, dtype=torch.float64).sort(0).values[[2, 0, 3, 1]]
+            made[name] = value + unordered.to(value)
+    order = torch.arange(MADE) % 2
+    whole = {
+        name: order.reshape(-1, *[1] * (value.dim() - 1)).expand(value.shape).to(value)
+        for name, value in made.items()
+        if not value.is_floating_point()
+    }
+    try:
+        predictor.evaluate(theta, points, made | whole)
+    except Exception:
+        return made
+    return made | whole
+
+
+def _coupled(predictor: Predictor, rows: Params) -> tuple[int, int, bool]:
+    """How many rows have another eta among some of the rows than among all, of how many that were looked at; whether
+    the prior depends on rows."""
+    theta, points = _near(predictor)
+    with torch.no_grad():
+        whole, prior = predictor.evaluate(theta, points, rows)
+        in_prior = not same(prior, predictor.log_prior(theta, points))
+        bad, looked_at = torch.zeros(2, len(whole), dtype=torch.bool, device=whole.device)
+
+        def evaluate(part: Tensor) -> tuple[Tensor, Tensor]:
+            return predictor.evaluate(theta, points, {name: value[part] for name, value in rows.items()})
+
+        if len(whole) > 1:
+            for part, (found, own) in in_parts(evaluate, len(whole)):
+                bad[part] |= True if found.shape != whole[part].shape else ~alike(found, whole[part]).all(-1)
+                looked_at[part] = True
+                in_prior |= not same(own, prior)
+    return int(bad.sum()), int(looked_at.sum()), in_prior

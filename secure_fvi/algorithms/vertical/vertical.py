@@ -55,7 +55,7 @@ from secure_fvi.algorithms.vertical.steps import (
 )
 from secure_fvi.compiled import Mode, Traced, TracedOnMade
 from secure_fvi.disclosure import Declaration, Sums, drawn
-from secure_fvi.errors import AggregationError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, InputError, ProtocolError, one_line
 from secure_fvi.optimizers import Optimizer
 from secure_fvi.options import SCHEDULES, Count, Part, Positive, Says, Schedule, Share, Whole, check
 from secure_fvi.privacy.gate import Gate
@@ -573,7 +573,7 @@ class ColumnsProgram(Program):
         except Exception as error:  # the likelihood may be the user's
             raise InputError(
                 "record-level privacy evaluates the likelihood of each record alone, which fails on labels of 0 "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+                f"({type(error).__name__}: {one_line(error)})"
             ) from error
 
     def _gamma_noise(self, round_: int) -> Tensor:
@@ -811,10 +811,9 @@ class VerticalProgram(ColumnsProgram):
             self._draws_alone.check((shared, theta))
             self._gradients.check((shared, theta, start.new_zeros(())))
         except Exception as error:  # program and likelihood may be the user's
-            said = " ".join(str(error).split())[:200]
             raise InputError(
                 f"record-level privacy evaluates each record alone, which fails on made data ({type(error).__name__}: "
-                f"{said})"
+                f"{one_line(error)})"
             ) from error
 
     # ---- what both ways need ----

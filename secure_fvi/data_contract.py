@@ -1,0 +1,478 @@
+"""What a silo's data have to keep to, looked at there before the first round: afterwards it has been paid for.
+
+Observed values lie in the support of their sites, labels point into what they index, terms are finite, the sum over
+records holds among the silo's own (`read_at_silo`), and no record is there twice (`check_repeats`). It costs a silo
+some log2 N runs of the program on its N rows (`program_contract.in_parts`), without gradients, two with them, and a few
+on eight rows or fewer.
+
+What is found counts a silo's rows: it is for that silo alone (`DataError`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pyro.distributions import Unit
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from secure_fvi.algorithms.base import Problem
+from secure_fvi.density import LogDensity, Params, has_no_density, observed_value, record_dim, running, site_mask
+from secure_fvi.discovery import Discovery, Start, kind_of, start_of
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.federated_model import rounded
+from secure_fvi.program_contract import (
+    AT_ONCE,
+    DEPENDENT_PRIOR,
+    REMEDY,
+    SOME,
+    Point,
+    bad_parameters,
+    base_constraint,
+    check_edges,
+    check_masked,
+    dependent,
+    described,
+    directions,
+    gradient_of,
+    own_terms,
+    spread_out,
+    tensors_in,
+    terms_without,
+)
+
+_NEAR = (0.3, 1.0, 3.0)  # of the start, in unconstrained space: where else a site is tried
+_DIFFERENT_ROWS = 10  # from which a file in which every row occurs twice is taken for a mistake
+
+
+def read_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> Start:
+    """Where a silo's own latents start, from its rows, (N + 1, ...) each with a spare one at the end.
+
+    Raises DataError, which counts rows and quotes no value, for data that do not fit the model. Seen by that silo only.
+    """
+    columns = _Columns(rows, size, silo)
+    found = _AtSilo(problem, size, silo, columns)
+    try:
+        with running(problem.dtype, problem.device), torch.no_grad(), columns, found:
+            problem.model.fn(**rows, **problem.schema.constants)
+    except _NotFinite as error:
+        own = _cured_by(problem, {name: value[:size] for name, value in rows.items()}) if error.count == size else None
+        if own is None:
+            raise DataError(str(error)) from None
+        raise DataError(
+            f"silo '{silo}': the log density of site '{error.site}' is not finite at the start in any of {size} rows, "
+            f"and is finite where '{own}' lies elsewhere: the logarithm or the root of what '{own}' makes 0 or less, "
+            f"say. Give '{own}' a prior that cannot be so (Beta, HalfNormal, Dirichlet), or say where to begin with "
+            "start={...}"
+        ) from None
+    except InputError as error:
+        raise error if isinstance(error, DataError) else DataError(f"silo '{silo}': {error}") from None
+    except Exception as error:
+        raise DataError(f"silo '{silo}': the model fails on its data ({type(error).__name__})") from None
+    _check_sites(problem, found, silo)
+    point, some = check_parts(problem, rows, size, silo)
+    if found.masked:
+        _check_masks(point, some, silo)
+    check_edges(point, some, silo)
+    _check_steps(point, some, {name: value[:size] for name, value in rows.items()}, found.priors, silo)
+    return start_of(found)
+
+
+def _cured_by(problem: Problem, rows: Params) -> str | None:
+    """The latent site, if there is one, without whose value at the start the log p of all rows is finite."""
+    if type(problem.density) is not LogDensity:
+        return None
+    point = Point(problem, len(next(iter(rows.values()))), spread=0.0)
+    for site, at, direction in directions(point):
+        for far in _NEAR:
+            with contextlib.suppress(Exception), torch.no_grad():
+                run = problem.density.run({**point.latents(), site: at + far * direction}, point.theta, rows)
+                if bool(torch.isfinite(sum(run.terms["record"])).all()):  # type: ignore[arg-type]
+                    return site
+    return None
+
+
+def check_parts(problem: Problem, rows: Params, size: int, silo: str) -> tuple[Point, Params]:
+    """Raise DataError where global terms depend on a silo's data, or its records on each other; what was looked at."""
+    few = spread_out(size, SOME)
+    some, point = {name: value[few] for name, value in rows.items()}, Point(problem, len(few))
+    try:
+        problem.density.check_global_density(rows, silo, problem.start.z_global)
+        found = dependent(Point(problem, size), {name: value[:size] for name, value in rows.items()})
+    except InputError:
+        raise
+    except Exception as error:
+        raise DataError(f"silo '{silo}': the model fails on part of its data ({type(error).__name__})") from None
+    if found.silo:
+        raise DataError(f"silo '{silo}': {DEPENDENT_PRIOR.format('silo')}")
+    if found.records:
+        counted = f"{found.records} of {found.looked_at} records looked at"
+        raise DataError(f"silo '{silo}': {counted} depend on others: {found.said()}")
+    for first in range(0, size, AT_ONCE):
+        part = {name: value[first : min(first + AT_ONCE, size)] for name, value in rows.items()}
+        _check_steepness(problem, part, size, silo)
+    return point, some
+
+
+def _check_steepness(problem: Problem, rows: Params, size: int, silo: str) -> None:
+    """Raise DataError where log p is finite and its gradient is not, as at exp(log(0)): a fit would not move."""
+    count = len(next(iter(rows.values())))
+    if _steady(problem, rows, slice(None)):
+        return
+    bad = [k for k in range(count) if not _steady(problem, rows, slice(k, k + 1))]
+    good = next((k for k in range(count) if k not in set(bad)), None)
+    blamed = []
+    if bad and good is not None:
+        for name, value in rows.items():
+            other = {**rows, name: value[good].expand_as(value)}
+            blamed += [f"'{name}'"] * all(_steady(problem, other, slice(k, k + 1)) for k in bad[:SOME])
+    rest = "" if count == size else f", of {count} that were looked at together"
+    raise DataError(
+        f"silo '{silo}': {', '.join(blamed) or 'the data'} give the log density a gradient that is not finite, at the "
+        f"start, in {len(bad) or 'some'} of {size} rows{rest}: the logarithm or the root of 0, say; correct these "
+        "rows, or take them out"
+    )
+
+
+def _steady(problem: Problem, rows: Params, part: slice) -> bool:
+    """Whether the gradient of the records' terms is finite at the start."""
+    some = {name: value[part] for name, value in rows.items()}
+    point = Point(problem, len(next(iter(some.values()))))
+    try:
+        with torch.enable_grad():
+            terms, latents = own_terms(point, some)
+            total = torch.where(torch.isfinite(terms), terms, torch.zeros_like(terms)).sum()
+        found = torch.autograd.grad(total, latents, allow_unused=True) if total.requires_grad else ()
+    except Exception:  # not on so few rows: nothing is known
+        return True
+    return all(bool(torch.isfinite(g).all()) for g in found if g is not None)
+
+
+def _check_sites(problem: Problem, found: Discovery, silo: str) -> None:
+    mine, layout = {s.name: s for s in found.sites}, {s.name: s for s in problem.layout.sites}
+    for name in sorted(mine.keys() ^ layout.keys()):
+        raise DataError(f"silo '{silo}': the data decide on whether the model has the site '{name}'; sites must not")
+    for name, site in layout.items():
+        if mine[name].shape != site.shape:
+            raise DataError(
+                f"silo '{silo}': site '{name}' has shape {mine[name].shape} on its data and {site.shape} on made data. "
+                "How many latents there are must not depend on data: pass the number of groups as a plain argument"
+            )
+
+
+def _check_masks(point: Point, rows: Params, silo: str) -> None:
+    latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
+    with torch.enable_grad():
+        run = point.problem.density.run(latents, point.theta, rows)
+    for name, mask in run.masks.items():
+        check_masked(name, mask, gradient_of(terms_without(run, name), latents[name]), silo)
+
+
+def _check_steps(point: Point, some: Params, rows: Params, priors: Mapping[str, Any], silo: str) -> None:
+    """Raise DataError where values of a site's prior change log p on all of the silo's rows, of which no gradient tells
+    at any of them: of `t < c`, for one. Made data, which are all alike, need not lie where the step is."""
+    for site in _flat(point, some, priors):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                prior = priors[site]
+                values = biject_to(prior.support).inv(prior.sample((SOME,)))
+        except Exception:  # a distribution of the user's own, or an improper one, of which none can be drawn
+            continue
+        found = []
+        for value in values:
+            total, sloped = _around(point.problem, rows, site, value)
+            if sloped:
+                break
+            found.append(total)
+        else:
+            tolerance = 1e-6 if point.problem.dtype == torch.float64 else 1e-3
+            if np.isfinite(found).all() and np.ptp(found) > tolerance * (1 + abs(found[0])):
+                raise DataError(
+                    f"silo '{silo}': site '{site}' reaches the likelihood by steps alone: its value decides between "
+                    "others', as in torch.where(t < c, a, b), and no gradient says so, so that q would stay at the "
+                    "prior. Smooth the step, torch.sigmoid((c - t) / width) for t < c, or give it a grid of values "
+                    "whose terms are summed out"
+                )
+
+
+def _flat(point: Point, rows: Params, names: Iterable[str]) -> list[str]:
+    """Sites that some rows' terms do not follow, by their gradient."""
+    latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
+    with torch.enable_grad():
+        run = point.problem.density.run(latents, point.theta, rows)
+    gradients = {name: gradient_of(terms_without(run, name), latents[name]) for name in names}
+    return [name for name, gradient in gradients.items() if gradient is None or not bool(gradient.any())]
+
+
+def _around(problem: Problem, rows: Params, site: str, value: Tensor) -> tuple[float, bool]:
+    """Of rows, log p with a site at `value`, its own prior aside, and whether it has a gradient in it."""
+    total, count = 0.0, len(next(iter(rows.values())))
+    for first in range(0, count, AT_ONCE):
+        part = {name: rows[name][first : first + AT_ONCE] for name in rows}
+        point, leaf = Point(problem, min(AT_ONCE, count - first)), value.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            terms = terms_without(problem.density.run({**point.latents(), site: leaf}, point.theta, part), site)
+        gradient = gradient_of(terms, leaf)
+        if gradient is not None and bool(gradient.any()):
+            return 0.0, True
+        total += float(terms.detach())
+    return total, False
+
+
+class _NotFinite(DataError):
+    """A site whose density is not finite at the start, in `count` rows."""
+
+    def __init__(self, site: str, count: int, said: str) -> None:
+        super().__init__(said)
+        self.site, self.count = site, count
+
+
+class _AtSilo(Discovery):
+    """Reads the program on a silo's rows, and looks at each site in the record plate."""
+
+    def __init__(self, problem: Problem, size: int, silo: str, columns: _Columns) -> None:
+        super().__init__(problem.model, size + 1, problem.dtype, problem.device)
+        self.size, self.silo, self.columns = size, silo, columns
+        self.masked = False
+        self.priors: dict[str, Any] = {}  # of latent sites outside the record plate
+
+    def _pyro_sample(self, msg: Any) -> None:
+        super()._pyro_sample(msg)
+        if has_no_density(msg):
+            return
+        if not msg["is_observed"]:
+            self.masked |= site_mask(msg) is not None
+        if not record_dim(msg, self.model.record_plate):
+            if not msg["is_observed"]:
+                self.priors[msg["name"]] = msg["fn"]
+            return
+        self._check_weights(msg)
+        if msg["is_observed"] and not isinstance(msg["fn"], Unit):
+            self._check_support(msg)
+        self._check_finite(msg)
+
+    def _check_weights(self, msg: Any) -> None:
+        weights = torch.as_tensor(msg["scale"])
+        enough = weights >= 0 if msg["is_observed"] else weights > 0
+        count = self._count(msg, ~enough | torch.isinf(weights))
+        if count:
+            names = self.columns.of(weights) or "poutine.scale"
+            least = "less than 0" if msg["is_observed"] else "0 or less, which leaves a latent no prior"
+            raise DataError(
+                f"silo '{self.silo}': {names} weighs site '{msg['name']}' by {least}, or by no finite number, in "
+                f"{count} of {self.size} rows"
+            )
+
+    def _check_support(self, msg: Any) -> None:
+        fn, value = msg["fn"], msg["value"]
+        try:
+            support = fn.support
+            inside = support.check(value)
+            if "multinomial" in str(support).lower():
+                inside = inside & (value % 1 == 0).all(-1)
+        except Exception:  # a distribution of the user's own, without one
+            return
+        count = self._count(msg, ~inside)
+        if count:
+            names = self.columns.of(value, *vars(base_constraint(support)).values()) or f"site '{msg['name']}'"
+            raise DataError(
+                f"silo '{self.silo}': {names} does not fit site '{msg['name']}' in {count} of {self.size} rows: "
+                f"{kind_of(fn)} takes {described(support)}"
+            )
+
+    def _check_finite(self, msg: Any) -> None:
+        fn, value = msg["fn"], msg["value"]
+        term = fn.log_prob(observed_value(msg) if msg["is_observed"] and not isinstance(fn, Unit) else value)
+        count = self._count(msg, ~torch.isfinite(scale_and_mask(term, 1.0, msg["mask"])))
+        if count:
+            self._check_parameters(msg)
+            names = self.columns.of(value, *vars(fn).values()) or "no column"
+            raise _NotFinite(
+                msg["name"],
+                count,
+                f"silo '{self.silo}': the log density of site '{msg['name']}' is not finite at the start in {count} of "
+                f"{self.size} rows, from {names}: values on the edge of what {kind_of(fn)} takes, or too large; "
+                "correct or rescale them, or say where to begin with start={...}",
+            )
+
+    def _check_parameters(self, msg: Any) -> None:
+        """Of a site whose density is not finite: the scale, say, where that is what it cannot be."""
+        for name, constraint, given, bad in bad_parameters(msg["fn"]):
+            because = f"for any data: it follows from sites that can be so. {REMEDY}"
+            if columns := self.columns.of(given):
+                because = f"from {columns}; correct or rescale it"
+            batch = len(msg["fn"].batch_shape)
+            bad = bad.reshape(*bad.shape[:batch], -1).any(-1) if bad.dim() > batch else bad
+            try:
+                where = f" in {self._count(msg, bad)} of {self.size} rows"
+            except (RuntimeError, IndexError):  # of another shape than the site's
+                where = ""
+            raise DataError(
+                f"silo '{self.silo}': site '{msg['name']}' has a {name} at the start that {kind_of(msg['fn'])} does "
+                f"not take ({described(constraint)}){where}, {because}"
+            )
+
+    def _count(self, msg: Any, bad: Tensor) -> int:
+        """Rows of the silo's with anything bad in what is not masked. bad: batch shape, and parts of an event."""
+        fn, mask = msg["fn"], site_mask(msg)
+        dim = record_dim(msg, self.model.record_plate)
+        extra = max(0, bad.dim() - len(fn.batch_shape))
+        batch = bad.reshape((*bad.shape[: bad.dim() - extra], -1)).any(-1) if extra else bad
+        batch = batch.expand(torch.broadcast_shapes(batch.shape, fn.batch_shape))
+        if mask is not None:
+            batch = batch & mask.to(batch.device)
+        rows = batch.movedim(dim, 0).reshape(batch.shape[dim], -1).any(1)
+        return int(rows[: self.size].sum())
+
+
+#: The arguments of functions that look numbers up along an axis, in their order.
+_BY_AXIS = ("input", "dim", "index")
+_GATHERS = {
+    torch.index_select: _BY_AXIS, Tensor.index_select: _BY_AXIS, torch.gather: _BY_AXIS, Tensor.gather: _BY_AXIS,
+    torch.take_along_dim: ("input", "index", "dim"),
+}  # fmt: skip
+_TO_WHOLE = (Tensor.long, Tensor.int, Tensor.short, Tensor.to, Tensor.type)
+
+
+class _Columns(TorchFunctionMode):
+    """Follows columns through a program: which tensor comes from which, and whether what is used as an index can be."""
+
+    def __init__(self, rows: Params, size: int, silo: str) -> None:
+        super().__init__()
+        self.size, self.silo, self.rows = size, silo, rows
+        self._names: Any = WeakIdKeyDictionary()
+        for name, value in rows.items():
+            self._names[value] = frozenset([name])
+
+    def of(self, *values: Any) -> str:
+        """The columns that some values come from, in quotes."""
+        found = {name for value in tensors_in(values) for name in self._names.get(value, ())}
+        return ", ".join(f"'{name}'" for name in sorted(found))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._look(func, args, kwargs)
+        out = func(*args, **kwargs)
+        names = frozenset().union(*(self._names.get(t, frozenset()) for t in tensors_in((args, *kwargs.values()))))
+        if names:
+            for tensor in tensors_in((out,)):
+                self._names[tensor] = names | self._names.get(tensor, frozenset())
+        return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is Tensor.__getitem__:
+            for index, length in _indices(args[0], args[1]):
+                self._check_index(index, length)
+        elif func in (functional.embedding, torch.embedding):
+            index, table = (args[0], args[1]) if args[0].dim() < 2 or not args[0].is_floating_point() else args[1::-1]
+            self._check_index(index, table.shape[0])
+        elif func is functional.one_hot:
+            classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+            if classes > 0:
+                self._check_index(args[0], classes)
+        elif func in _GATHERS:
+            given = {**dict(zip(_GATHERS[func], args, strict=False)), **kwargs}
+            at = given.get("index", given.get("indices"))
+            if isinstance(at, Tensor) and isinstance(given.get("dim"), int):
+                self._check_index(at, given["input"].shape[given["dim"]])
+        elif func in _TO_WHOLE and args[0].is_floating_point() and any(args[0] is row for row in self.rows.values()):
+            whole = func is not Tensor.to and func is not Tensor.type
+            whole |= any(isinstance(a, torch.dtype) and not a.is_floating_point and a != torch.bool for a in args[1:])
+            dtype = kwargs.get("dtype")
+            whole |= isinstance(dtype, torch.dtype) and not dtype.is_floating_point and dtype != torch.bool
+            if whole:
+                count = self._rows(args[0] % 1 != 0)
+                if count:
+                    raise DataError(
+                        f"silo '{self.silo}': {self.of(args[0])} holds fractions in {count} of {self.size} rows, where "
+                        "the model takes whole numbers (labels); round() or floor() them if that is meant"
+                    )
+
+    def _check_index(self, index: Tensor, length: int) -> None:
+        names = self.of(index)
+        if not names or index.dtype == torch.bool:
+            return
+        if index.is_floating_point() or index.dtype == torch.uint8:
+            raise DataError(f"silo '{self.silo}': {names} is used as an index and holds no whole numbers; use .long()")
+        count = self._rows((index < 0) | (index >= length))
+        if count:
+            raise DataError(
+                f"silo '{self.silo}': {names} points outside of what it indexes in {count} of {self.size} rows: the "
+                f"model has {length} there, so that labels are whole numbers from 0 to {length - 1}"
+            )
+
+    def _rows(self, bad: Tensor) -> int:
+        if bad.dim() and bad.shape[0] == self.size + 1:
+            bad = bad[: self.size].reshape(self.size, -1).any(1)
+        return int(bad.sum())
+
+
+def _indices(table: Tensor, key: Any) -> Iterator[tuple[Tensor, int]]:
+    """The tensors in `table[key]`, each with the length of the axis that it indexes."""
+    parts = key if isinstance(key, tuple) else (key,)
+    used = sum(0 if p is None or p is Ellipsis else _axes(p) for p in parts)
+    axis = 0
+    for part in parts:
+        if part is Ellipsis:
+            axis += table.dim() - used
+        elif part is not None:
+            if isinstance(part, Tensor) and axis < table.dim():
+                yield part, table.shape[axis]
+            axis += _axes(part)
+
+
+def _axes(part: Any) -> int:
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+# ---- records ----
+
+
+def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -> None:
+    """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
+    itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
+    rows, which a column of the table names. named: the columns that they were made of, as their owner knows them."""
+    if "present" in rows and rows["present"].shape[1:] > (1,):
+        return
+    columns = [value.reshape(len(value), -1).double() for value in rows.values()]
+    if not any(bool((column % 1 != 0).any()) for column in columns):
+        return
+    values = torch.cat(columns, 1)
+    weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    marks = (values * weights.to(values.device)).sum(1)
+    different, counts = marks.unique(return_counts=True)
+    if len(different) >= _DIFFERENT_ROWS and int(counts.min()) > 1:
+        raise DataError(
+            f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
+            f"{', '.join(map(repr, named or rows))}: every record is there several times. Remove the copies, or give "
+            "records ids of their own (record_ids, or a column record_id) if they are different people"
+        )
+
+
+def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
+    """A silo's record ids as int64 (N,). Raises DataError, which counts rows, where some are not whole numbers."""
+    try:
+        found = torch.as_tensor(ids).cpu().numpy()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record") from None
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise InputError(f"silo '{silo}': record_ids must be whole numbers, one a record")
+    bad = int((~(found >= 0) | (found % 1 != 0) | (found >= 2**63)).sum())
+    long = int(rounded(found).sum())
+    if long and not bad:
+        raise DataError(
+            f"silo '{silo}': record_ids are floats of too many digits to be told apart in {long} of {len(found)} rows"
+        )
+    if bad:
+        raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
+    return found.astype(np.int64)

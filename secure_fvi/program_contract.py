@@ -1,0 +1,754 @@
+"""What a program has to keep to, looked at on made data before the first round (`check_program`), at every party alike:
+log p is a sum over records, says the same each time it is run, has a gradient in every latent, and gives draws as the
+end of a fit does. Pyro's validation is off while a program runs; this stands in its place.
+
+`data_contract.py` asks the same of a silo's own rows, `algorithms.vertical.predictors` of a predictor's program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import constraints
+from torch.overrides import TorchFunctionMode
+
+from secure_fvi.algorithms.base import Problem
+from secure_fvi.density import ALL_RECORDS, Evaluation, LogDensity, LogTerms, Params, has_no_density, running
+from secure_fvi.discovery import kind_of
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
+from secure_fvi.privacy.settings import RecordDP
+
+_T = TypeVar("_T")
+MADE = 4  # records of made data
+SOME = 8  # rows at a silo that are also evaluated in parts, and few enough to show what many drown
+AT_ONCE = 1024  # rows whose gradient is looked at together
+SPREAD = 0.1  # of the point at which log p is compared, around the start
+_SPREADS = (0.1, 2.0)  # of those at which slopes are
+_FAR = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # and where an edge of log p is looked for
+_EDGE = 1e6  # nats that log p falls there at least
+_BELOW = 30.0  # nats under the start from which on an edge is where q does not come, or a logarithm that has run out
+_FORBIDDEN = 1e8  # nats: what a pyro.factor under minus that much is taken to forbid
+_AROUND = 4  # points at each distance from where a run ran off
+_PRIOR_DRAWS = 16  # in which a parameter is looked for that its distribution does not take
+
+
+class Point:
+    """Values of all latents around the start, in unconstrained space, the same at every party."""
+
+    def __init__(self, problem: Problem, records: int, spread: float = SPREAD) -> None:
+        rng, start = torch.Generator().manual_seed(0), problem.start
+
+        def around(value: Tensor) -> Tensor:
+            noise = torch.randn(value.shape, generator=rng, dtype=torch.float64)
+            return value.to(problem.device) + spread * noise.to(problem.device, problem.dtype)
+
+        self.problem = problem
+        self.z_global, self.z_silo = around(start.z_global), around(start.z_silo)
+        self.z_record = around(start.z_record[:1].expand(records, -1))
+        self.theta = {name: value.to(problem.device) for name, value in start.theta.items()}
+
+    def evaluate(self, rows: Params, silo: float = 0.0, record: float = 0.0) -> LogTerms:
+        """Log p, with the silo's or the records' latents moved by so much."""
+        z_silo, z_record = self.z_silo + silo, self.z_record + record
+        return self.problem.density.evaluate(self.z_global, z_silo, z_record, self.theta, rows)
+
+    def of(self, part: Tensor) -> Point:
+        """The same values, of some of the records."""
+        found = copy.copy(self)
+        found.z_record = self.z_record[part]
+        return found
+
+    def latents(self) -> Params:
+        split = self.problem.layout.split
+        return {**split(self.z_global, "global"), **split(self.z_silo, "silo"), **split(self.z_record, "record")}
+
+
+def check_program(problem: Problem, importance_samples: int = 1) -> None:
+    """Raise InputError where the program does not keep its contract, and say why; warn of a site that nothing uses.
+
+    Looks at made data alone, so that all parties come to the same answer.
+    """
+    rows = {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(MADE).items()}
+    try:
+        _check_program(Point(problem, MADE), rows, importance_samples)
+    except (InputError, SecureFVIWarning):  # a warning that the user had made an error of is no fault of the program
+        raise
+    except Exception as error:  # the program is the user's: anything may come
+        raise InputError(
+            f"the model fails on made data, where gradients are taken ({type(error).__name__}: {one_line(error)})"
+        ) from error
+
+
+def _check_program(point: Point, rows: Params, importance_samples: int) -> None:
+    problem = point.problem
+    first, again = _undrawn(point, rows), _undrawn(point, rows)
+    if not all(same(a, b) for a, b in zip(first, again, strict=True)):
+        raise InputError(
+            "the model gives another log density each time it is run: it changes its own state (a list, dict or array "
+            "outside of it, or its data), or asks for the time"
+        )
+    if not bool(torch.isfinite(first.shared)) or not bool(torch.isfinite(first.silo)):
+        raise InputError(
+            "the log density of the global sites is not finite near the start; look at their priors, or say where to "
+            "begin with start={...}"
+        )
+    found = dependent(point, rows)
+    if found.records:
+        raise InputError(found.said())
+    if found.shared or found.silo:
+        raise InputError(DEPENDENT_PRIOR.format("global" if found.shared else "silo"))
+    _check_owners(point, rows, first)
+    if type(problem.density) is LogDensity:  # of a traced program's graph that was looked at when it was traced
+        _check_gradients(point, rows)
+        check_edges(point, rows)
+        _warn_of_parameters(problem, rows)
+    _check_taken(point, rows)
+    _check_end(point)
+    if isinstance(problem.privacy, RecordDP):
+        _check_mapped(point, rows, first.records, "record-level privacy evaluates each record alone")
+    elif importance_samples > 1:
+        _check_mapped(point, rows, first.records, "importance samples go through the model together")
+
+
+def _undrawn(point: Point, rows: Params) -> LogTerms:
+    """Log p, from a run that draws nothing by itself: a seed set inside makes one draw of all records, and a fit that
+    maps the program, or traces it, another one each time."""
+    with torch.random.fork_rng(devices=[]):
+        numbers, ours = np.random.get_state(), random.getstate()
+        try:
+            found = None
+            for begin in (0, 1):  # a program that sets the seed itself may end where it began
+                for _ in range(3):  # another thread of the process may have drawn in the meantime, once
+                    torch.manual_seed(begin)
+                    np.random.seed(begin)
+                    random.seed(begin)
+                    before = _drawn_so_far()
+                    found = point.evaluate(rows)
+                    if _drawn_so_far() == before:
+                        break
+                else:
+                    raise InputError(
+                        "the model draws random numbers by itself (torch, numpy or random), anew each time that it is "
+                        "run; draw with pyro.sample alone, which the fit sees"
+                    )
+        finally:
+            np.random.set_state(numbers)
+            random.setstate(ours)
+    assert found is not None
+    return found
+
+
+def _drawn_so_far() -> tuple[bytes, bytes, int]:
+    """The states of the generators that a program may draw from."""
+    numbers: Any = np.random.get_state()
+    state = numbers[1].tobytes() + repr(numbers[2:]).encode()
+    return torch.get_rng_state().numpy().tobytes(), state, hash(random.getstate())
+
+
+_NO_SUM = (
+    "the model's log density is not a sum over records: together and in parts, the same records have another one{}. A "
+    "program that standardises, lags, sorts or counts over records is another model at every silo; work such numbers "
+    "out before, over all silos, and pass them as a column, or with sf.Shared where they are the same for all records"
+)
+
+
+DEPENDENT_PRIOR = (
+    "the prior of a {} site depends on the data of records; move what depends on data into the record plate, or "
+    "share it with sf.Shared"
+)
+
+
+class _Dependent(NamedTuple):
+    """What another choice of records changes."""
+
+    records: int = 0  # how many have another term among some of the records than among all
+    looked_at: int = 0
+    shared: bool = False  # whether global sites have
+    silo: bool = False
+    sites: tuple[str, ...] = ()  # of records, whose terms change
+
+    def said(self) -> str:
+        return _NO_SUM.format(f" at {', '.join(map(repr, self.sites))}" if self.sites else "")
+
+
+def dependent(point: Point, rows: Params) -> _Dependent:
+    """Evaluates all rows, and some of them apart from the rest."""
+    count = len(point.z_record)
+    if count < 2:
+        return _Dependent()
+
+    def evaluate(part: Tensor) -> LogTerms:
+        return point.of(part).evaluate({name: value[part] for name, value in rows.items()})
+
+    with torch.no_grad():
+        whole = point.evaluate(rows)
+        bad, looked_at = torch.zeros(2, count, dtype=torch.bool, device=whole.records.device)
+        shared, silo, sites = False, False, set[str]()
+        for part, found in in_parts(evaluate, count):
+            differ = ~alike(found.records, whole.records[part])
+            if bool(differ.any()) and not sites:
+                sites = _differing(point, rows, part)
+            bad[part] |= differ
+            looked_at[part] = True
+            shared |= not same(found.shared, whole.shared)
+            silo |= not same(found.silo, whole.silo)
+    places = spread_out(count, AT_ONCE)
+    some = {name: value[places] for name, value in rows.items()}
+    for spread in _SPREADS if not bad.any() else ():
+        for part in _slopes_differ(Point(point.problem, len(places), spread), some):
+            bad[places[part]] = looked_at[places[part]] = True
+    return _Dependent(int(bad.sum()), int(looked_at.sum()), shared, silo, tuple(sorted(sites)))
+
+
+def _slopes_differ(point: Point, rows: Params) -> Iterator[Tensor]:
+    """The parts of the records whose slopes in some latent are other ones among the rest than apart. Where outcomes are
+    large, as incomes are, terms drown what a mean over records changes in them; their slopes, each by its own size, do
+    not. A part's rows are weighed by numbers of their own, so that they do not cancel."""
+    count = len(point.z_record)
+    weights = torch.randn(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    few = spread_out(count, SOME)
+    parts = [few[: len(few) // 2], few[len(few) // 2 :], drawn[: max(1, count // 2)].sort().values]
+    pairs = []
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            whole = own_terms(point, rows)
+            for part in parts:
+                alone = own_terms(point.of(part), {name: value[part] for name, value in rows.items()})
+                pairs.append((part, _slopes(*whole, weights[part], part), _slopes(*alone, weights[part], slice(None))))
+    except Exception:
+        return  # so far from the start, or without gradients: what a fit needs is looked at by itself
+    tolerance, rounding = (1e-6, 1e-12) if point.problem.dtype == torch.float64 else (1e-2, 1e-5)
+    for part, among, apart in pairs:
+        largest = max((float(g.abs().max()) for g in among if g is not None and g.numel()), default=0.0)
+        for a, b in zip(among, apart, strict=True):
+            if a is None or b is None or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+                continue
+            size = torch.maximum(a.abs(), b.abs())
+            size = size.amax(0, keepdim=True) if a.dim() > 1 and len(a) else size  # of records' latents: by column
+            if bool(((a - b).abs() > tolerance * size + rounding * largest).any()):
+                yield part
+                break
+
+
+def own_terms(point: Point, rows: Params) -> tuple[Tensor, list[Tensor]]:
+    """The records' terms (N,), and the latents that they follow from: the globals, the silo's, the records'."""
+    latents = [z.detach().clone().requires_grad_() for z in (point.z_global, point.z_silo, point.z_record)]
+    return point.problem.density.evaluate(latents[0], latents[1], latents[2], point.theta, rows).records, latents
+
+
+def _slopes(terms: Tensor, latents: list[Tensor], weights: Tensor, at: Tensor | slice) -> list[Tensor | None]:
+    """By latent, the gradient of what the terms of some records, by their places, add up to by these weights."""
+    if not terms.requires_grad:
+        return [None] * len(latents)
+    total = (weights.to(terms) * terms[at]).sum()
+    *shared, own = torch.autograd.grad(total, latents, retain_graph=True, allow_unused=True)
+    return [*shared, None if own is None else own[at]]
+
+
+def _differing(point: Point, rows: Params, part: Tensor) -> set[str]:
+    """The sites of records that have other terms among some of the rows than among all. Of a graph, or where discrete
+    sites are summed out, none is known by itself."""
+    if type(point.problem.density) is not LogDensity:
+        return set()
+    some, few = point.of(part), {name: value[part] for name, value in rows.items()}
+    runs = [p.problem.density.run(p.latents(), p.theta, r) for p, r in ((point, rows), (some, few))]
+    names = [name for name in runs[0].own if name in runs[0].in_records]
+    terms = zip(names, *(run.terms["record"] for run in runs), strict=False)
+    return {name for name, whole, found in terms if not same(found, whole[part])}
+
+
+def in_parts(evaluate: Callable[[Tensor], _T], count: int) -> Iterator[tuple[Tensor, _T]]:
+    """What a program says of some of `count` records, by their places: of a few that are spread among them together,
+    of the first and the last alone, and of parts of the few, and of all, such that each record is without each other in
+    one of them. What depends on any other record is seen by these; what others drown there, by the few."""
+    few = spread_out(count, SOME)
+    parts = [few[:1], few[-1:], *(few[part] for part in _apart(len(few)))]
+    if count > SOME:
+        parts += [few, *_apart(count)]
+    for part in parts:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # standard deviations of one record, say
+                found = evaluate(part)
+        except Exception:
+            if len(part) > 1:
+                raise
+            continue  # a fit never runs a program on one row, but record by record, which is looked at by itself
+        yield part, found
+
+
+def spread_out(count: int, most: int) -> Tensor:
+    """Places of so many of `count` records at most, the first and the last among them."""
+    return torch.linspace(0, count - 1, min(count, most)).round().long()
+
+
+def _apart(count: int) -> Iterator[Tensor]:
+    """Some log2 N + log2 log2 N parts of `count` places, half of them each, such that for every two, i and j, one holds
+    i and not j: by the bits of a shuffled number and those of the count of its zeros (Berger 1961, "A note on error
+    detection codes for asymmetric channels")."""
+    number = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    bits = [number >> k & 1 for k in range(max(1, (count - 1).bit_length()))]
+    zeros = len(bits) - torch.stack(bits).sum(0)
+    bits += [zeros >> k & 1 for k in range(len(bits).bit_length())]
+    for bit in bits:
+        part = bit.nonzero()[:, 0]
+        if 0 < len(part) < count:
+            yield part
+
+
+def alike(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise: equal up to rounding, or both not a number."""
+    tolerance = 1e-6 if a.dtype == torch.float64 else 1e-3
+    known = b[torch.isfinite(b)]
+    scale = float(known.abs().max()) if known.numel() else 0.0
+    return torch.isclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(alike(a, b).all())
+
+
+def _check_owners(point: Point, rows: Params, first: LogTerms) -> None:
+    """Global terms depend on global sites, a silo's on global and silo sites: the server computes the first alone."""
+    moved = point.evaluate(rows, silo=0.5, record=0.5)
+    if not same(moved.shared, first.shared):
+        raise InputError(
+            "the prior of a global site, or a pyro.factor outside the record plate, depends on sites of a silo or a "
+            "record; name what belongs to a silo in silo_sites"
+        )
+    if not same(point.evaluate(rows, record=0.5).silo, first.silo):
+        raise InputError("the prior of a silo site depends on sites of records")
+
+
+def _check_gradients(point: Point, rows: Params) -> None:
+    """Every latent and every pyro.param moves log p, and the gradient says by how much."""
+    problem = point.problem
+    latents = {name: value.detach().clone().requires_grad_() for name, value in point.latents().items()}
+    theta = {name: value.detach().clone().requires_grad_() for name, value in point.theta.items()}
+    with torch.enable_grad(), _Edges():
+        run = problem.density.run(latents, theta, rows)
+        total = terms_without(run)
+    for name, leaf in latents.items():
+        gradient = gradient_of(terms_without(run, name), leaf)
+        _check_slope(point, rows, name, gradient)
+        if name in run.masks:
+            check_masked(name, run.masks[name], gradient)
+    for name, leaf in theta.items():
+        # An encoder's weights are pyro.params too, which log p does not know.
+        if problem.model.encoder is None and gradient_of(total, leaf) is None:
+            hint = "; a PyroModule's own torch parameters stay as they are: declare them with PyroParam or PyroSample"
+            hint = "; give pyro.module(..., update_module_params=True)" if "$$$" in name else hint
+            raise InputError(f"pyro.param '{name}' does not reach the log density{hint}")
+
+
+class _Edges(Messenger):  # type: ignore[misc]
+    """Refuses what is observed within bounds that latents move: log p falls off an edge there, which no gradient tells
+    of, and no normal q stays on one side of it."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if has_no_density(msg) or not msg["is_observed"]:
+            return
+        try:
+            bounds = vars(base_constraint(msg["fn"].support)).values()
+        except Exception:  # a distribution of the user's own, without one
+            return
+        if any(bound.requires_grad for bound in tensors_in(bounds)):
+            raise InputError(
+                f"observed site '{msg['name']}': what {kind_of(msg['fn'])} can take depends on latent sites, and its "
+                "density ends where they say, which no gradient tells of. Take one with a tail, or make the bound a "
+                "number"
+            )
+
+
+#: By which functions a program compares; the log density of one that compares nothing that follows from latents has no
+#: edge but where a logarithm ends, which is none of its making.
+_COMPARE = {"lt", "le", "gt", "ge", "eq", "ne", "where", "masked_fill", "sign", "heaviside", "relu", "clamp", "clip"}
+
+
+class _Compares(TorchFunctionMode):
+    """Whether a program compares values that follow from latents."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").strip("_") in _COMPARE:
+            self.seen |= any(t.requires_grad for t in tensors_in((args, *(kwargs or {}).values())))
+        return func(*args, **(kwargs or {}))
+
+
+def directions(point: Point) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each latent site, where it is, and a random direction from there, and its opposite."""
+    rng = torch.Generator().manual_seed(1)
+    for site, at in point.latents().items():
+        direction = torch.randn(at.shape, generator=rng, dtype=torch.float64).to(at)
+        yield site, at, direction
+        yield site, at, -direction
+
+
+def check_edges(point: Point, rows: Params, silo: str | None = None) -> None:
+    """Refuse an edge off which the terms of records fall as a latent moves, by a pyro.factor of -inf or -1e10, say:
+    what `_Edges` refuses, by hand. One of global factors alone may lie where q does not come: the fit tells of it."""
+    density, latents = point.problem.density, point.latents()
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in latents.items()}
+    with torch.enable_grad(), _Compares() as compares:
+        here = _observed(density.run(leaves, point.theta, rows))
+    if not compares.seen:
+        return
+
+    def terms(site: str, value: Tensor) -> dict[str, float]:
+        """Nothing where the program fails so far out, which is no edge of its log density."""
+        with contextlib.suppress(Exception), torch.no_grad():
+            return _observed(density.run({**latents, site: value}, point.theta, rows))
+        return {}
+
+    for latent, at, direction in directions(point):
+        near, before = 0.0, here
+        for far in _FAR:
+            found = terms(latent, at + far * direction)
+            if not found:
+                break
+            for site in found:
+                if not _fallen(before[site], found[site]):
+                    continue
+                ends, between = (near, far), (before[site], found[site])
+                for _ in range(60):  # to where the two are one number
+                    middle = 0.5 * sum(ends)
+                    value = terms(latent, at + middle * direction).get(site, between[1])
+                    first = _fallen(between[0], value)
+                    ends, between = (
+                        ((ends[0], middle), (between[0], value)) if first else ((middle, ends[1]), (value, between[1]))
+                    )
+                if _fallen(*between) and max(between) > here[site] - _BELOW:
+                    where, error = ("", InputError) if silo is None else (f"silo '{silo}': ", DataError)
+                    raise error(
+                        f"{where}site '{site}': its log density falls off an edge that '{latent}' moves, of which no "
+                        "gradient tells, and no normal q stays on one side of it. Take a distribution with a tail, or "
+                        f"a penalty that grows smoothly; where the edge is a number, give '{latent}' a prior that ends "
+                        "there"
+                    )
+            near, before = far, found
+
+
+def _observed(run: Evaluation) -> dict[str, float]:
+    """Terms of records, each site's together, but for their latents' own; nan as 0, which is no edge."""
+    named = [name for name in run.own if name not in run.latents and (name in run.in_records or name == ALL_RECORDS)]
+    return {name: float(torch.nan_to_num(run.own[name].detach(), nan=0.0, neginf=-np.inf)) for name in named}
+
+
+def _fallen(a: float, b: float) -> bool:
+    """Whether of two values of a log density one lies so far under the other as beyond an edge."""
+    return abs(a - b) > _EDGE if np.isfinite([a, b]).all() else a != b
+
+
+def _warn_of_parameters(problem: Problem, rows: Params) -> None:
+    """Warn where values that priors can take make a parameter what its distribution does not take: a scale below 0.
+    Seen in that many draws of all sites, so that one in ten is missed with probability 0.2. What is so at the start is
+    refused by a silo, on its data."""
+    point, begins = Point(problem, MADE, spread=0.0), _Parameters(far=False)
+    with contextlib.suppress(Exception), torch.enable_grad(), begins:
+        problem.density.run(point.latents(), point.theta, rows)
+    for seed in range(_PRIOR_DRAWS):
+        looks = _Parameters()
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad(), looks:
+            torch.manual_seed(seed)
+            with running(problem.dtype, problem.device):
+                problem.model.fn(**rows, **problem.schema.constants)
+        if looks.said and not begins.said:
+            warnings.warn(
+                f"{looks.said} for values that priors allow, where log p is none, or of another model. {REMEDY}",
+                SecureFVIWarning,
+                stacklevel=2,
+            )
+            return
+
+
+class _Parameters(Messenger):  # type: ignore[misc]
+    """Looks at parameters of all sites that follow from latents."""
+
+    def __init__(self, far: bool = True) -> None:
+        """far: where numbers may have run out of digits, so that 0 and what is none are passed over."""
+        super().__init__()
+        self.said, self.far = "", far
+        self.latents: Params = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if has_no_density(msg) or self.said:
+            return
+        for name, constraint, given, bad in bad_parameters(msg["fn"]):
+            if constraint.event_dim > 1:
+                continue  # a matrix is not taken apart
+            nearly = torch.nextafter(given.detach(), torch.full_like(given, np.inf))
+            number = ~torch.isnan(given if given.dim() == bad.dim() else given.sum(-1))
+            if not self.far or bool((~constraint.check(nearly) & number).any()):
+                sites = _names(given, self.latents)
+                self.said = (
+                    f"site '{msg['name']}' has a {name} that {kind_of(msg['fn'])} does not take "
+                    f"({described(constraint)}){f', by {sites},' if sites else ''}"
+                )
+                return
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        drawn = not msg["is_observed"] and not has_no_density(msg)
+        if drawn and isinstance(msg["value"], Tensor) and msg["value"].is_floating_point():
+            self.latents[msg["name"]] = msg["value"] = msg["value"].detach().requires_grad_()
+
+
+def _names(value: Tensor, latents: Params, all_used: bool = False) -> str:
+    """The latent sites that a value follows from, in quotes; those that do not move it there too, if `all_used`."""
+    if not value.requires_grad or not latents:
+        return ""
+    uneven = torch.arange(1.0, value.numel() + 1).to(value)  # shares of a whole have a sum that nothing moves
+    found = torch.autograd.grad(
+        (value.reshape(-1) * uneven).sum(), list(latents.values()), retain_graph=True, allow_unused=True
+    )
+    used = [g is not None and (all_used or bool((g != 0).any())) for g in found]
+    return ", ".join(f"'{name}'" for name, one in zip(latents, used, strict=True) if one)
+
+
+def terms_without(run: Evaluation, site: str | None = None) -> Tensor:
+    """The terms of all sites but one."""
+    return sum((term for name, term in run.own.items() if name != site), torch.zeros(()))
+
+
+def gradient_of(value: Tensor, leaf: Tensor) -> Tensor | None:
+    """None where `leaf` has no part in `value`."""
+    if not value.requires_grad:
+        return None
+    return torch.autograd.grad(value, leaf, retain_graph=True, allow_unused=True)[0]
+
+
+def _check_slope(point: Point, rows: Params, site: str, gradient: Tensor | None) -> None:
+    """The gradient of all but the site's own prior against a difference along a random direction."""
+    density, latents = point.problem.density, point.latents()
+    precise = point.problem.dtype == torch.float64
+    step, floor = (1e-5, 1e-6) if precise else (1e-2, 1e-2)
+    at = latents[site]
+    rng = torch.Generator().manual_seed(1)
+    direction = torch.randn(at.shape, generator=rng, dtype=torch.float64).to(at)
+
+    def value(distance: float) -> float:
+        with torch.no_grad():
+            run = density.run({**latents, site: at + distance * direction}, point.theta, rows)
+            return float(terms_without(run, site))
+
+    high, low = value(step), value(-step)
+    slope = (high - low) / (2 * step)
+    told = 0.0 if gradient is None else float((gradient * direction).sum())
+    if not np.isfinite([slope, told]).all():
+        return
+    off = abs(slope - told) > 0.05 * (abs(slope) + abs(told)) + floor * (1 + abs(high))
+    flat = gradient is None or not bool(gradient.any())
+    if off or (flat and _in_steps(point, rows, site, direction)):
+        raise InputError(
+            f"site '{site}' does not reach the likelihood: the log density changes with its value and the gradient "
+            "does not say so. detach(), .item(), no_grad(), rounding or NumPy cuts it off; use tensor operations"
+        )
+    if gradient is None:
+        warnings.warn(
+            f"site '{site}' does not reach the likelihood: on made data nothing that is observed depends on it, and q "
+            "stays at its prior. Leave it out, and draw it afterwards with result.predict",
+            SecureFVIWarning,
+            stacklevel=2,
+        )
+
+
+def _in_steps(point: Point, rows: Params, site: str, direction: Tensor) -> bool:
+    """Whether log p, without the site's own prior, changes farther away although no gradient there says so: of what is
+    rounded the gradient is zero everywhere, of a hinge on one side alone."""
+    density, latents, values = point.problem.density, point.latents(), []
+    for distance in (0.0, -10.0, -2.0, -0.7, 0.7, 2.0, 10.0):
+        leaf = (latents[site] + distance * direction).detach().requires_grad_()
+        with torch.enable_grad():
+            value = terms_without(density.run({**latents, site: leaf}, point.theta, rows), site)
+        gradient = gradient_of(value, leaf)
+        if gradient is not None and bool(gradient.any()):
+            return False
+        values.append(float(value.detach()))
+    return bool(np.isfinite(values).all()) and float(np.ptp(values)) > 1e-3 * (1 + abs(values[0]))
+
+
+def check_masked(site: str, mask: Tensor, gradient: Tensor | None, silo: str | None = None) -> None:
+    """What a mask takes out has no prior left, so that nothing may depend on it."""
+    if gradient is None:
+        return
+    used = (gradient.reshape((*mask.shape, -1)) != 0).any(-1)
+    if bool((used & ~mask).any()):
+        error, where = (InputError, "") if silo is None else (DataError, f"silo '{silo}': ")
+        raise error(
+            f"{where}site '{site}' is masked where the rest of the model uses it: a mask takes its prior away. Give it "
+            "a wide prior instead, or mask what is observed"
+        )
+
+
+def _check_taken(point: Point, rows: Params) -> None:
+    """The gradient as fits take it, by torch.func, which a program that calls backward() by itself does not let."""
+
+    def value(z_global: Tensor, z_silo: Tensor, z_record: Tensor) -> Tensor:
+        terms = point.problem.density.evaluate(z_global, z_silo, z_record, point.theta, rows)
+        return terms.shared + terms.silo + terms.records.sum()
+
+    torch.func.grad(value, argnums=(0, 1, 2))(point.z_global, point.z_silo, point.z_record)
+
+
+def _check_end(point: Point) -> None:
+    """What a fit does once it has ended: draws of the global sites in the model's space, mapped if they can be."""
+    density, theta = point.problem.density, point.theta
+    draws = torch.stack([point.z_global, point.z_global + 0.3])
+
+    def values(z: Tensor) -> Params:
+        return density.constrain(z, theta)[0]
+
+    alone = [values(z) for z in draws]
+    try:
+        mapped = torch.func.vmap(values)(draws)
+    except RuntimeError:
+        return  # draws are then made one by one
+    if not all(same(mapped[name], torch.stack([one[name] for one in alone])) for name in mapped):
+        raise InputError("the model gives other values when it is mapped over draws; use tensor operations throughout")
+
+
+def _check_mapped(point: Point, rows: Params, expected: Tensor, why: str) -> None:
+    """Several draws of the records' latents go through the program together, or each record alone, by vmap."""
+
+    def draw(z: Tensor) -> Tensor:
+        return point.problem.density.evaluate(point.z_global, point.z_silo, z, point.theta, rows).records
+
+    def record(z: Tensor, row: Params) -> Tensor:
+        batch = {name: value.unsqueeze(0) for name, value in row.items()}
+        found = point.problem.density.evaluate(point.z_global, point.z_silo, z.unsqueeze(0), point.theta, batch)
+        return found.records[0]
+
+    try:
+        if isinstance(point.problem.privacy, RecordDP):
+            found = torch.func.vmap(record)(point.z_record, rows)
+        else:
+            found = torch.func.vmap(draw)(point.z_record.unsqueeze(0))[0]
+    except Exception as error:
+        raise InputError(
+            f"{why}, by torch.func.vmap, which this model does not allow ({type(error).__name__}): values must not "
+            "decide on its course (.item(), `if`, boolean indexing), nor may it count on several records"
+        ) from error
+    if not same(found, expected):
+        raise InputError(_NO_SUM.format(""))
+
+
+# ---- a run that ran off ----
+
+
+def misplaced(problem: Problem, z_global: Tensor | None = None, rows: Params | None = None) -> str:
+    """Which site has no log density, or a parameter that it does not take, and by which latents, at `z_global`
+    (n_global,), by default the start, or else around it: why a run came to numbers that are none. "" where nothing is
+    seen, and of a traced program, whose sites are not known. rows: a silo's, whose reader is that silo alone; made ones
+    where there are none."""
+    if type(problem.density) is not LogDensity:
+        return ""
+    given = rows or {name: value.to(problem.device) for name, value in problem.schema.dummy_rows(MADE).items()}
+    rng, centre = torch.Generator().manual_seed(0), problem.start.z_global if z_global is None else z_global
+    point = Point(problem, len(next(iter(given.values()))), spread=0.0)
+    for radius in (0.0, 0.01, 0.1, 0.3, 1.0, 3.0):
+        for _ in range(_AROUND if radius else 1):
+            step = radius * torch.randn(centre.shape, generator=rng, dtype=torch.float64)
+            point.z_global = (centre.to("cpu", torch.float64) + step).to(problem.device, problem.dtype)
+            looks = _Parameters()
+            with contextlib.suppress(Exception), torch.enable_grad(), looks:
+                run = problem.density.run(point.latents(), point.theta, given)
+                if looks.said:
+                    return f"{looks.said} where the fit went. {REMEDY}"
+                for name in sorted(run.own, key=lambda name: name in run.latents):
+                    if said := _unbounded(name, run, looks.latents):
+                        return said
+            point = point.of(torch.arange(min(len(point.z_record), SOME)))
+            given = {name: value[:SOME] for name, value in given.items()}
+    return ""
+
+
+def _unbounded(name: str, run: Evaluation, latents: Params) -> str:
+    """A site whose term is no number, -inf, or so low that something was to forbid it."""
+    term = run.own[name]
+    value, by_hand = float(term.detach()), name in run.factors
+    if np.isfinite(value) and (value > -_FORBIDDEN or not by_hand):
+        return ""
+    sites = _names(term, latents, all_used=True)
+    low = "no number" if np.isnan(value) else f"{value:g}"
+    return (
+        f"the log density of site '{name}' is {low} where the fit went{f', by {sites}' if sites else ''}: a bound that "
+        "moves with latents (a pyro.factor of -inf, say), or the logarithm or root of what they make less than 0. No "
+        "normal q stays on one side of it: take a distribution with a tail or a penalty that grows smoothly, and "
+        "priors that end where log p does"
+    )
+
+
+# ---- what distributions take ----
+
+
+#: What makes a site's parameter what it has to be.
+REMEDY = "Give these priors that cannot (HalfNormal, Dirichlet in place of Normal), or take exp() or softmax() of them"
+
+
+def bad_parameters(fn: Any) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
+    """Parameters of a distribution that it does not take: name, constraint, value, and where it is not kept."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    for name, constraint in getattr(fn, "arg_constraints", {}).items():
+        given = vars(fn).get(name)
+        if constraint.is_discrete or not isinstance(given, Tensor):
+            continue
+        try:
+            bad = ~constraint.check(given)
+        except Exception:  # a constraint of the user's own, or one that depends on others
+            continue
+        if bool(bad.any()):
+            yield name, constraint, given, bad
+    for part in vars(fn).values():
+        if isinstance(part, torch.distributions.Distribution):  # of a mixture
+            yield from bad_parameters(part)
+
+
+def base_constraint(support: Any) -> Any:
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return support
+
+
+def described(support: Any) -> str:
+    """What a support takes, in words; bounds that are the model's numbers, not a silo's."""
+    base = base_constraint(support)
+    low, high = (getattr(base, name, None) for name in ("lower_bound", "upper_bound"))
+    numbers = [None if b is None or (isinstance(b, Tensor) and b.numel() > 1) else f"{float(b):g}" for b in (low, high)]
+    if isinstance(base, type(constraints.boolean)):
+        return "0 and 1 alone"
+    if "multinomial" in type(base).__name__:
+        return "whole numbers of at least 0 that add up to its total_count"
+    if isinstance(base, constraints.integer_interval):
+        upper = numbers[1] if numbers[1] is not None else "its own number of trials"
+        return f"whole numbers from {numbers[0]} to {upper}"
+    if isinstance(base, type(constraints.nonnegative_integer)):
+        return f"whole numbers of at least {numbers[0]}"
+    if isinstance(base, constraints.greater_than):
+        return f"numbers above {numbers[0] or 'its bound'}"
+    if isinstance(base, constraints.greater_than_eq):
+        return f"numbers of at least {numbers[0] or 'its bound'}"
+    if isinstance(base, constraints.interval | constraints.half_open_interval):
+        return f"numbers from {numbers[0] or 'its bound'} to {numbers[1] or 'its bound'}"
+    if isinstance(base, type(constraints.simplex)):
+        return "shares of at least 0 that add up to 1"
+    return f"values in its support, {type(base).__name__.strip('_')}"
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
