@@ -77,6 +77,11 @@ class Block:
         return math.prod(self.shape)
 
 
+#: In every sum without differential privacy, zeros: of a silo whose data cannot answer all that it sends is uniform
+#: over the ring, this too, which the few numbers of a small sum might not show.
+UNABLE = Block("unable", (2,), 1.0)
+
+
 @dataclass(frozen=True)
 class BlockTable:
     """The blocks of one phase, in order. Every party derives the same table; its digest enters mask keys."""
@@ -130,6 +135,7 @@ class SumSilo(Protocol):
         question: bytes = b"",
         most_missing: int | None = None,
         past: Mapping[str, bytes] | None = None,
+        spoiled: bool = False,
     ) -> bytes:
         """Protect `values` (table.size,) for sum `index`.
 
@@ -139,10 +145,16 @@ class SumSilo(Protocol):
         since two totals of the same values over two sets would give the difference away. `most_missing`: how many
         of the cohort this silo lets be missing from the total, where that is fewer than it lets in general. `past`: by
         silo id, 32 bytes that name all that this silo and that one were asked together before, or nothing; a whole sum
-        (`whole`) with one of another account is noise. An index is used at most once.
+        (`whole`) with one of another account is noise. An index is used at most once. `spoiled`: whatever the values
+        are, the total is uniform over the ring, and nobody can tell whose contribution made it so; where `spoils`.
         Raises AggregationError for a value that is not finite or past its bound,
         ProtocolError for a used index or a cohort under the minimum; nothing is revealed then.
         """
+        ...
+
+    @property
+    def spoils(self) -> bool:
+        """Whether a contribution may be `spoiled`: not where others see it, or decrypt totals, without masks."""
         ...
 
     @property

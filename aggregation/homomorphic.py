@@ -301,9 +301,17 @@ class HomomorphicSilo:
         question: bytes = b"",
         most_missing: int | None = None,
         past: Mapping[str, bytes] | None = None,
+        spoiled: bool = False,
     ) -> bytes:
         """Ciphertexts of the values, masked where masks are on; see `SumSilo.contribute`."""
-        return self._inner.contribute(index, cohort, table, values, context, question, most_missing)
+        return self._inner.contribute(
+            index, cohort, table, values, context, question, most_missing, spoiled=spoiled and self.spoils
+        )
+
+    @property
+    def spoils(self) -> bool:
+        """See `SumSilo.spoils`."""
+        return self._masks
 
     @property
     def whole(self) -> bool:

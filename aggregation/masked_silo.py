@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from secure_fvi.aggregation.onetime import (
     draw,
     mask_key,
     open_envelope,
+    own_key,
     pair_seeds,
     share_row,
     whole_key,
@@ -57,6 +59,8 @@ from secure_fvi.errors import InputError, ProtocolError
 LABEL_USE = b"use-of-an-index"
 LABEL_VALUES = b"values-of-an-index"
 LABEL_QUESTION = b"survivors-of-a-question"
+#: The slot of the secret of masks that stay in a total.
+SPOIL = "spoil"
 #: The slot of the newest index contributed to.
 LAST = "last"
 #: Which survivors of a question that it was asked a silo was shown: with it among them, or without.
@@ -150,6 +154,7 @@ class MaskedSilo:
         question: bytes = b"",
         most_missing: int | None = None,
         past: Mapping[str, bytes] | None = None,
+        spoiled: bool = False,
     ) -> bytes:
         """Masked ring elements of `values`; see `SumSilo.contribute`.
 
@@ -174,6 +179,8 @@ class MaskedSilo:
             if self._store.get(f"{SURVIVORS}/{index}") is not None:
                 raise ProtocolError(f"the survivors of sum {index} were named already; this silo is too late")
             masks = batch.masks(index, table.digest, context)
+        if spoiled:
+            masks.append(self._own_mask(session, Asked(index, bitmap, table.digest, context, question)))
         payload = self._masked(table, values, masks) if self._seal is None else self._seal(table, values, masks)
         inside = sent = hashlib.sha256(payload).digest()
         if self._seal is not None and batch is not None:
@@ -197,6 +204,11 @@ class MaskedSilo:
         return message
 
     @property
+    def spoils(self) -> bool:
+        """See `SumSilo.spoils`."""
+        return True
+
+    @property
     def whole(self) -> bool:
         """See `SumSilo.whole`."""
         return self._roster.whole
@@ -205,6 +217,10 @@ class MaskedSilo:
     def keys(self) -> bytes:
         """See `SumSilo.keys`."""
         return self._state.binding if self.whole else b""
+
+    def _own_mask(self, session: Session, asked: Asked) -> Mask:
+        """One that nobody else has, so that it stays in the total: the same for a contribution that is made again."""
+        return Mask(own_key(session, self._store.claim(SPOIL, os.urandom(32)), asked), False)
 
     def _whole_masks(
         self, session: Session, asked: Asked, cohort: frozenset[int], past: Mapping[str, bytes]

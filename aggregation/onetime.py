@@ -25,6 +25,7 @@ from secure_fvi.aggregation.messages import Deposit, KeyAdvert, KeySet, KeysRequ
 from secure_fvi.aggregation.prg import (
     LABEL_ENVELOPE,
     LABEL_MASK,
+    LABEL_OWN_MASK,
     LABEL_PAIR_SEEDS,
     LABEL_SEALED_SEEDS,
     LABEL_WHOLE_MASK,
@@ -93,6 +94,11 @@ def whole_key(session: Session, pair_secret: bytes, one: int, other: int, asked:
     fields = asked.cohort, asked.table, asked.context, asked.question, past
     names = number(asked.sum_index), number(low), number(high)
     return derive_key(pair_secret, LABEL_WHOLE_MASK, session.binding, *names, *fields)
+
+
+def own_key(session: Session, secret: bytes, asked: Asked) -> bytes:
+    """The key of a mask that one silo alone has, from its own 32-byte `secret`, so that it stays in the total."""
+    return derive_key(secret, LABEL_OWN_MASK, session.binding, number(asked.sum_index), *asked[1:])
 
 
 def pair_seeds(session: Session, batch: int, pair_secret: bytes, one: int, other: int) -> bytes:

@@ -60,6 +60,7 @@ class PlainSilo:
         question: bytes = b"",
         most_missing: int | None = None,
         past: Mapping[str, bytes] | None = None,
+        spoiled: bool = False,
     ) -> bytes:
         """The values as little-endian float64; errors as in `SumSilo.contribute`."""
         if self.silo_id not in cohort:
@@ -75,6 +76,11 @@ class PlainSilo:
                     raise AggregationError(f"block '{block.name}' holds a value {what} {block.bound:g}")
         self._last_index = index
         return values.astype(WIRE, copy=False).tobytes()
+
+    @property
+    def spoils(self) -> bool:
+        """The server would see whose contribution it is."""
+        return False
 
     @property
     def whole(self) -> bool:

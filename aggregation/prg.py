@@ -82,6 +82,7 @@ LABEL_PAIR_SEEDS = b"pair-seeds"
 LABEL_ENVELOPE = b"envelope"
 LABEL_SEALED_SEEDS = b"sealed-seeds"
 LABEL_WHOLE_MASK = b"whole-mask"
+LABEL_OWN_MASK = b"own-mask"
 
 
 def derive_key(secret: bytes, label: bytes, *fields: bytes) -> bytes:

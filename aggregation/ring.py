@@ -63,7 +63,7 @@ def out_of_range(block: Block, survivors: int) -> str:
     """What is said of a total that cannot be."""
     return (
         f"block '{block.name}': the total lies outside {survivors} survivors x bound {block.bound:g}; a contribution, "
-        "a mask or a share is wrong"
+        "a mask or a share is wrong, or some silo's data could not answer, which its own site's log says alone"
     )
 
 

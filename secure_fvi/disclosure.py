@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from secure_fvi.aggregation.base import Block, BlockTable, Form, SecureSum
+from secure_fvi.aggregation.base import UNABLE, Block, BlockTable, Form, SecureSum
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import BELOW_NORM, Terms
@@ -235,7 +235,7 @@ class Disclosure:
                     f"{declared[name].asked}"
                 )
             for b in table.blocks:
-                if b.rows == "presence" or b.name == BELOW_NORM:  # said of all sums, and by `kinds`
+                if b.rows == "presence" or b.name in (BELOW_NORM, UNABLE.name):  # said of all sums, and by `kinds`
                     continue
                 kind = b.name.split("/")[0]
                 said = any(word in declared[name].what for word in WORDS.get(kind, ()))

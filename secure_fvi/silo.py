@@ -44,7 +44,7 @@ from secure_fvi.algorithms.base import (
     SiloView,
 )
 from secure_fvi.data_contract import read_at_silo
-from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError, one_line
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, question_digest
@@ -96,7 +96,7 @@ class Past(NamedTuple):
     counted: int = 0  # answers that were used
     left_out: int = 0  # answers that were not
     differences: int = 0  # cohorts that lacked a silo
-    failed: bool = False  # whether its data could not answer the question claimed last; no other one is answered
+    failed: bool = False  # whether its data could not answer the question claimed last; no later one is
     cohort: tuple[str, ...] = ()  # of the last answer
     answered: str = ""  # digest of the question that it answered
     whole: bool = True  # whether it was asked of all whom the job asks
@@ -139,6 +139,9 @@ class Silo:
         self.on_claim: Callable[[Past], None] = lambda past: None
         #: Told what is not as it should be, in a few words, before an answer leaves: it belongs in the site's log.
         self.on_event: Callable[[str, str], None] = lambda kind, what: None
+        #: Told why this silo's data could not answer, where nobody else is: a party among others' sets it. Where None,
+        #: or where others see contributions, such a question is refused.
+        self.on_unfit: Callable[[object], None] | None = None
         self.begin()
 
     def __repr__(self) -> str:
@@ -216,11 +219,11 @@ class Silo:
         try:
             clip = broadcast.scalars.get(CLIP)
             self.gate.begin(index, broadcast.phase, len(broadcast.cohort), clip, turn)
-            release, after = self._contribution(broadcast, local, turn)
+            release, after, failed = self._found(broadcast, local, turn)
             table = self.gate.table
             reply = self._sum.contribute(
                 release.sum_index, broadcast.cohort, table, release.values, context, bytes.fromhex(digest),
-                self._may_lack(past, broadcast), _as_bytes(past.shared),
+                self._may_lack(past, broadcast), _as_bytes(past.shared), failed,
             )  # fmt: skip
         except BaseException as error:
             # What was charged may have been drawn for; of an attempt that ended before nothing has left.
@@ -231,25 +234,50 @@ class Silo:
                 self.past = claimed._replace(failed=True)
                 self.on_claim(self.past)
                 self.on_event(UNANSWERABLE, f"round {broadcast.round}")
-            if isinstance(error, BoundError):
-                raise BoundError(f"{self._because(error, broadcast)}{self._on_raw_scales()}") from None
-            if isinstance(error, ArithmeticError | LinAlgError):
-                said = (
-                    f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
-                    f"({type(error).__name__}); rescale the data, lower learning_rate, or keep parameters where the "
-                    "model is defined"
-                )
-                raise AggregationError(self._because(said, broadcast)) from error
-            raise
+            said = self._said(error, broadcast)
+            if said is None:
+                raise
+            kind = BoundError if isinstance(error, BoundError) else AggregationError
+            raise kind(said) from (None if isinstance(error, BoundError) else error)
         self._tell(past)
         self.past = past._replace(
-            turn=turn, claimed=digest, made=index, failed=False, cohort=broadcast.cohort, answered=digest,
+            turn=turn, claimed=digest, made=index, failed=failed, cohort=broadcast.cohort, answered=digest,
             whole=broadcast.cohort == self.program.order.cohort(broadcast.round, broadcast.phase),
             view=self._view(context),
         )  # fmt: skip
         self.local, self.pending = local, Pending(index, after)
         self.answer = Answer(context, release.values, reply)
         return reply
+
+    def _found(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any, bool]:
+        """A contribution, the silo's next state, and whether it is none: of a party that tells its own site alone, from
+        its first failure to the end of the job, so that no refusal tells others where its values pass a bound."""
+        if not (self._alone and self.past.failed):
+            try:
+                return *self._contribution(broadcast, local, turn), False
+            except Exception as error:
+                if self.on_unfit is None or not self._alone or isinstance(error, _NOT_OF_DATA):
+                    raise
+                self.on_unfit(self._said(error, broadcast) or f"round {broadcast.round}: {one_line(error)}")
+        return Release(broadcast.sum_index, np.zeros(self.gate.table.size)), local, True
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this silo alone hears that its data could not answer."""
+        return self.on_unfit is not None and self._sum.spoils and not self.program.terms
+
+    def _said(self, error: BaseException, broadcast: Broadcast) -> str | None:
+        """Why this silo's data could not answer, for itself alone; None where what was raised says it."""
+        if isinstance(error, BoundError):
+            return f"{self._because(error, broadcast)}{self._on_raw_scales()}"
+        if isinstance(error, ArithmeticError | LinAlgError):
+            said = (
+                f"silo '{self.name}': the model cannot be computed on its data in round {broadcast.round} "
+                f"({type(error).__name__}); rescale the data, lower learning_rate, or keep parameters where the "
+                "model is defined"
+            )
+            return self._because(said, broadcast)
+        return None
 
     def _because(self, said: object, broadcast: Broadcast) -> str:
         """What was said of a contribution that is none, with the site and the latents that it is of, where these are
@@ -306,7 +334,7 @@ class Silo:
         index, table = broadcast.sum_index, self.program.tables[broadcast.phase]
         reply = self._sum.contribute(
             index, broadcast.cohort, table, self.answer.values, context, bytes.fromhex(self.past.claimed),
-            self._may_lack(self.past, broadcast), _as_bytes(self.past.shared),
+            self._may_lack(self.past, broadcast), _as_bytes(self.past.shared), self.past.failed,
         )  # fmt: skip
         self.pending, self.past = self.pending._replace(sum_index=index), self.past._replace(view=self._view(context))
         self.answer = self.answer._replace(broadcast=context, reply=reply)
@@ -315,7 +343,7 @@ class Silo:
     def _check_not_failed(self, broadcast: Broadcast, digest: str) -> None:
         """Raises ProtocolError for another question than the one that this silo's data could not answer: with question
         after question a server would search for the point where one silo's values pass a bound."""
-        if self.past.failed and digest != self.past.claimed:
+        if self.past.failed and digest != self.past.claimed and not self._alone:
             raise ProtocolError(
                 f"silo '{self.name}': round {broadcast.round} is not answered: its data could not answer a question "
                 "before, and which others they can would tell of them alone; begin another job"

@@ -26,7 +26,7 @@ from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.algorithms.base import Broadcast
 from secure_fvi.algorithms.pvi import PVIProgram
 from secure_fvi.deployment.holding import DurableSilo, HeldStore
-from secure_fvi.errors import AggregationError, DataError, InputError, ProtocolError
+from secure_fvi.errors import AggregationError, BoundError, DataError, InputError, ProtocolError
 from secure_fvi.fitting import build_parties
 from secure_fvi.messages import ROUND, SUM, decode_broadcast, encode_broadcast
 from secure_fvi.privacy.gate import Gate
@@ -427,6 +427,50 @@ def test_refusals_are_no_oracle(held: bool) -> None:
         fresh = DurableSilo(parties()[2], HeldStore(store, lambda: None))
         with pytest.raises(ProtocolError, match="begin another job"):
             tell(fresh, message)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("algorithm", [sf.SFVI(iterations=6), sf.PVI(family="full")])
+def test_a_failure_is_nobodys_in_masked_sums(alone: bool, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A party among others whose data cannot answer tells its own site alone: what it sends is as long as ever, and the
+    total of all is none, from then on, whatever is asked, also after a restart. The control: one that nobody told to
+    keep it to itself refuses, in its own name, and its first refusal says in which of the rounds."""
+    problem, told = make_intercepts(), list[object]()
+    server, engine, _ = build_parties(problem.model, problem.silos, algorithm, sf.Masked(), compile=False)
+    silo = engine.silos[NAME]
+    if alone:
+        silo.on_unfit = told.append
+    engine.run(server.round())
+    contribute = silo._contribution
+
+    def past_its_bound(message: Broadcast, *rest: Any) -> Any:
+        if message.round == 1:
+            raise BoundError("silo 'silo-1': its part of 'direct' exceeds the declared bound")
+        return contribute(message, *rest)
+
+    monkeypatch.setattr(silo, "_contribution", past_its_bound)
+    if not alone:
+        with pytest.raises(AggregationError, match="silo-1"):
+            engine.run(server.round())
+        return
+    state, message = server.state, asked(server)
+    replies = {name: tell(one, message) for name, one in engine.silos.items()}
+    assert len({len(reply) for reply in replies.values()}) == 1
+    assert [str(t) for t in told] == ["silo 'silo-1': its part of 'direct' exceeds the declared bound"]
+    server.state = state
+    with pytest.raises(AggregationError, match="some silo's data could not answer") as caught:
+        engine.run(server.round())  # the same question again, to the same silos
+    assert NAME not in str(caught.value)
+    assert silo.past.failed
+    store = MemoryStore()
+    DurableSilo(silo, HeldStore(store, lambda: None)).carry_over(HeldStore(store, lambda: None))
+    silo.past = Past()
+    assert DurableSilo(silo, HeldStore(store, lambda: None)).silo.past.failed
+    following = used(message._replace(round=2, sum_index=message.sum_index + 9), message.sum_index, 1, message.phase)
+    following = following._replace(accepted=dict.fromkeys(message.cohort, message.sum_index))
+    assert len(tell(silo, following)) == len(replies[NAME])
+    assert silo.past.failed
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("unused", [0, 1, None])

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from secure_fvi.aggregation.base import Block, BlockTable, FloatArray
+from secure_fvi.aggregation.base import UNABLE, Block, BlockTable, FloatArray
 from secure_fvi.algorithms.base import (
     CLIP,
     Broadcast,
@@ -43,13 +43,15 @@ from secure_fvi.algorithms.base import (
     cohort_size,
     form,
 )
-from secure_fvi.errors import InputError
+from secure_fvi.errors import AggregationError, InputError
 from secure_fvi.families import Conditional
 from secure_fvi.privacy.gate import Gate, Release
 from secure_fvi.privacy.settings import RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 from secure_fvi.trees import Params
 
+#: What the total of such a block is at most in a sum of silos that can.
+_ZERO = 2.0**-20
 #: Numbers by the name of their block, as a silo finds them; and of a total.
 Blocks = Mapping[str, Any]
 Totals = Mapping[str, FloatArray]
@@ -244,8 +246,10 @@ class Program(ABC):
             return release, found.local(hidden)
         terms = self.terms.get(phase)
         # Under privacy the gate adds its side coordinate itself.
-        chosen = self.tables[phase].blocks if terms is None else self.parts[phase].chosen(self.parts[phase].protected)
-        values = self._flat(found.blocks, chosen)
+        one = self.parts[phase]
+        values = self._flat(found.blocks, one.blocks if terms is None else one.chosen(one.protected))
+        if terms is None:
+            values = np.concatenate([values, np.zeros(UNABLE.size)])
         gate.dropped += found.dropped
         if terms is not None and terms.settings.unit == "record":
             release = gate.release_change(torch.from_numpy(values))
@@ -257,7 +261,13 @@ class Program(ABC):
         return release, found.released(terms.in_clear(release.values, clip)[: len(values)])
 
     def update(self, state: Any, message: Broadcast, total: FloatArray, scale: float) -> tuple[Any, Step]:
-        return self.step(state, message, self.tables[message.phase].split(total), scale)
+        sums = self.tables[message.phase].split(total)
+        if not (np.abs(sums.pop(UNABLE.name, np.zeros(1))) <= _ZERO).all():
+            raise AggregationError(
+                f"round {message.round}: some silo's data could not answer, so that there is no total; which one, and "
+                "why, its own site's log says alone"
+            )
+        return self.step(state, message, sums, scale)
 
     def release_held(self, message: Broadcast, phase: str, found: RowAnswer) -> tuple[FloatArray, Any]:
         """In `step`, at a server with a gate: what leaves it of the data that it holds, and what is kept."""
@@ -289,7 +299,7 @@ class Program(ABC):
 
     def _table(self, phase: str, one: Sum) -> BlockTable:
         if phase not in self.terms:
-            return BlockTable(one.blocks)
+            return BlockTable((*one.blocks, UNABLE))
         return self.terms[phase].table(one.chosen(one.protected), one.chosen(one.counts))
 
     def _form(self, phase: str, one: Sum) -> Form:
