@@ -45,6 +45,7 @@ from secure_fvi.algorithms.base import (
 )
 from secure_fvi.algorithms.by_record import check_machine
 from secure_fvi.contracts import misplaced, read_at_silo
+from secure_fvi.discovery import Start
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
@@ -130,10 +131,13 @@ class Silo:
         gate: Gate,
         limits: Limits | None = None,
         released: int = 0,
+        silent: bool = False,
     ) -> None:
         """`view`: what the program may use of the silo's data; `view.size` is the number of records. `released`: how
-        often the ledger was charged before, below which no count of questions may be drawn from."""
+        often the ledger was charged before, below which no count of questions may be drawn from. silent: under
+        privacy, `view` is nobody's and goes into no answer: each is what stands for one that could not be computed."""
         self.name, self.program, self.view, self.size = name, program, view, view.size
+        self._silent = silent
         self._sum, self.gate, self.limits, self._released = secure_sum, gate, limits or Limits(), released
         #: Told of the claim before anything is drawn; a silo that may be killed writes it down.
         self.on_claim: Callable[[Past], None] = lambda past: None
@@ -280,6 +284,8 @@ class Silo:
         """Under privacy it does not fail on data, whatever a program raises: that would tell of them, without noise or
         charge, whenever asked."""
         paid, dropped, raised = self.gate.paid, self.gate.dropped, ""
+        if self._silent:
+            return self.gate.release_nothing(), local
         try:
             found = self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
         except Exception as error:
@@ -539,10 +545,25 @@ def _as_bytes(shared: Mapping[str, str]) -> dict[str, bytes]:
 _SPARE_ID = -2
 
 
-def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int64], secret: bytes) -> SiloView:
+def made_start(problem: Problem, size: int) -> Start:
+    """Where the latents of `size` records and a spare one begin by made data."""
+    start = problem.start
+    return start._replace(z_record=start.z_record[:1].expand(size + 1, -1))
+
+
+def silo_view(
+    silo: str,
+    problem: Problem,
+    records: Records,
+    ids: npt.NDArray[np.int64],
+    secret: bytes,
+    unfit: Callable[[Exception], None] | None = None,
+) -> SiloView:
     """Records with one spare row of weight zero at the end, and the silo's draws.
 
     The spare row is a copy of the first; under record privacy it is made, since it stands beside every record.
+    unfit: is told of records that do not fit the model, with which it goes on all the same, from where a fit of made
+    data would begin: under record privacy, each of them counts as much as the gate lets it.
     """
     if ids.shape != (records.size,):
         raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
@@ -562,7 +583,13 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
     weights[-1] = 0.0
     keyed = np.append(ids, _SPARE_ID)
     read = read_graph_at_silo if isinstance(problem.density, GraphDensity) else read_at_silo
-    start = read(problem, rows, records.size, silo)
+    start = made_start(problem, records.size)
+    try:
+        start = read(problem, rows, records.size, silo) if records.size else start
+    except Exception as error:
+        if unfit is None:
+            raise
+        unfit(error)
     return SiloView(
         silo,
         rows,
