@@ -516,6 +516,31 @@ class MixedModel(FederatedModel):
             self.of.counts[name] = {"rows": r.rows, "left out": r.left_out, "groups": r.groups}
         return {name: _laid(self.of, r, name, rows, sizes) for name, r in read.items()}
 
+    def those_that_fit(self, found: Coded, silo: str, spoilt: list[str]) -> Coded:
+        """The rows of those records which `prepared` takes by themselves. spoilt: is told of the others."""
+        label = next((t.of.group for t in self.of.terms if t.place == "record"), None)
+        record = np.arange(len(found.columns[self.of.response.name]))
+        if label is not None:
+            keys = np.stack([found.columns[name] for name in label], 1)
+            record = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+        said: list[str] = []
+
+        def failing(some: np.ndarray[Any, Any]) -> list[int]:
+            try:
+                self.prepared({silo: found.of_rows(np.isin(record, some))})
+                return []
+            except Exception as error:
+                if len(some) == 1:
+                    said.append(str(error))
+                    return [int(some[0])]
+            half = len(some) // 2
+            return [] if not len(some) else [*failing(some[:half]), *failing(some[half:])]
+
+        bad = failing(np.unique(record))
+        if bad:
+            spoilt.append(f"{len(bad)} records do not fit the formula, the first since {said[0]}")
+        return found.of_rows(~np.isin(record, bad))
+
     @property
     def identity(self) -> dict[str, str]:
         """Formula, family, and a digest of all that gives its parameters their meaning."""

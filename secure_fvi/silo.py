@@ -44,6 +44,7 @@ from secure_fvi.algorithms.base import (
     SiloView,
 )
 from secure_fvi.data_contract import read_at_silo
+from secure_fvi.discovery import Start
 from secure_fvi.errors import AggregationError, BoundError, BudgetError, DataError, InputError, ProtocolError, one_line
 from secure_fvi.exported import GraphDensity, read_graph_at_silo
 from secure_fvi.federated_model import Records
@@ -130,10 +131,13 @@ class Silo:
         gate: Gate,
         limits: Limits | None = None,
         released: int = 0,
+        silent: bool = False,
     ) -> None:
         """`view`: what the program may use of the silo's data; `view.size` is the number of records. `released`: how
-        often the ledger was charged before, below which no count of questions may be drawn from."""
+        often the ledger was charged before, below which no count of questions may be drawn from. silent: under
+        privacy, `view` is nobody's and goes into no answer: each is what stands for one that could not be computed."""
         self.name, self.program, self.view, self.size = name, program, view, view.size
+        self._silent = silent
         self._sum, self.gate, self.limits, self._released = secure_sum, gate, limits or Limits(), released
         #: Told of the claim before anything is drawn; a silo that may be killed writes it down.
         self.on_claim: Callable[[Past], None] = lambda past: None
@@ -252,17 +256,17 @@ class Silo:
     def _found(self, broadcast: Broadcast, local: Any, turn: int) -> tuple[Release, Any, bool]:
         """A contribution, the silo's next state, and whether it is none: of a party that tells its own site alone, from
         its first failure to the end of the job, so that no refusal tells others where its values pass a bound."""
-        if not (self._alone and self.past.failed):
+        if not (self.keeps_to_itself and self.past.failed):
             try:
                 return *self._contribution(broadcast, local, turn), False
             except Exception as error:
-                if self.on_unfit is None or not self._alone or isinstance(error, _NOT_OF_DATA):
+                if self.on_unfit is None or not self.keeps_to_itself or isinstance(error, _NOT_OF_DATA):
                     raise
                 self.on_unfit(self._said(error, broadcast) or f"round {broadcast.round}: {one_line(error)}")
         return Release(broadcast.sum_index, np.zeros(self.gate.table.size)), local, True
 
     @property
-    def _alone(self) -> bool:
+    def keeps_to_itself(self) -> bool:
         """Whether this silo alone hears that its data could not answer."""
         return self.on_unfit is not None and self._sum.spoils and not self.program.terms
 
@@ -308,6 +312,8 @@ class Silo:
         """Under privacy it does not fail on data, whatever a program raises: that would tell of them, without noise or
         charge, whenever asked."""
         paid, dropped, raised = self.gate.paid, self.gate.dropped, ""
+        if self._silent:
+            return self.gate.release_nothing(), local
         try:
             found = self.program.contribute(broadcast, local, self.view._replace(turn=turn), self.gate)
         except Exception as error:
@@ -343,7 +349,7 @@ class Silo:
     def _check_not_failed(self, broadcast: Broadcast, digest: str) -> None:
         """Raises ProtocolError for another question than the one that this silo's data could not answer: with question
         after question a server would search for the point where one silo's values pass a bound."""
-        if self.past.failed and digest != self.past.claimed and not self._alone:
+        if self.past.failed and digest != self.past.claimed and not self.keeps_to_itself:
             raise ProtocolError(
                 f"silo '{self.name}': round {broadcast.round} is not answered: its data could not answer a question "
                 "before, and which others they can would tell of them alone; begin another job"
@@ -567,10 +573,25 @@ def _as_bytes(shared: Mapping[str, str]) -> dict[str, bytes]:
 _SPARE_ID = -2
 
 
-def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np.int64], secret: bytes) -> SiloView:
+def made_start(problem: Problem, size: int) -> Start:
+    """Where the latents of `size` records and a spare one begin by made data."""
+    start = problem.start
+    return start._replace(z_record=start.z_record[:1].expand(size + 1, -1))
+
+
+def silo_view(
+    silo: str,
+    problem: Problem,
+    records: Records,
+    ids: npt.NDArray[np.int64],
+    secret: bytes,
+    unfit: Callable[[Exception], None] | None = None,
+) -> SiloView:
     """Records with one spare row of weight zero at the end, and the silo's draws.
 
     The spare row is a copy of the first; under record privacy it is made, since it stands beside every record.
+    unfit: is told of records that do not fit the model, with which it goes on all the same, from where a fit of made
+    data would begin: under record privacy, each of them counts as much as the gate lets it.
     """
     if ids.shape != (records.size,):
         raise InputError(f"silo '{silo}': {ids.shape[0]} record ids for {records.size} records")
@@ -589,7 +610,13 @@ def silo_view(silo: str, problem: Problem, records: Records, ids: npt.NDArray[np
     weights[-1] = 0.0
     keyed = np.append(ids, _SPARE_ID)
     read = read_graph_at_silo if isinstance(problem.density, GraphDensity) else read_at_silo
-    start = read(problem, rows, records.size, silo)
+    start = made_start(problem, records.size)
+    try:
+        start = read(problem, rows, records.size, silo) if records.size else start
+    except Exception as error:
+        if unfit is None:
+            raise
+        unfit(error)
     return SiloView(
         silo,
         rows,

@@ -113,13 +113,17 @@ class Finding(NamedTuple):
 
     def line(self, most: int = _NAMED) -> str:
         """One line without a cell's content, with at most so many rows' numbers."""
-        named = ", ".join(str(row) for row in self.rows[:most])
-        more = f" and {len(self.rows) - most} more" if len(self.rows) > most else ""
         rows = "row" if len(self.rows) == 1 else "rows"
-        return f"column '{self.column}': {self.what} in {len(self.rows)} {rows} ({named}{more})"
+        return f"column '{self.column}': {self.what} in {len(self.rows)} {rows} ({_listed(self.rows, most)})"
+
+
+def _listed(rows: Sequence[int] | npt.NDArray[np.int64], most: int = _NAMED) -> str:
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return ", ".join(str(row) for row in rows[:most]) + more
 
 
 GAP = "a gap"
+_AGAIN = "an id of an earlier row"
 
 
 def decimal_comma(text: str) -> str:
@@ -140,7 +144,8 @@ class Coded(NamedTuple):
 
     columns (N,): numbers, dates (days since 1970-01-01) and booleans (0, 1) as float64, whole numbers as int64,
     categories as the places of their levels, ids as places in `names`, sorted; a column `record_id` keeps its numbers.
-    findings: what does not fit, gaps among it. left_out: rows with a gap that were left out, by column.
+    findings: what does not fit, gaps among it. left_out: rows with a gap that were left out, by column. spoilt: what
+    was left out that is refused otherwise, a line each, which names rows and no cell's content.
     """
 
     columns: dict[str, npt.NDArray[Any]]
@@ -148,6 +153,12 @@ class Coded(NamedTuple):
     read: int
     left_out: dict[str, int]
     findings: tuple[Finding, ...]
+    spoilt: tuple[str, ...] = ()
+
+    def of_rows(self, where: npt.NDArray[np.bool_]) -> Coded:
+        """Those rows (N,) alone, with the names that they have."""
+        columns, names = _renumbered({name: values[where] for name, values in self.columns.items()}, self.names)
+        return self._replace(columns=columns, names=names)
 
 
 def read_coded(
@@ -158,15 +169,38 @@ def read_coded(
     only: Iterable[str] | None = None,
     memory: str = MEMORY,
     seconds: float = SECONDS,
+    spoilt: bool = False,
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
 
     files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text,
     and those of SQLite have the types with which they are declared.
-    Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted.
+    Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted. spoilt: each
+    row with a cell that does not fit, and each line of a CSV that cannot be read, is left out, whatever the others are,
+    and so are all rows of an id that stands twice; none may be left. So a record follows from its own row, or counts
+    as nothing, and no refusal tells of it.
     """
-    found = check_table(files, dictionary, query, only, memory, seconds)
-    return _fitting(found, missing, remedy(found.findings))
+    found = check_table(files, dictionary, query, only, memory, seconds, spoilt)
+    return _unspoilt(found, missing) if spoilt else _fitting(found, missing, remedy(found.findings))
+
+
+def _unspoilt(found: Coded, missing: Missing) -> Coded:
+    """The rows that fit, none perhaps. A row whose id stands in another one goes with it: to keep the first would let a
+    record that joins take the place of one that is there."""
+    fits, said = np.ones(found.read, dtype=bool), list(found.spoilt)
+    for finding in found.findings:
+        fits[finding.rows - 1] = False
+        if finding.what == _AGAIN:
+            values = found.columns[finding.column]
+            fits &= ~np.isin(values, values[finding.rows - 1])
+        if finding.what != GAP or missing == "refuse":
+            said.append(finding.line())
+    left_out = _gaps(found) if missing == "drop" else {}
+    return found.of_rows(fits)._replace(left_out=left_out, findings=(), spoilt=tuple(said))
+
+
+def _gaps(found: Coded) -> dict[str, int]:
+    return {f.column: len(f.rows) for f in found.findings if f.what == GAP}
 
 
 def _fitting(found: Coded, missing: Missing, cure: str = "") -> Coded:
@@ -186,9 +220,7 @@ def _fitting(found: Coded, missing: Missing, cure: str = "") -> Coded:
         )
     if whole.all():
         return found
-    columns = {name: values[whole] for name, values in found.columns.items()}
-    columns, names = _renumbered(columns, found.names)
-    return Coded(columns, names, found.read, {f.column: len(f.rows) for f in found.findings}, ())
+    return found.of_rows(whole)._replace(left_out=_gaps(found), findings=())
 
 
 def remedy(findings: Iterable[Finding]) -> str:
@@ -206,11 +238,26 @@ def check_table(
     only: Iterable[str] | None = None,
     memory: str = MEMORY,
     seconds: float = SECONDS,
+    spoilt: bool = False,
 ) -> Coded:
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
-    cannot be read at all or lacks a column."""
-    with opened(files, query, memory, seconds) as table:
-        return _checked(table, dictionary, only)
+    cannot be read at all or lacks a column. spoilt: lines of a CSV that cannot be read are left out."""
+    with opened(files, query, memory, seconds, spoilt) as table:
+        found = _checked(table, dictionary, only)
+        return found._replace(spoilt=_lines_left_out(table)) if spoilt else found
+
+
+def _lines_left_out(table: Opened) -> tuple[str, ...]:
+    """Of CSV files: which lines DuckDB could not read, without their content."""
+    sql = "SELECT DISTINCT file_path, line FROM reject_errors JOIN reject_scans USING (scan_id, file_id) ORDER BY ALL"
+    try:
+        found = table.connection.execute(sql).fetchall()
+    except Exception:  # no CSV was read, and there are no such tables
+        return ()
+    by_file: dict[str, list[int]] = {}
+    for path, line in found:
+        by_file.setdefault(str(path), []).append(int(line))
+    return tuple(f"'{path}': lines that cannot be read, {_listed(lines)}" for path, lines in by_file.items())
 
 
 def code_columns(
@@ -280,6 +327,18 @@ def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"
     total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
     total.update(b"".join(sorted(digests)))
     return total.digest()
+
+
+def made_row(columns: Mapping[str, Column]) -> Coded:
+    """A table of one row that is nobody's: of each column a value that it may have, 1 where that is one."""
+    values, names = {}, {}
+    for name, column in columns.items():
+        low = -np.inf if column.low is None else column.low
+        value = 0.0 if column.kind in ("category", "id") else float(np.clip(1.0, low, column.high))
+        values[name] = np.array([value]).astype(_TYPES.get(column.kind, np.int64))
+        if column.kind == "id":
+            names[name] = ["1"]
+    return Coded(values, names, 1, {}, ())
 
 
 # ---- findings ----
@@ -396,7 +455,7 @@ def _repeated(name: str, values: npt.NDArray[Any], fits: npt.NDArray[np.bool_]) 
         before = len(seen)
         seen.add(values[at])
         again[at] = len(seen) == before
-    return _finding(name, "an id of an earlier row", again)
+    return _finding(name, _AGAIN, again)
 
 
 def _coded_ids(texts: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
@@ -435,10 +494,14 @@ class Opened:
 
 @contextmanager
 def opened(
-    files: Path | Mapping[str, Path], query: str | None = None, memory: str = MEMORY, seconds: float = SECONDS
+    files: Path | Mapping[str, Path],
+    query: str | None = None,
+    memory: str = MEMORY,
+    seconds: float = SECONDS,
+    spoilt: bool = False,
 ) -> Iterator[Opened]:
     """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
-    and InputError for a query that is not one plain SELECT."""
+    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV that cannot be read are left out."""
     named = {TABLE: files} if not isinstance(files, Mapping) else dict(files)
     paths = {name: _regular(Path(path)) for name, path in named.items()}
     duckdb = _duckdb()
@@ -458,7 +521,9 @@ def opened(
     with _in_other_words(seconds, memory, paths.values()), duckdb.connect(":memory:", config=config) as connection:
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         connection.execute("SET TimeZone = 'UTC'")  # the machine's would decide on which day a time lies
-        tables = [table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds)]
+        tables = [
+            table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds, spoilt)
+        ]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
         connection.execute(f"SET allowed_paths = [{paths_sql}]")
@@ -664,8 +729,9 @@ _FORMATS = {
     ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "json", ".ndjson": "json", ".jsonl": "json",
     ".duckdb": "duckdb", ".sqlite": "sqlite", ".sqlite3": "sqlite",
 }  # fmt: skip
-#: Endings of the files that this module reads.
+#: Endings of the files that this module reads, and of those whose records say which columns there are.
 ENDINGS = (*_FORMATS, ".db")
+OBJECTS = tuple(ending for ending, kind in _FORMATS.items() if kind == "json")
 
 
 def _format(path: Path) -> str:
@@ -679,7 +745,7 @@ def _format(path: Path) -> str:
 
 
 def _let_in(
-    connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float
+    connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float, spoilt: bool
 ) -> list[str]:
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them."""
     kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
@@ -694,10 +760,11 @@ def _let_in(
     if kind == "sqlite":
         return _copied(connection, name, path, query, seconds)
     if kind == "csv":
-        columns, mark = _header(path)
+        columns, mark = _header(path, spoilt)
         rows = (
             f"read_csv({where}, auto_detect=false, header=true, delim={_quoted(mark)}, quote='\"', escape='\"', "
-            f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)})"
+            f"strict_mode=true, null_padding=false, hive_partitioning=false, columns={_texts(columns)}"
+            f"{', ignore_errors=true, store_rejects=true' if spoilt else ''})"
         )
     elif kind == "json":
         rows = f"read_json_objects({where}, format='auto')"
@@ -731,15 +798,16 @@ def _keys(connection: duckdb.DuckDBPyConnection, rows: str) -> list[str]:
     return keys
 
 
-def _header(path: Path) -> tuple[list[str], str]:
-    """The names in the first line of a CSV, and what stands between them."""
+def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:
+    """The names in the first line of a CSV, and what stands between them. spoilt: whatever the lines behind it hold."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape" if spoilt else "strict") as file:
             line = re.sub('"[^"]*"', "", file.readline(1 << 20))
             mark = max(_MARKS, key=line.count)
             file.seek(0)
             names = [name.strip() for name in next(csv.reader(file, delimiter=mark), [])]
-    except UnicodeDecodeError:
+        "".join(names).encode()
+    except UnicodeError:
         with path.open("rb") as raw:
             marked = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise DataError(f"not a CSV file in UTF-8{_CONVERT.format('UTF-16' if marked else 'WINDOWS-1252')}") from None

@@ -323,6 +323,25 @@ def test_counts_below_0_and_successes_above_trials_are_refused() -> None:
         prepared(model("count | trials(n) ~ age", "binomial"), table(count=[30] * 2 + [2] * 38))
 
 
+def test_records_that_do_not_fit_are_left_out_each_for_itself() -> None:
+    """Where a refusal would tell of a record: of its response, its weights, or of more rows than were agreed on."""
+    of = sf.glmm(
+        "y | trials(n) ~ x + (1 | who)", family="binomial", most={"rows": 2},
+        dictionary={"y": Column("integer"), "n": Column("integer"), "x": Column("number", low=0.0, high=1.0),
+                    "who": Column("integer")},
+    )  # fmt: skip
+    rows = [(1, 2, 5), (2, 2, 5), (3, 2, 6), (-1, 2, 7), (0, 1, 8), (0, 1, 9), (0, 1, 9), (0, 1, 9)]
+    y, n, who = map(list, zip(*rows, strict=True))
+    found = code_columns({"y": y, "n": n, "x": [0.5] * len(y), "who": who}, of.of.dictionary)
+    spoilt: list[str] = []
+    kept = of.those_that_fit(found, "a", spoilt)
+    assert kept.columns["who"].tolist() == [5, 5, 8]
+    assert spoilt[0].startswith("3 records do not fit the formula, the first since silo 'a': 'y' is more than 'n'")
+    with pytest.raises(DataError):
+        of.prepared({"a": found})
+    assert len(of.prepared({"a": kept})["a"]["y"]) == 2
+
+
 def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None:
     of = model("y ~ age + (1 | child)", missing="drop")
     (laid,) = prepared(of, table(age=[math.nan] * 3 + [40.0] * 37))

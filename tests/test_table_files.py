@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -120,6 +121,47 @@ def test_rows_with_a_gap_are_refused_or_left_out_and_counted(tmp_path: Path, end
     assert found.names == {"child": ["c1", "c2"]}
     # A column that the job does not use has no say.
     assert read_coded(path, DICTIONARY, only=["child", "visits"]).left_out == {}
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "json", "sqlite", "duckdb"])
+def test_rows_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path, ending: str) -> None:
+    """Where a refusal would tell of a record. Who joins takes nobody's place: all of an id that stands twice go. The
+    control: they are refused otherwise."""
+    d = Dictionary({"id": Column("integer", unique=True), "x": Column("number", high=9.0), "g": Column("boolean")})
+    good = [["1", "1.5", "true"], ["2", "2.5", "false"], ["3", "3.5", "true"]]
+
+    def kept(*rows: list[str]) -> list[int]:
+        path = tmp_path / f"t.{ending}"
+        path.unlink(missing_ok=True)
+        found = read_coded(write(path, [*good, *rows], list(d.columns)), d, spoilt=True)
+        assert found.findings == ()
+        assert len(found.spoilt) == len(rows)
+        return found.columns["id"].tolist()
+
+    assert kept() == [1, 2, 3]
+    for row in (["4", "x", "true"], ["4", "10", "true"], ["4", "", "true"], ["4.5", "4", "true"], ["4", "4", "maybe"]):
+        if ending in ("csv", "json"):  # elsewhere a column has a type
+            assert kept(row) == [1, 2, 3]
+    assert kept(["4", "10", "true"], ["5", "", "true"]) == [1, 2, 3]
+    assert kept(["2", "4", "true"]) == [1, 3]
+    with pytest.raises(DataError, match="an id of an earlier row in 1 row"):
+        read_coded(tmp_path / f"t.{ending}", d)
+
+
+def test_lines_that_cannot_be_read_are_left_out_each_for_itself(tmp_path: Path) -> None:
+    """The control: any of them is refused. What takes in the lines behind it is no line's own fault."""
+    path, d = tmp_path / "t.csv", Dictionary({"a": Column("integer"), "b": Column("integer")})
+    good = b"a,b\n" + b"".join(b"%d,%d\n" % (k, k) for k in range(5))
+    for line in (b"7,7,7", b"7", b'7,"7"7', b"7,\xff", b'"7\n7,7'):
+        path.write_bytes(good + line + b"\n8,8\n")
+        with pytest.raises(DataError):
+            read_coded(path, d)
+        found = read_coded(path, d, spoilt=True)
+        closed = not line.startswith(b'"')
+        assert found.columns["a"].tolist() == [*range(5), *([8] if closed else [])]
+        assert re.fullmatch(r"'.*t.csv': lines that cannot be read, [67]", found.spoilt[0])
+    path.write_bytes(b"a,b\n1,x\n")
+    assert not len(read_coded(path, d, spoilt=True).columns["a"])
 
 
 def test_nan_of_a_column_of_numbers_is_a_gap(tmp_path: Path) -> None:

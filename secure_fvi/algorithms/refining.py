@@ -114,6 +114,8 @@ _SOME = 0.02
 _EM = 30
 #: How much nearer to its mean the next proposal is, where of the last one's draws some were out of range.
 _NEARER = 0.5
+#: What a variance is taken to be where one draw has all the weight.
+_LEAST_VARIANCE = 1e-100
 #: Weights below the largest by more than so many nats count as that.
 _NOTHING = 700.0
 
@@ -532,7 +534,7 @@ def aimed(log_w: Tensor, values: Tensor) -> Tensor:
     of the logarithm of an sd that may be 0."""
     share = smoothed(log_w)[0]
     centred = values - share @ values
-    squares = centred.square() / (share @ centred.square())
+    squares = centred.square() / (share @ centred.square()).clamp(min=_LEAST_VARIANCE)
     return torch.logaddexp(log_w, log_w + squares.mean(1).log())
 
 
@@ -587,12 +589,15 @@ def _log_of(part: Part, z: Tensor, width: float = 1.0) -> Tensor:
 
 
 def smoothed(log_w: Tensor) -> tuple[Tensor, float]:
-    """Pareto-smoothed weights (S,), adding up to 1, and k-hat."""
+    """Pareto-smoothed weights (S,), adding up to 1, and k-hat, infinite where a tail has no spread to fit."""
     from arviz_stats.base.array import array_stats  # a second to import
 
     log_w = log_w.nan_to_num(nan=-math.inf)
     log_w = log_w.clamp(min=float(log_w.max()) - _NOTHING)
-    found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found, khat = array_stats.psislw(-log_w.numpy())  # it takes ratios by what leaves a record out
+    if not np.isfinite(found).all() or not math.isfinite(khat):
+        return log_w.softmax(0), math.inf
     return torch.from_numpy(np.asarray(found)).softmax(0), float(khat)
 
 

@@ -111,7 +111,8 @@ def start_silo(
 ) -> None:
     """Dial the server, take part in the jobs that this site's policy allows, and dial again when it is away.
 
-    Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder.
+    Killed and started again, it goes on where it was. Its own posterior goes to `results` in its folder. With --once it
+    exits 2 after a job under differential privacy that its data did not fit: nobody else hears of that.
     """
     from secure_fvi.deployment.site import run_site
     from secure_fvi.deployment.site_job import Local

@@ -25,7 +25,8 @@ def status(context: click.Context, home: Path, as_json: bool, serve: str | None,
     """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read; at the server's, at
     which round the job that runs is, and for whom it waits since when.
 
-    It reads the site's files alone and needs no key. Exits 1 where something cannot be read or does not hang together.
+    It reads the site's files alone and needs no key. Exits 1 where something cannot be read or does not hang together,
+    or where the site's data did not fit the newest job under differential privacy.
     """
     import json
 

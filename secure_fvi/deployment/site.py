@@ -23,6 +23,7 @@ from secure_fvi.deployment.names import now, printable
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
+from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import (
@@ -242,8 +243,16 @@ def run_site(
     home: Home, address: str, local: Local | None = None, once: bool = False, stop: threading.Event | None = None
 ) -> None:
     """Serve jobs of the server at `address` until stopped, or until the first has ended. Raises ProtocolError where the
-    two sites do not admit each other."""
-    site = Site(home, local, lambda job, path: client.stop() if once else None)
+    two sites do not admit each other, and DataError after a single job that a silo's data did not fit and that went on
+    all the same, under differential privacy."""
+    ended: list[str] = []
+
+    def on_end(job: str, path: Path | None) -> None:
+        if once:
+            ended.append(job)
+            client.stop()
+
+    site = Site(home, local, on_end)
     client = client_of(home, address, server_of(home).id, site.handle)
     client.longest = site.longest
     if stop is not None:
@@ -258,6 +267,8 @@ def run_site(
         client.run()
     finally:
         site.close()
+    if ended and (said := Unfit(job_folder(home, ended[0]), home.id).said):
+        raise DataError(said)
 
 
 def server_of(home: Home) -> Member:

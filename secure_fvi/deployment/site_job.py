@@ -2,6 +2,7 @@
 
 state/jobs/JOB/offer       the offer that was accepted
                cohort      the digest of the rows that the job began with
+               unfit       under differential privacy: what is wrong with the site's data, for its own people
                secret      from which the silo draws its samples (32 bytes, sealed)
                session     the session that is open: every silo's fresh bytes
                SESSION.sqlite    the party's state and its secrets of that session, sealed
@@ -12,6 +13,7 @@ state/cohorts.json         by data set: the digest of the rows that its last job
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -30,7 +32,7 @@ from secure_fvi import wire
 from secure_fvi.aggregation.base import SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
-from secure_fvi.algorithms.base import Posterior
+from secure_fvi.algorithms.base import Posterior, SiloView
 from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
 from secure_fvi.data_contract import check_repeats
@@ -44,18 +46,20 @@ from secure_fvi.deployment.policy import DataRule
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
+from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
-from secure_fvi.federated_model import read_data
+from secure_fvi.federated_model import Records, Schema, read_data
 from secure_fvi.files import sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
+from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
-from secure_fvi.runs.records import formula_part, silo_part
+from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
 from secure_fvi.tables import RECORD_ID, cohort_digest
 
@@ -106,7 +110,10 @@ class SiteJob:
     def __init__(self, home: Home, decision: Decision, local: Local, tell: Callable[[str, str], None]) -> None:
         """Reads the data, agrees on terms and opens the ledger. Raises InputError (of all that follows from the data
         DataError), PolicyError and BudgetError. `tell`
-        writes into the site's log what a silo has to say of the server (`Silo.on_event`)."""
+        writes into the site's log what a silo has to say of the server (`Silo.on_event`).
+
+        Under differential privacy data that do not fit end no job, since that would tell of them without noise or
+        charge: see `_records`, and `Unfit` for what the site itself is told."""
         self.home, self.decision, self._tell = home, decision, tell
         algorithm, aggregation, privacy = chosen(decision.offer.config)
         check_supported(decision.offer.config)
@@ -117,19 +124,10 @@ class SiteJob:
         hidden = [home.path, *(Path(s.data) for s in config.silo if s.id == home.id)]
         model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
-        with _of_data(home.id):
-            used: Mapping[str, Any]
-            if config.model.formula is not None:
-                rows, found = formula_part(config, home.id, cast("MixedModel", model))
-                ids, ids_are_own, used = torch.arange(len(rows["y"])), False, found.columns
-            else:
-                rows, ids, ids_are_own = silo_part(config, home.id, local.data_dir)
-                used = {**rows, RECORD_ID: ids} if ids_are_own else rows
-            self.schema, records = read_data(rows, home.id, dtype)
-            if not ids_are_own:
-                check_repeats(records.rows, home.id, used)
-            self.cohort = Cohort(home, decision.offer, self.folder, used, decision.data)
-        work, run = work_of([rows], algorithm, privacy), config.run
+        self._privacy, self.unfit = privacy, Unfit(self.folder, home.id, decision.offer.data_set)
+        own = self._records(config, local, model, dtype)
+        self.schema, self.cohort, ids_are_own = own.schema, own.cohort, own.ids_are_own
+        work, run = work_of([own.records.rows], algorithm, privacy), config.run
         # A job may ask for more than this machine has: so many that the process ends.
         self.threads = choose_threads(work) if run.threads == "auto" else min(run.threads, os.cpu_count() or 1)
         self.problem = build_problem(
@@ -146,7 +144,7 @@ class SiteJob:
         noise = NoiseSource(None)
         self.disclosed = disclosed.of_program(self.program.tables, self.program.terms, aggregation)
         check_terms(self.program.terms, decision.policy)
-        warn_of_large_delta(self.program.terms, {home.id: records.size})
+        warn_of_large_delta(self.program.terms, {home.id: own.records.size})
         self.guards = self._guards(algorithm.name, noise)
         self.aggregation = strong_enough(aggregation, self.program.terms)
 
@@ -154,8 +152,7 @@ class SiteJob:
             return derived_secret(config.seed, b"all" if ids_are_own else b"silo/" + home.id.encode())
 
         self.secret = self._secret(silo_secret(derived, bool(self.program.terms), None) if local.repeatable else None)
-        with _of_data(home.id):
-            self.view = silo_view(home.id, self.problem, records, ids.numpy(), self.secret)
+        self.view = self._view(own)
         self._fresh = FreshBytes(self.folder / "fresh")
         self.party: DurableSilo | None = None
         self._store: HeldStore | None = None
@@ -256,7 +253,7 @@ class SiteJob:
         """Means and sds of this silo's own latents at the posterior that the server named; nothing where its data do
         not let them be worked out there, which the server is not to hear."""
         assert self.party is not None
-        if all(site.role == "global" for site in self.problem.layout.sites):
+        if self.unfit.whole or all(site.role == "global" for site in self.problem.layout.sites):
             return {}
         try:
             drawn = LocalPosterior(self.party.silo, self.problem, posterior).sample(_DRAWS)
@@ -286,6 +283,89 @@ class SiteJob:
                 path.unlink(missing_ok=True)
 
     # ---- parts ----
+
+    def _records(self, config: Config, local: Local, model: Any, dtype: torch.dtype) -> _Own:
+        """The site's own records. Under record privacy those that cannot be read are left out, each for itself. Where
+        none can be read under differential privacy, the job goes on with none, to its end; but for what no two tables
+        that differ in one record differ in, and where records alone say the schema: that is refused, and counted.
+        Raises DataError."""
+        home, decision, by_record = self.home, self.decision, isinstance(self._privacy, RecordDP)
+        formula = cast("MixedModel", model) if config.model.formula is not None else None
+        left_out: list[str] = []
+
+        def read(known: Schema | None) -> _Own:
+            used: Mapping[str, Any]
+            more = [left_out] if by_record else []
+            if formula is not None:
+                rows, found = formula_part(config, home.id, formula, *more)
+                ids, own, used = torch.arange(len(rows["y"])), False, found.columns
+            else:
+                rows, ids, own = silo_part(config, home.id, local.data_dir, *more)
+                used = {**rows, RECORD_ID: ids} if own else rows
+            schema, records = read_data(rows, home.id, dtype)
+            if known is not None and schema_digest(known) != schema_digest(schema):
+                raise DataError("its records say another schema than job, dictionary and names of columns do")
+            if not own:
+                with self._told_alone():
+                    check_repeats(records.rows, home.id, used)
+            return _Own(schema, records, ids, own, Cohort(home, decision.offer, self.folder, used, decision.data))
+
+        if self._privacy is None:
+            with _of_data(home.id):
+                return read(None)
+        known, why = None, ""
+        try:
+            known = schema_beforehand(config, home.id, formula, dtype)
+        except Exception as error:
+            why = str(error) if isinstance(error, InputError) else type(error).__name__
+        if not self.unfit.whole or known is None:
+            try:
+                with _of_data(home.id):
+                    found = read(known)
+            except DataError as error:
+                if known is None:
+                    _log.error("%s; the job is refused for it, and its server told that much, since %s", error, why)
+                    raise
+                self.unfit.tell(error, whole=True)
+            else:
+                for line in left_out:
+                    self.unfit.tell(line)
+                return found
+        assert known is not None
+        return self._nobodys(known, Cohort(home, decision.offer, self.folder, None, decision.data), 1 - by_record)
+
+    @contextlib.contextmanager
+    def _told_alone(self) -> Iterator[None]:
+        """Under record privacy the site is told what is wrong with records that were read, and nothing stops for it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(self._privacy, RecordDP):
+                raise
+            self.unfit.tell(error)
+
+    def _nobodys(self, schema: Schema, cohort: Cohort, size: int) -> _Own:
+        """In place of records that are not used: so many made ones."""
+        return _Own(schema, Records(schema.dummy_rows(size), size), torch.arange(size), False, cohort)
+
+    def _view(self, own: _Own) -> SiloView:
+        """What the program may use of the site's records; under silo privacy, of none, where they do not fit it."""
+
+        def view(own: _Own, unfit: Callable[[Exception], None] | None) -> SiloView:
+            with _of_data(self.home.id):
+                return silo_view(self.home.id, self.problem, own.records, own.ids.numpy(), self.secret, unfit)
+
+        if self.unfit.whole:
+            return view(own, lambda _: None)
+        if isinstance(self._privacy, RecordDP):
+            return view(own, self.unfit.tell)
+        try:
+            return view(own, None)
+        except DataError as error:
+            if self._privacy is None:
+                raise
+            self.unfit.tell(error, whole=True)
+            return view(self._nobodys(own.schema, own.cohort, 1), lambda _: None)
 
     def _check_charge(self, message: bytes) -> None:
         """Raises SessionLost for a sum that the ledger has charged and whose answer was not kept: the process was
@@ -319,9 +399,32 @@ class SiteJob:
         lacking = not private and not plain
         limits = Limits(policy.max_rounds, missing, self.disclosed.differences, lacking, _LEFT_OUT, unused)
         name, gate, released = self.home.id, self.guards.gates[self.home.id], self.guards.released(self.home.id)
-        with _of_data(name):  # the algorithm's own start
-            silo = Silo(name, self.program, self.view, secure_sum, gate, limits, released)
+
+        def begun() -> Silo:
+            # Under record privacy a program sums over no records; under silo privacy it may make anything of them.
+            silent = self.unfit.whole and self.view.size > 0
+            with _of_data(name):  # the algorithm's own start
+                return Silo(name, self.program, self.view, secure_sum, gate, limits, released, silent)
+
+        try:
+            silo = begun()
+        except DataError as error:
+            if not private:
+                raise
+            self.unfit.tell(error, whole=True)
+            self.view = self._view(self._nobodys(self.schema, self.cohort, 1))
+            silo = begun()
         silo.on_event = self._tell
+        silo.on_unfit = functools.partial(self.unfit.tell, spoilt=True)
+        others = self.unfit.others_spoilt
+        if silo.keeps_to_itself and (self.unfit.spoilt or (others and len(others) >= policy.max_unanswered)):
+            silo.past = silo.past._replace(failed=True)
+            if not self.unfit.spoilt:
+                silo.on_unfit(
+                    f"{len(others)} jobs asked what the records of '{self.unfit.data_set}' could not answer "
+                    f"(max_unanswered = {policy.max_unanswered}), the last '{others[-1]}', so that no other is "
+                    "answered; see why there, and raise it to answer more"
+                )
         return silo
 
     def _sum(self, session: bytes, store: HeldStore, holder: bytes) -> SumSilo:
@@ -376,22 +479,36 @@ class SiteJob:
         return store
 
 
+class _Own(NamedTuple):
+    """A site's records as a job uses them. Never leaves the site."""
+
+    schema: Schema
+    records: Records
+    ids: Tensor
+    ids_are_own: bool
+    cohort: Cohort
+
+
 class Cohort:
     """The rows that a job uses, by a digest that only this site can make (`secure_fvi.tables.cohort_digest`): others
     who read it in the log learn whether rows changed, and nothing of them.
 
-    Raises DataError where they are not those that the job began with here, or that the policy asks for.
+    Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: None for
+    a job that uses none, whose digest says as little, and to which no later job is held.
     """
 
     def __init__(
-        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any], rule: DataRule | None
+        self, home: Home, offer: JobOffer, folder: Path, rows: Mapping[str, Any] | None, rule: DataRule | None
     ) -> None:
         key = hashlib.blake2b(b"secure-fvi/cohort/1", key=home.state_secret(), digest_size=32).digest()
-        self.digest = cohort_digest(rows, key)
+        self._none = rows is None
+        self.digest = hashlib.blake2b(key=key, digest_size=32).digest() if rows is None else cohort_digest(rows, key)
         self._job, self._data_set, self._path = offer.job, offer.data_set, folder / "cohort"
         self._before = home.state_folder / "cohorts.json"
         self._kept = json.loads(self._before.read_bytes()) if self._before.exists() else {}
         self._begun = self._path.read_bytes() if self._path.exists() else None
+        if rows is None:
+            return
         if self._begun is not None and self._begun != self.digest:
             raise DataError(f"silo '{home.id}': its rows are not those that the job began with; put them back")
         self._check(home.id, rule.cohort if rule is not None else "said")
@@ -419,7 +536,8 @@ class Cohort:
     def keep(self) -> None:
         """Hold the job, and with cohort = "pinned" later ones, to these rows."""
         if self._begun is None:
-            self._kept[self._data_set] = {"digest": self.digest.hex(), "job": self._job}
+            if not self._none:
+                self._kept[self._data_set] = {"digest": self.digest.hex(), "job": self._job}
             write_atomically(self._before, json.dumps(self._kept).encode())
             write_atomically(self._path, self.digest)
             self._begun = self.digest

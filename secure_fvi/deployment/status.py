@@ -22,6 +22,7 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.names import now as clock
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
+from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.ledger_account import account, read_ledger
@@ -47,7 +48,7 @@ class Status(NamedTuple):
     last: datetime.datetime | None  # of the log's newest row
     budgets: tuple[BudgetLeft, ...]
     expiring: tuple[str, ...]
-    problems: tuple[str, ...]  # files that cannot be read or do not hang together
+    problems: tuple[str, ...]  # files that cannot be read or do not hang together; data that did not fit the newest job
     going: Going | None = None  # at a server's, while its process runs
 
     def quiet(self, now: datetime.datetime) -> float:
@@ -81,6 +82,10 @@ class Reader:
         last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None
         jobs = tuple(self._chain.jobs.values())
         going = read_going(self.home.path)
+        newest = {job.fields["data_set"]: job.job for job in jobs if job.accepted}  # one that was mended is forgotten
+        for name in newest.values():
+            said = Unfit(self.home.state_folder / "jobs" / name, self.home.id).said
+            problems += [said] if said else []
         return Status(self.home.id, self.home.role, roster, jobs, last, budgets, soon, tuple(problems), going)
 
     def _follow(self) -> None:

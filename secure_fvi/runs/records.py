@@ -25,13 +25,24 @@ from safetensors.torch import load
 from torch import Tensor
 
 from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
-from secure_fvi.errors import InputError
-from secure_fvi.federated_model import FederatedModel, side_by_side
+from secure_fvi.errors import DataError, InputError
+from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
 from secure_fvi.runs.options import MODELS, build, named, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, RECORD_ID, TABLE, Coded, Coding, Missing, read_coded
+from secure_fvi.tables import (
+    ENDINGS,
+    OBJECTS,
+    RECORD_ID,
+    TABLE,
+    Coded,
+    Coding,
+    Missing,
+    made_row,
+    opened,
+    read_coded,
+)
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
@@ -42,16 +53,19 @@ _MOST = 100_000
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def read_table(path: Path, key: str, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
+def read_table(
+    path: Path, key: str, leave_out: Collection[str] = (), spoilt: list[str] | None = None
+) -> dict[str, Tensor]:
     """The tensors in `path`, each (N, ...) with N at least 1; `key` is the configuration key that named it.
 
     Without a dictionary every cell of a table is a number, and columns `x[0]`, `x[1]`, ... form one tensor (N, k), all
     float64 but whole `record_id`; npz and safetensors keep their own types. Nothing is unpickled. Raises InputError for
-    a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text.
+    a missing or malformed file. The columns `leave_out` of a table are not read: they may hold text. spoilt: rows that
+    cannot be read are left out, and it is told of them.
     """
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if path.suffix in ENDINGS:
-        tensors = _coded(path, key, partial(_numbers, leave_out=leave_out))
+        tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt)
     elif path.suffix in arrays:
         with _named(path, key):
             tensors = arrays[path.suffix](path)
@@ -68,13 +82,21 @@ def read_table(path: Path, key: str, leave_out: Collection[str] = ()) -> dict[st
     return tensors
 
 
-def read_silo(silo: SiloFile, key: str, by_record: bool) -> dict[str, Tensor]:
+def read_silo(silo: SiloFile, key: str, by_record: bool, spoilt: list[str] | None = None) -> dict[str, Tensor]:
     """A silo's own table, coded by its dictionary if it has one. by_record: whether records are private one by one,
-    each of whose rows then has to follow from that record alone: raises InputError for ids beside `record_id`."""
+    each of whose rows then has to follow from that record alone: raises InputError for ids beside `record_id`.
+    spoilt: rows that cannot be read are left out, and it is told of them."""
     path = Path(silo.data)
     if silo.dictionary is None:
-        return read_table(path, key)
-    dictionary = read_dictionary(Path(silo.dictionary))
+        if by_record and path.suffix in OBJECTS:
+            raise InputError(f"{key}: {path}: {_BY_RECORDS}")
+        return read_table(path, key, spoilt=spoilt)
+    dictionary = _own_dictionary(silo, key, by_record)
+    return _coded(path, key, dictionary, silo, spoilt)
+
+
+def _own_dictionary(silo: SiloFile, key: str, by_record: bool) -> Dictionary:
+    dictionary = read_dictionary(Path(str(silo.dictionary)))
     ids = [name for name, column in dictionary.columns.items() if column.kind == "id" and name != RECORD_ID]
     if by_record and ids:
         raise InputError(
@@ -82,12 +104,14 @@ def read_silo(silo: SiloFile, key: str, by_record: bool) -> dict[str, Tensor]:
             "privacy a record of a new one would change the others' rows. Give it as a category with its levels, or as "
             "an integer, or leave it out of the dictionary"
         )
-    return _coded(path, key, dictionary, silo)
+    return dictionary
 
 
-def _coded(path: Path, key: str, coding: Coding, silo: SiloFile | None = None) -> dict[str, Tensor]:
+def _coded(
+    path: Path, key: str, coding: Coding, silo: SiloFile | None = None, spoilt: list[str] | None = None
+) -> dict[str, Tensor]:
     with _named(path, key):
-        found = _read(path, coding, silo)
+        found = _read(path, coding, silo, spoilt=spoilt)
         return side_by_side({name: torch.from_numpy(values) for name, values in found.columns.items()}, str(path))
 
 
@@ -97,17 +121,25 @@ def _read(
     silo: SiloFile | None = None,
     only: Iterable[str] | None = None,
     missing: Missing | None = None,
+    spoilt: list[str] | None = None,
 ) -> Coded:
-    """The columns of a table, of those `only`, and in this site's log how many rows were left out."""
-    files = {TABLE: path} | ({n: Path(other) for n, other in silo.tables.items()} if silo is not None else {})
+    """The columns of a table, of those `only`, and in this site's log how many rows were left out. spoilt: is told of
+    those that cannot be read, which are left out too."""
     query, said = (silo.query, silo.missing) if silo is not None else (None, None)
-    found = read_coded(files, coding, query, missing or said or "refuse", only)
+    files = _files(path, silo)
+    found = read_coded(files, coding, query, missing or said or "refuse", only, spoilt=spoilt is not None)
+    if spoilt is not None:
+        spoilt += found.spoilt
     for name, rows in found.left_out.items():
         _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
     return found
 
 
-def _numbers(names: Iterable[str], leave_out: Collection[str]) -> Dictionary:
+def _files(path: Path, silo: SiloFile | None) -> dict[str, Path]:
+    return {TABLE: path} | ({n: Path(other) for n, other in silo.tables.items()} if silo is not None else {})
+
+
+def _numbers(names: Iterable[str], leave_out: Collection[str] = ()) -> Dictionary:
     return Dictionary({n: Column("integer" if n == RECORD_ID else "number") for n in names if n not in leave_out})
 
 
@@ -150,22 +182,43 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 Parts = tuple[tuple[str, ...], tuple[dict[str, Tensor], ...], tuple[Tensor, ...]]
 
 
-def silo_part(config: Config, silo: str, data_dir: Path | None = None) -> tuple[dict[str, Tensor], Tensor, bool]:
+def silo_part(
+    config: Config, silo: str, data_dir: Path | None = None, spoilt: list[str] | None = None
+) -> tuple[dict[str, Tensor], Tensor, bool]:
     """One silo's records and their ids, without a look at another silo's file; whether the ids are the data's own.
 
     The part of a program's records that `config` gives the silo, or its own file, whose rows are numbered where it
-    has no column of ids.
+    has no column of ids. spoilt: rows that cannot be read are left out, and it is told of them.
     """
     if config.partition is not None:
         ids, silos, record_ids = _partitioned(_dataset(config, data_dir), config.partition, config.seed)
         at = ids.index(silo)
         return silos[at], record_ids[at], True
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    table = read_silo(config.silo[at], f"silo[{at}].data", _by_record(config))
+    table = read_silo(config.silo[at], f"silo[{at}].data", _by_record(config), spoilt)
     given = table.pop(RECORD_ID, None)
     own = torch.arange(_rows(table)) if given is None else given
     _check_ids(at, own)
+    if spoilt is not None:
+        kept = _whole(table, own, spoilt)
+        table, own = {name: value[kept] for name, value in table.items()}, own[kept]
     return table, own, given is not None
+
+
+def _whole(table: Mapping[str, Tensor], ids: Tensor, spoilt: list[str]) -> Tensor:
+    """(N,) which rows are finite throughout and have an id of their own. spoilt: is told which columns are not."""
+    fits = ids >= 0
+    _, place, counts = ids.unique(return_inverse=True, return_counts=True)
+    fits &= (counts == 1)[place]
+    wrong = {RECORD_ID: ~fits}
+    for name, value in table.items():
+        if value.is_floating_point():
+            wrong[name] = ~torch.isfinite(value.flatten(1) if value.dim() > 1 else value[:, None]).all(1)
+    for name, bad in wrong.items():
+        fits &= ~bad
+        if bool(bad.any()):
+            spoilt.append(f"column '{name}': no finite number, or no id of its own, in {int(bad.sum())} rows")
+    return fits
 
 
 def _by_record(config: Config) -> bool:
@@ -242,27 +295,93 @@ def settled(config: Config) -> Config:
     return found.model_copy(update={"algorithm": type(config.algorithm)(name=own.name, **options)})
 
 
-def formula_part(config: Config, silo: str, model: MixedModel) -> tuple[dict[str, Any], Coded]:
+def formula_part(
+    config: Config, silo: str, model: MixedModel, spoilt: list[str] | None = None
+) -> tuple[dict[str, Any], Coded]:
     """One silo's records as a formula's program takes them, and its rows as they were read: coded by the silo's own
-    dictionary, or the job's where it has none. Raises DataError, InputError."""
+    dictionary, or the job's where it has none. spoilt: records that cannot be read, or do not fit the formula, are left
+    out, and it is told of them. Raises DataError, InputError."""
     at = next(j for j, s in enumerate(config.silo) if s.id == silo)
-    found = formula_rows(config.silo[at], f"silo[{at}].data", model)
+    found = formula_rows(config.silo[at], f"silo[{at}].data", model, spoilt)
+    if spoilt is not None:
+        found = model.those_that_fit(found, silo, spoilt)
     laid: dict[str, Any] = model.prepared({silo: found})[silo]
     return laid, found
 
 
-def formula_rows(silo: SiloFile, key: str, model: MixedModel) -> Coded:
-    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. Raises
-    DataError, InputError."""
-    path, dictionary = Path(silo.data), model.of.dictionary
-    missing: Missing | None = model.of.missing
+def formula_rows(silo: SiloFile, key: str, model: MixedModel, spoilt: list[str] | None = None) -> Coded:
+    """A silo's rows as a formula's model reads them; `key` is the configuration key that named its table. spoilt: rows
+    that cannot be read are left out, and it is told of them. Raises DataError, InputError."""
+    path = Path(silo.data)
     with _named(path, f"silo '{silo.id}' ({key})"):
-        if silo.dictionary is not None:  # whether a gap may be left out is then its owner's to say
-            own = read_dictionary(Path(silo.dictionary))
-            if unlike := dictionary.differences(own):
-                raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
-            dictionary, missing = own, None
-        return _read(path, dictionary, silo, model.columns, missing)
+        dictionary, missing = _of_formula(silo, model)
+        return _read(path, dictionary, silo, model.columns, missing, spoilt)
+
+
+def _of_formula(silo: SiloFile, model: MixedModel) -> tuple[Dictionary, Missing | None]:
+    """By which a silo's rows are coded for a formula, and whether the formula says what is done about gaps."""
+    dictionary = model.of.dictionary
+    if silo.dictionary is None:
+        return dictionary, model.of.missing
+    own = read_dictionary(Path(silo.dictionary))  # whether a gap may be left out is then its owner's to say
+    if unlike := dictionary.differences(own):
+        raise InputError(f"its dictionary is not that of the formula: {'; '.join(unlike)}")
+    return own, None
+
+
+def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype: torch.dtype) -> Schema:
+    """The schema of one silo's records by job, dictionary and the names of its file's columns: whatever rows it has,
+    and whether or not they can be read. model: of a formula. Raises InputError where a record would have a say, or
+    where the site's own files are not in order: what no two tables that differ in a record differ in."""
+    if config.partition is not None:
+        raise InputError("[partition]: the records of a program say what they are")
+    at = next(j for j, s in enumerate(config.silo) if s.id == silo)
+    own, key = config.silo[at], f"silo[{at}].data"
+    path = Path(own.data)
+    with _named(path, key):
+        for file in _files(path, own).values():
+            with file.open("rb"):
+                pass
+        if path.suffix not in ENDINGS:
+            raise InputError(f"which arrays it holds, and of which shapes, is seen in it alone; {_WITH_DICTIONARY}")
+        if model is not None:
+            dictionary, only = _of_formula(own, model)[0], model.columns
+        elif own.dictionary is not None:
+            dictionary = _own_dictionary(own, key, _by_record(config))
+            only = list(dictionary.columns)
+        elif path.suffix in OBJECTS:
+            raise InputError(_BY_RECORDS)
+        else:
+            with opened(_files(path, own), own.query) as table:
+                dictionary, only = _numbers(table.types), list(table.types)
+        dictionary.check_reviewed(only)
+        _check_columns(path, own, only)
+        made = made_row({name: dictionary[name] for name in only})
+        rows: dict[str, Any]
+        if model is not None:
+            rows = model.prepared({silo: made})[silo]
+        else:
+            rows = side_by_side({n: torch.from_numpy(v) for n, v in made.columns.items() if n != RECORD_ID}, str(path))
+        return read_data(rows, silo, dtype)[0]
+
+
+def _check_columns(path: Path, silo: SiloFile, wanted: Collection[str]) -> None:
+    """Raise InputError where a table lacks a column, unless records say which it has."""
+    files = _files(path, silo)
+    if any(file.suffix in OBJECTS for file in files.values()):
+        return
+    try:
+        with opened(files, silo.query, spoilt=True) as table:
+            known = list(table.types)
+    except DataError:  # of a cell, perhaps: to be seen when all are read
+        return
+    lacking = [name for name in wanted if name not in known]
+    if lacking:
+        raise InputError(f"the table has no column '{lacking[0]}'{nearest(lacking[0], known)}")
+
+
+_WITH_DICTIONARY = "a table with a dictionary says it beforehand"
+_BY_RECORDS = f"which columns a JSON file has is said by its records; {_WITH_DICTIONARY}"
 
 
 def python_function(path: Path, name: str, key: str) -> Any:

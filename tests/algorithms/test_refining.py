@@ -393,6 +393,17 @@ def test_of_many_means_the_largest_error_counts() -> None:
     assert "known to 0.051 sds alone" in str(after._replace(found=many, sums=MORE).against())
 
 
+def test_one_draw_of_all_the_weight_is_no_proposal() -> None:
+    """Nothing has a spread then: the next proposal is the last one, and the draws are no answer."""
+    z = torch.randn(64, 1, generator=torch.Generator().manual_seed(0)).double()
+    log_w = torch.full((64,), -1e6).double()
+    log_w[3] = 0.0
+    aim = refining.aimed(log_w, z)
+    assert bool(aim.isfinite().all())
+    found = refining.matched(z, aim, [(1.0, Part(torch.zeros(1).double(), torch.eye(1).double()))])
+    assert bool(found.isfinite().all())
+
+
 # ---- who chooses draws, and what is told ----
 
 

@@ -6,11 +6,16 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import duckdb
+import numpy as np
 import pytest
 import torch
 from command_line import CommandLine
@@ -24,7 +29,7 @@ from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import federate
 from secure_fvi.runs.marginals import Draws
-from secure_fvi.runs.records import silo_part
+from secure_fvi.runs.records import schema_beforehand, silo_part
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
 
@@ -140,6 +145,57 @@ def test_no_record_changes_anothers_row(cli: CommandLine, tmp_path: Path) -> Non
     assert wards(levels) == [[1, 2, 1], [1, 2, 1]]
     with pytest.raises(InputError, match=r"silo\[0\].data: column 'ward' is an id, whose numbers follow from"):
         wards('kind = "id"')
+
+
+def test_a_schema_follows_from_no_record(cli: CommandLine, tmp_path: Path) -> None:
+    """Job, dictionary and names of columns say it, as all the records do that can be read, and none of those that
+    cannot. The control: a JSON file's keys, and arrays, which are refused."""
+    cells = {"y": ["1.0", "2", "x"], "x[0]": ["1", "2", "3"], "x[1]": ["1", "2", "3"], "ward": ["e", "w", "?"]}
+    cells["record_id"] = ["1", "2", "3"]
+    dictionary = 'format = 1\n[columns.y]\nkind = "number"\n[columns.ward]\nkind = "category"\nlevels = ["e", "w"]\n'
+    (tmp_path / "d.toml").write_text(
+        dictionary + '[columns."x[0]"]\nkind = "integer"\n[columns."x[1]"]\nkind = "number"\n'
+    )
+    private(cli)
+
+    def config(name: str, coded: bool) -> Any:
+        more = f'\ndictionary = "{tmp_path / "d.toml"}"' if coded else ""
+        (tmp_path / "job.toml").write_text(cli.config.read_text().replace('"a.csv"', f'"{tmp_path / name}"{more}'))
+        return read(tmp_path / "job.toml")
+
+    for ending in ("csv", "parquet", "sqlite"):
+        for coded in (True, False):
+            held = {n: c for n, c in cells.items() if coded or n != "ward"}
+            lines = [",".join(row) for row in [held, *zip(*held.values(), strict=True)]]
+            (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+            if ending == "parquet":
+                duckdb.sql(f"SELECT * FROM read_csv('{tmp_path}/t.csv', all_varchar = true)").to_parquet(
+                    f"{tmp_path}/t.parquet"
+                )
+            if ending == "sqlite":
+                (tmp_path / "t.sqlite").unlink(missing_ok=True)
+                with closing(sqlite3.connect(tmp_path / "t.sqlite")) as file, file:
+                    file.execute(f"CREATE TABLE t ({', '.join(map(json.dumps, held))})")
+                    marks = ", ".join("?" * len(held))
+                    file.executemany(f"INSERT INTO t VALUES ({marks})", list(zip(*held.values(), strict=True)))
+            job, spoilt = config(f"t.{ending}", coded), list[str]()
+            rows, ids, _ = silo_part(job, "a", None, spoilt)
+            assert len(spoilt) == (2 if coded else 1)
+            assert ids.tolist() == ([0, 1] if coded else [1, 2])
+            known = schema_beforehand(job, "a", None, torch.float64)
+            assert [(n, tuple(t.shape[1:]), t.dtype) for n, t in sorted(rows.items())] == list(known.fields)
+    (tmp_path / "t.json").write_text('[{"y": 1, "x": 2}, {"y": 3, "z": 4}]')
+    with pytest.raises(InputError, match="which columns a JSON file has is said by its records"):
+        silo_part(config("t.json", False), "a")
+    np.savez(tmp_path / "t.npz", y=np.array([1.0, np.nan, 3.0]), record_id=np.array([1, 2, 2]))
+    job, spoilt = config("t.npz", False), []
+    with pytest.raises(InputError, match="is seen in it alone"):
+        schema_beforehand(job, "a", None, torch.float64)
+    assert silo_part(job, "a", None, spoilt)[1].tolist() == [1]
+    for name, why in (("none.csv", "no file"), ("t.csv", "no column 'ward'; did you mean")):
+        (tmp_path / "t.csv").write_text("y,x[0],x[1],wards\n")
+        with pytest.raises(InputError, match=why):
+            schema_beforehand(config(name, True), "a", None, torch.float64)
 
 
 def test_an_exhausted_budget_exits_with_3_and_writes_nothing(cli: CommandLine) -> None:

@@ -42,6 +42,7 @@ from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.engines import letters, stream_messages
 from secure_fvi.errors import AggregationError, InputError, PolicyError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Schema
+from secure_fvi.guarding import strong_enough
 from secure_fvi.messages import decode_broadcast, encode_broadcast
 from secure_fvi.privacy import witness
 from secure_fvi.privacy.chain import Row
@@ -410,7 +411,7 @@ def opened_job(made: Job, data: Path | None) -> Opened:
     silos, roster = [s for s in made.sites if homes[s].role == "silo"], hub.roster(NOW)
     offer = job.make_offer(made.config, roster, "hub", manifest(made.config).hash, NOW)
     signed = job.sign_offer(offer, hub.identity())
-    algorithm, aggregation, _ = chosen(made.config)
+    algorithm, aggregation, privacy = chosen(made.config)
     sites, bag = {s: Site(homes[s], Local(data_dir=data)) for s in silos}, list[bytes]()
     found = Opened(offer.job, sites, None, bag)  # type: ignore[arg-type]
     for site in sites.values():
@@ -422,12 +423,14 @@ def opened_job(made: Job, data: Path | None) -> Opened:
     opened = session_messages.Open(silos, nonces, session_messages.schema_digest(schema), 0)
     found.exchange(dict.fromkeys(silos, session_messages.OPEN + codec.pack(opened)))
     problem = build_problem(
-        model_of(made.config)[0], schema, algorithm, silos, 3, None, building.Machine(compile=False)
+        model_of(made.config)[0], schema, algorithm, silos, 3, privacy, building.Machine(compile=False)
     )
+    program = algorithm.server(problem)
+    aggregation = strong_enough(aggregation, program.terms)
     session = session_of(roster, offer.hash, opened, aggregation)
     named = session_roster(roster, session, silos, aggregation, b"")
     sums = server_half(aggregation, silos, named, MemoryStore(), lambda message: b"")
-    return found._replace(server=Server(problem, algorithm.server(problem), sums))
+    return found._replace(server=Server(problem, program, sums))
 
 
 def site_world(world: World, folder: Path, data: Path | None) -> tuple[list[Machine], list[bytes]]:

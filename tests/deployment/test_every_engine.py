@@ -233,7 +233,7 @@ def doors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Do
         monkeypatch.setattr(module, "build_problem", problem)
     for module in (site_job, serving):
         monkeypatch.setattr(module, "model_for", lambda *_: (model, "a model"))
-    monkeypatch.setattr(site_job, "silo_part", lambda config, silo, _: (rows[silo], torch.arange(5), True))
+    monkeypatch.setattr(site_job, "silo_part", lambda config, silo, *_: (rows[silo], torch.arange(5), True))
 
     def gates(job: site_job.SiteJob, _: str, noise: NoiseSource) -> Guards:
         return Guards({job.home.id: job._gate((lambda *_: None) if job.program.terms else None, noise)})
