@@ -13,7 +13,6 @@ import click
 from secure_fvi.cli.audit import audit
 from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.budget import budget
-from secure_fvi.cli.compare import compare
 from secure_fvi.cli.data import data
 from secure_fvi.cli.fit import fit
 from secure_fvi.cli.flare import flare
@@ -40,7 +39,7 @@ _EXTRAS = {
 }
 
 #: Commands of the other package of this repository, and how one gets it.
-_LAB = ("bench", "reproduce", "results")
+_LAB = ("bench", "compare", "reproduce", "results")
 _NO_LAB = "'{}' is a command of secure-fvi-lab, which is not installed: pip install ./lab in a checkout"
 
 
@@ -101,7 +100,7 @@ def cli() -> None:
 
 
 for _command in (
-    audit, audit_log, budget, compare, data, fit, flare, holder, keys, poc, policy, run, server, silo, status, watch,
+    audit, audit_log, budget, data, fit, flare, holder, keys, poc, policy, run, server, silo, status, watch,
 ):  # fmt: skip
     cli.add_command(_with_debug(_command))
 

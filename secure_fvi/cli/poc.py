@@ -203,7 +203,7 @@ def poc(
         f"\nEach site has typed {typed} commands and handed over {len(own) - typed} files; all in "
         f"{time.monotonic() - began:.0f} s. The report: {folder / HUB / 'run' / 'report.html'}. The folders stay: "
         f"{', '.join(str(folder / who) for who in (HUB, *sites))}. "
-        "Where the tables may be pooled, as here, this sets the answer beside NUTS:\n  "
+        "Where the tables may be pooled, as here, this sets the answer beside NUTS (secure-fvi-lab):\n  "
         + shlex.join(_compared(folder, tables))
     )
 

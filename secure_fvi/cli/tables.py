@@ -1,4 +1,4 @@
-"""Tables on stdout: the posterior of a run, and a run beside its reference."""
+"""Tables on stdout: the posterior of a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.table import Table
 
 from secure_fvi.errors import NOT_CONVERGED
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
+from secure_fvi.runs.marginals import posterior_rows, reason, standing
 
 if TYPE_CHECKING:
     from secure_fvi.results import RunSummary
 
 #: Rows of a table; those of a network's weights would fill screens.
-_MOST_ROWS = 60
+MOST_ROWS = 60
 
 
 def exit_code(result: dict[str, Any]) -> int:
@@ -24,7 +24,7 @@ def exit_code(result: dict[str, Any]) -> int:
     return NOT_CONVERGED if result["converged"] is False else 0
 
 
-def _console() -> Console:
+def plain_console() -> Console:
     """Names of sites are what somebody wrote: no markup."""
     return Console(markup=False, emoji=False)
 
@@ -32,7 +32,7 @@ def _console() -> Console:
 def print_posterior(result: dict[str, Any]) -> None:
     state = standing(result)
     title = f"{result['algorithm']}, {result['aggregation']['kind']} sums: {result['rounds']} rounds, {state}"
-    console = _console()
+    console = plain_console()
     console.print(f"{title}, {result['seconds']:.0f} s", highlight=False)
     if why := reason(result):
         console.print(f"{state}: {why}", highlight=False, soft_wrap=True)
@@ -41,10 +41,10 @@ def print_posterior(result: dict[str, Any]) -> None:
     table.add_column("mean", justify="right")
     table.add_column("sd", justify="right")
     rows = posterior_rows(result)
-    for row in rows[:_MOST_ROWS]:
+    for row in rows[:MOST_ROWS]:
         table.add_row(row.label, f"{row.mean:.4g}", f"{row.sd:.4g}")
     console.print(table)
-    _say_left_out(console, len(rows), "result.json")
+    say_left_out(console, len(rows), "result.json")
 
 
 def print_result(result: RunSummary) -> None:
@@ -56,31 +56,6 @@ def print_result(result: RunSummary) -> None:
         print_posterior(result.to_json())
 
 
-def print_comparison(comparison: dict[str, Any]) -> None:
-    name = comparison["reference"].upper()
-    ess = f"smallest effective sample size {comparison['ess']:.0f}"
-    r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"
-    console = _console()
-    console.print(f"the run beside {name} on the pooled data ({ess}{r_hat})", highlight=False, soft_wrap=True)
-    table = Table()
-    table.add_column("site")
-    for heading in (f"{name} mean", f"{name} sd", "run mean", "run sd", "error / sd", "sd ratio"):
-        table.add_column(heading, justify="right")
-    rows = comparison_rows(comparison)
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(
-            row.label,
-            f"{row.mean:.4g}",
-            f"{row.sd:.4g}",
-            f"{row.run_mean:.4g}",
-            f"{row.run_sd:.4g}",
-            f"{row.error:+.3f}",
-            f"{row.ratio:.3f}",
-        )
-    console.print(table)
-    _say_left_out(console, len(rows), "compare.json")
-
-
-def _say_left_out(console: Console, rows: int, file: str) -> None:
-    if rows > _MOST_ROWS:
-        console.print(f"and {rows - _MOST_ROWS} more, in {file}", highlight=False)
+def say_left_out(console: Console, rows: int, file: str) -> None:
+    if rows > MOST_ROWS:
+        console.print(f"and {rows - MOST_ROWS} more, in {file}", highlight=False)

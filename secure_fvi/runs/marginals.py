@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyro
-import torch
 from torch import Tensor
 
 from secure_fvi.summary import labels
@@ -39,40 +36,6 @@ def density(draws: npt.NDArray[Any]) -> dict[str, list[float]]:
     kernel = np.exp(-0.5 * ((x[:, None] - draws[None, :]) / width) ** 2)
     y = kernel.sum(1) / (len(draws) * width * np.sqrt(2 * np.pi))
     return {"x": x.round(9).tolist(), "density": y.round(9).tolist()}
-
-
-# ---- What a centralised reference returns, and the global state of PyTorch and Pyro that it borrows ----
-
-
-class Draws(NamedTuple):
-    """Draws of the global sites in the model's own space."""
-
-    sites: dict[str, Tensor]  # (chains, draws, *shape) each
-    r_hat: float | None  # largest split R-hat over all global elements, unconstrained; None for independent draws
-    ess: float  # smallest effective sample size over all global elements
-    seconds: float
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Constants that a program makes without a dtype get this one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Pyro draws from the global generators; they are seeded here and left as they were found."""
-    before = pyro.util.get_rng_state()
-    pyro.set_rng_seed(seed)
-    try:
-        yield
-    finally:
-        pyro.util.set_rng_state(before)
 
 
 # ---- The sites of result.json and compare.json, one scalar a row, for tables and plots ----

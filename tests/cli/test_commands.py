@@ -21,7 +21,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **by: found.select(**by))
 
 
-@pytest.mark.parametrize("command", ["bench", "reproduce", "results"])
+@pytest.mark.parametrize("command", ["bench", "compare", "reproduce", "results"])
 @pytest.mark.parametrize("more", [(), ("step", "--json"), ("--help",)])
 def test_without_the_lab_one_line_says_what_to_install(
     command: str, more: tuple[str, ...], cli: CommandLine, monkeypatch: pytest.MonkeyPatch

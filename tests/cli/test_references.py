@@ -6,9 +6,8 @@ import torch
 from pyro.distributions import LogNormal, Normal
 
 from secure_fvi.federated_model import FederatedModel
-from secure_fvi.runs.comparing import sample_svi
 from secure_fvi.runs.marginals import density, labels
-from secure_fvi.runs.nuts import pooled_program, sample_nuts
+from secure_fvi_lab.references import pooled_program, sample_nuts, sample_svi
 
 
 def hierarchy(y: torch.Tensor) -> None:
@@ -94,7 +93,7 @@ def test_theta_is_held_at_the_value_of_the_run(monkeypatch: pytest.MonkeyPatch) 
     y, mu = trace.nodes["y"]["value"], trace.nodes["mu"]["value"]
     torch.testing.assert_close(trace.nodes["y"]["fn"].log_prob(y), Normal(mu, 0.25).log_prob(y), check_dtype=False)
     # Compiling takes ten seconds and nothing is claimed of it; of 60 draws of log mu about half are below zero.
-    monkeypatch.setattr("secure_fvi.runs.nuts.shutil.which", lambda _: None)
+    monkeypatch.setattr("secure_fvi_lab.references.shutil.which", lambda _: None)
     found = sample_nuts(pooled, "person", ["mu"], warmup=20, draws=30)
     assert bool((found.sites["mu"] > 0).all())
 

@@ -46,7 +46,7 @@ def test_a_sites_name_is_text_in_tables_and_figures(
     assert capsys.readouterr().out.count(name) == 2
     draws = marginals({formula: torch.linspace(-2.0, 2.0, 50)})
     assert plots.svg(plots.marginal_panels(draws, None, ""))
-    monkeypatch.setattr(tables, "_console", Console)
+    monkeypatch.setattr(tables, "plain_console", Console)
     with pytest.raises(MarkupError):
         print_posterior(result)
     figure = Figure()

@@ -15,8 +15,8 @@ from torch.nn.functional import logsigmoid
 from secure_fvi.algorithms.vertical import Amortised, Bernoulli, Gaussian, MeanField, Soul, Vertical
 from secure_fvi.algorithms.vertical.steps import Incoming, Response
 from secure_fvi.models.vertical_programs import make_data
-from secure_fvi.runs.nuts import sample_nuts
 from secure_fvi_lab.experiments.vertical_batched import SoulRound, VerticalRound, log_marginal, sample, soul_mode
+from secure_fvi_lab.references import sample_nuts
 
 
 @pytest.mark.parametrize("silos", [2, 10])

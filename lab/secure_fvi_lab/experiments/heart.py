@@ -45,10 +45,10 @@ from secure_fvi.compiled import Mode, Traced
 from secure_fvi.errors import InputError
 from secure_fvi.models.heart import Heart, bayesian_network, load, split_network, standardise
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.runs.marginals import default_dtype
 from secure_fvi.trees import Params, part
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of
 from secure_fvi_lab.experiments.vertical_batched import logistic_mode, stack
+from secure_fvi_lab.references import default_dtype
 
 RHOS, SMALL_RHO, LOCAL_STEPS = (1.0, 5.0, 10.0), 0.2, 5
 #: Means, sds over folds, and log-likelihoods of table 3: accuracy, all predictions, wrong predictions.

@@ -27,8 +27,8 @@ from secure_fvi.errors import InputError
 from secure_fvi.families import Conditional
 from secure_fvi.models.newsgroups import Corpus, corpus
 from secure_fvi.models.prodlda import SCALE, Words, prodlda
-from secure_fvi.runs.marginals import seeded
 from secure_fvi_lab.experiments import Experiment, Request, Row, Tell, lines_of, panels, spread, with_sd
+from secure_fvi_lab.references import seeded
 
 # ----
 # Pooled ProdLDA as a user of Pyro would fit it: the same model by Pyro's SVI, and the network of Pyro's tutorial

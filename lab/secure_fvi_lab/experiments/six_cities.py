@@ -38,9 +38,9 @@ from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.families import Conditional
 from secure_fvi.fitting import fit
 from secure_fvi.models.six_cities import PROGRAM
-from secure_fvi.runs.nuts import sample_nuts
 from secure_fvi.server import Server
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, panels, spread
+from secure_fvi_lab.references import sample_nuts
 
 SIZES = (300, 237)
 NAMES = ("beta 1", "beta 2", "beta 3", "beta 4", "omega")

@@ -21,9 +21,9 @@ from secure_fvi.algorithms.vertical import Bernoulli, Vertical
 from secure_fvi.columns import VerticalResult
 from secure_fvi.errors import SecureFVIWarning
 from secure_fvi.models.vertical_programs import VerticalDataset, load_adult
-from secure_fvi.runs.marginals import default_dtype
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, panels, spread
 from secure_fvi_lab.experiments.vertical_batched import logistic_mode
+from secure_fvi_lab.references import default_dtype
 
 RECORDS, BATCH, SILOS, RHO = 30_000, 512, 5, 0.1
 TARGET = 0.003  # nats a person below the pooled model

@@ -32,9 +32,8 @@ from secure_fvi.algorithms.vertical.soul import gamma_step
 from secure_fvi.algorithms.vertical.steps import Draw, Incoming, Moments, Noise, Response, ServerParams, SiloParams
 from secure_fvi.compiled import Mode, Traced
 from secure_fvi.optimizers import Optimizer
-from secure_fvi.runs.marginals import Draws
-from secure_fvi.runs.nuts import sample_nuts
 from secure_fvi.trees import Params, part, running_average
+from secure_fvi_lab.references import Draws, sample_nuts
 
 _BLOCK = 100  # rounds whose noise is drawn at once
 _POINTS = 200  # of the bound over the rounds

@@ -30,9 +30,10 @@ from secure_fvi.algorithms.vertical.likelihoods import marginal
 from secure_fvi.algorithms.vertical.steps import Response
 from secure_fvi.compiled import Mode
 from secure_fvi.models.vertical_programs import COLUMNS, RECORDS, Data, make_data
-from secure_fvi.runs.marginals import default_dtype, density, seeded
+from secure_fvi.runs.marginals import density
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, SoulRound, VerticalRound, sample, soul_mode
+from secure_fvi_lab.references import default_dtype, seeded
 
 SILOS, RHOS, SMALL_RHO = (2, 10), (0.5, 1.0, 2.0), 0.05
 SHOWN = 0  # the coefficient whose marginal is drawn

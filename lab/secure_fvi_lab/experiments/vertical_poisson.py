@@ -44,10 +44,10 @@ from secure_fvi.models.vertical_poisson import (
     slopes,
     slopes_without_mu,
 )
-from secure_fvi.runs.marginals import Draws, default_dtype, density
-from secure_fvi.runs.nuts import sample_nuts
+from secure_fvi.runs.marginals import density
 from secure_fvi_lab.experiments import Experiment, Request, Row, lines_of, spread
 from secure_fvi_lab.experiments.vertical_batched import Fit, VerticalRound
+from secure_fvi_lab.references import Draws, default_dtype, sample_nuts
 
 RHO, RHOS = 1.0, (1.0, 2.0)  # of the augmented data; of the fits to data from the paper's model
 NUTS_AUGMENTED, NUTS_TRUE = "nuts, augmented", "nuts, true model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,9 +47,8 @@ def compare(
 
     from rich.console import Console
 
-    from secure_fvi.cli.tables import print_comparison
-    from secure_fvi.runs.comparing import compare as run_reference
     from secure_fvi.runs.report import marginal_figure, write_report
+    from secure_fvi_lab.comparison import compare as run_reference
 
     console = Console(stderr=True)
     with console.status("pooling the silos' data in this process") as status:
@@ -66,5 +66,35 @@ def compare(
     if picture is not None:
         marginal_figure(directory).savefig(picture, dpi=150)
     click.echo("The reference pooled the data of all silos in this process.")
-    print_comparison(content)
+    _print(content)
     click.echo(f"report: {directory / 'report.html'}")
+
+
+def _print(comparison: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from secure_fvi.cli.tables import MOST_ROWS, plain_console, say_left_out
+    from secure_fvi.runs.marginals import comparison_rows
+
+    name = comparison["reference"].upper()
+    ess = f"smallest effective sample size {comparison['ess']:.0f}"
+    r_hat = "" if comparison["r_hat"] is None else f", R-hat {comparison['r_hat']:.3f}"
+    console = plain_console()
+    console.print(f"the run beside {name} on the pooled data ({ess}{r_hat})", highlight=False, soft_wrap=True)
+    table = Table()
+    table.add_column("site")
+    for heading in (f"{name} mean", f"{name} sd", "run mean", "run sd", "error / sd", "sd ratio"):
+        table.add_column(heading, justify="right")
+    rows = comparison_rows(comparison)
+    for row in rows[:MOST_ROWS]:
+        table.add_row(
+            row.label,
+            f"{row.mean:.4g}",
+            f"{row.sd:.4g}",
+            f"{row.run_mean:.4g}",
+            f"{row.run_sd:.4g}",
+            f"{row.error:+.3f}",
+            f"{row.ratio:.3f}",
+        )
+    console.print(table)
+    say_left_out(console, len(rows), "compare.json")
