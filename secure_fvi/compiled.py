@@ -14,13 +14,13 @@ import operator
 import re
 import shutil
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -76,7 +76,8 @@ class Traced:
         self.fn, self.record_axis, self.mode, self.by_shape = fn, tuple(record_axis), mode, by_shape
         self._traces: dict[tuple[torch.Size, ...], tuple[_Run, _Build]] = {}
         self._calls: Counter[tuple[torch.Size, ...]] = Counter()  # by what a trace would be for
-        self._mapped: Mapped | None = None
+        #: Calls of equal shapes as one: of `engines.local`, and here since it lives as long.
+        self.mapped: Callable[[list[tuple[Any, ...]]], list[Any]] | None = None
 
     def __call__(self, *args: Any) -> Any:
         wait = waiting(self)
@@ -90,12 +91,6 @@ class Traced:
     def shapes(self, args: tuple[Any, ...]) -> tuple[torch.Size, ...]:
         """Of all tensors: calls of equal shapes can run together."""
         return tuple(t.shape for t in flatten(args))
-
-    def together(self, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """Several silos' calls of equal shapes, as one."""
-        if self._mapped is None:
-            self._mapped = Mapped(self)
-        return self._mapped(calls)
 
     def alone(self, *args: Any) -> Any:
         """One call, at once."""
@@ -439,60 +434,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ---- A traced function, mapped over silos by `vmap` ----
-
-
-class Mapped:
-    """Calls of `alone` on equal shapes as one call. Where `vmap` cannot map the function they are made one by one."""
-
-    def __init__(self, alone: Traced) -> None:
-        self.alone = alone
-        # Steps in place, as PyTorch's optimisers make them, would be mapped by a loop.
-        mapped = torch.func.vmap(torch.func.functionalize(alone.fn))
-        self._all = Traced(mapped, (None,) * len(alone.record_axis), alone.mode, by_shape=True)
-        self._works: bool | None = None  # not known before the first call
-        self._last: dict[Any, list[tuple[list[Tensor], Tensor]]] = {}  # by shapes: tensors and their stack
-
-    def __call__(self, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """The result of each call, in their order."""
-        if self._works:
-            return self._mapped(calls)
-        expected = [self.alone.alone(*args) for args in calls]
-        if self._works is None:
-            self._works = self._as(expected, calls)
-        return expected
-
-    def _as(self, expected: list[Any], calls: list[tuple[Any, ...]]) -> bool:
-        """Whether the mapped function says the same."""
-        try:
-            works = agree(flatten(self._mapped(calls)), flatten(expected))
-        except Exception:  # a program that branches on values, say
-            _log.debug("mapping failed", exc_info=True)
-            works = False
-        if not works:
-            _log.warning("%s cannot be mapped over silos; they run one by one", self.alone.name)
-        return works
-
-    def _mapped(self, calls: list[tuple[Any, ...]]) -> list[Any]:
-        leaves = [flatten(args) for args in calls]
-        supply = iter(self._stacked(leaves))
-        found = self._all(*(structure(arg)(supply) for arg in calls[0]))
-        out, build = flatten(found), structure(found)
-        return [build(iter([t[k] for t in out])) for k in range(len(calls))]
-
-    def _stacked(self, leaves: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Tensors of all calls side by side. Those of data are the same objects in every round: stacked once."""
-        shapes = tuple(t.shape for t in leaves[0])
-        before = self._last.get(shapes, [])
-        kept = []
-        for position, tensors in enumerate(map(list, zip(*leaves, strict=True))):
-            old = before[position] if before else ([], tensors[0])
-            same = len(old[0]) == len(tensors) and all(a is b for a, b in zip(old[0], tensors, strict=True))
-            kept.append(old if same else (tensors, torch.stack(tensors)))
-        self._last[shapes] = kept
-        return [stack for _, stack in kept]
-
-
 def over_draws(fn: Callable[..., Any], *args: Tensor) -> Any:
     """`fn` of each draw along the first axis, a tensor or a tuple or dict of them, mapped; one by one for a program
     that PyTorch cannot map."""
@@ -510,74 +451,7 @@ def _stacked(found: list[Any]) -> Any:
     return torch.stack(found)
 
 
-# ---- Silos of one process, computing together: the same step of many small silos runs as one ----
-#
-# Each silo's code runs unchanged, in a greenlet of its own. Where it calls a traced function it waits; once every silo
-# waits or is done, calls of one function on equal shapes are stacked, run as one call mapped over silos, and handed
-# back.
-# Silos of other shapes run one by one. The numbers are those of single calls, up to the order of float sums.
-
-T = TypeVar("T")
-Args = tuple[Any, ...]
-
-
-class Batchable(Protocol):
-    """What a silo may wait for: `compiled.Traced`."""
-
-    def alone(self, *args: Any) -> Any:
-        """One call."""
-
-    def together(self, calls: list[Args]) -> list[Any]:
-        """Several calls of equal `shapes`, as one."""
-
-    def shapes(self, args: Args) -> Hashable:
-        """Of all tensors."""
-
-
-class _Wait(NamedTuple):
-    fn: Batchable
-    args: Args
-
-
-class _Task(greenlet):
-    """One silo's work."""
-
-
-def waiting(fn: Batchable) -> Callable[..., Any] | None:
-    """Within a silo's work of `run_together`: a function that waits until `fn` is called for all. Elsewhere None."""
-    task = getcurrent()
-    if not isinstance(task, _Task):
-        return None
-    parent = cast(greenlet, task.parent)
-    return lambda *args: parent.switch(_Wait(fn, args))
-
-
-def run_together(work: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """What each silo's function returns.
-
-    The first that raises ends all, as in a loop: who is not done by then does not go on.
-    """
-    done: dict[str, T] = {}
-    tasks = {name: _Task(fn) for name, fn in work.items()}
-    waits: dict[str, _Wait] = {}
-
-    def go_on(name: str, *answer: Any) -> None:
-        said = tasks[name].switch(*answer)
-        if tasks[name].dead:
-            done[name] = said
-        else:
-            waits[name] = said
-
-    for name in work:
-        go_on(name)
-    while waits:
-        asked, waits = waits, {}
-        groups: defaultdict[Hashable, list[str]] = defaultdict(list)
-        for name, wait in asked.items():
-            groups[id(wait.fn), wait.fn.shapes(wait.args)].append(name)
-        for names in groups.values():
-            fn, calls = asked[names[0]].fn, [asked[name].args for name in names]
-            answers = fn.together(calls) if len(calls) > 1 else [fn.alone(*calls[0])]
-            for name, answer in zip(names, answers, strict=True):
-                go_on(name, answer)
-    return {name: done[name] for name in work}
+def waiting(fn: Traced) -> Callable[..., Any] | None:
+    """Within a silo's work of `engines.local.run_together`: a function that waits until all call `fn`. Else None."""
+    wait = getattr(getcurrent(), "wait_for", None)
+    return None if wait is None else functools.partial(wait, fn)

@@ -14,7 +14,8 @@ from programs import clinics, rate
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.compiled import Mapped, Traced, run_together
+from secure_fvi.compiled import Traced
+from secure_fvi.engines.local import Mapped, run_together
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties
 
