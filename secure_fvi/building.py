@@ -14,10 +14,10 @@ from secure_fvi.compiled import choose_mode
 from secure_fvi.density import LogDensity
 from secure_fvi.discovery import as_model, read_layout
 from secure_fvi.errors import InputError
-from secure_fvi.exported import Elsewhere, GraphDensity, watched
+from secure_fvi.exported import Elsewhere, GraphDensity
 from secure_fvi.federated_model import Data, FederatedModel, Schema
 from secure_fvi.privacy.settings import DP
-from secure_fvi.program_contract import check_program
+from secure_fvi.program_contract import check_program, watched
 from secure_fvi.randomness import derive_key
 
 

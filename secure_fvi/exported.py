@@ -1,56 +1,42 @@
 """A program as a graph of tensor operations: data that can be sent, checked and run, not code.
 
-`export` runs the program and traces it; only there does the author's code run, so it is called in a fence
-(`secure_fvi.deployment.fence`). What it gives is read by `read_program`, which executes nothing of what it reads: each
-node names an operation of a fixed list (`_PURE`), all of them functions of their arguments that change none, draw no
-random numbers, open no file and return no memory that they have not written. Constants are safetensors.
+`secure_fvi.export` makes it, where the author's code runs. `read_program` reads it, and executes nothing of what it
+reads: each node names an operation of a fixed list (`_PURE`), all of them functions of their arguments that change
+none, draw no random numbers, open no file and return no memory that they have not written. Constants are safetensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import math
 import operator
 import time
-import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from pyro.distributions import Unit
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.distributions import biject_to, transform_to
-from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secure_fvi.algorithms.base import Problem
-from secure_fvi.compiled import agree, flatten, trace_graph
+from secure_fvi.compiled import flatten
 from secure_fvi.data_contract import check_parts
 from secure_fvi.density import (
     Layout,
     LogDensity,
-    LogTerms,
     Params,
     Role,
     Site,
-    choice,
-    has_no_density,
-    param_constraint,
-    record_dim,
     running,
 )  # fmt: skip
-from secure_fvi.discovery import Discovery, Start, _centre, _discover, as_model, kind_of, read_layout, start_of
-from secure_fvi.errors import DataError, InputError, SecureFVIWarning, one_line
+from secure_fvi.discovery import Start
+from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema
-from secure_fvi.program_contract import check_program, described
 
 VERSION = 1
 #: Of a graph: its operations, its text, and on made data, of two and three records, elements of one result, of all
@@ -113,7 +99,7 @@ _ALSO_APART = _words(
     """
 )
 #: Arithmetic of sizes, which a graph holds as whole numbers.
-_SIZES: Mapping[str, Callable[..., Any]] = {
+SIZES: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -236,17 +222,10 @@ _TOTAL: Mapping[str, Callable[..., Any]] = {
     "masked_scatter": _masked_scatter,
     "mvlgamma": _mvlgamma,
 }
-#: Memory as it was found would show what this process had there: a graph has zeros instead.
-_WRITTEN_AS = {
-    "aten.empty.memory_format": "aten.zeros.default",
-    "aten.empty_like.default": "aten.zeros_like.default",
-    "aten.new_empty.default": "aten.new_zeros.default",
-}
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}
 _MEMORY = {str(m): m for m in (torch.contiguous_format, torch.preserve_format)}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _CPU = torch.device("cpu")
-_TRACED = "the model cannot be traced"
 _ROLES: tuple[Role, ...] = ("global", "silo", "record")
 
 
@@ -425,7 +404,7 @@ class GraphDensity(LogDensity):
         flat = [z_global, z_silo, z_record, *(theta[n] for n in sorted(theta)), *(rows[n] for n in sorted(rows))]
         with running(z_global.dtype, z_global.device):
             shared, silo, records, *rest = self.program.evaluate(flat, z_global.device)
-        constrained = dict(zip(_constrained(self.layout), rest, strict=True))
+        constrained = dict(zip(constrained_names(self.layout), rest, strict=True))
         return _Evaluated({"global": [shared], "silo": [silo], "record": [records]}, constrained)
 
 
@@ -437,319 +416,15 @@ def read_graph_at_silo(problem: Problem, rows: Params, size: int, silo: str) -> 
     return start
 
 
-def _theta(layout: Layout) -> list[str]:
+def theta_names(layout: Layout) -> list[str]:
     return sorted(name for name, _ in layout.theta)
 
 
-def _constrained(layout: Layout) -> list[str]:
-    return sorted([*(site.name for site in layout.sites), *_theta(layout)])
-
-
-# ---- from a program to a graph: the author's code runs here ----
-
-
-class _Recentre(Discovery):
-    """A discovery that can be traced: how each site's centre is found is decided beforehand, on made data.
-
-    It also says which rows lie in the support of what is observed, (N,) a site.
-    """
-
-    def __init__(self, model: FederatedModel, rows: Params, dtype: torch.dtype, known: _Centres | None = None) -> None:
-        some = next(iter(rows.values()))
-        super().__init__(model, some.shape[0], dtype, some.device)
-        self.known = known  # None: find out
-        self.found = _Centres({}, {}, {})
-        self.inside: Params = {}
-
-    def _pyro_param(self, msg: Any) -> None:
-        if self.known is None:
-            super()._pyro_param(msg)
-            return
-        self.theta[msg["name"]] = value = self.known.theta[msg["name"]]
-        msg["value"] = transform_to(param_constraint(msg))(value)
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name, fn = msg["name"], msg["fn"]
-        if self.known is None:
-            super()._pyro_sample(msg)
-        elif not has_no_density(msg) and not msg["is_observed"]:
-            if fn.has_enumerate_support:
-                msg["value"], msg["done"] = choice(fn, 0), True
-                return
-            value = self._value(name, fn).to(self.dtype)
-            self.values[name] = biject_to(fn.support).inv(value)
-            msg["value"], msg["done"] = value, True
-        dim = record_dim(msg, self.model.record_plate)
-        if not has_no_density(msg) and msg["is_observed"] and not isinstance(fn, Unit) and dim:
-            inside = _inside(fn, msg["value"], msg["mask"], dim)
-            if inside is not None:
-                self.inside[name] = inside
-                self.found.words[name] = f"{kind_of(fn)} takes {described(fn.support)}"
-        elif self.known is None and name in self.values:
-            how = "given" if name in self.model.start else _how(fn)
-            self.found.how[name] = how
-            if how in ("given", "draws"):
-                if how == "draws" and dim:
-                    raise _untraceable(f"record site '{name}' has a prior without mean and quantiles; give its start")
-                self.found.fixed[name] = msg["value"]
-
-    def _value(self, name: str, fn: Any) -> Tensor:
-        assert self.known is not None
-        how = self.known.how[name]
-        if how == "given":
-            given = self.model.start[name]
-            return torch.as_tensor(given, dtype=torch.float64).detach().expand(fn.shape()).clone()
-        if how == "draws":
-            return self.known.fixed[name].expand(fn.shape())
-        if how == "nowhere":
-            transform = biject_to(fn.support)
-            middle: Tensor = transform(torch.zeros(transform.inverse_shape(fn.shape()), dtype=self.dtype))
-            return middle
-        found: Tensor = fn.mean if how == "mean" else fn.icdf(torch.full(fn.shape(), 0.5))
-        return found.detach().expand(fn.shape()).clone()
-
-
-class _Centres(NamedTuple):
-    """What a discovery on made data found. how: each site's centre is found; fixed: those that a graph cannot make."""
-
-    how: dict[str, str]
-    fixed: Params
-    words: dict[str, str]  # of each observed site: what it takes
-    theta: Params = {}  # noqa: RUF012
-
-
-def _inside(fn: Any, value: Tensor, mask: Any, dim: int) -> Tensor | None:
-    """Which records lie in the support of an observed site, (N,); None where its distribution has none."""
-    try:
-        inside = fn.support.check(value)
-        if "multinomial" in str(fn.support).lower():
-            inside = inside & (value % 1 == 0).all(-1)
-    except Exception:  # a distribution of the user's own
-        return None
-    extra = max(0, inside.dim() - len(fn.batch_shape))
-    good = inside.reshape((*inside.shape[: inside.dim() - extra], -1)).all(-1) if extra else inside
-    good = good.expand(torch.broadcast_shapes(good.shape, fn.batch_shape))
-    if mask is not None:
-        good = good | ~torch.as_tensor(mask, device=good.device)
-    return good.movedim(dim, 0).reshape(good.shape[dim], -1).all(1)
-
-
-def _how(fn: Any) -> str:
-    """By which of its ways `_centre` finds a centre."""
-    centre = _centre(fn)
-    if centre is None:
-        return "nowhere"
-    for name, attempt in (("mean", lambda: fn.mean), ("median", lambda: fn.icdf(torch.full(fn.shape(), 0.5)))):
-        try:
-            if torch.equal(attempt().detach().expand(fn.shape()), centre):
-                return name
-        except (NotImplementedError, AttributeError):
-            continue
-    return "draws"
-
-
-def export(model: FederatedModel, schema: Schema, dtype: torch.dtype) -> bytes:
-    """Run the program on made data, trace it, and write down what `read_program` reads.
-
-    Raises InputError for what cannot be federated, and for a program that cannot be traced: one that looks at values
-    to decide what to compute, draws random numbers itself or uses an operation that is not in the list.
-    """
-    if model.encoder is not None:
-        raise InputError("a program with an encoder cannot be exported")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        with watched(model):
-            model = as_model(model, schema, dtype)
-            layout, start = read_layout(model, schema, dtype)
-            density = LogDensity(model, layout, schema)
-            cpu = start.z_global.device
-            check_program(Problem(model, schema, layout, density, start, ("silo",), 0, dtype, cpu, "eager"))
-    names = [name for name, _, _ in schema.fields]
-
-    def evaluate(*flat: Tensor) -> list[Tensor]:
-        z_global, z_silo, z_record = flat[:3]
-        theta = dict(zip(_theta(layout), flat[3:], strict=False))
-        rows = dict(zip(sorted(names), flat[3 + len(theta) :], strict=True))
-        run = density._run(z_global, z_silo, z_record, theta, rows)
-        zero = z_global.new_zeros(())
-        terms = LogTerms(
-            sum(run.terms["global"], zero),
-            sum(run.terms["silo"], zero),
-            sum(run.terms["record"], zero.expand(z_record.shape[-2])),
-        )
-        return [*terms, *(run.constrained[n] for n in _constrained(layout))]
-
-    def recentre(*flat: Tensor) -> list[Tensor]:
-        rows = dict(zip(sorted(names), flat, strict=True))
-        again = _Recentre(model, rows, dtype, known)
-        again.sites = list(layout.sites)
-        with running(dtype, flat[0].device), torch.no_grad(), again as run:
-            model.fn(**rows, **schema.constants)
-        found = [run.flat("global"), run.flat("silo"), run.flat("record")]
-        return [*found, *(run.inside[n] for n in sorted(known.words))]
-
-    rows = schema.dummy_rows(2)
-    with running(dtype, start.z_global.device), torch.no_grad(), _Recentre(model, rows, dtype) as run:
-        model.fn(**rows, **schema.constants)
-    known = run.found._replace(theta=start.theta)
-    shapes = [(layout.size("global"),), (layout.size("silo"),)]
-    rng = torch.Generator().manual_seed(0)
-
-    def inputs(records: int) -> list[Tensor]:
-        z = [torch.randn(s, generator=rng, dtype=dtype) * 0.3 for s in [*shapes, (records, layout.size("record"))]]
-        theta = [start.theta[n] + 0.1 * torch.randn(start.theta[n].shape, generator=rng, dtype=dtype)
-                 for n in _theta(layout)]  # fmt: skip
-        return [*z, *theta, *_made(schema, records, rng)]
-
-    fixed_axes: list[int | None] = [None, None, 0, *[None] * len(layout.theta), *[0] * len(names)]
-    constants: Params = {}
-    structure_of = {
-        "version": VERSION,
-        "sites": [[*site[:2], list(site.shape), *site[3:]] for site in layout.sites],
-        "theta": [[name, list(shape)] for name, shape in layout.theta],
-        "dtype": str(dtype),
-        "observed": [[name, known.words[name]] for name in sorted(known.words)],
-        "warnings": [str(w.message) for w in said if issubclass(w.category, SecureFVIWarning)],
-        "evaluate": _written("evaluate", evaluate, inputs(3), fixed_axes, constants),
-        "recentre": _written("recentre", recentre, _made(schema, 3, rng), [0] * len(names), constants),
-    }
-    kept = {f"start/{i}": t for i, t in enumerate([*start[:3], *(start.theta[n] for n in _theta(layout))])}
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in (constants | kept).items()}
-    content = _framed(structure_of, tensors)
-    _compare(read_program(content, schema), evaluate, inputs, model, schema, dtype)
-    return content
-
-
-def _made(schema: Schema, records: int, rng: torch.Generator) -> list[Tensor]:
-    """Made rows that differ, floats between 0.5 and 1.5 and whole numbers 0, by sorted name."""
-    rows = schema.dummy_rows(records)
-    for name, value in rows.items():
-        if value.is_floating_point():
-            rows[name] = value * (0.5 + torch.rand(value.shape, generator=rng, dtype=value.dtype))
-    return [rows[name] for name in sorted(rows)]
-
-
-def _untraceable(why: str) -> InputError:
-    return InputError(f"{_TRACED}: {why}")
-
-
-def _written(
-    what: str, fn: Callable[..., list[Tensor]], flat: list[Tensor], axes: list[int | None], constants: Params
-) -> dict[str, Any]:
-    """The graph of `fn` as lists and numbers; tensors that it holds go to `constants`."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    functional = torch.func.functionalize(fn)
-    why = ""
-    for attempt in (fn, functional):  # where the program writes into its own tensors, the second has no such writes
-        try:
-            return _encode(what, trace_graph(attempt, flat, axes), constants)
-        except InputError as error:
-            why = str(error)
-        except GuardOnDataDependentSymNode:
-            why = "values decide on what it computes (.item(), `if` on a latent or on data); use torch.where"
-        except Exception as error:  # whatever a program does that a tracer cannot follow
-            why = f"{type(error).__name__}: {one_line(error)}"
-    raise _untraceable(why)
-
-
-def _encode(what: str, module: GraphModule, constants: Params) -> dict[str, Any]:
-    at: dict[Node, int] = {}
-    held: dict[Node, str] = {}
-    nodes: list[list[Any]] = []
-    outputs: list[Any] = []
-    inputs = 0
-
-    def value(arg: Any) -> Any:
-        if isinstance(arg, Node):
-            return {"const": held[arg]} if arg in held else {"at": at[arg]}
-        if isinstance(arg, (list, tuple)):
-            return [value(a) for a in arg]
-        if isinstance(arg, torch.dtype):
-            return {"dtype": str(arg)}
-        if isinstance(arg, torch.memory_format):
-            return {"memory": str(arg)}
-        if isinstance(arg, float) and not math.isfinite(arg):
-            return {"float": str(arg)}
-        if arg is None or type(arg) in (bool, int, float, str):
-            return arg
-        raise InputError(f"an argument of type {type(arg).__name__}")
-
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            at[node] = inputs
-            inputs += 1
-        elif node.op == "get_attr":
-            held[node] = f"{what}/{node.target}"
-            constants[held[node]] = getattr(module, node.target)
-        elif node.op == "output":
-            outputs = [value(a) for a in node.args[0]]
-        else:
-            name = _name(node.target)
-            name, without = _WRITTEN_AS.get(name, name), "memory_format" if name in _WRITTEN_AS else ""
-            _operation(name)
-            left_out = ("device", "layout", "pin_memory", without)
-            kwargs = {k: value(v) for k, v in node.kwargs.items() if k not in left_out}
-            at[node] = inputs + len(nodes)
-            nodes.append([name, value(list(node.args)), kwargs])
-    # An output that is a constant needs a node of its own.
-    for i, found in enumerate(outputs):
-        if "const" in found:
-            nodes.append(["aten.lift_fresh_copy.default", [found], {}])
-            outputs[i] = {"at": inputs + len(nodes) - 1}
-    return {"inputs": inputs, "nodes": nodes, "outputs": [found["at"] for found in outputs]}
-
-
-def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return next((f"size.{name}" for name, fn in _SIZES.items() if fn is target), f"the function {target}"[:100])
-
-
-def _compare(
-    program: Program, fn: Callable[..., list[Tensor]], inputs: Callable[[int], list[Tensor]], model: FederatedModel,
-    schema: Schema, dtype: torch.dtype,
-) -> None:  # fmt: skip
-    """Raises InputError where the graph and the program differ in value, gradient or start, at 1, 2 and 5 records."""
-
-    def total(values: Sequence[Tensor]) -> Tensor:
-        return values[0] + values[1] + (values[2] * torch.linspace(0.5, 1.5, len(values[2]), dtype=dtype)).sum()
-
-    cpu = torch.device("cpu")
-    for records in (1, 2, 5):
-        flat = inputs(records)
-        leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in flat]
-        wanted = [t for t in leaves if t.requires_grad]
-        with running(dtype, cpu):
-            try:
-                found = program.evaluate(leaves, cpu)
-                expected = fn(*leaves)
-            except Exception as error:
-                raise _untraceable(f"with {records} records: {type(error).__name__}") from None
-            pairs = [(found, expected)]
-            if total(expected).requires_grad and total(found).requires_grad:
-                grads = [torch.autograd.grad(total(v), wanted, allow_unused=True) for v in (found, expected)]
-                pairs.append(([_zero(g) for g in grads[0]], [_zero(g) for g in grads[1]]))
-        for got, want in pairs:
-            if not agree([g.detach() for g in got], [w.detach() for w in want]):
-                raise _untraceable(f"its graph computes something else for {records} records")
-    rows = dict(zip(sorted(f[0] for f in schema.fields), inputs(4)[-len(schema.fields) :], strict=True))
-    here, _ = GraphDensity(program, model, schema).centre(rows, "made data")
-    there = start_of(_discover(model, rows, schema.constants, dtype))
-    if not agree(here, list(there[:3])) or not agree(flatten(program.start.theta), flatten(there.theta)):
-        raise _untraceable("its start depends on values of the data")
-
-
-def _zero(gradient: Tensor | None) -> Tensor:
-    return torch.zeros(()) if gradient is None else gradient
+def constrained_names(layout: Layout) -> list[str]:
+    return sorted([*(site.name for site in layout.sites), *theta_names(layout)])
 
 
 # ---- from bytes to a graph: nothing of what is read is executed ----
-
-
-def _framed(table: Any, tensors: Params) -> bytes:
-    text = json.dumps(table, allow_nan=False).encode()
-    return len(text).to_bytes(8, "big") + text + save(tensors)
 
 
 def read_program(content: bytes, schema: Schema, *, checked: bool = False) -> Program:
@@ -779,9 +454,9 @@ def _read(content: bytes, schema: Schema, checked: bool) -> Program:
     _need(table["version"] == VERSION, f"version {VERSION} is read here")
     dtype = _DTYPES[table["dtype"]]
     layout = Layout(tuple(_site(s) for s in table["sites"]), tuple((_text(n), _shape(s)) for n, s in table["theta"]))
-    _need(len(set(_constrained(layout))) == len(_constrained(layout)), "a name stands twice")
+    _need(len(set(constrained_names(layout))) == len(constrained_names(layout)), "a name stands twice")
     starts = [tensors.pop(f"start/{i}") for i in range(3 + len(layout.theta))]
-    start = Start(starts[0], starts[1], starts[2], dict(zip(_theta(layout), starts[3:], strict=True)))
+    start = Start(starts[0], starts[1], starts[2], dict(zip(theta_names(layout), starts[3:], strict=True)))
     observed = tuple((_text(name), _text(words, 500)) for name, words in table["observed"])
     said = tuple(_text(words, 2000) for words in table["warnings"])
     evaluate, recentre = (_graph_of(table[name], tensors) for name in ("evaluate", "recentre"))
@@ -799,7 +474,7 @@ def _check(program: Program, schema: Schema, dtype: torch.dtype) -> None:
     _need(sizes[0] > 0, "no global site")
 
     def start_shapes(records: int) -> list[tuple[int, ...]]:
-        return [(sizes[0],), (sizes[1],), (records, sizes[2]), *(theta[n] for n in _theta(layout))]
+        return [(sizes[0],), (sizes[1],), (records, sizes[2]), *(theta[n] for n in theta_names(layout))]
 
     def agreed(found: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
         return len(found) == len(shapes) and all(
@@ -819,20 +494,20 @@ def _check(program: Program, schema: Schema, dtype: torch.dtype) -> None:
             program.evaluate.check_work(flat)
             values = program.evaluate(flat, cpu)
             _need(agreed(values[:3], [(), (), (records,)]), "a density of other shapes")
-            _need(len(values) == 3 + len(_constrained(layout)), "values of other sites than the layout's")
+            _need(len(values) == 3 + len(constrained_names(layout)), "values of other sites than the layout's")
             again = program.recentre(data, cpu)
             _need(agreed(again[:3], start_shapes(records)[:3]), "a start of other shapes")
             fits = all(t.dtype == torch.bool and tuple(t.shape) == (records,) for t in again[3:])
             _need(fits and len(again) == 3 + len(program.observed), "checks of other shapes")
         first = {s.name for s in layout.of("record")}
-        for name, value in zip(_constrained(layout), values[3:], strict=True):
+        for name, value in zip(constrained_names(layout), values[3:], strict=True):
             _need(isinstance(value, Tensor), f"no values of '{name}'")
             _need(name not in first or (value.dim() > 0 and value.shape[0] == records), f"'{name}' is of no records")
 
 
 def flatten_start(start: Start, layout: Layout) -> list[Tensor]:
     """Z_G, Z_S, Z_L and theta by name."""
-    return [*start[:3], *(start.theta[n] for n in _theta(layout))]
+    return [*start[:3], *(start.theta[n] for n in theta_names(layout))]
 
 
 def _graph_of(table: Any, tensors: Params) -> TensorGraph:
@@ -841,7 +516,7 @@ def _graph_of(table: Any, tensors: Params) -> TensorGraph:
     _need(type(nodes) is list and len(nodes) <= _MOST_NODES, f"more than {_MOST_NODES} operations")
     read = []
     for i, (name, args, kwargs) in enumerate(nodes):
-        run, makes = _operation(_text(name))
+        run, makes = operation(_text(name))
 
         def value(arg: Any, before: int = inputs + i, depth: int = 0) -> Any:
             return _value(arg, before, tensors, depth)
@@ -857,13 +532,13 @@ def _graph_of(table: Any, tensors: Params) -> TensorGraph:
     return TensorGraph(inputs, read, outputs, tensors)
 
 
-def _operation(name: str) -> tuple[Callable[..., Any], bool]:
+def operation(name: str) -> tuple[Callable[..., Any], bool]:
     """What `name` stands for, and whether it is told a device. Raises InputError for what is not in the lists."""
     if name in _INSTEAD:
         return _INSTEAD[name], False
     space, _, rest = name.partition(".")
-    if space == "size" and rest in _SIZES:
-        return partial(_reckoned, _SIZES[rest]), False
+    if space == "size" and rest in SIZES:
+        return partial(_reckoned, SIZES[rest]), False
     packet, _, overload = rest.partition(".")
     if space != "aten" or packet not in _PURE:
         raise InputError(f"it uses {name}, which is not among the operations that a traced model may use")
@@ -955,68 +630,3 @@ def _text(value: Any, longest: int = 200) -> str:
 def _need(holds: bool, words: str) -> None:
     if not holds:
         raise InputError(words)
-
-
-# ----
-# What a program keeps outside of itself, between its runs: a list that it fills, a counter, an array that it
-# changes
-#
-# Such a program is another model at every party and in every run, and the log density need not show it at once: what
-# was
-# worked out from made data, or from the first silo's, is used at the others.
-
-#: Containers within containers, and functions that functions call, that are looked into; elements of each.
-_DEEP, _ELEMENTS = 3, 1000
-#: Bytes of an array up to which its numbers are compared.
-_BYTES = 2**20
-
-
-@contextlib.contextmanager
-def watched(model: Any) -> Iterator[None]:
-    """Warns with SecureFVIWarning where a program, run meanwhile, has changed what its closure or its module's names
-    hold."""
-    fn = getattr(model, "fn", model)
-    before = _held(fn)
-    yield
-    after = _held(fn)
-    changed = sorted(name for name, value in before.items() if after.get(name) != value)
-    if changed:
-        warnings.warn(
-            f"the program changes what it holds outside of itself ({', '.join(changed)}): what one run leaves there, "
-            "of made data or of another silo, the next one finds. Work such values out before the fit, and pass them "
-            "with sf.Shared",
-            SecureFVIWarning,
-            stacklevel=3,
-        )
-
-
-def _held(fn: Any, deep: int = _DEEP) -> dict[str, Any]:
-    """By name, a mark of each variable that a function, and those of its module that it calls, finds outside."""
-    fn = inspect.unwrap(fn) if callable(fn) else fn
-    if not isinstance(fn, types.FunctionType):
-        return {}
-    names = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not filled yet
-            names[name] = cell.cell_contents
-    names |= {f"default of {k}": value for k, value in enumerate(fn.__defaults__ or ())}
-    found = {name: _mark(value, _DEEP) for name, value in names.items() if not callable(value)}
-    for value in names.values():
-        if deep and isinstance(value, Callable) and getattr(value, "__module__", "") == fn.__module__:  # type: ignore[arg-type]
-            found = {**_held(value, deep - 1), **found}
-    return found
-
-
-def _mark(value: Any, deep: int) -> Any:
-    """Equal for what has not changed."""
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes() if value.nbytes <= _BYTES and value.dtype != object else id(value)
-    if isinstance(value, (int, float, complex, str, bytes, type(None))):
-        return repr(value)
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        items = [*value.items()] if isinstance(value, dict) else [*value]
-        inner = [_mark(item, deep - 1) for item in items[:_ELEMENTS]] if deep else ()
-        return type(value), len(items), tuple(inner)
-    return id(value)

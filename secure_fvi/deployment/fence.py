@@ -3,7 +3,7 @@ model's, and what comes back is a graph of tensor operations (`secure_fvi.export
 
 The boundary is the operating system's: bubblewrap makes namespaces in which nothing else is there, drops all
 privileges and kills the process with its parent; a seccomp filter forbids new processes, programs and sockets; limits
-hold for memory, files and time. Python's audit hook only keeps a list for the error message: code can get round it.
+hold for memory, files and time (`fenced.py`, which the process itself runs).
 
 The files of the model are those whose bytes were hashed: they are written from memory into a new folder, so that
 nothing else can be read there, and nothing can be exchanged in between.
@@ -12,17 +12,12 @@ nothing else can be read there, and nothing can be exchanged in between.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import logging
 import math
-import mmap
 import os
-import platform
-import resource
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -33,19 +28,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
 import secure_fvi
 from secure_fvi.deployment.model_hash import Closure, read_model
 from secure_fvi.deployment.names import printable
-from secure_fvi.deployment.session_messages import pack_schema, unpack_schema
+from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.errors import InputError, SecureFVIWarning
-from secure_fvi.exported import Elsewhere, Program, export, read_program
+from secure_fvi.exported import Elsewhere, Program, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.runs.config import Config
-from secure_fvi.runs.records import model_of, python_function
+from secure_fvi.runs.records import model_of
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +50,12 @@ MOST_BYTES = 1 << 28
 _MEMORY = 8 << 30
 _FOLDER = 1 << 28
 _SECONDS = 600
-_CPU_SECONDS = 540
+CPU_SECONDS = 540
 #: What it may cost to read it, and to run it on made data: bytes of address space, seconds.
 _CHECK_MEMORY, _CHECK_SECONDS = 4 << 30, 90.0
-_MOST_THREADS = 1024
+MOST_THREADS = 1024
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
-_MODEL, _SCRATCH = "/fence/model", "/fence/scratch"
+MODEL, _SCRATCH = "/fence/model", "/fence/scratch"
 UNFENCED = 'sandbox = "off": the code of the model runs in the process that holds this site\'s keys and data'
 _WITHOUT = "install bubblewrap (the package 'bubblewrap'), or set sandbox = \"off\" to run the model's code unfenced"
 
@@ -110,7 +105,7 @@ class FencedModel:
     @property
     def roles(self) -> FederatedModel:
         """Plate and silo sites."""
-        return FederatedModel(_gone, **_roles(self.record_plate, self.silo_sites))
+        return FederatedModel(_gone, **roles_of(self.record_plate, self.silo_sites))
 
     def exported(self, schema: Schema, dtype: torch.dtype) -> Program:
         """What the fence makes of the program. Raises InputError for what the fence or the program cannot do."""
@@ -121,7 +116,7 @@ class FencedModel:
             "start": dict(self.start),
             "dtype": "float64" if dtype == torch.float64 else "float32",
             "memory": _MEMORY,
-            "threads": _MOST_THREADS,
+            "threads": MOST_THREADS,
         }
         asked = json.dumps(request, allow_nan=False).encode()
         message = len(asked).to_bytes(8, "big") + asked + pack_schema(schema)
@@ -139,7 +134,7 @@ class FencedModel:
         return program
 
 
-def _roles(record_plate: str | None, silo_sites: Iterable[str] | None) -> dict[str, Any]:
+def roles_of(record_plate: str | None, silo_sites: Iterable[str] | None) -> dict[str, Any]:
     named = {"record_plate": record_plate, "silo_sites": None if silo_sites is None else tuple(silo_sites)}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -172,9 +167,6 @@ def model_for(
     model = config.model
     fenced = FencedModel(read.closure, name, model.record_plate, model.silo_sites, dict(model.start), hidden)
     return fenced, f"{name} in {Path(path).name}"
-
-
-# ---- the parent's side ----
 
 
 def _traced(closure: Closure, request: bytes, schema: bytes, hidden: tuple[Path, ...]) -> bytes:
@@ -257,7 +249,7 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
         if any(at.is_relative_to(p.resolve()) for p in shown) and at.exists():
             empty = ["--tmpfs", str(at), "--remount-ro", str(at)]
             command += empty if at.is_dir() else ["--ro-bind", "/dev/null", str(at)]
-    command += ["--ro-bind", str(folder), _MODEL, "--size", str(_FOLDER), "--tmpfs", _SCRATCH]
+    command += ["--ro-bind", str(folder), MODEL, "--size", str(_FOLDER), "--tmpfs", _SCRATCH]
     command += ["--remount-ro", "/", "--chdir", _SCRATCH]
     for name, value in {
         "HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "model", "LANG": "C.UTF-8", "PATH": "/usr/bin",
@@ -269,11 +261,10 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
 
 def _python(entry: str) -> list[str]:
     """Python without what a site may add to its start: no .pth files, no sitecustomize, no environment. entry: the
-    call of a function below."""
-    paths = [str(_package().parent), *_packages(), f"{_MODEL}/modules"]
-    start = (
-        f"import sys; sys.path += {paths!r}; from secure_fvi.deployment.fence import {entry.partition('(')[0]}; {entry}"
-    )
+    call of a function of `secure_fvi.deployment.fenced`."""
+    paths = [str(_package().parent), *_packages(), f"{MODEL}/modules"]
+    name = entry.partition("(")[0]
+    start = f"import sys; sys.path += {paths!r}; from secure_fvi.deployment.fenced import {name}; {entry}"
     return [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", start]
 
 
@@ -294,170 +285,3 @@ def _places() -> Iterator[str]:
     yield from _packages()
     yield str(_package())
     yield from (str(p.resolve()) for p in _package().iterdir() if p.is_symlink())
-
-
-# ---- the child's side: from here on, in the fence ----
-
-
-def serve() -> None:
-    """Answer the one request on the standard input, and end. Only `_python` starts this."""
-    out, first, rest = _request()
-    asked, schema = json.loads(first), unpack_schema(rest)
-    _limit(asked["memory"], _CPU_SECONDS, asked["threads"])
-    tried: list[str] = []
-    _listen(tried)
-    forbid()
-    try:
-        path = Path(_MODEL, "main", "model.py")
-        fn = python_function(path, asked["function"], "model.function")
-        model = FederatedModel(fn, start=asked["start"], **_roles(asked["record_plate"], asked["silo_sites"]))
-        answer = b"P" + export(model, schema, torch.float64 if asked["dtype"] == "float64" else torch.float32)
-    except Exception as error:  # whatever an author's code raises
-        words = str(error) if isinstance(error, InputError) else f"the model fails: {type(error).__name__}: {error}"
-        if tried:
-            words += f" (in the sandbox it tried {', '.join(tried[:3])}, and has only the files that its hash names)"
-        answer = b"E" + words.encode(errors="replace")
-    _respond(out, answer)
-
-
-def serve_check(memory: int, seconds: int) -> None:
-    """Read and run what was traced, on made data, and say whether it is a program. Only `_python` starts this."""
-    out, schema, content = _request()
-    _limit(memory, seconds)
-    forbid()
-    try:
-        read_program(content, unpack_schema(schema))
-        answer = b"P"
-    except InputError as error:
-        answer = b"E" + str(error).encode(errors="replace")
-    _respond(out, answer)
-
-
-def _request() -> tuple[BinaryIO, bytes, bytes]:
-    """Where the answer goes, and the two parts of what was asked."""
-    # What the first graph loads: before the limits, of which it would take a part, and before what is opened is noted.
-    import torch._inductor.config
-
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a program prints is no answer
-    torch.set_num_threads(1)
-    request = sys.stdin.buffer.read()
-    length = int.from_bytes(request[:8], "big")
-    return out, request[8 : 8 + length], request[8 + length :]
-
-
-def _respond(out: BinaryIO, answer: bytes) -> NoReturn:
-    out.write(answer)
-    out.flush()
-    os._exit(0)
-
-
-def _limit(memory: int, seconds: int, threads: int = _MOST_THREADS) -> None:
-    """Of address space, since a limit of data counts neither shared memory nor pages that are made read-only. What it
-    does not count, memory that a file or a segment holds and no process has mapped, `_FORBIDDEN` and `_command` bar.
-
-    Linux counts threads from 5.14 on for the sandbox alone, before that for all that its user runs; root's, never.
-    """
-    major, minor = (int(part) for part in os.uname().release.split(".")[:2])
-    counted = (major, minor) >= (5, 14)
-    for what, most in (
-        *([(resource.RLIMIT_NPROC, threads)] if counted else []),
-        (resource.RLIMIT_AS, _mapped() + memory),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_FSIZE, 1 << 28),
-        (resource.RLIMIT_NOFILE, 1024),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(what)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
-
-
-def _mapped() -> int:
-    """Bytes of address space of this process, to a MiB above: the least limit under which it may map another page.
-    There is no `/proc` here to say it."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    low, high = 0, 1 << 47 if hard == resource.RLIM_INFINITY else hard
-    while high - low > 1 << 20:
-        middle = (low + high) // 2
-        resource.setrlimit(resource.RLIMIT_AS, (middle, hard))
-        try:
-            mmap.mmap(-1, mmap.PAGESIZE).close()
-            high = middle
-        except (OSError, MemoryError):
-            low = middle
-    return high
-
-
-def _listen(tried: list[str]) -> None:
-    """Note what a program asks for that the fence does not have, for the message. A note, no protection."""
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        with contextlib.suppress(Exception):
-            if event == "open" and _missing(args[0]):
-                tried.append(f"to open '{args[0]}'")
-            elif event in ("socket.connect", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
-                tried.append(event)
-
-    sys.addaudithook(hook)
-
-
-def _missing(path: Any) -> bool:
-    return isinstance(path, str) and "__pycache__" not in path and not Path(path).exists()
-
-
-#: Numbers of system calls: x86-64, arm64. New programs, other processes' memory, sockets, mounts, kernel interfaces,
-#: memory that is in no address space.
-_FORBIDDEN: Mapping[str, tuple[int | None, int | None]] = {
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "socket": (41, 198), "socketpair": (53, 199),
-    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "mount": (165, 40),
-    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97), "setns": (308, 268),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "open_by_handle_at": (304, 265), "open_tree": (428, 428), "move_mount": (429, 429),
-    "fsopen": (430, 430), "fsmount": (432, 432), "memfd_secret": (447, 447),
-    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
-}  # fmt: skip
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 317), "aarch64": (1, 0xC00000B7, 220, 277)}
-_CLONE3, _CLONE_THREAD = 435, 0x10000
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
-
-
-def _filter() -> tuple[bytes, int]:
-    """The seccomp filter as the kernel reads it, and the number of the call that installs it; nothing on others."""
-    known = _ARCHITECTURES.get(platform.machine())
-    if known is None:
-        return b"", 0
-    column, architecture, clone, seccomp = known
-    numbers = [calls[column] for calls in _FORBIDDEN.values() if calls[column] is not None]
-
-    def step(code: int, yes: int, no: int, k: int) -> bytes:
-        return struct.pack("=HBBI", code, yes, no, k)
-
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    steps = [step(load, 0, 0, 4), step(equal, 1, 0, architecture), step(end, 0, 0, _KILL), step(load, 0, 0, 0)]
-    steps += [step(at_least, 0, 1, 0x40000000), step(end, 0, 0, _KILL)]  # the x32 calls have other numbers
-    for number in numbers:
-        steps += [step(equal, 0, 1, int(number or 0)), step(end, 0, 0, _ERRNO | _EPERM)]
-    steps += [step(equal, 0, 1, _CLONE3), step(end, 0, 0, _ERRNO | _ENOSYS)]  # its flags lie in memory: libc falls back
-    steps += [step(equal, 0, 3, clone), step(load, 0, 0, 16), step(any_bit, 1, 0, _CLONE_THREAD)]
-    steps += [step(end, 0, 0, _ERRNO | _EPERM), step(end, 0, 0, _ALLOW)]
-    return b"".join(steps), seccomp
-
-
-def forbid() -> None:
-    """From now on this process, all of its threads, starts no process and opens no socket."""
-    program, seccomp = _filter()
-    if not program:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    kept = ctypes.create_string_buffer(program, len(program))
-    pointed = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
-    held = ctypes.create_string_buffer(pointed, len(pointed))
-    if libc.prctl(38, 1, 0, 0, 0) or libc.syscall(
-        ctypes.c_long(seccomp), ctypes.c_long(1), ctypes.c_long(1), ctypes.c_void_p(ctypes.addressof(held))
-    ):  # no new privileges; filter
-        raise InputError(f"the sandbox takes no system call filter ({os.strerror(ctypes.get_errno())})")

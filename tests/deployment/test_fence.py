@@ -36,7 +36,7 @@ from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.errors import InputError, PolicyError
-from secure_fvi.exported import export
+from secure_fvi.export import export
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.runs import wording
 

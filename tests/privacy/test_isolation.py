@@ -24,7 +24,8 @@ import secure_fvi as sf
 from secure_fvi.algorithms import sfvi
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
 from secure_fvi.errors import InputError
-from secure_fvi.exported import GraphDensity, Program, TensorGraph, export, read_program
+from secure_fvi.export import export
+from secure_fvi.exported import GraphDensity, Program, TensorGraph, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.gate import check_machine

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from secure_fvi.compiled import threads
-from secure_fvi.exported import _ALSO_APART, _INSTEAD, _PURE, TensorGraph, _Node, _operation, _Ref
+from secure_fvi.exported import _ALSO_APART, _INSTEAD, _PURE, TensorGraph, _Node, _Ref, operation
 
 ROWS = 64
 #: Calls of one overload, tensors that have a row a record at once, and samples of one operation.
@@ -143,7 +143,7 @@ def runs(name: str) -> Callable[..., Any]:
     packet, overload = name.split(".")[1:]
     written = getattr(getattr(aten, packet), overload)
     if packet in _PURE or name in _INSTEAD:
-        return _operation(name)[0]
+        return operation(name)[0]
     if not written._schema.is_mutable:
         return partial(written)
     return lambda x, *args, **kwargs: written(x.clone(), *args, **kwargs)
@@ -302,7 +302,7 @@ def test_no_value_makes_an_operation_of_a_graph_raise() -> None:
 
 def test_what_fails_is_nan_with_its_gradient_and_what_does_not_is_as_it_was() -> None:
     """A place out of range, in a graph mapped over records: that record alone is NaN."""
-    gather = _Node(_operation("aten.index.Tensor")[0], (_Ref(0), [_Ref(1)]), {}, False)
+    gather = _Node(operation("aten.index.Tensor")[0], (_Ref(0), [_Ref(1)]), {}, False)
     graph, table = TensorGraph(2, [gather], [_Ref(2)], {}), torch.tensor([1.0, 2.0])
     places = torch.tensor([[0], [1], [2], [-3], [-1]])
 
@@ -319,6 +319,6 @@ def test_what_fails_is_nan_with_its_gradient_and_what_does_not_is_as_it_was() ->
 
 @pytest.mark.parametrize("by", [0, -1])
 def test_whole_numbers_are_divided_by_nothing_that_the_processor_traps(by: int) -> None:
-    run = _operation("aten.div.Tensor_mode")[0]
+    run = operation("aten.div.Tensor_mode")[0]
     assert run(torch.tensor([-(2**63), 7]), torch.tensor([by, 2]), rounding_mode="trunc")[1] == 3
-    assert _operation("aten.div.Scalar_mode")[0](torch.tensor([-(2**63), 7]), -1, rounding_mode="trunc")[1] == -7
+    assert operation("aten.div.Scalar_mode")[0](torch.tensor([-(2**63), 7]), -1, rounding_mode="trunc")[1] == -7
