@@ -1,9 +1,9 @@
 """What a silo's data have to keep to, looked at there before the first round: afterwards it has been paid for.
 
 Observed values lie in the support of their sites, labels point into what they index, terms are finite, the sum over
-records holds among the silo's own (`read_at_silo`), and no record is there twice (`check_repeats`). It costs a silo
-some log2 N runs of the program on its N rows (`program_contract.in_parts`), without gradients, two with them, and a few
-on eight rows or fewer.
+records holds among the silo's own (`read_at_silo`), no record is there twice (`check_repeats`), and a job goes on with
+the rows that it began with (`cohort_digest`). To read them costs a silo some log2 N runs of the program on its N rows
+(`program_contract.in_parts`), without gradients, two with them, and a few on eight rows or fewer.
 
 What is found counts a silo's rows: it is for that silo alone (`DataError`).
 """
@@ -11,6 +11,7 @@ What is found counts a silo's rows: it is for that silo alone (`DataError`).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -476,3 +477,29 @@ def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:
     if bad:
         raise DataError(f"silo '{silo}': record_ids are no whole numbers of at least 0 in {bad} of {len(found)} rows")
     return found.astype(np.int64)
+
+
+def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"") -> bytes:
+    """32 bytes that stand for the rows in use, (N, ...) each, whatever their order; a row more, less or other changes
+    them.
+
+    Rows may be few and their columns narrow, so that whoever has a digest could try all tables: what leaves a site
+    is made with a `key` (at most 64 bytes) that the site alone knows.
+    """
+    form, cells = [], []
+    for name in sorted(rows):
+        value = np.ascontiguousarray(rows[name])
+        if value.dtype.kind == "f":
+            value = value + 0.0  # one zero, not two
+        form.append((name, str(value.dtype), value.shape[1:]))
+        cells.append(value.reshape(len(value), -1).view(np.uint8))
+    count, width = len(cells[0]), sum(c.shape[1] for c in cells)
+    digests: list[bytes] = []
+    for at in range(0, count, 65_536):
+        block = memoryview(np.concatenate([c[at : at + 65_536] for c in cells], 1).tobytes())
+        digests += [
+            hashlib.blake2b(block[i : i + width], digest_size=32, key=key).digest() for i in range(0, len(block), width)
+        ]
+    total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
+    total.update(b"".join(sorted(digests)))
+    return total.digest()

@@ -29,7 +29,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
+from secure_fvi.dictionary import Column, Dictionary, Missing, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places
 from secure_fvi.formula import (
@@ -58,7 +58,7 @@ from secure_fvi.quadrature import (
 )
 from secure_fvi.runs.wording import nearest
 from secure_fvi.supports import ReachesZero
-from secure_fvi.tables import Coded, Missing, code_columns
+from secure_fvi.tables import Coded, code_columns
 
 if TYPE_CHECKING:
     from secure_fvi.results import Result

@@ -16,7 +16,6 @@ import codecs
 import contextlib
 import csv
 import dataclasses
-import hashlib
 import itertools
 import json
 import re
@@ -25,26 +24,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import DATE, NUMBER, TOLD_APART, Column, Dictionary
+from secure_fvi.dictionary import DATE, NUMBER, RECORD_ID, TABLE, TOLD_APART, Column, Dictionary, Missing
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.frames import check_aligned, is_gap
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
     import duckdb
-    from torch import Tensor
 
-Missing = Literal["refuse", "drop"]
 #: A dictionary, or what makes one of the columns' names.
 Coding = Dictionary | Callable[[Iterable[str]], Dictionary]
 
-#: The name of a job's own file in a query.
-TABLE = "data"
 #: What DuckDB may hold at once, and how long it may take.
 MEMORY, SECONDS = "2GB", 600
 #: What a query may have of DuckDB's syntax tree: nodes, and functions in place of a table.
@@ -297,36 +292,6 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
         if dictionary[name].kind == "id":
             values[name], names[name] = _coded_ids(values[name])
     return Coded(values, names, len(status[wanted[0]]), {}, tuple(findings))
-
-
-#: The optional column with the records' own ids: whole numbers, all different, over all silos.
-RECORD_ID = "record_id"
-
-
-def cohort_digest(rows: Mapping[str, Tensor | npt.NDArray[Any]], key: bytes = b"") -> bytes:
-    """32 bytes that stand for the rows in use, (N, ...) each, whatever their order; a row more, less or other changes
-    them.
-
-    Rows may be few and their columns narrow, so that whoever has a digest could try all tables: what leaves a site
-    is made with a `key` (at most 64 bytes) that the site alone knows.
-    """
-    form, cells = [], []
-    for name in sorted(rows):
-        value = np.ascontiguousarray(rows[name])
-        if value.dtype.kind == "f":
-            value = value + 0.0  # one zero, not two
-        form.append((name, str(value.dtype), value.shape[1:]))
-        cells.append(value.reshape(len(value), -1).view(np.uint8))
-    count, width = len(cells[0]), sum(c.shape[1] for c in cells)
-    digests: list[bytes] = []
-    for at in range(0, count, 65_536):
-        block = memoryview(np.concatenate([c[at : at + 65_536] for c in cells], 1).tobytes())
-        digests += [
-            hashlib.blake2b(block[i : i + width], digest_size=32, key=key).digest() for i in range(0, len(block), width)
-        ]
-    total = hashlib.blake2b(repr((form, count)).encode(), digest_size=32, key=key, person=b"fvi cohort/1")
-    total.update(b"".join(sorted(digests)))
-    return total.digest()
 
 
 def made_row(columns: Mapping[str, Column]) -> Coded:
@@ -729,9 +694,8 @@ _FORMATS = {
     ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "json", ".ndjson": "json", ".jsonl": "json",
     ".duckdb": "duckdb", ".sqlite": "sqlite", ".sqlite3": "sqlite",
 }  # fmt: skip
-#: Endings of the files that this module reads, and of those whose records say which columns there are.
+#: Endings of the files that this module reads.
 ENDINGS = (*_FORMATS, ".db")
-OBJECTS = tuple(ending for ending, kind in _FORMATS.items() if kind == "json")
 
 
 def _format(path: Path) -> str:

@@ -22,10 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secure_fvi import tables
+from secure_fvi.data_contract import cohort_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import _ragged, data_columns
-from secure_fvi.tables import check_table, code_columns, cohort_digest, opened, read_coded
+from secure_fvi.runs.options import TABLES
+from secure_fvi.tables import check_table, code_columns, opened, read_coded
 
 DICTIONARY = Dictionary(
     {
@@ -358,6 +360,10 @@ FILES: dict[str, tuple[bytes, str]] = {
     "UTF-16": ("age\n1\n".encode("utf-16"), "not a CSV file in UTF-8"),
     "bytes": (bytes(range(1, 256)), "not a CSV file in UTF-8|column names must differ|no column 'age'"),
 }
+
+
+def test_every_ending_that_is_read_is_one_that_a_job_may_name() -> None:
+    assert tuple(TABLES) == tables.ENDINGS
 
 
 @pytest.mark.parametrize("case", list(FILES))
@@ -945,7 +951,8 @@ import resource, sys, time
 from pathlib import Path
 import duckdb
 from secure_fvi.dictionary import Column, Dictionary
-from secure_fvi.tables import cohort_digest, read_coded
+from secure_fvi.data_contract import cohort_digest
+from secure_fvi.tables import read_coded
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

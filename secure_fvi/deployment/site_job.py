@@ -35,7 +35,7 @@ from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior, SiloView
 from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
-from secure_fvi.data_contract import check_repeats
+from secure_fvi.data_contract import check_repeats, cohort_digest
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import model_for
@@ -47,6 +47,7 @@ from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
 from secure_fvi.deployment.unfit import Unfit
+from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
@@ -61,7 +62,6 @@ from secure_fvi.runs.config import Config
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
-from secure_fvi.tables import RECORD_ID, cohort_digest
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
@@ -490,8 +490,8 @@ class _Own(NamedTuple):
 
 
 class Cohort:
-    """The rows that a job uses, by a digest that only this site can make (`secure_fvi.tables.cohort_digest`): others
-    who read it in the log learn whether rows changed, and nothing of them.
+    """The rows that a job uses, by a digest that only this site can make (`data_contract.cohort_digest`): others who
+    read it in the log learn whether rows changed, and nothing of them.
 
     Raises DataError where they are not those that the job began with here, or that the policy asks for. rows: None for
     a job that uses none, whose digest says as little, and to which no later job is held.

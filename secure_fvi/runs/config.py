@@ -100,8 +100,8 @@ class Partition(Table):
 
 
 class SiloFile(Table):
-    """One silo with its data: a table (`secure_fvi.tables.ENDINGS`), or arrays (.npz, .safetensors); in a vertical run
-    also its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
+    """One silo with its data: a table (`runs.options.TABLES`), or arrays (.npz, .safetensors); in a vertical run also
+    its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
     `tables` names. missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
 
     id: Name

@@ -22,7 +22,7 @@ from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
 from secure_fvi.compiled import choose_threads
 from secure_fvi.data_contract import check_repeats
-from secure_fvi.dictionary import Column, Dictionary
+from secure_fvi.dictionary import RECORD_ID, Column, Dictionary
 from secure_fvi.disclosure import Disclosure, disclose
 from secure_fvi.errors import InputError
 from secure_fvi.exported import Elsewhere
@@ -52,7 +52,7 @@ from secure_fvi.runs.records import (
     settled,
 )
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import ENDINGS, GAP, RECORD_ID, check_table
+from secure_fvi.tables import ENDINGS, GAP, check_table
 
 _log = logging.getLogger(__name__)
 

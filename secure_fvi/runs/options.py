@@ -44,6 +44,14 @@ AGGREGATIONS = {
 #: What makes the model of a `[model]` that is no program and no function of a file.
 MODELS = {"formula": "secure_fvi.mixed_model:glmm"}
 
+#: What reads and codes a table, by its file's ending.
+TABLES = dict.fromkeys(
+    (".csv", ".tsv", ".parquet", ".json", ".ndjson", ".jsonl", ".duckdb", ".sqlite", ".sqlite3", ".db"),
+    "secure_fvi.tables:read_coded",
+)
+#: Those whose records say which columns there are.
+OBJECTS = (".json", ".ndjson", ".jsonl")
+
 #: What `[model] likelihood` may be in a vertical run.
 LIKELIHOODS = {
     name: f"secure_fvi.algorithms.vertical.likelihoods:{name.capitalize()}"

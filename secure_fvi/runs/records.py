@@ -6,6 +6,7 @@ A silo's records are its own table (`secure_fvi.tables`), an npz of tensors, or 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -24,28 +25,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from secure_fvi.dictionary import Column, Dictionary, dictionary_of, read_dictionary
+from secure_fvi.dictionary import RECORD_ID, TABLE, Column, Dictionary, Missing, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
-from secure_fvi.runs.options import MODELS, build, named, resolved
+from secure_fvi.runs.options import MODELS, OBJECTS, TABLES, build, named, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
-from secure_fvi.tables import (
-    ENDINGS,
-    OBJECTS,
-    RECORD_ID,
-    TABLE,
-    Coded,
-    Coding,
-    Missing,
-    made_row,
-    opened,
-    read_coded,
-)
 
 if TYPE_CHECKING:
     from secure_fvi.mixed_model import MixedModel
+    from secure_fvi.tables import Coded, Coding
 
 _log = logging.getLogger(__name__)
 #: Rows of a record, or groups of a silo, that an option may name: each is laid out for as many.
@@ -64,13 +54,13 @@ def read_table(
     cannot be read are left out, and it is told of them.
     """
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
-    if path.suffix in ENDINGS:
+    if path.suffix in TABLES:
         tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt)
     elif path.suffix in arrays:
         with _named(path, key):
             tensors = arrays[path.suffix](path)
     else:
-        raise InputError(f"{key} = '{path}': must end in {', '.join((*ENDINGS, *arrays))}")
+        raise InputError(f"{key} = '{path}': must end in {', '.join((*TABLES, *arrays))}")
     if not tensors:
         raise InputError(f"{key}: {path}: holds no columns")
     sizes = {name: len(t) if t.ndim else None for name, t in tensors.items()}
@@ -127,6 +117,7 @@ def _read(
     those that cannot be read, which are left out too."""
     query, said = (silo.query, silo.missing) if silo is not None else (None, None)
     files = _files(path, silo)
+    read_coded: Callable[..., Coded] = named(TABLES, "data", path.suffix)
     found = read_coded(files, coding, query, missing or said or "refuse", only, spoilt=spoilt is not None)
     if spoilt is not None:
         spoilt += found.spoilt
@@ -342,7 +333,7 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
         for file in _files(path, own).values():
             with file.open("rb"):
                 pass
-        if path.suffix not in ENDINGS:
+        if path.suffix not in TABLES:
             raise InputError(f"which arrays it holds, and of which shapes, is seen in it alone; {_WITH_DICTIONARY}")
         if model is not None:
             dictionary, only = _of_formula(own, model)[0], model.columns
@@ -352,11 +343,11 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
         elif path.suffix in OBJECTS:
             raise InputError(_BY_RECORDS)
         else:
-            with opened(_files(path, own), own.query) as table:
+            with _reader(path).opened(_files(path, own), own.query) as table:
                 dictionary, only = _numbers(table.types), list(table.types)
         dictionary.check_reviewed(only)
         _check_columns(path, own, only)
-        made = made_row({name: dictionary[name] for name in only})
+        made = _reader(path).made_row({name: dictionary[name] for name in only})
         rows: dict[str, Any]
         if model is not None:
             rows = model.prepared({silo: made})[silo]
@@ -365,13 +356,18 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
         return read_data(rows, silo, dtype)[0]
 
 
+def _reader(path: Path) -> Any:
+    """The module that reads such tables, which a silo whose data are arrays does without."""
+    return importlib.import_module(TABLES[path.suffix].partition(":")[0])
+
+
 def _check_columns(path: Path, silo: SiloFile, wanted: Collection[str]) -> None:
     """Raise InputError where a table lacks a column, unless records say which it has."""
     files = _files(path, silo)
     if any(file.suffix in OBJECTS for file in files.values()):
         return
     try:
-        with opened(files, silo.query, spoilt=True) as table:
+        with _reader(path).opened(files, silo.query, spoilt=True) as table:
             known = list(table.types)
     except DataError:  # of a cell, perhaps: to be seen when all are read
         return
