@@ -543,7 +543,8 @@ def loss_distribution(sampled: Mapping[tuple[float, float], int], scale: float) 
     """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    step = min(_typical_loss(rate, noise) for rate, noise in sampled)
+    # The standard deviation of one step's privacy loss, to leading order in the rate.
+    step = min(rate * float(np.sqrt(np.expm1(min(noise**-2, 50.0)))) for rate, noise in sampled)
     interval = float(np.clip(step / 5, _FINEST, _COARSEST))
     interval = max(interval, scale / _POINTS)
     total = None
@@ -554,11 +555,6 @@ def loss_distribution(sampled: Mapping[tuple[float, float], int], scale: float) 
         part = one.self_compose(count) if count > 1 else one
         total = part if total is None else total.compose(part)
     return total
-
-
-def _typical_loss(rate: float, noise: float) -> float:
-    """The standard deviation of one step's privacy loss, to leading order in the rate."""
-    return rate * float(np.sqrt(np.expm1(min(noise**-2, 50.0))))
 
 
 # ---- Opacus' own accountants, for comparison with ours ----

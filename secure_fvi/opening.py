@@ -83,7 +83,7 @@ def load(
             if [both["mean"], both["sd"]] != [m.tolist() for m in moments[name]]:
                 raise InputError(f"'{directory}' is damaged: posterior.safetensors and result.json are of two runs")
         problem = _problem(directory, found, layout, posterior, model, shared)
-        extra = {} if posterior.refined is None else _refined(problem, posterior)
+        extra = {} if posterior.refined is None else {"refined": vars(results)["refined_draws"](problem, posterior)}
         result = (Opened if model is None else Result)(
             **extra,
             **{name: found[name] for name in _PLAIN},
@@ -160,11 +160,6 @@ def _posterior(found: Mapping[str, Any], tensors: Params) -> Posterior:
     if z.shape != (len(weights), n) or not bool((weights >= 0).all()) or not math.isclose(float(weights.sum()), 1.0):
         raise ValueError
     return posterior._replace(refined=Refined(z=z, weights=weights, **numbers))
-
-
-def _refined(problem: Problem, posterior: Posterior) -> dict[str, Any]:
-    """The weighted draws in the model's own space."""
-    return {"refined": vars(results)["refined_draws"](problem, posterior)}
 
 
 def _layout(saved: Mapping[str, Any]) -> Layout:

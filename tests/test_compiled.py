@@ -8,7 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from programs import make_intercepts
+from programs import intercepts, make_intercepts
 from torch import Tensor
 
 import secure_fvi as sf
@@ -30,13 +30,6 @@ def _eta(fn: object, mode: object, rounds: int = 5) -> tuple[Tensor, str]:
     for _ in range(rounds):
         engine.run(server.round())
     return server.state.algorithm.eta["loc"], engine.silos["silo-1"].program._step.mode  # type: ignore[attr-defined]
-
-
-def _by_shape(y: Tensor) -> None:
-    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-    with pyro.plate("person", y.shape[0]):
-        b = pyro.sample("b", dist.Normal(0.0, 0.7))
-        pyro.sample("y", dist.Normal(mu + b.unsqueeze(-1), 0.5 * torch.ones(3)).to_event(1), obs=y)
 
 
 def _by_len(y: Tensor) -> None:
@@ -67,11 +60,11 @@ def _by_value(y: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "mode"), [(_by_shape, "traced"), (_by_len, "traced"), (_by_branch, "traced"), (_by_value, "eager")]
+    ("fn", "mode"), [(intercepts, "traced"), (_by_len, "traced"), (_by_branch, "traced"), (_by_value, "eager")]
 )
 @pytest.mark.usefixtures("at_once")
 def test_every_program_runs_and_gives_the_same_numbers(fn: object, mode: str) -> None:
-    reference, _ = _eta(_by_shape, False)
+    reference, _ = _eta(intercepts, False)
     eta, got = _eta(fn, False)
     torch.testing.assert_close(eta, reference, rtol=1e-12, atol=1e-12)
     assert got == mode
@@ -92,8 +85,8 @@ def test_a_broken_compiler_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("no such compiler")
 
     monkeypatch.setattr("secure_fvi.compiled._compile", broken)
-    traced, _ = _eta(_by_shape, False)
-    compiled, mode = _eta(_by_shape, True)
+    traced, _ = _eta(intercepts, False)
+    compiled, mode = _eta(intercepts, True)
     assert mode == "traced"
     torch.testing.assert_close(compiled, traced, rtol=0, atol=0)
 

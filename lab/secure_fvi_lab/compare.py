@@ -48,7 +48,7 @@ def compare(
     from rich.console import Console
 
     from secure_fvi.runs.report import marginal_figure, write_report
-    from secure_fvi_lab.comparison import compare as run_reference
+    from secure_fvi_lab.references import compare as run_reference
 
     console = Console(stderr=True)
     with console.status("pooling the silos' data in this process") as status:

@@ -264,7 +264,8 @@ class SFVIProgram(StructuredProgram):
         self.gradient_blocks = tuple(Block(name, shape, config.bound) for name, shape in shapes.items())
         self.hidden = sum(v.numel() for v in self.silo_family.init(torch.zeros(1, self.n_silo)).values())
         self.sampled = config.sampling_rate
-        self._block = _rows_of_block(sum(block.size for block in self.gradient_blocks))
+        numbers = sum(block.size for block in self.gradient_blocks)  # held at once of each row
+        self._block = min(MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))
         self._trace()
 
     def _trace(self) -> None:
@@ -683,8 +684,3 @@ class SFVIProgram(StructuredProgram):
 def _warm() -> Any:
     """What runs a warm start: an algorithm of its own, loaded by its name; a run without one has no use for it."""
     return importlib.import_module("secure_fvi.algorithms.sfvi_warm")
-
-
-def _rows_of_block(numbers: int) -> int:
-    """Rows whose gradients, of so many numbers each, are held at once."""
-    return min(MOST_ROWS, max(_FEWEST_ROWS, 2 ** int(math.log2(max(1, _MOST_NUMBERS // max(1, numbers))))))

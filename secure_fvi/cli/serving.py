@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from secure_fvi.cli.keys_shared import home_option, open_home
-from secure_fvi.logs import log_option, start_log
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home
@@ -22,6 +24,10 @@ sandbox_option = click.option(
     help="Where a model of one's own, a function of a file, is run to be traced: in a sandbox, which needs bubblewrap, "
     "or in this process, which holds the site's keys.",
 )
+log_option = click.option(
+    "--log", "log_format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+    help="Form of the log on standard error.",
+)  # fmt: skip
 
 
 @click.group()
@@ -153,3 +159,47 @@ def _opened(path: Path, role: str) -> Home:
     if found.role != role:
         raise InputError(f"'{path}' is the folder of a {found.role}; a {role}'s is needed here")
     return found
+
+
+# ---- What these processes write to standard error: lines to read, or one JSON object a line to collect ----
+
+
+class JsonLines(logging.Formatter):
+    """One object a line. `event` is the message before names and numbers are put in: the same for all of a kind."""
+
+    def __init__(self, **always: str) -> None:
+        """`always`: fields of every line, such as the site's id."""
+        super().__init__()
+        self._always = always
+
+    def format(self, record: logging.LogRecord) -> str:
+        written = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, Any] = {
+            "time": written.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            **self._always,
+            "logger": record.name,
+            "event": str(record.msg),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class Lines(logging.Formatter):
+    """A line to read. What others sent may stand in it: it moves no cursor and begins no line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return "".join(c if c.isprintable() else "?" for c in super().formatMessage(record))
+
+
+def start_log(quiet: bool, form: str, **always: str) -> None:
+    """Log this package's messages in the `form` that `log_option` takes; errors only where `quiet`."""
+    # A handler of its own: libraries that are imported later set up the root logger to their taste.
+    handler = logging.StreamHandler()
+    text = Lines("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines(**always) if form == "json" else text)
+    logger = logging.getLogger("secure_fvi")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.ERROR if quiet else logging.INFO)

@@ -183,14 +183,9 @@ def _records(
     if config.partition is not None:
         return _partitioned(_dataset(config, data_dir), config.partition, config.seed)
     if isinstance(model, MixedModel):
-        laid = _tables(config, model)
+        laid = model.prepared({s.id: formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
         return tuple(laid), tuple(laid.values()), None
     return _from_files(config)
-
-
-def _tables(config: Config, model: MixedModel) -> dict[str, dict[str, Any]]:
-    """Silos' tables as a formula's program takes them."""
-    return model.prepared({s.id: formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
 
 
 def _check_files_differ(silos: Sequence[SiloFile]) -> None:

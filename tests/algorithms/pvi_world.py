@@ -83,3 +83,9 @@ class World(NamedTuple):
 def build(model: sf.FederatedModel, silos: list[dict[str, Tensor]], algorithm: sf.PVI, sums: Any = None) -> World:
     server, engine, _ = build_parties(model, silos, algorithm, sums or sf.Plain(), compile=False)
     return World(server, engine)
+
+
+def logistic(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(x.new_zeros(x.shape[-1]), 3.0).to_event(1))
+    with pyro.plate("row", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)

@@ -19,7 +19,7 @@ from programs import (
     make_slopes,
     unknown_tau,
 )
-from pvi_world import REGRESSION, World, build, make_regression
+from pvi_world import REGRESSION, World, build, logistic, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
@@ -177,12 +177,6 @@ def test_a_site_follows_the_sum_only_if_the_server_used_it() -> None:
     assert _close(world.product(), world.state.q, 1e-10)
 
 
-def _logistic(x: Tensor, y: Tensor) -> None:
-    beta = pyro.sample("beta", dist.Normal(x.new_zeros(x.shape[-1]), 3.0).to_event(1))
-    with pyro.plate("row", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
-
 @pytest.mark.slow
 def test_damping_keeps_q_proper_with_20_heterogeneous_silos() -> None:
     """Each silo sees one label and its own direction of the covariates; the largest damping is asked for."""
@@ -191,7 +185,7 @@ def test_damping_keeps_q_proper_with_20_heterogeneous_silos() -> None:
     for j in range(20):
         x = torch.randn(6, 4, generator=rng) * 0.3 + 2 * torch.randn(4, generator=rng)
         silos.append({"x": x, "y": torch.full((6,), float(j % 2))})
-    model = sf.FederatedModel(_logistic, "row")
+    model = sf.FederatedModel(logistic, "row")
     for damping in (1.0, "auto"):
         world = build(model, silos, sf.PVI(rounds=12, damping=damping, local_steps=40))  # type: ignore[arg-type]
         for _ in range(12):
@@ -382,7 +376,7 @@ def test_what_cannot_be_done_is_refused_before_it_begins() -> None:
     with pytest.raises(InputError, match="without local latents"):
         sf.fit(problem.model, problem.silos, sf.PVI(rounds=1, virtual_clients=2))
     silos = [{"x": torch.ones(5, 1), "y": torch.ones(5)}] * 3
-    model = sf.FederatedModel(_logistic, "row")
+    model = sf.FederatedModel(logistic, "row")
     with pytest.raises(InputError, match="not quadratic"):
         sf.fit(model, silos, sf.PVI(rounds=1, **EXACT))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="to show the server each silo's own term"):

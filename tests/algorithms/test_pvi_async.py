@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from pvi_world import REGRESSION, World, build, make_regression
+from pvi_world import REGRESSION, World, build, logistic, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
@@ -134,12 +132,6 @@ def test_a_late_change_is_fitted_against_the_older_q_and_counts_by_its_age() -> 
     assert seen > 3
 
 
-def _logistic(x: Tensor, y: Tensor) -> None:
-    beta = pyro.sample("beta", dist.Normal(x.new_zeros(x.shape[-1]), 3.0).to_event(1))
-    with pyro.plate("row", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
-
 @pytest.mark.slow
 def test_late_changes_of_heterogeneous_silos_end_where_prompt_ones_do() -> None:
     """6 silos of one label each: q stays proper, and ends within .25 posterior sd of a synchronous run. Local fits are
@@ -149,7 +141,7 @@ def test_late_changes_of_heterogeneous_silos_end_where_prompt_ones_do() -> None:
     for j in range(6):
         x = torch.randn(12, 2, generator=rng) + 0.5 * torch.randn(2, generator=rng)
         silos.append({"x": x, "y": torch.full((12,), float(j % 2))})
-    model = sf.FederatedModel(_logistic, "row")
+    model = sf.FederatedModel(logistic, "row")
     prompt = build(model, silos, sf.PVI(rounds=40, local_steps=40))
     for _ in range(10):
         prompt.round()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from secure_fvi.logs import start_log
+from secure_fvi.cli.serving import start_log
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from secure_fvi.runs.config import read
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.federation import federate
 from secure_fvi.runs.records import schema_beforehand, silo_part
-from secure_fvi_lab import comparison
+from secure_fvi_lab import references
 from secure_fvi_lab.references import Draws
 
 pytestmark = pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")
@@ -82,7 +82,7 @@ def test_the_exact_posterior_is_set_beside_a_private_run_where_asked_alone(
     assert "is private, and the reference is the exact posterior of the pooled data" in answer.err
     assert not (out / "compare.json").exists()
     exact = Draws({site: 1 + torch.rand(2, 100) for site in ("mu", "tau")}, 1.0, 100.0, 1.0)
-    monkeypatch.setattr(comparison, "_fit", lambda *_: exact)
+    monkeypatch.setattr(references, "_fit", lambda *_: exact)
     assert cli("compare", out, "--exact").code == 0
     assert (out / "compare.json").stat().st_mode & 0o077 == 0
     assert "No-U-Turn" not in (out / "report.html").read_text()

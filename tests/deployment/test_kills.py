@@ -37,12 +37,19 @@ class Killed(BaseException):
     """The end of a silo's process; in a thread of a test it passes all that catches errors."""
 
 
+def _started_again(self: Sites, silo: str, run: Callable[[Sites, str], None] = Sites._run) -> None:
+    try:
+        run(self, silo)
+    except Killed:
+        run(self, silo)
+
+
 @pytest.mark.slow
 def test_a_silo_killed_between_charge_and_answer(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its noise is gone: it makes its answer anew at another index and pays for both; the others' are masked anew."""
     algorithm = {"name": "sfvi", "iterations": 6, "sampling_rate": 0.5, "family": "diagonal"}
     job, killed = Job(world, tmp_path, algorithm=algorithm, privacy=_DP), threading.Event()
-    handle, run = DurableSilo.handle, Sites._run
+    handle = DurableSilo.handle
 
     def dying(self: DurableSilo, message: bytes) -> bytes:
         north = self.silo.name == "north" and message[:1] == ROUND and not killed.is_set()
@@ -52,14 +59,8 @@ def test_a_silo_killed_between_charge_and_answer(world: World, tmp_path: Path, m
             raise Killed
         return handle(self, message)
 
-    def started_again(self: Sites, silo: str) -> None:
-        try:
-            run(self, silo)
-        except Killed:
-            run(self, silo)
-
     monkeypatch.setattr(DurableSilo, "handle", dying)
-    monkeypatch.setattr(Sites, "_run", started_again)
+    monkeypatch.setattr(Sites, "_run", _started_again)
     job.run()
     assert killed.is_set()
     hub = world.homes["hub"]
@@ -120,7 +121,7 @@ def test_a_silo_killed_while_a_job_ends_ends_it_after_all(
     """It has said that the job is over, in the file `ended`, and not yet let go of its secrets or closed its log: the
     server says it again, and it does both. The control is the state at the kill."""
     job, left = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"}), list[bool]()
-    home, run = world.homes["north"], Sites._run
+    home = world.homes["north"]
     secret = home.state_folder / "jobs"
     owner, name = (SiteJob, "close") if at == "before the secrets go" else (Trail, "close_job")
     inner = getattr(owner, name)
@@ -132,14 +133,8 @@ def test_a_silo_killed_while_a_job_ends_ends_it_after_all(
             raise Killed
         inner(self, *args)
 
-    def started_again(self: Sites, silo: str) -> None:
-        try:
-            run(self, silo)
-        except Killed:
-            run(self, silo)
-
     monkeypatch.setattr(owner, name, dying)
-    monkeypatch.setattr(Sites, "_run", started_again)
+    monkeypatch.setattr(Sites, "_run", _started_again)
     job.run()
     assert left == [at == "before the secrets go"]
     (record,) = verify(home.log_file).jobs.values()

@@ -113,7 +113,7 @@ def measure(quick: bool = False, work: list[Work] | None = None) -> dict[str, An
     console = Console(stderr=True)
     sessions = track(work, "sessions", console=console, transient=True, disable=not console.is_terminal)
     with Stopwatch() as watch, tempfile.TemporaryDirectory() as folder:
-        _warm_up(watch)
+        Parties(Setting("masked", 3), watch).sum(64)  # whatever is compiled or loaded at first use is not a sum's time
         for at, item in enumerate(sessions):
             setting = item.setting
             within = Path(folder) / str(at)
@@ -156,11 +156,6 @@ def _memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _warm_up(watch: Stopwatch) -> None:
-    """One small sum: whatever is compiled or loaded at first use is not a sum's time."""
-    Parties(Setting("masked", 3), watch).sum(64)
 
 
 def _row(parties: Parties, case: Case, notes: list[str]) -> Row:

@@ -482,7 +482,7 @@ def looking(network: PersonalNetwork, data: Split) -> Look:
 
     def look(problem: Problem, posterior: Posterior, local: Mapping[str, LocalPosterior]) -> Row:
         shared, found = draw_global(problem, posterior, _DRAWS, problem.seed), []
-        for j, silo in enumerate(_names(len(data.test))):
+        for j, silo in enumerate(f"silo-{j + 1}" for j in range(len(data.test))):
             # The same seed: its draws belong to those of Z_G above.
             draws = {**shared, **local[silo].sample(_DRAWS, problem.seed)}
             pieces = ({k: v[:_TRAINED_ON] for k, v in data.train[j].items()}, data.test[j])
@@ -496,11 +496,6 @@ def looking(network: PersonalNetwork, data: Split) -> Look:
         }
 
     return look
-
-
-def _names(silos: int) -> list[str]:
-    """The names that silos get, in the order of their data."""
-    return [f"silo-{j + 1}" for j in range(silos)]
 
 
 def _rows(size: Size, seed: int, request: Request) -> list[Row]:
