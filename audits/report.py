@@ -36,9 +36,7 @@ def write(rows: Sequence[AuditRow], about: dict[str, Any], directory: Path) -> N
     groups = [(name, _picture([r for r in rows if r.attack == name]), [r for r in rows if r.attack == name])
               for name in attacks]  # fmt: skip
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    text = template.render(
-        groups=groups, about=about, words=_WORDS, confidence=CONFIDENCE, colours=_COLOURS, notes=_notes
-    )
+    text = template.render(groups=groups, about=about, words=_WORDS, confidence=CONFIDENCE, notes=_notes)
     write_atomically(directory / "audit.html", text.encode())
 
 

@@ -71,7 +71,7 @@ def write_report(directory: Path) -> None:
         kept=_kept_words(config, about),
         neighbours=_neighbours(result),
         toml=config.to_toml(),
-        source=_source(config),
+        source=source(config),
         posterior=posterior_rows(result)[:_MOST_ROWS],
         left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
@@ -174,7 +174,8 @@ def _neighbours(result: dict[str, Any]) -> str:
     return "replacing what one silo holds of one person" if replaced else f"adding or removing one {dp['unit']}{which}"
 
 
-def _source(config: Config) -> str:
+def source(config: Config) -> str:
+    """What was fitted, in a few words."""
     model = config.model
     if model.likelihood is not None:
         return f"{model.likelihood} regression over columns"
@@ -225,9 +226,9 @@ INTERVAL = 50
 
 
 class MetricsLog:
-    """Appends to `path`: round, objective (mean over the interval, nats; null: not released), learning_rate, r_hat,
-    phase, cohort (silos in the last sum), bytes_up and bytes_down (totals over all silos) and seconds, both over all
-    pieces of a resumed run.
+    """Appends to `path`: round, rounds (there are at most so many), objective (mean over the interval, nats; null: not
+    released), learning_rate, r_hat, phase, cohort (silos in the last sum), bytes_up and bytes_down (totals over all
+    silos) and seconds, both over all pieces of a resumed run.
     """
 
     def __init__(self, path: Path, resumed_from: int = 0) -> None:
@@ -254,6 +255,7 @@ class MetricsLog:
         mean = sum(self._objectives) / len(self._objectives)
         row = {
             "round": progress.round,
+            "rounds": progress.max_rounds,
             "objective": mean if math.isfinite(mean) else None,
             "learning_rate": progress.learning_rate,
             "r_hat": progress.r_hat,

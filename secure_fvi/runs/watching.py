@@ -1,4 +1,4 @@
-"""A run seen from a browser on the same machine: its rounds, objective, cohort and what is left of budgets.
+"""A run seen from a browser on the same machine: rounds, objective, R-hat, whether it converged, budgets.
 
 The server answers GET alone, on a loopback address alone, and only with the token of the link; it writes nothing. What
 it shows is what the run's folder holds, all of it derived from broadcasts, totals and ledgers.
@@ -7,6 +7,7 @@ it shows is what the run's folder holds, all of it derived from broadcasts, tota
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import sqlite3
 from http import HTTPStatus
@@ -15,53 +16,61 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from secure_fvi.algorithms.stopping import R_HAT_BELOW
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.ledger_account import account, read_ledger
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.marginals import reason, standing
-from secure_fvi.runs.report import read_metrics
+from secure_fvi.runs.report import read_metrics, source
 
 _PAGE, _SCRIPT = (Path(__file__).with_name(name) for name in ("watch.html", "watch.js"))
 #: Points of the curve that are sent, at most.
 _POINTS = 500
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """The run as it stands: state, algorithm, silos, rounds, objective by round, cohort, budgets. JSON types."""
+    """The run as it stands: its name and job, state, algorithm, silos, rounds, objective and R-hat by round, cohort,
+    budgets, and once it has ended whether it converged and why that is said. JSON types."""
     run = RunDirectory(folder)
     if run.state == "empty":
         raise InputError(f"'{folder}' holds no run")
-    config = run.read_config()
+    config, about = run.read_config(), run.read_run()
     rows = read_metrics(folder / "metrics.jsonl")
     last = rows[-1] if rows else {}
     thinned = rows[:: max(1, -(-len(rows) // _POINTS))] + rows[-1:]
+
+    def curve(name: str) -> list[list[float]]:
+        return [[row["round"], row[name]] for row in thinned if row[name] is not None and math.isfinite(row[name])]
+
+    result = run.read_result() if run.state == "finished" else None
+    r_hats = curve("r_hat")
     return {
+        "name": f"{folder.resolve().name}: {source(config)}",
+        "job": about["job"],
         "state": run.state,
-        "convergence": _convergence(run),
+        "standing": standing(result) if result else "not finished yet",
+        "reason": reason(result) if result else "",
         "algorithm": config.algorithm.name,
         "aggregation": config.aggregation.kind,
         "round": last.get("round", 0),
+        "rounds": last.get("rounds"),
         "seconds": last.get("seconds", 0.0),
         "phase": last.get("phase"),
         "cohort": last.get("cohort"),
-        "objective": [[row["round"], row["objective"]] for row in thinned if row["objective"] is not None],
+        "objective": curve("objective"),
+        "r_hats": r_hats,
+        "r_hat": r_hats[-1][1] if r_hats else None,
+        "r_hat_below": R_HAT_BELOW,
         "budgets": _budgets(folder, config),
-        "no_budgets": _no_budgets(run, config),
+        "no_budgets": _no_budgets(about, config),
     }
-
-
-def _convergence(run: RunDirectory) -> str:
-    """How the run ended, and why that is said."""
-    if run.state != "finished":
-        return "not finished yet"
-    result = run.read_result()
-    return f"{standing(result)}: {reason(result)}" if reason(result) else standing(result)
 
 
 def _budgets(folder: Path, config: Any) -> list[dict[str, Any]]:
@@ -82,11 +91,11 @@ def _budgets(folder: Path, config: Any) -> list[dict[str, Any]]:
         return [{"silo": "ledger", "error": str(error)}]
 
 
-def _no_budgets(run: RunDirectory, config: Any) -> str:
+def _no_budgets(about: dict[str, Any], config: Any) -> str:
     """What stands in place of an empty table of budgets."""
     if config.privacy is None:
         return "This run has no differential privacy."
-    if run.read_run().get("engine", "one process") != "one process":
+    if about.get("engine", "one process") != "one process":
         return "Each silo's budget is in the ledger at its own site."
     return "Nothing is charged yet."
 

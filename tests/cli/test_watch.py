@@ -1,12 +1,10 @@
-"""`secure-fvi watch`: what the page is told, and who is turned away."""
+"""`secure-fvi watch`: what the page is told, and who is turned away. How it looks: `tests/test_in_a_browser.py`."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import re
 import shutil
-import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ import pytest
 
 from secure_fvi.cli import main
 from secure_fvi.errors import InputError
-from secure_fvi.runs import watching
 from secure_fvi.runs.watching import Watch, snapshot
 
 CONFIG = """
@@ -70,6 +67,9 @@ def token(server: Watch) -> str:
 def test_the_state_of_a_run(run: Path) -> None:
     state = snapshot(run)
     assert (state["state"], state["algorithm"], state["round"], state["cohort"]) == ("finished", "sfvi", 120, 3)
+    assert (state["name"], state["rounds"]) == ("out: six-cities", 120)
+    assert state["job"] == json.loads((run / "run.json").read_text())["job"]
+    assert (state["standing"], state["r_hat"]) == ("not assessed", None)
     assert len(state["budgets"]) == 3
     for budget in state["budgets"]:
         assert budget["epsilon"] == pytest.approx(4.0)
@@ -108,6 +108,7 @@ def test_a_run_without_privacy_that_has_only_begun(run: Path, tmp_path: Path) ->
         (tmp_path / "begun" / name).unlink()
     state = snapshot(tmp_path / "begun")
     assert (state["state"], state["round"], state["objective"]) == ("begun", 0, [])
+    assert (state["standing"], state["reason"]) == ("not finished yet", "")
     shutil.rmtree(tmp_path / "begun" / "ledger.sqlite.keys")
     (tmp_path / "begun" / "ledger.sqlite").write_bytes(b"no ledger")
     assert "error" in snapshot(tmp_path / "begun")["budgets"][0]
@@ -118,58 +119,3 @@ def test_bad_input(tmp_path: Path, server: Watch, run: Path) -> None:
         Watch(tmp_path)
     with pytest.raises(InputError, match="--port"):
         Watch(run, server.server_port)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_script_writes_what_it_is_told(run: Path) -> None:
-    """In node with a made document: the script's own logic; its looks need a browser."""
-    made = """
-    const made = {}; const el = (id) => made[id] = made[id] || {textContent: "", hidden: true, attributes: {},
-      setAttribute(k, v) { this.attributes[k] = v; },
-      tBodies: [{rows: [], replaceChildren(...r) { this.rows = r; }}]};
-    global.document = {body: {dataset: {token: "t"}}, getElementById: el, createElement: () => ({cells: [],
-      appendChild(c) { this.cells.push(c); return c; }})};
-    global.setTimeout = () => {};
-    global.fetch = async () => ({json: async () => (STATE)});
-    """.replace("STATE", json.dumps({**snapshot(run), "objective": [[50 * k, -9.0 + k] for k in range(8)]}))
-    script = Path(watching.__file__).with_name("watch.js").read_text()
-    show = """
-    ;setImmediate(() => console.log(JSON.stringify({round: made.round.textContent, range: made.range.textContent,
-      curve: made.curve.attributes.points.split(" ").length, rows: made.budgets.tBodies[0].rows.length,
-      problem: made.problem.textContent})));
-    """
-    found = subprocess.run(["node", "-e", made + script + show], capture_output=True, text=True, timeout=20)
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    assert told == {"round": 120, "range": told["range"], "curve": 6, "rows": 3, "problem": ""}
-    assert "now -2.0" in told["range"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
-    """In headless Chromium, under the page's own security policy. A private run tells no objective: one is put in."""
-    shutil.copytree(run, tmp_path / "run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    rows = [json.loads(line) | {"objective": -9.0 + k} for k, line in enumerate(metrics.read_text().splitlines())]
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def load(link: str) -> str:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-        # Six seconds of the page's own time: three of its questions.
-        command = ["chromium", *options, "--virtual-time-budget=6000", "--dump-dom", link]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-    with Watch(tmp_path / "run") as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page, other = load(server.link), load(server.link + "x")
-        server.shutdown()
-    for name, value in (("state", "finished"), ("algorithm", "sfvi"), ("round", "120"), ("cohort", "3")):
-        assert f'id="{name}">{value}</dd>' in page
-    (points,) = re.findall(r'id="curve" points="([^"]*)"', page)
-    assert len(points.split()) == len(rows) == 3
-    (table,) = re.findall(r"<tbody>(.*?)</tbody>", page, re.DOTALL)
-    assert table.count("<tr>") == 3
-    assert table.count("<td>4.000</td>") == 3
-    assert "the link has no token" in other
-    assert "sfvi" not in other
