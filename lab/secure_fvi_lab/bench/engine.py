@@ -2,7 +2,7 @@
 
 Beside it, in the same run, a bare gRPC round trip: streams to three processes that send back as many bytes as the silos
 did, without our framing, logs or state. Each carrier's steady state counts, without the rounds in which functions are
-traced. What four processes use of the processors is told beside the time, which other work on the machine lengthens.
+traced. What the processes use of the processors is told beside the time, which other work on the machine lengthens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +46,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for row in found["rows"]:
         yield (
             f"{row['carrier']:10} {row['aggregation']:18} {row['exchanges']:.0f} exchanges a round   "
-            f"median {row['ms_median']:7.2f} ms   p99 {row['ms_p99']:7.2f} ms"
-        ) + (f"   processors {row['ms_processors']:7.2f} ms" if "ms_processors" in row else "")
+            f"median {row['ms_median']:7.2f} ms   p99 {row['ms_p99']:7.2f} ms   "
+            f"processors {row['ms_processors']:7.2f} ms"
+        )
     if "seconds" in found:
         yield f"{found['rounds']} rounds in {found['seconds']:.0f} s, start and end of the processes included"
 
@@ -64,10 +65,10 @@ def measure(rounds: int = 1000, compile: bool = True) -> dict[str, Any]:
             ("masked", {"kind": "masked"}),
         ):
             config = _config(options, rounds, compile)
-            rows.append(_row("local", name, *_local(config, rounds)))
+            rows.append(_row("local", name, _local(config, rounds)))
             found = _stream(homes, config, Path(folder) / name)
-            rows.append(_streamed(name, found))
-            rows.append(_row("bare gRPC", name, _bare(homes, found.sizes, rounds), found.exchanges))
+            rows.append(_row("stream", name, found))
+            rows.append(_row("bare gRPC", name, _bare(homes, found.sizes, rounds)))
     return _told(rounds, compile, rows)
 
 
@@ -79,20 +80,20 @@ def whole_job(rounds: int, compile: bool) -> dict[str, Any]:
         began = time.perf_counter()
         found = _stream(homes, _config({"kind": "masked"}, rounds - _WARM_UP, compile), Path(folder) / "out")
         seconds = time.perf_counter() - began
-    return {**_told(rounds, compile, [_streamed("masked", found)]), "seconds": seconds}
+    return {**_told(rounds, compile, [_row("stream", "masked", found)]), "seconds": seconds}
 
 
 def _told(rounds: int, compile: bool, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"machine": machine(), "silos": len(SILOS), "rounds": rounds, "compiled": compile, "rows": rows}
 
 
-class _Streamed(NamedTuple):
-    """A job's steady rounds. sizes: of the last round's messages (down, up), by exchange."""
+class _Steady(NamedTuple):
+    """A job's steady rounds. sizes: of the last round's messages (down, up), by exchange; none in one process."""
 
     times: list[float]  # seconds a round
     exchanges: float  # a round
-    sizes: list[tuple[int, int]]
-    processors: float  # seconds of processor a round, over all four processes
+    processors: float  # seconds of processor a round, over all processes
+    sizes: Sequence[tuple[int, int]] = ()
 
 
 def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False) -> Config:
@@ -107,24 +108,20 @@ def _config(aggregation: Mapping[str, Any], rounds: int, compile: bool = False) 
     return parse(table, "bench engine")
 
 
-def _row(carrier: str, aggregation: str, times: list[float], exchanges: float) -> dict[str, Any]:
-    ordered = sorted(times)
+def _row(carrier: str, aggregation: str, found: _Steady) -> dict[str, Any]:
+    ordered = sorted(found.times)
     return {
         "carrier": carrier,
         "aggregation": aggregation,
-        "exchanges": exchanges,
+        "exchanges": found.exchanges,
         "ms_median": statistics.median(ordered) * 1e3,
         "ms_p99": ordered[int(0.99 * (len(ordered) - 1))] * 1e3,
+        "ms_processors": found.processors * 1e3,
         "seconds": sum(ordered),
     }
 
 
-def _streamed(aggregation: str, found: _Streamed) -> dict[str, Any]:
-    row = _row("stream", aggregation, found.times, found.exchanges)
-    return row | {"ms_processors": found.processors * 1e3}
-
-
-def _local(config: Config, rounds: int) -> tuple[list[float], float]:
+def _local(config: Config, rounds: int) -> _Steady:
     federation = federate(config)
     assert isinstance(federation, Federation)
     server, engine, _ = build_parties(
@@ -133,14 +130,16 @@ def _local(config: Config, rounds: int) -> tuple[list[float], float]:
     )  # fmt: skip
     times = []
     for at in range(_WARM_UP + rounds):
+        if at == _WARM_UP:
+            used = time.process_time()
         before, began = engine.exchanges, time.perf_counter()
         engine.run(server.round())
         if at >= _WARM_UP:
             times.append(time.perf_counter() - began)
-    return times, engine.exchanges - before
+    return _Steady(times, engine.exchanges - before, (time.process_time() - used) / rounds)
 
 
-def _stream(homes: Mapping[str, Home], config: Config, out: Path) -> _Streamed:
+def _stream(homes: Mapping[str, Home], config: Config, out: Path) -> _Steady:
     """Run the job with its silos in processes of their own."""
     for silo in SILOS:
         allow(homes[silo], config)
@@ -186,7 +185,7 @@ def _stream(homes: Mapping[str, Home], config: Config, out: Path) -> _Streamed:
             process.kill()
     times = [b - a for a, b in itertools.pairwise(stamps[_WARM_UP - 1 :])]
     exchanges = statistics.mean(len(s) for s in sizes[_WARM_UP : len(stamps)])
-    return _Streamed(times, exchanges, sizes[len(stamps) - 1], (used[1] - used[0]) / len(times))
+    return _Steady(times, exchanges, (used[1] - used[0]) / len(times), sizes[len(stamps) - 1])
 
 
 def _processor_seconds(processes: list[int]) -> float:
@@ -198,7 +197,7 @@ def _processor_seconds(processes: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) -> list[float]:
+def _bare(homes: Mapping[str, Home], sizes: Sequence[tuple[int, int]], rounds: int) -> _Steady:
     """The same numbers of bytes down and up, through gRPC's streams alone."""
     now = datetime.datetime.now(datetime.UTC)
     hub = homes[HUB].credentials(homes[HUB].roster(now).of_role("silo"))
@@ -231,8 +230,10 @@ def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) 
             processes.append(_python(f"from secure_fvi_lab.bench.engine import echo; echo(*{arguments!r})"))
         while len(outgoing) < len(SILOS):
             time.sleep(0.01)
-        times = []
+        times, everybody = [], [os.getpid(), *(p.pid for p in processes)]
         for at in range(_WARM_UP + rounds):
+            if at == _WARM_UP:
+                before = _processor_seconds(everybody)
             began = time.perf_counter()
             for down, up in sizes:
                 message = up.to_bytes(4, "big") + bytes(max(0, down - 4))
@@ -242,12 +243,13 @@ def _bare(homes: Mapping[str, Home], sizes: list[tuple[int, int]], rounds: int) 
                     answers.get()
             if at >= _WARM_UP:
                 times.append(time.perf_counter() - began)
+        used = _processor_seconds(everybody) - before
         for own in outgoing:
             own.put(None)
         for process in processes:
             process.wait(20)
         server.stop(1).wait()
-    return times
+    return _Steady(times, len(sizes), used / rounds)
 
 
 def echo(home: str, address: str, name: str) -> None:
