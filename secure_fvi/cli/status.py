@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 )
 @click.pass_context
 def status(context: click.Context, home: Path, as_json: bool, serve: str | None, patience: float) -> None:
-    """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read; at the server's, at
-    which round the job that runs is, and for whom it waits since when.
+    """Say how the site in --home stands: roster, jobs, budgets, what expires, what cannot be read; and while a process
+    of it runs, at which round of how many its job is, and for whom it waits since when.
 
     It reads the site's files alone and needs no key. Exits 1 where something cannot be read or does not hang together,
     or where the site's data did not fit the newest job under differential privacy.
@@ -88,9 +88,10 @@ def _text(found: Status) -> str:
             f"{job.bytes_received} bytes in, {job.bytes_sent} out"
         )
     if (going := found.going) is not None:
-        of = f"round {going.round} of at most {going.rounds} ({going.phase})" if going.rounds else going.phase
+        job = f"'{printable(going.name, 200)}', job {going.job}: " if going.job else ""
+        of = f"round {going.round} of at most {going.rounds} ({going.phase})" if going.round else going.phase
         whom = f"waits for {', '.join(going.waiting)}" if going.waiting else "at work"
-        lines.append(f"  now '{printable(going.name, 200)}', job {going.job}: {of}; {whom} since {going.since}")
+        lines.append(f"  now {job}{of}; {whom} since {going.since}")
     elif found.last and found.quiet(now()):
         lines.append(f"  newest row of the log: {format_time(found.last)}")
     lines += [f"  budget of '{b.data_set}': {b.remaining:.3f} left of epsilon {b.epsilon:.3f}" for b in found.budgets]

@@ -1,4 +1,4 @@
-"""How the job that a server's process is at stands: a file of its folder, which `secure-fvi status` reads beside the
+"""How the job that a party's process is at stands: a file of its folder, which `secure-fvi status` reads beside the
 log, since that has an exchange only once it is over. It holds names, numbers of rounds and times, as the log does."""
 
 from __future__ import annotations
@@ -8,18 +8,31 @@ import datetime
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from secure_fvi.deployment.names import format_time, now
 
 _FILE, _SECONDS = "going.json", 1.0
 
 
+class Stand(NamedTuple):
+    """What a process is at. job: its id, empty where there is none; name: what it is called here. There are at most
+    `rounds`. asked: the number of the question that is open. waiting: whose answer, or at a site whose next question,
+    has not come; nobody while this party itself is at work."""
+
+    job: str = ""
+    name: str = ""
+    phase: str = "joining"
+    round: int = 0
+    rounds: int = 0
+    asked: int = 0
+    waiting: tuple[str, ...] = ()
+
+
 class Going(NamedTuple):
-    """job: its id; name: what it is called here. At most `rounds` of them. waiting: who has not answered the question
-    that was asked at the time `since`; nobody while the server itself is at work."""
+    """A `Stand` as it was told by `process`, and the time `since` which those in it are waited for."""
 
     job: str
     name: str
@@ -45,20 +58,14 @@ def read_going(home: Path) -> Going | None:
 
 
 class Teller:
-    """Writes it down, once a second where it has changed, until it is closed."""
+    """Writes down how things stand, once a second where that has changed, until it is closed."""
 
-    def __init__(self, home: Path, job: str, name: str, waiting: Callable[[], tuple[int, Sequence[str]]]) -> None:
-        """waiting: the number of the exchange that is open, and who has not answered it."""
-        self._path, self._waiting = home / _FILE, waiting
-        self._state: dict[str, Any] = {"phase": "joining", "round": 0, "rounds": 0}
-        self._always = {"job": job, "name": name, "process": os.getpid()}
+    def __init__(self, home: Path, stand: Callable[[], Stand]) -> None:
+        """stand: asked for from a thread of its own."""
+        self._path, self._stand = home / _FILE, stand
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._tell, daemon=True)
         self._thread.start()
-
-    def round(self, number: int, at_most: int, phase: str) -> None:
-        """A round is over."""
-        self._state = {"phase": phase, "round": number, "rounds": at_most}
 
     def close(self) -> None:
         """Nothing is under way any more."""
@@ -67,18 +74,19 @@ class Teller:
         self._path.unlink(missing_ok=True)
 
     def _tell(self) -> None:
-        asked: object = None
-        since, written = "", dict[str, Any]()
+        before: object = None
+        since, written = "", ""
         while True:
-            number, away = self._waiting()
-            if (number, bool(away)) != asked:
-                asked, since = (number, bool(away)), format_time(now())
-            told = {**self._always, **self._state, "waiting": list(away), "since": since}
+            stand = self._stand()
+            if (stand.job, stand.asked, bool(stand.waiting)) != before:
+                before, since = (stand.job, stand.asked, bool(stand.waiting)), format_time(now())
+            fields = {name: value for name, value in stand._asdict().items() if name != "asked"}
+            told = json.dumps({**fields, "since": since, "process": os.getpid()})
             if told != written:
                 # For people to look at: it need not outlive the machine, and a full disk ends no job for it.
                 with contextlib.suppress(OSError):
                     part = self._path.with_suffix(".part")
-                    part.write_text(json.dumps(told))
+                    part.write_text(told)
                     part.replace(self._path)
                     written = told
             if self._closed.wait(_SECONDS):

@@ -20,6 +20,7 @@ from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_nam
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
 from secure_fvi.aggregation.roster import Roster
 from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.going import Stand
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open
@@ -30,6 +31,7 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import InputError, ProtocolError, SessionLost
 from secure_fvi.files import write_atomically
 from secure_fvi.messages import SUM
+from secure_fvi.runs.config import title
 from secure_fvi.runs.options import chosen
 from secure_fvi.wire import MAX_MESSAGE_BYTES
 
@@ -65,6 +67,11 @@ class HolderJob:
 
     def __repr__(self) -> str:
         return f"HolderJob({self.home.id!r}, {self.decision.offer.job!r})"
+
+    def stand(self) -> Stand:
+        """How the job stands here, for any thread; which round it is, a key holder is not told."""
+        offer = self.decision.offer
+        return Stand(offer.job, title(offer.config), "key in use" if self._party is not None else "joining")
 
     def join(self) -> Joined:
         """The session that is open here, and the hash of a new key, should there have to be another."""

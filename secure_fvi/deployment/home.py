@@ -10,7 +10,7 @@
     ledger.sqlite, audit-log.sqlite   its records
     seen.sqlite, state/  what it saw of others' records, and its parties' state
     state.key            seals that state
-    going.json           at a server's: the round of the job that runs, and who is waited for
+    going.json           while a process serves jobs: the round of the one that runs, and who is waited for
     lock                 held by the one process that serves or runs jobs
     next/, old/          keys that are being rotated in, and that were rotated out
 

@@ -23,7 +23,7 @@ from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.fence import model_for
-from secure_fvi.deployment.going import Teller
+from secure_fvi.deployment.going import Stand, Teller
 from secure_fvi.deployment.holding import boot_id, open_store
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
@@ -221,8 +221,8 @@ class Hub:
         line = Line(self.offer.silos, self.offer.job, home, self._patience, [self._holder] if self._holder else [])
         self.engine = federation.carrier(line, federation.listen, tls, self._admit, self._roster.hash)
         self.engine.watch = self._write_down
-        name = f"{federation.folder.path.resolve().name}: {federation.description}"
-        self._teller = Teller(home.path, self.offer.job, name, self.engine.waiting)
+        self._at = ("joining", 0, 0)  # phase, round, and how many there are at most
+        self._teller = Teller(home.path, self._stand)
         _log.info("listening at port %d", self.engine.port)
         write_atomically(self._kept / "port", str(self.engine.port).encode())
 
@@ -260,7 +260,7 @@ class Hub:
                 self._checkpoints, resume=True, block=Books().block, began=began,
             )  # fmt: skip
             for progress in going:
-                self._teller.round(progress.round, progress.max_rounds, progress.phase)
+                self._at = (progress.phase, progress.round, progress.max_rounds)
                 if self._on_round is not None:
                     self._on_round(progress)
             result = going.result()
@@ -347,6 +347,11 @@ class Hub:
             self._trail.close_job(self.offer.job, outcome)
 
     # ---- parts ----
+
+    def _stand(self) -> Stand:
+        asked, waiting = self.engine.waiting()
+        name = f"{self._of.folder.path.resolve().name}: {self._of.description}"
+        return Stand(self.offer.job, name, *self._at, asked, tuple(waiting))
 
     def _make_offer(self) -> tuple[JobOffer, bytes]:
         """The offer of this job, the same bytes however often the server is started."""

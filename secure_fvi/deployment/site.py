@@ -17,6 +17,7 @@ from secure_fvi.deployment.consortium import Member
 from secure_fvi.deployment.countersigning import SEEN, ends, open_trail
 from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide
+from secure_fvi.deployment.going import Stand, Teller
 from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
@@ -63,17 +64,34 @@ class Site:
         self._on_end = on_end
         self._hold = home.hold()
         self._trail = open_trail(home)
-        self._server = ""
+        self._server = "the server"
+        with contextlib.suppress(SecureFVIError):  # whoever has no roster yet is told so when it dials
+            self._server = server_of(home).id
         self._job: SiteJob | HolderJob | None = None
         self._stated = b""  # the last answer of the exchange in which records are countersigned
         self._met = False  # whether records were countersigned since this process took its last new job
         self._under: tuple[int, ...] = ()  # what roster and policy were when that was taken
+        self._messages, self._busy = 0, False  # how many came, and whether the last is being answered
+        self._teller = Teller(home.path, self._stand)
 
     def __repr__(self) -> str:
         return f"Site({self.home.id!r})"
 
     def handle(self, job: str, message: bytes) -> bytes:
         """The answer to one message about `job`; nothing leaves before the site's log has it."""
+        self._messages, self._busy = self._messages + 1, True
+        try:
+            return self._handle(job, message)
+        finally:
+            self._busy = False
+
+    def _stand(self) -> Stand:
+        """For any thread: between two messages a site waits for the server."""
+        job, waiting = self._job, () if self._busy else (self._server,)
+        stand = job.stand() if job is not None else Stand(phase="no job")
+        return stand._replace(asked=self._messages, waiting=waiting)
+
+    def _handle(self, job: str, message: bytes) -> bytes:
         kind = message[:1]
         if kind == SEEN:
             stated, self._stated = self._stated, b""  # the second message counts after the first alone
@@ -121,6 +139,7 @@ class Site:
 
     def close(self) -> None:
         """Let go of the job, to be continued, and of the log."""
+        self._teller.close()
         self._let_go()
         self._trail.close()
         self._hold.close()

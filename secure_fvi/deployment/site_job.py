@@ -39,6 +39,7 @@ from secure_fvi.data_contract import check_repeats, cohort_digest
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision
 from secure_fvi.deployment.fence import model_for
+from secure_fvi.deployment.going import Stand
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -58,7 +59,7 @@ from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.privacy.settings import RecordDP
-from secure_fvi.runs.config import Config
+from secure_fvi.runs.config import Config, title
 from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import formula_part, schema_beforehand, silo_part
 from secure_fvi.silo import Limits, Silo, silo_view
@@ -141,6 +142,7 @@ class SiteJob:
         )
         self.program = algorithm.silo(self.problem)
         self._family = algorithm.server(self.problem)
+        self._most_rounds: int = getattr(self._family, "most_rounds", algorithm.most_rounds)
         noise = NoiseSource(None)
         self.disclosed = disclosed.of_program(self.program.tables, self.program.terms, aggregation)
         check_terms(self.program.terms, decision.policy)
@@ -164,6 +166,14 @@ class SiteJob:
     def longest(self) -> int:
         """Bytes of the longest message of this job that the server may send."""
         return longest_message(self.program.tables.values(), len(self.decision.offer.silos), self.aggregation)
+
+    def stand(self) -> Stand:
+        """How the job stands here, for any thread: the round of the last answer."""
+        offer, party = self.decision.offer, self.party
+        begun = party is not None and party.silo.past.asked.round >= 0
+        at = min(party.silo.past.asked.round + 1, self._most_rounds) if party is not None and begun else 0
+        phase = "rounds" if begun else "joining"
+        return Stand(offer.job, title(offer.config), phase, at, self._most_rounds)
 
     def join(self) -> Joined:
         """What the server needs to know of this silo."""

@@ -49,7 +49,7 @@ class Status(NamedTuple):
     budgets: tuple[BudgetLeft, ...]
     expiring: tuple[str, ...]
     problems: tuple[str, ...]  # files that cannot be read or do not hang together; data that did not fit the newest job
-    going: Going | None = None  # at a server's, while its process runs
+    going: Going | None = None  # while a process of the site runs
 
     def quiet(self, now: datetime.datetime) -> float:
         """Seconds since the log's newest row; 0 where no job is open."""
@@ -133,13 +133,18 @@ class SiteCollector(Collector):
         quiet = GaugeMetricFamily("secure_fvi_quiet_seconds", "Since the log's newest row, while a job is open")
         quiet.add_metric([], status.quiet(now))
         yield quiet
-        rounds = GaugeMetricFamily("secure_fvi_round", "Rounds that are over of the job that runs", labels=labels)
-        waited = GaugeMetricFamily("secure_fvi_waiting_seconds", "Since a member was asked", labels=["member"])
+        rounds = GaugeMetricFamily("secure_fvi_round", "The round of the job that runs", labels=labels)
+        most = GaugeMetricFamily("secure_fvi_rounds", "Rounds of the job that runs, at most", labels=labels)
+        waited = GaugeMetricFamily(
+            "secure_fvi_waiting_seconds", "Since a member was asked, or a site waits for its server", labels=["member"]
+        )
         if (going := status.going) is not None:
-            rounds.add_metric([going.job], going.round)
+            if going.job:
+                rounds.add_metric([going.job], going.round)
+                most.add_metric([going.job], going.rounds)
             for member in going.waiting:
                 waited.add_metric([member], seconds_since(going, now))
-        yield from (rounds, waited)
+        yield from (rounds, most, waited)
         left = GaugeMetricFamily(
             "secure_fvi_budget_remaining_epsilon", "Left of a data set's budget", labels=["data_set"]
         )

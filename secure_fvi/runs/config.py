@@ -259,6 +259,14 @@ class Config(Table):
         return wording.dumps({key: value for key, value in table.items() if value != []})
 
 
+def title(config: Config) -> str:
+    """What is fitted, in a few words, as who wrote the configuration puts it."""
+    model = config.model
+    if model.likelihood is not None:
+        return f"{model.likelihood} regression over columns"
+    return model.formula or model.program or Path(str(model.function)).name
+
+
 def _differ(ids: Sequence[str]) -> None:
     seen = set[str]()
     for silo in ids:

@@ -18,7 +18,7 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
-from secure_fvi.runs.config import Config
+from secure_fvi.runs.config import Config, title
 from secure_fvi.runs.directory import RunDirectory, read_json
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 from secure_fvi.runs.options import chosen
@@ -71,7 +71,7 @@ def write_report(directory: Path) -> None:
         kept=_kept_words(config, about),
         neighbours=_neighbours(result),
         toml=config.to_toml(),
-        source=source(config),
+        source=title(config),
         posterior=posterior_rows(result)[:_MOST_ROWS],
         left_out=max(0, len(posterior_rows(result)) - _MOST_ROWS),
         theta=posterior_rows({"posterior": {k: {"mean": v, "sd": v} for k, v in result["theta"].items()}})[:_MOST_ROWS],
@@ -172,14 +172,6 @@ def _neighbours(result: dict[str, Any]) -> str:
     replaced = dp.get("adjacency") == REPLACE
     which = f" ({dp['record']})" if "record" in dp else ""
     return "replacing what one silo holds of one person" if replaced else f"adding or removing one {dp['unit']}{which}"
-
-
-def source(config: Config) -> str:
-    """What was fitted, in a few words."""
-    model = config.model
-    if model.likelihood is not None:
-        return f"{model.likelihood} regression over columns"
-    return model.formula or model.program or Path(str(model.function)).name
 
 
 def marginal_figure(directory: Path) -> Figure:

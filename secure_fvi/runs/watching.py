@@ -19,9 +19,10 @@ from urllib.parse import parse_qs, urlsplit
 from secure_fvi.algorithms.stopping import R_HAT_BELOW
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.ledger_account import account, read_ledger
+from secure_fvi.runs.config import title
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.marginals import reason, standing
-from secure_fvi.runs.report import read_metrics, source
+from secure_fvi.runs.report import read_metrics
 
 _PAGE, _SCRIPT = (Path(__file__).with_name(name) for name in ("watch.html", "watch.js"))
 #: Points of the curve that are sent, at most.
@@ -52,7 +53,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
     result = run.read_result() if run.state == "finished" else None
     r_hats = curve("r_hat")
     return {
-        "name": f"{folder.resolve().name}: {source(config)}",
+        "name": f"{folder.resolve().name}: {title(config)}",
         "job": about["job"],
         "state": run.state,
         "standing": standing(result) if result else "not finished yet",

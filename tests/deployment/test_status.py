@@ -20,12 +20,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
-from secure_fvi.deployment.going import Teller, read_going
+from secure_fvi.deployment.going import Going, Stand, Teller, read_going
 from secure_fvi.deployment.names import now
 from secure_fvi.deployment.policy import read_policy, write_template
-from secure_fvi.deployment.status import Monitor, Reader
+from secure_fvi.deployment.status import Monitor, Reader, SiteCollector
 from secure_fvi.deployment.trail import Exchange, JobEntry
+from secure_fvi.driving import Progress
 from secure_fvi.errors import InputError
+
+text_of = importlib.import_module("secure_fvi.cli.status")._text  # the name in its package is the command's
 
 
 def entry(job: str, accepted: bool = True, reason: str = "") -> JobEntry:
@@ -141,40 +144,93 @@ def test_bad_input(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_servers_tells_the_round_and_for_whom_it_waits_since_when(
+def test_each_tells_the_round_and_for_whom_it_waits_since_when(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untraced: None
 ) -> None:
-    """East dials in late: its name is there until it does. The control is what is said once the job has ended."""
+    """East dials in late: the hub says so until it does, and north that it waits for the hub. The control is what both
+    say once the job has ended."""
     monkeypatch.setattr("secure_fvi.deployment.going._SECONDS", 0.02)
-    command = importlib.import_module("secure_fvi.cli.status")  # the name in its package is the command's
-    reader, said, inner = Reader(world.homes["hub"]), list[str](), Sites._run
+    readers = {who: Reader(world.homes[who]) for who in ("hub", "north")}
+    said: dict[str, list[str]] = {who: [] for who in readers}
+    inner = Sites._run
 
-    def until(words: str) -> None:
+    def until(who: str, words: str) -> None:
         last = time.monotonic() + 30
-        while time.monotonic() < last and not (said and words in said[-1]):
+        while time.monotonic() < last and not (said[who] and words in said[who][-1]):
             time.sleep(0.1)
-            said.append(command._text(reader.read(now())))
+            said[who].append(text_of(readers[who].read(now())))
 
     def late(self: Sites, silo: str) -> None:
         if silo == "east":
-            until("joining; waits for east since 20")
+            until("hub", "joining; waits for east since 20")
+            until("north", "no job; waits for hub since 20")
         inner(self, silo)
+
+    def over(progress: Progress) -> None:
+        until("hub", f"round {progress.round} of at most 2 (")
+        until("north", f"round {progress.round} of at most 2 (rounds); waits for hub since 20")
 
     monkeypatch.setattr(Sites, "_run", late)
     job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"})
-    job.run(on_round=lambda progress: until(f"round {progress.round} of at most 2 ("))
-    told = "\n".join(said)
-    assert "now 'remote: " in told
-    assert "joining; waits for east since 20" in told
-    assert all(f"round {k} of at most 2 (" in told for k in (1, 2))
-    assert "at work since 20" in said[-1]
-    assert ("now '" in command._text(reader.read(now())), read_going(reader.home.path)) == (False, None)
+    job.run(on_round=over)
+    told = {who: "\n".join(lines) for who, lines in said.items()}
+    assert "now 'remote: " in told["hub"]
+    assert "joining; waits for east since 20" in told["hub"]
+    assert "now no job; waits for hub since 20" in told["north"]
+    assert all(f"round {k} of at most 2 (" in lines for k in (1, 2) for lines in told.values())
+    assert "at work since 20" in said["hub"][-1]
+    for reader in readers.values():
+        assert ("now" in text_of(reader.read(now())), read_going(reader.home.path)) == (False, None)
+
+
+def test_a_site_tells_how_its_process_stands(busy: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the terminal, as JSON and to Prometheus; what others wrote moves no cursor. The control has no process."""
+    home = busy.homes["north"]
+    assert run("--home", str(home.path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["going"] is None
+    stand = Stand("two", "y ~ x\x1b[2J", "rounds", 3, 50, 7, ("hub",))
+    teller = Teller(home.path, lambda: stand)
+    try:
+        while read_going(home.path) is None:
+            time.sleep(0.01)
+        assert run("--home", str(home.path)) == 0
+        text = capsys.readouterr().out
+        assert "now 'y ~ x?[2J', job two: round 3 of at most 50 (rounds); waits for hub since 20" in text
+        found = {s.name: (s.labels, s.value) for f in SiteCollector(Reader(home)).collect() for s in f.samples}
+    finally:
+        teller.close()
+    assert found["secure_fvi_round"] == ({"job": "two"}, 3)
+    assert found["secure_fvi_rounds"] == ({"job": "two"}, 50)
+    assert found["secure_fvi_waiting_seconds"][0] == {"member": "hub"}
+    assert 0 <= found["secure_fvi_waiting_seconds"][1] < 60
+
+
+def test_since_when_is_told_of_each_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is open for long, the time at which it was asked."""
+    monkeypatch.setattr("secure_fvi.deployment.going._SECONDS", 0.01)
+    times = iter(NOW + k * DAY for k in range(1000))
+    monkeypatch.setattr("secure_fvi.deployment.going.now", lambda: next(times))
+    stands = [Stand("one", asked=1, waiting=("east", "north"))]
+    teller = Teller(tmp_path, lambda: stands[-1])
+
+    def told(stand: Stand) -> Going:
+        stands.append(stand)
+        while (found := read_going(tmp_path)) is None or (found.waiting, found.round) != (stand.waiting, stand.round):
+            time.sleep(0.005)
+        return found
+
+    first = told(stands[0])
+    assert told(Stand("one", asked=1, waiting=("east",))).since == first.since
+    work = told(Stand("one", asked=1))
+    assert work.since > first.since
+    assert told(Stand("one", round=1, asked=2, waiting=("east",))).since > work.since
+    teller.close()
 
 
 def test_what_a_process_that_has_ended_left_is_not_said(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    teller = Teller(tmp_path, "one", "run", lambda: (1, ["east"]))
+    teller = Teller(tmp_path, lambda: Stand("one", "run", asked=1, waiting=("east",)))
     while (found := read_going(tmp_path)) is None:
         time.sleep(0.01)
     assert (found.job, found.waiting, found.process) == ("one", ("east",), os.getpid())
