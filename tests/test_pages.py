@@ -26,7 +26,7 @@ import click
 import pytest
 
 from secure_fvi.cli import cli
-from secure_fvi.cli.poc import HUB, NAMES, SETTINGS, plan
+from secure_fvi.cli.poc import HUB, NAMES, SETTINGS, Handed, Typed, plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
@@ -257,6 +257,16 @@ def test_deployment_types_what_poc_types() -> None:
     for who in (HUB, "north"):
         assert [line for line in lines[1:] if line.startswith(who)] == [line for line in typed if line.startswith(who)]
     assert len(lines) == len(typed) + 1
+    own = [step for step in steps if step[0] == "north"]
+    given = [w for s in steps if isinstance(s, Handed) and "north" in s.takers for w in s.files.split()]
+    signatures = sum(w.endswith("*.sig") for w in given) * (1 + len(NAMES[:3]))  # of the hub and each site
+    counts = [sum(isinstance(step, kind) for step in own) for kind in (Typed, Handed)]
+    counts += [sum("*" not in w for w in given) + signatures, signatures]
+    assert counts[0] + 1 <= 9
+    assert counts[1] <= 2
+    words = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    said = "types {} commands besides .* hands over {} files, .* is handed {}: .*, {} signatures"
+    assert re.search(said.format(*(words[count] for count in counts)), " ".join(text.split())), counts
 
 
 def test_no_page_promises_a_package_on_an_index() -> None:
