@@ -264,7 +264,7 @@ def test_deployment_types_what_poc_types() -> None:
     counts += [sum("*" not in w for w in given) + signatures, signatures]
     assert counts[0] + 1 <= 9
     assert counts[1] <= 2
-    words = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    words = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
     said = "types {} commands besides .* hands over {} files, .* is handed {}: .*, {} signatures"
     assert re.search(said.format(*(words[count] for count in counts)), " ".join(text.split())), counts
 

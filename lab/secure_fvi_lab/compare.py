@@ -34,7 +34,8 @@ def compare(
     """Pool the data of the finished run in DIR, fit the same model centrally, and set the two side by side.
 
     For data that may be pooled: simulations, published data, a rehearsal. Writes compare.json and renews
-    report.html, where that of a private run goes on without it.
+    report.html, where that of a private run goes on without it. One that a server has signed stays as it is, and
+    report-compared.html lies beside it.
     """
     from secure_fvi.runs.directory import RunDirectory
 
@@ -62,12 +63,12 @@ def compare(
             exact,
             files,
         )
-    write_report(directory)
+    report = write_report(directory)
     if picture is not None:
         marginal_figure(directory).savefig(picture, dpi=150)
     click.echo("The reference pooled the data of all silos in this process.")
     _print(content)
-    click.echo(f"report: {directory / 'report.html'}")
+    click.echo(f"report: {report}")
 
 
 def _print(comparison: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from secure_fvi.cli.flare import flare
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.poc import poc
 from secure_fvi.cli.policy import policy
+from secure_fvi.cli.report import report
 from secure_fvi.cli.run import run
 from secure_fvi.cli.serving import holder, server, silo
 from secure_fvi.cli.status import status, watch
@@ -100,7 +101,7 @@ def cli() -> None:
 
 
 for _command in (
-    audit, audit_log, budget, data, fit, flare, holder, keys, poc, policy, run, server, silo, status, watch,
+    audit, audit_log, budget, data, fit, flare, holder, keys, poc, policy, report, run, server, silo, status, watch,
 ):  # fmt: skip
     cli.add_command(_with_debug(_command))
 

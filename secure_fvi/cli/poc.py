@@ -141,9 +141,10 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, functio
         )),
         Section("What left each site, by its own log: bytes are counted, never kept", tuple(
             at_each(everybody, "secure-fvi status", everybody))),
-        Section("Evidence: each site's log beside the hub's", (
-            Handed(HUB, sites, f"{HOME}/{log}"),
+        Section("Evidence: each site's log beside the hub's, and the report that the hub has signed", (
+            Handed(HUB, sites, f"{HOME}/{log} run/report.html run/evidence.json run/report.sig"),
             *at_each(sites, evidence, sites),
+            *at_each(sites, "secure-fvi report verify report.html", sites),
         )),
     ]  # fmt: skip
 

@@ -88,10 +88,10 @@ def _text(found: Status) -> str:
             f"{job.bytes_received} bytes in, {job.bytes_sent} out"
         )
     if (going := found.going) is not None:
-        job = f"'{printable(going.name, 200)}', job {going.job}: " if going.job else ""
+        what = f"'{printable(going.name, 200)}', job {going.job}: " if going.job else ""
         of = f"round {going.round} of at most {going.rounds} ({going.phase})" if going.round else going.phase
         whom = f"waits for {', '.join(going.waiting)}" if going.waiting else "at work"
-        lines.append(f"  now {job}{of}; {whom} since {going.since}")
+        lines.append(f"  now {what}{of}; {whom} since {going.since}")
     elif found.last and found.quiet(now()):
         lines.append(f"  newest row of the log: {format_time(found.last)}")
     lines += [f"  budget of '{b.data_set}': {b.remaining:.3f} left of epsilon {b.epsilon:.3f}" for b in found.budgets]

@@ -278,6 +278,15 @@ def open_trail(home: Home) -> Trail:
     return Trail.open(home.log_file, home.id, lambda key: _signer(home, key), create=True)
 
 
+def seen_heads(home: Home, roster: ConsortiumRoster, kind: ChainKind) -> dict[str, tuple[int, bytes]]:
+    """By member, how far this site has seen its chain of one kind, TRAIL or LEDGER: rows, and the hash of the last."""
+    with closing(SqliteStore(home.seen_file)) as store:
+        witness = Witness(home.id, home.identity(), store, kind)
+        given = {name: witness.receipt(witness.key_of(name)) for name in roster.members if witness.key_of(name)}
+        seen = {name: check_receipt(data, None, kind) for name, data in given.items() if data and proves(data)}
+        return {name: (receipt.length, receipt.head) for name, receipt in seen.items()}
+
+
 def open_witness(home: Home, kind: ChainKind = TRAIL) -> Witness:
     """This site as a witness of others' records of one kind, TRAIL or LEDGER."""
     return Witness(home.id, home.identity(), SqliteStore(home.seen_file), kind)

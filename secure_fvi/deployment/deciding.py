@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 from typing import NamedTuple
 
 from secure_fvi.deployment.consortium import ConsortiumRoster
@@ -27,6 +28,13 @@ OUTCOMES = tuple(f"{FINISHED}, {state}" for state in ("converged", "not converge
 def over(outcome: str | None) -> bool:
     """Whether a job that a log has as `outcome` has finished, converged or not."""
     return outcome is not None and outcome.split(",")[0] == FINISHED
+
+
+def stated_policy(home: Home, job: str, policy: bytes) -> bytes:
+    """The digest (32 bytes) by which a site tells the server under which policy, of hash `policy`, it accepted a job:
+    the site can tell whether it is right, and who has none of its keys cannot try policies against it."""
+    said = b"secure-fvi/stated-policy/1/" + policy + job.encode()
+    return hashlib.blake2b(said, key=home.state_secret(), digest_size=32).digest()
 
 
 class Decision(NamedTuple):

@@ -19,7 +19,7 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_named
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
 from secure_fvi.aggregation.roster import Roster
-from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.going import Stand
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
@@ -78,7 +78,8 @@ class HolderJob:
         self._restore()
         if self._next is None:
             self._next = SecretContext(self._scheme)
-        return Joined(b"", self._hash(self._next), self.session, 0)
+        policy = stated_policy(self.home, self.decision.offer.job, self.decision.policy.hash)
+        return Joined(b"", self._hash(self._next), self.session, 0, policy=policy)
 
     def open(self, message: Open) -> bytes:
         """Open the session that `message` describes, or go on in it; 32 bytes that name it."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from safetensors.torch import save
 
+from secure_fvi import __version__
 from secure_fvi.aggregation.base import SecureSum, SumServer
 from secure_fvi.aggregation.key_holder import KeyWornOut
 from secure_fvi.aggregation.messages import M
@@ -20,8 +21,9 @@ from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import Machine, build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
-from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail
+from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail, seen_heads
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
+from secure_fvi.deployment.evidence import Evidence, sign_report, write_evidence
 from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.going import Stand, Teller
 from secure_fvi.deployment.holding import boot_id, open_store
@@ -50,7 +52,7 @@ from secure_fvi.deployment.session_sums import (
     session_roster,
 )
 from secure_fvi.deployment.site_job import check_supported
-from secure_fvi.deployment.trail import Exchange, Trail
+from secure_fvi.deployment.trail import TRAIL, Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
 from secure_fvi.driving import NOTHING_DONE, Parties, Progress, Run
 from secure_fvi.engines.remote import Line, Patience
@@ -64,10 +66,11 @@ from secure_fvi.fitting import result_of
 from secure_fvi.guarding import Books, Guards, strong_enough
 from secure_fvi.messages import ROUND, SUM
 from secure_fvi.mixed_model import MixedModel
+from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.noise import NoiseSource
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, Engine
-from secure_fvi.runs.directory import RunDirectory, read_json
+from secure_fvi.runs.directory import EVIDENCE, SIGNATURE, RunDirectory, read_json
 from secure_fvi.runs.federation import FederationBase, written_out
 from secure_fvi.runs.marginals import standing
 from secure_fvi.runs.options import chosen
@@ -144,6 +147,16 @@ class RemoteFederation(FederationBase):
             "model": manifest(self.config).hash.hex(),
         }
 
+    def seal(self, folder: RunDirectory) -> None:
+        """Sign the files of the run; those of a run that an earlier version finished hold nothing to be signed for."""
+        path, begun = folder.path, folder.read_run()["roster"]
+        if (path / SIGNATURE).exists() or not (path / EVIDENCE).exists():
+            return
+        roster = next((r for r in self.home.accepted_rosters() if r.hash.hex() == begun), None)
+        if roster is None:
+            raise InputError(f"roster {begun[:16]}..., under which the job in '{path}' ran, was in force here no more")
+        sign_report(path, roster, self.home.id, self.home.identity_in(roster))
+
     def fit(self, **common: Any) -> Result:
         """Run it; `common` holds the options that all runs share."""
         with self.home.hold():
@@ -214,6 +227,7 @@ class Hub:
         self._states = open_store(self._kept / STORE_FILE)
         self._checkpoints = StoreCheckpoints(self._states, self._kept)
         self._sums: Any = None
+        self._policies: dict[str, str] = {}  # what each who joined says of its policy
         engine = config.engine or Engine()
         least = least_silos(federation.aggregation, len(self.offer.silos), federation.privacy is not None)
         self._patience = Patience(engine.on_loss, engine.deadline, least)
@@ -280,6 +294,7 @@ class Hub:
     def _open(self, joined: Mapping[str, Joined]) -> _Parties:
         """The server's parties, once all who joined are in one session: the one that was open, or a new one."""
         of, offer, config = self._of, self.offer, self._of.config
+        self._policies = {site: its.policy.hex() for site, its in joined.items()}
         silos = sorted(joined.keys() - {self._holder})
         schemas = {}
         for silo in silos:
@@ -345,8 +360,27 @@ class Hub:
             _read(party, reply, Ended)
         if not over(self._trail.chain.jobs[self.offer.job].outcome):
             self._trail.close_job(self.offer.job, outcome)
+        write_evidence(self._of.folder.path, self._evidence())
 
     # ---- parts ----
+
+    def _evidence(self) -> Evidence:
+        """What the report is to state, once the job has ended."""
+        home, roster, offer = self._of.home, self._roster, self.offer
+        sites = {*offer.silos, *([self._holder] if self._holder else [])}
+        seen = (seen_heads(home, roster, kind) for kind in (TRAIL, LEDGER))
+        logs, ledgers = ({name: head for name, head in heads.items() if name in sites} for heads in seen)
+        logs[home.id] = (self._trail.chain.length, self._trail.chain.head)
+        opened = CODEC.unpack((self._kept / "session").read_bytes()[64:], Open)
+        return Evidence.model_validate({
+            "format": 1, "job": offer.job, "offer": offer.hash.hex(), "server": home.id, "model": offer.model.hex(),
+            "roster": {"number": roster.serial, "hash": roster.hash.hex(),
+                       "signed_by": {m.id: m.identity for m in roster.members.values()}},
+            "versions": {"secure_fvi": __version__, "package": offer.package.hex(), "protocol": opened.protocol},
+            "policies": self._policies,
+            **{name: {member: {"rows": length, "head": head.hex()} for member, (length, head) in sorted(heads.items())}
+               for name, heads in (("logs", logs), ("ledgers", ledgers))},
+        })  # fmt: skip
 
     def _stand(self) -> Stand:
         asked, waiting = self.engine.waiting()

@@ -40,7 +40,7 @@ class Joined(NamedTuple):
     """last_index: the largest sum index that the silo's ledger has charged for the job, plus one; 0 for none.
 
     nonce: at a key holder, `key_holder.key_hash` of the encryption key that it offers. protocols: the versions that the
-    site speaks.
+    site speaks. policy: `deciding.stated_policy`, for the server's report.
     """
 
     schema: bytes
@@ -48,6 +48,7 @@ class Joined(NamedTuple):
     session: bytes
     last_index: int
     protocols: Sequence[int] = wire.PROTOCOLS
+    policy: bytes = bytes(32)
 
 
 class Open(NamedTuple):
@@ -95,7 +96,7 @@ _SCHEMA = wire.Row(
 
 CODEC = Codec(
     {
-        Joined: (1, (wire.binary(most=_LONGEST_SCHEMA), _hash, _hash_or_none, _index, PROTOCOL_LIST)),
+        Joined: (1, (wire.binary(most=_LONGEST_SCHEMA), _hash, _hash_or_none, _index, PROTOCOL_LIST, _hash)),
         Open: (2, (_texts, _hashes, _hash, _index, _hash_or_none, _index, _index, PROTOCOL)),
         Opened: (3, (_hash,)),
         End: (4, (_text, _index, wire.binary())),

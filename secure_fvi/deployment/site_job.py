@@ -37,7 +37,7 @@ from secure_fvi.building import Machine, build_problem, derived_secret, work_of
 from secure_fvi.compiled import choose_threads
 from secure_fvi.data_contract import check_repeats, cohort_digest
 from secure_fvi.deployment.countersigning import open_ledger
-from secure_fvi.deployment.deciding import Decision
+from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.fence import model_for
 from secure_fvi.deployment.going import Stand
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
@@ -180,7 +180,9 @@ class SiteJob:
         if self.party is None:
             self.restore()
         session = b"" if self._given_up else self.session
-        return Joined(pack_schema(self.schema), self._fresh.draw(), session, self.guards.last_index + 1)
+        policy = stated_policy(self.home, self.decision.offer.job, self.decision.policy.hash)
+        last = self.guards.last_index + 1
+        return Joined(pack_schema(self.schema), self._fresh.draw(), session, last, policy=policy)
 
     def open(self, message: Open) -> bytes:
         """Open the session that `message` describes, or go on in it; 32 bytes that name it."""

@@ -30,6 +30,10 @@ _FREE = ("run.checkpoint_seconds", "engine.")
 #: In the folder of a private run, what its data's digest is keyed with: a plain one would tell whoever knows all
 #: records but one whether a guess at that one is right. Not for others, as little as `silos` is.
 _KEY = "data.key"
+#: The report; what the server of a run between institutions states of it, and signs. See `deployment.evidence`.
+REPORT, EVIDENCE, SIGNATURE = "report.html", "evidence.json", "report.sig"
+#: The report with a reference beside it, of a run whose report is signed.
+COMPARED = "report-compared.html"
 #: Names that only a run writes; `discard` removes these and nothing else.
 _OURS = (
     "config.toml",
@@ -41,7 +45,10 @@ _OURS = (
     "silos",
     "marginals.json",
     "compare.json",
-    "report.html",
+    REPORT,
+    COMPARED,
+    EVIDENCE,
+    SIGNATURE,
     "checkpoint",
     "ledger.sqlite",
     "ledger.sqlite-wal",

@@ -35,6 +35,7 @@ from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, SiloFile
+from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.records import (
     Parts,
@@ -85,6 +86,9 @@ class FederationBase(ABC):
     def provenance(self) -> dict[str, str]:
         """What carried the messages, and what all parties agreed on beforehand, for the report; no secret, no path."""
         return {"engine": "one process"}
+
+    def seal(self, folder: RunDirectory) -> None:  # noqa: B027 - one process has nobody to sign for
+        """What is done once all files of a finished run are in `folder`; may be asked for again."""
 
     @abstractmethod
     def fit(self, **common: Any) -> Any:

@@ -19,7 +19,7 @@ from secure_fvi.driving import Progress
 from secure_fvi.files import write_atomically
 from secure_fvi.privacy.terms import REPLACE
 from secure_fvi.runs.config import Config, title
-from secure_fvi.runs.directory import RunDirectory, read_json
+from secure_fvi.runs.directory import COMPARED, EVIDENCE, REPORT, SIGNATURE, RunDirectory, read_json
 from secure_fvi.runs.marginals import comparison_rows, posterior_rows, reason, standing
 from secure_fvi.runs.options import chosen
 from secure_fvi.summary import counts_noise
@@ -38,9 +38,10 @@ class Picture(NamedTuple):
     alt: str
 
 
-def write_report(directory: Path) -> None:
+def write_report(directory: Path) -> Path:
     """Write report.html from the other files of a finished run, compare.json among them where it exists, and where the
-    run is not private: what that holds has no noise."""
+    run is not private: what that holds has no noise. One that is signed stays as it is, and the new one lies beside it.
+    Which file it is."""
     run = RunDirectory(directory)
     result = run.read_result()
     config = run.read_config()
@@ -78,8 +79,11 @@ def write_report(directory: Path) -> None:
         comparison=comparison,
         comparison_rows=rows[:_MOST_ROWS],
         pictures=pictures,
+        evidence=_optional(directory / EVIDENCE),
     )
-    write_atomically(directory / "report.html", text.encode())
+    path = directory / (COMPARED if (directory / SIGNATURE).exists() else REPORT)
+    write_atomically(path, text.encode())
+    return path
 
 
 def what_left(config: Config) -> list[Note]:

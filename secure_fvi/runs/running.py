@@ -17,7 +17,7 @@ from secure_fvi.files import write_atomically
 from secure_fvi.guarding import Books
 from secure_fvi.results import RunSummary
 from secure_fvi.runs.config import Config
-from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.directory import REPORT, RunDirectory
 from secure_fvi.runs.federation import FederationBase, federate
 from secure_fvi.runs.marginals import marginals
 from secure_fvi.runs.report import MetricsLog, write_report
@@ -53,6 +53,9 @@ def execute_federation(
     if known:
         folder.check_same(federation.config, digest)
         if folder.state == "finished":
+            if not (folder.path / REPORT).exists():  # the process ended after the result
+                write_report(folder.path)
+            federation.seal(folder)
             return None
     else:
         folder.check_new()
@@ -60,6 +63,7 @@ def execute_federation(
     folder.begin(federation.config, digest, {**federation.provenance(), **installed})
     try:
         result = _fit(federation, folder, resume, on_round)
+        federation.seal(folder)
     except (InputError, BudgetError):
         if not known and latest_round(folder.checkpoints) is None:
             folder.discard()

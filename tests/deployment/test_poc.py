@@ -95,7 +95,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_folder_an_institution_with_its_own_table_and_passphrase(tmp_path: Path, typed: list[Any]) -> None:
     folder = tmp_path / "made"
     done = CliRunner().invoke(cli, ["poc", "--folder", str(folder), "--port", str(_free())], catch_exceptions=False)
-    assert "Each site has typed 7 commands and handed over 2 files" in done.output
+    assert "Each site has typed 8 commands and handed over 2 files" in done.output
     assert len(typed) == sum(len(section.steps) for section in plan(TABLES))
     held = {who: sorted(p.name for p in (folder / who).iterdir()) for who in (HUB, *SITES)}
     assert held == {HUB: ["job.toml", "passphrase"]} | {s: sorted([f"{s}.csv", "passphrase"]) for s in SITES}

@@ -1,0 +1,210 @@
+"""The report of a job between institutions is signed by its server: whatever is altered in it, or made up, is found."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from consortium_run import Job
+from deployment_world import NOW, World
+
+from secure_fvi.cli import main
+from secure_fvi.deployment import evidence as evidences
+from secure_fvi.deployment.countersigning import open_trail
+from secure_fvi.deployment.deciding import stated_policy
+from secure_fvi.deployment.evidence import Evidence, check_report, sign_report, write_evidence
+from secure_fvi.deployment.trail import Exchange, JobEntry
+from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.runs.directory import RunDirectory
+from secure_fvi.runs.report import write_report
+
+POLICY = bytes([5]) * 32
+PAGE = "<p>Converged.</p>\n<p>Epsilon 0.5.</p>\n"
+
+
+@pytest.fixture
+def report(world: World, tmp_path: Path) -> Path:
+    """A page that the hub has signed, with north's log as it was when the job ended, and a row since."""
+    north, hub = world.homes["north"], world.homes["hub"]
+    roster = hub.roster(NOW)
+    trail = open_trail(north)
+    entry = JobEntry("one", bytes([1]) * 32, roster.hash, bytes([2]) * 32, POLICY, True)
+    trail.job(entry)
+    trail.exchanges("one", [Exchange("hub", "broadcast", b"asked", b"sent")])
+    head = {"rows": trail.chain.length, "head": trail.chain.head.hex()}
+    trail.close_job("one", "finished")
+    trail.close()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "report.html").write_text(PAGE)
+    (folder / "result.json").write_text("{}")
+    stated = {
+        "format": 1, "job": "one", "offer": entry.offer.hex(), "server": "hub", "model": entry.model.hex(),
+        "roster": {"number": 1, "hash": roster.hash.hex(),
+                   "signed_by": {m.id: m.identity for m in roster.members.values()}},
+        "versions": {"secure_fvi": "0.2.0", "package": "07" * 32, "protocol": 7},
+        "policies": {"north": stated_policy(north, "one", POLICY).hex()}, "logs": {"north": head}, "ledgers": {},
+    }  # fmt: skip
+    write_evidence(folder, Evidence.model_validate(stated))
+    sign_report(folder, roster, "hub", hub.identity())
+    return folder / "report.html"
+
+
+def altered(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after))
+
+
+def verify(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", "verify", *map(str, arguments)])
+    return int(stopped.value.code or 0)
+
+
+def test_a_site_checks_it_by_its_own_log_and_policy(
+    world: World, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others by the roster, and by a log that they are given. Renaming the page or handing three files over is fine."""
+    assert verify(report, "--home", world.homes["north"].path) == 0
+    told = capsys.readouterr().out
+    for words in (
+        "signed by 'hub'",
+        "report.html, evidence.json, result.json",
+        "07" * 32,
+        "row 3; policy " + "05" * 32,
+    ):
+        assert words in told
+    assert "this site's policy is the report's" in told
+    (report.parent / "result.json").unlink()
+    report = report.rename(report.with_name("of-the-hub.html"))
+    roster = world.homes["south"].roster_file(1)
+    assert verify(report, "--roster", roster, "--log", world.homes["north"].log_file) == 0
+    told = capsys.readouterr().out
+    assert "signed, and not here: result.json" in told
+    assert "this site's policy" not in told
+    assert verify(report) == 2
+    assert "--roster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("report.html", "Converged.", "converged.", "not the report.html"),
+        ("report.html", "0.5", "0.1", "not the report.html"),
+        ("evidence.json", '"0.2.0"', '"0.2.1"', "not the evidence.json"),
+        ("result.json", "{}", "[]", "not the result.json"),
+        ("report.sig", 'job = "one"', 'job = "two"', "not by the identity of 'hub'"),
+        ("report.sig", 'member = "hub"', 'member = "north"', "no server"),
+    ],
+)
+def test_a_forged_line_is_found(
+    world: World, report: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: str, after: str, said: str
+) -> None:
+    """The control: the same forgery, with its digest in the list, passes where nobody looks at the signature."""
+    roster = world.homes["south"].roster(NOW)
+    assert check_report(report, roster).member == "hub"
+    path = report.parent / name
+    was = evidences._digest(path)
+    altered(path, before, after)
+    with pytest.raises(ProtocolError, match=re.escape(said)):
+        check_report(report, roster)
+    if name != "report.sig":
+        altered(report.parent / "report.sig", was, evidences._digest(path))
+        with pytest.raises(ProtocolError, match="not by the identity of 'hub'"):
+            check_report(report, roster)
+    monkeypatch.setattr(evidences, "signed", lambda *_: True)
+    if "north" not in after and "two" not in after:
+        assert check_report(report, roster).member == "hub"
+
+
+def test_who_is_not_the_server_signs_nothing(world: World, report: Path) -> None:
+    """A member with a key of the roster, a stranger, and the server under another roster. Control: the server again."""
+    north, hub = world.homes["north"], world.homes["hub"]
+    roster = hub.roster(NOW)
+    sign_report(report.parent, roster, "north", north.identity())
+    with pytest.raises(ProtocolError, match="no server"):
+        check_report(report, roster)
+    with pytest.raises(InputError, match="another identity for 'hub'"):
+        sign_report(report.parent, roster, "hub", north.identity())
+    sign_report(report.parent, roster, "north", north.identity())
+    altered(report.parent / "report.sig", 'member = "north"', 'member = "hub"')
+    with pytest.raises(ProtocolError, match="not by the identity of 'hub'"):
+        check_report(report, roster)
+    sign_report(report.parent, roster, "hub", hub.identity())
+    altered(report.parent / "report.sig", roster.hash.hex(), "00" * 32)
+    with pytest.raises(ProtocolError, match="signed under roster 0000"):
+        check_report(report, roster)
+    sign_report(report.parent, roster, "hub", hub.identity())
+    assert check_report(report, roster).files == ("report.html", "evidence.json", "result.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: e["logs"]["north"].update(head="00" * 32), "not the one of the report"),
+        (lambda e: e["logs"]["north"].update(rows=99), "not the one of the report"),
+        (lambda e: e["logs"].clear(), "names no log of 'north'"),
+        (lambda e: e.update(model="00" * 32), "another model"),
+        (lambda e: e["policies"].update(north="00" * 32), "another policy of 'north'"),
+        (lambda e: e["roster"]["signed_by"].popitem(), "of another roster"),
+        (lambda e: None, ""),  # the control
+    ],
+)
+def test_what_a_server_states_wrongly_its_signature_does_not_make_right(
+    world: World, report: Path, change: Callable[[Any], Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = world.homes["hub"]
+    path = report.parent / "evidence.json"
+    stated = json.loads(path.read_text())
+    change(stated)
+    path.write_text(json.dumps(stated))
+    sign_report(report.parent, hub.roster(NOW), "hub", hub.identity())
+    assert verify(report, "--home", world.homes["north"].path) == (1 if said else 0)
+    told = capsys.readouterr()
+    assert said in told.err if said else "verified" in told.out
+
+
+def test_a_list_of_other_files_is_none(world: World, report: Path) -> None:
+    """It names nothing outside of the folder, and page and evidence are in it."""
+    hub, signature = world.homes["hub"], report.parent / "report.sig"
+    altered(signature, '"result.json"', '"../secret"')
+    with pytest.raises(InputError, match="no file of a run"):
+        check_report(report, hub.roster(NOW))
+
+
+@pytest.mark.slow
+def test_a_job_between_institutions_ends_with_one(
+    world: World, tmp_path: Path, untraced: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each site's own log and policy are in it; a process that ended before the signature makes up for it, and what is
+    written later leaves the signed page alone."""
+    job = Job(world, tmp_path, algorithm={"name": "sfvi", "iterations": 2, "family": "diagonal"})
+    job.run()
+    page = tmp_path / "remote" / "report.html"
+    for site in ("north", "south", "east"):
+        assert verify(page, "--home", world.homes[site].path) == 0
+        told = capsys.readouterr().out
+        assert "this site's policy is the report's" in told
+        assert f"the log of '{site}' goes through" in told
+        assert "signed, and not here" not in told
+    hub = world.homes["hub"]
+    assert verify(page, "--home", hub.path, "--log", world.homes["north"].log_file) == 0
+    assert "the log of 'hub' goes through" in capsys.readouterr().out
+    stated = json.loads((page.parent / "evidence.json").read_text())
+    assert {"north", "south", "east"} == stated["policies"].keys()
+    assert {"north", "south", "east", "hub"} == stated["logs"].keys() == stated["roster"]["signed_by"].keys()
+    text = page.read_text()
+    assert "What hub has signed" in text
+    assert all(head["head"][:16] in text for head in stated["logs"].values())
+    for gone in ("report.sig", "report.html"):
+        (page.parent / gone).unlink()
+    job.run()  # a server that was killed before it had signed
+    assert verify(page, "--home", hub.path) == 0
+    assert write_report(page.parent) == page.with_name("report-compared.html")
+    assert verify(page, "--home", hub.path) == 0
+    assert RunDirectory(page.parent).state == "finished"
