@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.density import LogDensity, Params, has_no_density, observed_value, record_dim, running, site_mask
 from secure_fvi.discovery import Discovery, Start, kind_of, start_of
-from secure_fvi.errors import DataError, InputError
+from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import rounded
 from secure_fvi.program_contract import (
     AT_ONCE,
@@ -452,12 +454,24 @@ def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -
     weights = torch.randn(values.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     marks = (values * weights.to(values.device)).sum(1)
     different, counts = marks.unique(return_counts=True)
-    if len(different) >= _DIFFERENT_ROWS and int(counts.min()) > 1:
+    if len(different) < _DIFFERENT_ROWS or int(counts.min()) < 2:
+        return
+    said = (
+        f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
+        f"{', '.join(map(repr, named or rows))}"
+    )
+    times = math.gcd(*counts.tolist())
+    if times > 1:
         raise DataError(
-            f"silo '{silo}': {len(marks) - len(different)} of {len(marks)} rows repeat another one in all of "
-            f"{', '.join(map(repr, named or rows))}: every record is there several times. Remove the copies, or give "
-            "records ids of their own (record_ids, or a column record_id) if they are different people"
+            f"{said}: every record is there {times} times, or a multiple of it. Remove the copies, or give records ids "
+            "of their own (record_ids, or a column record_id) if they are different people"
         )
+    warnings.warn(
+        f"{said}, as of few doses and outcomes, or of a table joined to one with several rows for each of its own: "
+        "each counts as a record of its own",
+        SecureFVIWarning,
+        stacklevel=2,
+    )
 
 
 def whole_ids(ids: Any, silo: str) -> npt.NDArray[np.int64]:

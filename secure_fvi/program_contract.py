@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import random
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,6 +93,7 @@ def check_program(problem: Problem, importance_samples: int = 1) -> None:
 
 def _check_program(point: Point, rows: Params, importance_samples: int) -> None:
     problem = point.problem
+    _check_own_generator(point, rows)
     first, again = _undrawn(point, rows), _undrawn(point, rows)
     if not all(same(a, b) for a, b in zip(first, again, strict=True)):
         raise InputError(
@@ -121,6 +123,23 @@ def _check_program(point: Point, rows: Params, importance_samples: int) -> None:
         _check_mapped(point, rows, first.records, "importance samples go through the model together")
 
 
+_DRAWS = (
+    "the model draws random numbers by itself (torch, numpy or random), anew each time that it is run, or from a "
+    "generator of its own; draw with pyro.sample alone, which the fit sees"
+)
+
+
+def _check_own_generator(point: Point, rows: Params) -> None:
+    """Raises InputError for draws from a `torch.Generator` of the program's own, which no global state tells of: mapped
+    over one copy of Z_G such a draw fails, while what else cannot be mapped is for others to say."""
+    evaluate, own = point.problem.density.evaluate, (point.z_silo, point.z_record, point.theta)
+    try:
+        torch.func.vmap(lambda z: evaluate(z, *own, rows).records)(point.z_global[None])
+    except Exception as error:
+        if "randomness" in str(error):
+            raise InputError(_DRAWS) from None
+
+
 def _undrawn(point: Point, rows: Params) -> LogTerms:
     """Log p, from a run that draws nothing by itself: a seed set inside makes one draw of all records, and a fit that
     maps the program, or traces it, another one each time."""
@@ -138,10 +157,7 @@ def _undrawn(point: Point, rows: Params) -> LogTerms:
                     if _drawn_so_far() == before:
                         break
                 else:
-                    raise InputError(
-                        "the model draws random numbers by itself (torch, numpy or random), anew each time that it is "
-                        "run; draw with pyro.sample alone, which the fit sees"
-                    )
+                    raise InputError(_DRAWS)
         finally:
             np.random.set_state(numbers)
             random.setstate(ours)
@@ -763,6 +779,18 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 #: Containers within containers, and functions that functions call, that are looked into; elements of each.
 _DEEP, _ELEMENTS = 3, 1000
+#: Whose objects' attributes are not looked at.
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    "numpy",
+    "opacus",
+    "pandas",
+    "polars",
+    "pyro",
+    "scipy",
+    "secure_fvi",
+    "torch",
+} - {"__main__"}
 #: Bytes of an array up to which its numbers are compared.
 _BYTES = 2**20
 
@@ -789,16 +817,24 @@ def watched(model: Any) -> Iterator[None]:
 def _held(fn: Any, deep: int = _DEEP) -> dict[str, Any]:
     """By name, a mark of each variable that a function, and those of its module that it calls, finds outside."""
     fn = inspect.unwrap(fn) if callable(fn) else fn
+    if isinstance(fn, types.MethodType):
+        return {"self": _mark(fn.__self__, _DEEP), **_held(fn.__func__, deep)}
     if not isinstance(fn, types.FunctionType):
-        return {}
+        call = getattr(type(fn), "forward" if isinstance(fn, torch.nn.Module) else "__call__", None)
+        own = {"self": _mark(fn, _DEEP)} if _keeps(fn) else {}
+        return {**own, **_held(call, deep)} if isinstance(call, types.FunctionType) else own
     names = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
             names[name] = cell.cell_contents
     names |= {f"default of {k}": value for k, value in enumerate(fn.__defaults__ or ())}
-    found = {name: _mark(value, _DEEP) for name, value in names.items() if not callable(value)}
+    found = {name: _mark(value, _DEEP) for name, value in names.items()} | {"its attributes": _mark(fn, _DEEP)}
     for value in names.values():
-        if deep and isinstance(value, Callable) and getattr(value, "__module__", "") == fn.__module__:  # type: ignore[arg-type]
+        if (
+            deep
+            and isinstance(value, types.FunctionType | torch.nn.Module)
+            and getattr(value, "__module__", "") == fn.__module__
+        ):
             found = {**_held(value, deep - 1), **found}
     return found
 
@@ -815,4 +851,17 @@ def _mark(value: Any, deep: int) -> Any:
         items = [*value.items()] if isinstance(value, dict) else [*value]
         inner = [_mark(item, deep - 1) for item in items[:_ELEMENTS]] if deep else ()
         return type(value), len(items), tuple(inner)
+    if deep and _keeps(value):
+        own = {name: held for name, held in vars(value).items() if not name.startswith("__")}
+        state = [*value.buffers(), *value.parameters()] if isinstance(value, torch.nn.Module) else []
+        return id(value), _mark(own, deep), _mark(state, 1)
     return id(value)
+
+
+def _keeps(value: Any) -> bool:
+    """Whether attributes of it may be the program's own: of a function, a module of a network, a class or an object of
+    one that is no library's. What a library's objects have, caches say, changes as they are read."""
+    if isinstance(value, types.FunctionType | torch.nn.Module | types.SimpleNamespace):
+        return True
+    module = getattr(value if isinstance(value, type) else type(value), "__module__", "")
+    return module.partition(".")[0] not in _LIBRARIES

@@ -963,11 +963,28 @@ def test_what_is_no_model(model: Any) -> None:
         build(model, PLAIN)
 
 
-@pytest.mark.parametrize("kind", ["list", "counter", "array", "called"])
+class _Kept:
+    mean: Tensor | None = None
+
+
+class _Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("m", torch.zeros(()).double())
+
+    def forward(self, y: Tensor) -> Tensor:
+        if not self.m:
+            self.m = y.mean()
+        return self.m
+
+
+@pytest.mark.parametrize(
+    "kind", ["list", "counter", "array", "called", "attribute", "class", "object", "network", "own", "method"]
+)
 def test_what_is_kept_outside_of_the_program(kind: str) -> None:
     """Worked out from made data and found again at the silos: another model, and no run shows it by itself."""
     held: list[Tensor] = []
-    calls, array = {"n": 0}, np.zeros(3)
+    calls, array, kept, holder, network = {"n": 0}, np.zeros(3), type("Kept", (_Kept,), {}), _Kept(), _Norm()
 
     def remembers(y: Tensor) -> Tensor:
         if not held:
@@ -985,11 +1002,24 @@ def test_what_is_kept_outside_of_the_program(kind: str) -> None:
         if kind == "array":
             array[0] = array[0] or 0.1
             mean = mean + array[0]
+        for place in {"attribute": [remembers], "class": [kept], "object": [holder], "own": [program]}.get(kind, ()):
+            if getattr(place, "mean", None) is None:
+                place.mean = y.mean()  # type: ignore[union-attr]
+            mean = mean + place.mean  # type: ignore[union-attr]
+        if kind == "network":
+            mean = mean + network(y)
         _observe(y, mean + remembers(y) if kind == "called" else mean)
 
-    name = {"list": "held", "counter": "calls", "array": "array", "called": "held"}[kind]
+    class Method(_Kept):
+        def run(self, y: Tensor) -> None:
+            if self.mean is None:
+                self.mean = y.mean()
+            _observe(y, _level() + self.mean)
+
+    names = {"counter": "calls", "array": "array", "attribute": "remembers", "class": "kept", "object": "holder"}
+    name = {**names, "network": "network", "own": "its attributes, program", "method": "self"}.get(kind, "held")
     with pytest.warns(SecureFVIWarning, match=rf"changes what it holds outside of itself \({name}\)"):
-        build(sf.FederatedModel(program, "r"), PLAIN)
+        build(sf.FederatedModel(Method().run if kind == "method" else program, "r"), PLAIN)
 
 
 def test_what_is_only_read_outside_of_the_program() -> None:

@@ -28,7 +28,16 @@ from secure_fvi.aggregation import Masked
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.aggregation.store import SqliteStore
-from secure_fvi.deployment import countersigning, deciding, fence, model_hash, session_messages, signatures, site_job
+from secure_fvi.deployment import (
+    countersigning,
+    deciding,
+    fence,
+    fenced,
+    model_hash,
+    session_messages,
+    signatures,
+    site_job,
+)
 from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment.certificates import general_name, is_p256, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Sums, write_roster
@@ -574,9 +583,9 @@ def test_a_graph_of_other_numbers_is_no_answer(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_the_fence_says_of_files_and_of_code_that_is_not_here(tmp_path: Path) -> None:
-    assert fence._missing(str(tmp_path / "none"))
+    assert fenced._missing(str(tmp_path / "none"))
     for there in (3, str(tmp_path), str(tmp_path / "__pycache__" / "none")):
-        assert not fence._missing(there)
+        assert not fenced._missing(there)
     with raises(InputError, "the model's code is not in this process"):
         fence.FencedModel(None, "f", None, None, {}).roles.fn()  # type: ignore[arg-type]
 
