@@ -53,7 +53,7 @@ from secure_fvi.aggregation.prg import CHUNK_BYTES, Mask, MaskStream, apply_mask
 from secure_fvi.aggregation.ring import Ring
 from secure_fvi.aggregation.roster import Identity, Roster, check_missing
 from secure_fvi.aggregation.session import Session
-from secure_fvi.aggregation.store import MemoryStore, Store
+from secure_fvi.aggregation.store import MemoryStore, Overtaken, Still, Store
 from secure_fvi.errors import InputError, ProtocolError
 
 LABEL_USE = b"use-of-an-index"
@@ -200,8 +200,17 @@ class MaskedSilo:
         else:
             most = self._max_missing if most_missing is None else min(self._max_missing, most_missing)
             kept[f"{CONTRIBUTED}/{index}"] = msgpack.packb(_Record(table.digest, context, bitmap, question, most))
-        self._store.put(kept, {LAST: index})
+        self._put(kept, index, last)
         return message
+
+    def _put(self, kept: Mapping[str, bytes], index: int, last: int) -> None:
+        """Write down a contribution: only if no other process has contributed since `last` was the newest index, nor
+        was told the survivors of this one."""
+        named: Still = {} if self.whole else {f"{SURVIVORS}/{index}": None}
+        try:
+            self._store.put(kept, {LAST: index}, {LAST: last, **named})
+        except Overtaken:
+            raise ProtocolError(f"sum {index}: another process has gone on meanwhile") from None
 
     @property
     def spoils(self) -> bool:
@@ -299,10 +308,6 @@ class MaskedSilo:
                 raise ProtocolError(f"sum {index} is of another cohort than the one that was asked")
             if record.question != request.question:
                 raise ProtocolError(f"sum {index} answers another question")
-            newest = self._newest(index)
-            if newest is None or newest.question != record.question:
-                # What a total lacks is counted when the next question comes; nothing may change after it.
-                raise ProtocolError(f"sum {index} is over: silo '{self.silo_id}' has answered a later question")
         elif self._me in survivors:
             raise ProtocolError(f"silo '{self.silo_id}' did not contribute to sum {index}")
         elif not signed:
@@ -353,14 +358,23 @@ class MaskedSilo:
         """Write down the survivors before anything leaves; the first set named for an index is the only one, and so is
         the first for a question, over all its indices."""
         index, roster = request.sum_index, self._roster
+        # Read first, so that the claim rests on what is looked at next.
+        last = self._last_index()
+        record, newest = self._record(index), self._newest(index)
+        if record is not None and (newest is None or newest.question != record.question):
+            # What a total lacks is counted when the next question comes; nothing may change after it.
+            raise ProtocolError(f"sum {index} is over: silo '{self.silo_id}' has answered a later question")
         held = self._store.get(f"{SURVIVORS}/{index}")
         if held not in (None, statement):
             raise ProtocolError(f"other survivors of sum {index} were named before")
         if held is None:
             members = (roster.members_of(m) for m in (request.cohort, request.survivors))
             self._claim_question(index, request.question, *members)
-        if held is None and self._store.claim(f"{SURVIVORS}/{index}", statement) != statement:
-            raise ProtocolError(f"other survivors of sum {index} were named before")
+        try:
+            if held is None and self._store.claim(f"{SURVIVORS}/{index}", statement, still={LAST: last}) != statement:
+                raise ProtocolError(f"other survivors of sum {index} were named before")
+        except Overtaken:
+            raise ProtocolError(f"sum {index}: silo '{self.silo_id}' has answered another meanwhile") from None
         self._state.check_live(batch)
 
     def _claim_question(self, index: int, question: bytes, cohort: Sequence[int], survivors: Sequence[int]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -19,22 +21,31 @@ from secure_fvi.files import sync_folder
 
 #: No slots that rise.
 NONE: Mapping[str, int] = MappingProxyType({})
+#: What a write rests on: by slot the number that it holds, of those that rise (-1: none), or None for one that is not
+#: set. It is looked at in the transaction that writes.
+Still = Mapping[str, int | None]
+
+
+class Overtaken(Exception):
+    """Another process wrote what a write rested on, and nothing was written."""
 
 
 class Store(Protocol):
     """A small map from slots to bytes. Every write but an unsettled claim is durable when the call returns."""
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
-        """Set `slot` unless it is set; return what it then holds. The first value wins, for ever.
+    def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
+        """Set `slot` unless it is set; return what it then holds. The first value wins, for ever. Raises Overtaken, and
+        claims nothing, where something is no longer as `still` has it.
 
         settle: without it the claim binds all processes at once, and is durable only with this process' next `put` or
         settled claim: enough where nothing that rests on it leaves before that.
         """
         ...
 
-    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE, still: Still = NONE) -> None:
         """Set all `slots`, whatever they held, or none of them. rising: along with them, slots of their own that hold a
-        number, which goes up alone, whichever process writes last."""
+        number, which goes up alone, whichever process writes last. Raises Overtaken where something is no longer as
+        `still` has it."""
         ...
 
     def get(self, slot: str) -> bytes | None:
@@ -53,19 +64,25 @@ class Store(Protocol):
 class MemoryStore:
     """A store that lives as long as the process: for the local engine and for tests."""
 
+    _one_at_a_time = threading.Lock()
+
     def __init__(self) -> None:
         self._slots: dict[str, bytes] = {}
 
     def __repr__(self) -> str:
         return "MemoryStore(...)"
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
-        return self._slots.setdefault(slot, value)
+    def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
+        with self._one_at_a_time:
+            _check_still(self._slots.get, still)
+            return self._slots.setdefault(slot, value)
 
-    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
-        self._slots.update(slots)
-        for slot, number in rising.items():
-            self._slots[slot] = _packed(max(number, self.risen(slot)))
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE, still: Still = NONE) -> None:
+        with self._one_at_a_time:
+            _check_still(self._slots.get, still)
+            self._slots.update(slots)
+            for slot, number in rising.items():
+                self._slots[slot] = _packed(max(number, _number(self._slots.get(slot))))
 
     def get(self, slot: str) -> bytes | None:
         return self._slots.get(slot)
@@ -105,16 +122,20 @@ class SqliteStore:
     def __repr__(self) -> str:
         return "SqliteStore(...)"
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
-        self._synchronous(self._power_safe and settle)
+    def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
         # One statement is one transaction, so that of two processes over one file only one can be first.
-        self._connection.execute("INSERT OR IGNORE INTO slots VALUES (?, ?)", (slot, value))
-        held = self.get(slot)
+        with self._transaction(self._power_safe and settle) if still else contextlib.nullcontext():
+            if not still:
+                self._synchronous(self._power_safe and settle)
+            _check_still(self.get, still)
+            self._connection.execute("INSERT OR IGNORE INTO slots VALUES (?, ?)", (slot, value))
+            held = self.get(slot)
         assert held is not None
         return held
 
-    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE, still: Still = NONE) -> None:
         with self._transaction():
+            _check_still(self.get, still)
             self._connection.executemany("INSERT OR REPLACE INTO slots VALUES (?, ?)", list(slots.items()))
             self._connection.executemany(
                 "INSERT INTO slots VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, excluded.value)",
@@ -143,8 +164,8 @@ class SqliteStore:
             self._full = full
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._synchronous(True)
+    def _transaction(self, full: bool = True) -> Iterator[None]:
+        self._synchronous(full)
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -161,6 +182,13 @@ def _packed(number: int) -> bytes:
 
 def _number(packed: bytes | None) -> int:
     return -1 if packed is None else int.from_bytes(packed, "big")
+
+
+def _check_still(get: Callable[[str], bytes | None], still: Still) -> None:
+    for slot, number in still.items():
+        held = get(slot)
+        if held is not None if number is None else _number(held) != number:
+            raise Overtaken(f"'{slot}' was written by another process in the meantime")
 
 
 # ---- Values at rest that are not in clear: AES-256-GCM, alone or around another store ----
@@ -207,11 +235,11 @@ class SealedStore:
     def __repr__(self) -> str:
         return "SealedStore(...)"
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
-        return self._sealer.open(slot, self._inner.claim(slot, self._sealer.seal(slot, value), settle))
+    def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
+        return self._sealer.open(slot, self._inner.claim(slot, self._sealer.seal(slot, value), settle, still))
 
-    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
-        self._inner.put({slot: self._sealer.seal(slot, value) for slot, value in slots.items()}, rising)
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE, still: Still = NONE) -> None:
+        self._inner.put({slot: self._sealer.seal(slot, value) for slot, value in slots.items()}, rising, still)
 
     def get(self, slot: str) -> bytes | None:
         sealed = self._inner.get(slot)

@@ -7,7 +7,7 @@ change how words are masked do not complete sums; they are looked at, and search
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -16,11 +16,12 @@ from secure_fvi.aggregation.homomorphic_schemes import Decrypted, DecryptRequest
 from secure_fvi.aggregation.homomorphic_schemes import unpack as unpack_encrypted
 from secure_fvi.aggregation.key_holder import KeyHolder
 from secure_fvi.aggregation.masked import Masked
-from secure_fvi.aggregation.masked_silo import MaskedSilo
+from secure_fvi.aggregation.masked_silo import LAST, MaskedSilo
 from secure_fvi.aggregation.messages import RevealRequest, SetSignature, Shares, SignRequest
 from secure_fvi.aggregation.prg import Mask, apply_masks, keystream
 from secure_fvi.aggregation.ring import RingArray
 from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.store import NONE, Still
 from secure_fvi.audits.protocol_masked import Apply, AuditStore, MaskedSubject
 from secure_fvi.audits.protocol_probes import Seeds
 from secure_fvi.errors import ProtocolError
@@ -98,8 +99,11 @@ def few_bits(subject: MaskedSubject, seeds: Seeds) -> MaskedSubject:
 class ForgetfulStore(AuditStore):
     """Does not remember which survivors were named, nor which index was used last."""
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
+    def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
         return value if slot.startswith(("survivors/", "used/")) else super().claim(slot, value, settle)
+
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE, still: Still = NONE) -> None:
+        super().put(slots, rising)
 
     def risen(self, slot: str) -> int:
         return -1
@@ -110,6 +114,9 @@ class ForgetfulSilo(MaskedSilo):
 
     def _last_index(self) -> int:
         return -1
+
+    def _put(self, kept: Mapping[str, bytes], index: int, last: int) -> None:
+        self._store.put(kept, {LAST: index})
 
 
 def forgetful(subject: MaskedSubject) -> MaskedSubject:

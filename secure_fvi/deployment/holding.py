@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 
 from secure_fvi import wire
-from secure_fvi.aggregation.store import NONE, SealedStore, SqliteStore, Store
+from secure_fvi.aggregation.store import NONE, SealedStore, SqliteStore, Still, Store
 from secure_fvi.algorithms.base import Pending
 from secure_fvi.errors import InputError
 from secure_fvi.messages import ROUND
@@ -56,32 +56,35 @@ class HeldStore:
         self.inner, self.close = inner, close
         self._held: dict[str, bytes] | None = None
         self._rising: dict[str, int] = {}
+        self._still: dict[str, int | None] = {}
 
     def __repr__(self) -> str:
         return "HeldStore(...)"
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Hold back all `put`s until the end; nothing is written where an error is raised."""
-        self._held, self._rising = {}, {}
+        """Hold back all `put`s until the end; nothing is written where an error is raised. What they rest on is looked
+        at then."""
+        self._held, self._rising, self._still = {}, {}, {}
         try:
             yield
-            self.inner.put(self._held, self._rising)
+            self.inner.put(self._held, self._rising, self._still)
         finally:
-            self._held, self._rising = None, {}
+            self._held, self._rising, self._still = None, {}, {}
 
-    def claim(self, slot: str, value: bytes, settle: bool = True) -> bytes:
-        return self.inner.claim(slot, value, settle)
+    def claim(self, slot: str, value: bytes, settle: bool = True, still: Still = NONE) -> bytes:
+        return self.inner.claim(slot, value, settle, still)
 
     def put_now(self, slots: Mapping[str, bytes]) -> None:
         """Not held back: what has to be known whatever comes of the rest."""
         self.inner.put(slots)
 
-    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE) -> None:
+    def put(self, slots: Mapping[str, bytes], rising: Mapping[str, int] = NONE, still: Still = NONE) -> None:
         if self._held is None:
-            self.inner.put(slots, rising)
+            self.inner.put(slots, rising, still)
         else:
             self._held.update(slots)
+            self._still = {**still, **self._still}  # of what is held back itself nothing is there yet
             self._rising.update({slot: max(number, self._rising.get(slot, -1)) for slot, number in rising.items()})
 
     def get(self, slot: str) -> bytes | None:

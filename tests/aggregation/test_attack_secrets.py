@@ -44,6 +44,7 @@ class TestIndexUsedTwice:
         silo, values = world.silos[world.ids[VICTIM]], world.values[world.ids[VICTIM]]
         monkeypatch.setattr(type(silo), "_last_index", lambda self: -1)
         monkeypatch.setattr(type(silo), "_use", lambda self, *arguments: None)
+        monkeypatch.setattr(type(silo), "_put", lambda self, *arguments: None)
         assert is_input(self.attack(world), values)
 
 

@@ -543,6 +543,7 @@ def test_control_masks_that_two_processes_use(settings: list[Setting], monkeypat
     """Break 5: an index is not claimed in the store."""
     monkeypatch.setattr(MaskedSilo, "_use", lambda self, *_: None)
     monkeypatch.setattr(MaskedSilo, "_last_index", lambda self: -1)
+    monkeypatch.setattr(MaskedSilo, "_put", lambda self, kept, index, last: self._store.put(kept, {"last": index}))
     assert found(settings, ENOUGH, 6, program=Drawing)
 
 

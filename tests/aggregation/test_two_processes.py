@@ -1,5 +1,7 @@
 """Two processes of one party over one store, in whatever order; each attack beside its control."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from sum_adversary import TABLE, Tampering, World, exact, is_input, payload_of
@@ -12,7 +14,7 @@ from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloState
 from secure_fvi.aggregation.messages import Deliver, DepositRequest, KeySet, KeysRequest, pack, unpack_any
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.aggregation.ring import Ring
-from secure_fvi.aggregation.store import MemoryStore, SealedStore, SqliteStore
+from secure_fvi.aggregation.store import NONE, MemoryStore, SealedStore, SqliteStore
 from secure_fvi.deployment.holding import HeldStore
 from secure_fvi.errors import ProtocolError
 
@@ -28,8 +30,11 @@ def another(world, place=VICTIM, store=None):
 class ForgetfulStore(MemoryStore):
     """The control: remembers no claim on an index."""
 
-    def claim(self, slot, value, settle=True):
+    def claim(self, slot, value, settle=True, still=NONE):
         return value if slot.startswith("used/") else super().claim(slot, value, settle)
+
+    def put(self, slots, rising=NONE, still=NONE):
+        super().put(slots, rising)
 
     def risen(self, slot):
         return -1
@@ -101,13 +106,13 @@ class TestOneIndexTwice:
 class Sinking(MemoryStore):
     """The control: what is written last stands, be it less."""
 
-    def put(self, slots, rising=None):
-        super().put({**slots, **{slot: number.to_bytes(8, "big") for slot, number in (rising or {}).items()}})
+    def put(self, slots, rising=NONE, still=NONE):
+        super().put({**slots, **{slot: number.to_bytes(8, "big") for slot, number in rising.items()}})
 
 
 class SinkingFile(SqliteStore):
-    def put(self, slots, rising=None):
-        super().put({**slots, **{slot: number.to_bytes(8, "big") for slot, number in (rising or {}).items()}})
+    def put(self, slots, rising=NONE, still=NONE):
+        super().put({**slots, **{slot: number.to_bytes(8, "big") for slot, number in rising.items()}})
 
 
 class TestStandingStill:
@@ -120,26 +125,29 @@ class TestStandingStill:
         yield SealedStore(inner, bytes(32), b"silo")
         yield HeldStore(SealedStore((MemoryStore if rises else Sinking)(), bytes(32), b"silo"), lambda: None)
 
-    def overtaken(self, world, store, index, later):
+    def overtaken(self, world, store, index, later, rises):
         """The silo contributes at `index`, and while it stands still at all of `later`; what it sent there."""
         name, sent = world.ids[VICTIM], []
         store.put(world.stores[name]._slots)
         values = world.values[name]
 
-        class Still:
+        class StandsStill:
             def __getattr__(self, what):
                 return getattr(store, what)
 
-            def put(self, slots, rising):
+            def put(self, slots, rising, still):
                 if "last" in rising and not sent:
                     sent.extend(contribute(other, i, values) for i in later)
-                store.put(slots, rising)
+                store.put(slots, rising, still)
 
         def contribute(silo, i, values):
             return silo.contribute(i, world.ids, TABLE, values, CONTEXT, bytes([i]) * 32)
 
         other = another(world, store=store)
-        contribute(another(world, store=Still()), index, values)
+        with (
+            nullcontext() if not rises else pytest.raises(ProtocolError, match="another process has gone on meanwhile")
+        ):
+            contribute(another(world, store=StandsStill()), index, values)
         return sent, lambda i, values: contribute(another(world, store=store), i, values)
 
     @pytest.mark.parametrize("rises", [True, False])
@@ -149,7 +157,7 @@ class TestStandingStill:
             world = World(5, max_missing=0)
             values = world.values[world.ids[VICTIM]]
             two = np.append(np.linspace(-1, 1, TABLE.size - 1), 3.0)
-            sent, again = self.overtaken(world, store, 10, (130, 200))
+            sent, again = self.overtaken(world, store, 10, (130, 200), rises)
             if rises:
                 with pytest.raises(ProtocolError, match="used already, or skipped"):
                     again(130, two)
@@ -164,13 +172,83 @@ class TestStandingStill:
         """Where sums recover."""
         for store in self.stores(tmp_path, rises):
             world = World(5, max_missing=1)
-            self.overtaken(world, store, 0, (1,))
+            self.overtaken(world, store, 0, (1,), rises)
             ask = unpack_any(world.sign_request({0, 1, 2, 3}))._replace(question=bytes(32))
             if rises:
-                with pytest.raises(ProtocolError, match="has answered a later question"):
+                with pytest.raises(ProtocolError, match="did not contribute to sum 0"):
                     another(world, store=store).handle(pack(ask))
             else:
                 assert another(world, store=store).handle(pack(ask))
+
+
+class Between:
+    """A store over which another process does something between this one's look and its first write of the kind, be it
+    a claim on what `begins` or, where that is empty, a contribution. The control: a write rests on nothing."""
+
+    def __init__(self, store, begins, act, rests):
+        self._store, self._begins, self._act, self._rests = store, begins, act, rests
+
+    def __getattr__(self, what):
+        return getattr(self._store, what)
+
+    def _meanwhile(self):
+        act, self._act = self._act, lambda: None
+        act()
+
+    def claim(self, slot, value, settle=True, still=NONE):
+        if self._begins and slot.startswith(self._begins):
+            self._meanwhile()
+        return self._store.claim(slot, value, settle, still if self._rests else NONE)
+
+    def put(self, slots, rising=NONE, still=NONE):
+        if not self._begins and "last" in rising:
+            self._meanwhile()
+        self._store.put(slots, rising, still if self._rests else NONE)
+
+
+class TestBetweenLookAndWrite:
+    """Where sums recover: what a write rests on is looked at in its own transaction, of one file as of memory."""
+
+    def world(self, tmp_path, disk):
+        """A world, and its victim's store twice, as two processes have it."""
+        world = World(5, max_missing=1)
+        if not disk:
+            return world, [world.stores[world.ids[VICTIM]]] * 2
+        pair = [SqliteStore(tmp_path / "silo.sqlite") for _ in range(2)]
+        pair[0].put(world.stores[world.ids[VICTIM]]._slots)
+        return world, pair
+
+    def contribute(self, world, silo, index):
+        return silo.contribute(index, world.ids, TABLE, world.values[world.ids[VICTIM]], CONTEXT, bytes([index]) * 32)
+
+    @pytest.mark.parametrize("disk", [False, True])
+    @pytest.mark.parametrize("rests", [True, False])
+    def test_no_sum_is_signed_once_a_later_question_was_answered(self, disk, rests, tmp_path):
+        """Its survivors would be counted by nobody."""
+        world, (one, two) = self.world(tmp_path, disk)
+        self.contribute(world, another(world, store=one), 0)
+        later = another(world, store=two)
+        between = Between(one, "survivors/", lambda: self.contribute(world, later, 1), rests)
+        ask = pack(unpack_any(world.sign_request({0, 1, 2, 3}))._replace(question=bytes(32)))
+        with pytest.raises(ProtocolError, match="has answered another meanwhile") if rests else nullcontext():
+            assert another(world, store=between).handle(ask)
+        assert (one.get("survivors/0") is None) == rests
+        assert one.risen("last") == 1
+
+    @pytest.mark.parametrize("disk", [False, True])
+    @pytest.mark.parametrize("rests", [True, False])
+    def test_who_was_told_the_survivors_contributes_no_more(self, disk, rests, tmp_path):
+        world, (one, two) = self.world(tmp_path, disk)
+        others = [name for name in world.ids if name != world.ids[VICTIM]]
+        sent = world.contribute(ids=others, cohort=world.ids)
+        told = another(world, store=two)
+        ask = pack(world.with_proofs(unpack_any(world.sign_request({0, 2, 3, 4})), sent))
+        between = Between(one, "", lambda: told.handle(ask), rests)
+        late, values = another(world, store=between), world.values[world.ids[VICTIM]]
+        with pytest.raises(ProtocolError, match="another process has gone on meanwhile") if rests else nullcontext():
+            assert late.contribute(0, world.ids, TABLE, values, CONTEXT)
+        assert two.get("survivors/0") is not None
+        assert (one.risen("last") == -1) == rests
 
 
 class TestOnTheDisk:
@@ -330,10 +408,10 @@ class TestBetweenLookAndClaim:
         store = world.stores[name]
 
         class Overtaken(BlindStore):
-            def claim(self, slot, value, settle=True):
+            def claim(self, slot, value, settle=True, still=NONE):
                 if slot == "used/0":
                     world.silos[name].contribute(1, world.ids, TABLE, world.values[name], CONTEXT)
-                return super().claim(slot, value, settle)
+                return super().claim(slot, value, settle, still)
 
         second = another(world, 0, Overtaken(store))
         with pytest.raises(ProtocolError, match="used already, or skipped"):
@@ -348,12 +426,12 @@ class TestBetweenLookAndClaim:
         name = world.ids[0]
 
         class Overtaken(BlindStore):
-            def claim(self, slot, value, settle=True):
+            def claim(self, slot, value, settle=True, still=NONE):
                 if what in slot and len(late) == 1:
                     late.append(slot)
                     for index in (1, 2, 3):
                         carry(world.server.prepare(index), world.silos)
-                return super().claim(slot, value, settle)
+                return super().claim(slot, value, settle, still)
 
         def seen(data):
             if isinstance(unpack_any(data), Deliver) and not late:

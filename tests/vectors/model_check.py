@@ -396,7 +396,8 @@ class Gave(NamedTuple):
 
 class Member(NamedTuple):
     """One honest silo. keys: the key set it took, 0 for none. claimed: by index. last: the newest index. waiting: its
-    last answer. cohorts: by question. looked: an index that a second process saw to be free, and has yet to claim."""
+    last answer. cohorts: by question. looked: an index that a second process saw to be free, and has yet to claim.
+    standing: what another process has claimed, with the newest index that it saw, and has yet to write and send."""
 
     keys: int
     claimed: tuple[tuple[Put, int] | None, ...]
@@ -406,6 +407,7 @@ class Member(NamedTuple):
     past: frozenset[tuple[int, Put]] = frozenset()
     cohorts: tuple[Places | None, ...] = ()
     looked: int | None = None
+    standing: tuple[int, Put, int, int] | None = None
 
 
 Members = tuple[Member, ...]
@@ -417,7 +419,7 @@ WHOLE_RULES = frozenset(
         "keys are signed", "the key set is in the key", "places are in the key", "the index is in the key",
         "the cohort is in the key", "what is asked is in the key", "the past is in the key", "an index is used once",
         "an index is claimed before it is used", "a claim is one step", "one cohort a question",
-        "at least min_cohort are asked", "a sum is used before the next question",
+        "at least min_cohort are asked", "a sum is used before the next question", "the newest index rises alone",
     }
 )  # fmt: skip
 
@@ -435,7 +437,8 @@ class Deed(NamedTuple):
 
 class WholeWorld(NamedTuple):
     """How much there is to try. ordered: whether questions come in an order, with what the server says of the last;
-    otherwise the sum's half stands alone."""
+    otherwise the sum's half stands alone. stands: whether a second process over silo 0's store may stand still before
+    it writes that it contributed; claims up to the newest index before are then let go of with each contribution."""
 
     n: int = 4
     indices: int = 1
@@ -446,6 +449,7 @@ class WholeWorld(NamedTuple):
     ordered: bool = False
     keysets: tuple[int, ...] = ()  # all have taken the first where none is given
     kills: bool = True
+    stands: bool = False
     without: frozenset[str] = frozenset()
 
     def keeps(self, rule: str) -> bool:
@@ -475,9 +479,13 @@ class WholeWorld(NamedTuple):
                 continue
             if self.kills:
                 yield Deed("crash", i), replaced(state, i, came_back(self, member))
-            draws, said = (0, 1) if self.kills else (0,), (True, False) if self.ordered else (True,)
+            stands = self.stands and i == 0
+            draws, said = (0, 1) if self.kills or stands else (0,), (True, False) if self.ordered else (True,)
+            whats = ("contribute", *(("claim",) if self.kills else ()), *(("stand",) if stands else ()))
+            if (after := writes(self, state, i)) is not None:
+                yield Deed("write", i), after
             for index, put, draw, told in itertools.product(range(self.indices), self.puts, draws, said):
-                for what in ("claim", "contribute") if self.kills else ("contribute",):
+                for what in whats:
                     after = gives(self, state, Deed(what, i, index, put, draw, told))
                     if after is not None:
                         yield Deed(what, i, index, put, draw, told), after
@@ -503,7 +511,7 @@ def came_back(world: WholeWorld, member: Member) -> Member:
 
 
 def gives(world: WholeWorld, state: Members, deed: Deed) -> Members | None:
-    """Claim question and index, and send. Between the two a silo may be killed."""
+    """Claim question and index, and send. Between the two a silo may be killed, or stand still."""
     member, (what, i, index, put, draw, said) = state[deed.silo], deed
     assert put is not None
     if not member.keys or i not in put.cohort:
@@ -531,10 +539,27 @@ def gives(world: WholeWorld, state: Members, deed: Deed) -> Members | None:
         claimed=(*member.claimed[:index], (put, draw), *member.claimed[index + 1 :]),
         cohorts=(*member.cohorts[:q], put.cohort, *member.cohorts[q + 1 :]),
     )
+    if what == "stand":
+        member = member._replace(standing=(index, put, draw, member.last))
     if what == "contribute":
+        if world.stands:
+            gone = member.last + 1
+            member = member._replace(claimed=((None,) * gone + member.claimed[gone:]))
         gave = Gave(i, index, put, draw, member.keys, past)
         member = member._replace(last=index, gave=member.gave | {gave}, waiting=gave, past=past)
     return replaced(state, i, member)
+
+
+def writes(world: WholeWorld, state: Members, i: int) -> Members | None:
+    """A process that stood still writes that it contributed, and sends: only if no other has contributed meanwhile."""
+    member = state[i]
+    if member.standing is None:
+        return None
+    index, put, draw, seen = member.standing
+    if world.keeps("the newest index rises alone") and member.last != seen:
+        return None
+    gave = Gave(i, index, put, draw, member.keys, member.past)
+    return replaced(state, i, member._replace(last=index, gave=member.gave | {gave}, standing=None))
 
 
 def masks(world: WholeWorld, gave: Gave) -> dict[tuple[object, ...], int]:
