@@ -22,12 +22,16 @@ import torch
 import secure_fvi as sf
 from secure_fvi import formula
 from secure_fvi.checkpoints import text_of
+from secure_fvi.deployment.session_messages import schema_digest
 from secure_fvi.dictionary import Column, Dictionary
 from secure_fvi.errors import DataError, InputError
+from secure_fvi.federated_model import read_data
 from secure_fvi.formula import FAMILIES, Design, parse
 from secure_fvi.mixed_model import Counts, MixedModel, glmm, user_draws
+from secure_fvi.runs import wording
+from secure_fvi.runs.config import parse as parse_config
 from secure_fvi.runs.options import build
-from secure_fvi.runs.records import FormulaOptions
+from secure_fvi.runs.records import FormulaOptions, formula_model, formula_part, schema_beforehand
 from secure_fvi.tables import code_columns, read_coded
 
 COLUMNS = {
@@ -340,6 +344,34 @@ def test_records_that_do_not_fit_are_left_out_each_for_itself() -> None:
     with pytest.raises(DataError):
         of.prepared({"a": found})
     assert len(of.prepared({"a": kept})["a"]["y"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "options"),
+    [
+        ("bernoulli", "b ~ log(x) + s + (1 + x | who)", {"most": {"rows": 4}}),
+        ("binomial", "y | trials(n) ~ x + (1 | s) + (1 | who)", {"most": {"rows": 4, "s": 3}, "local": ["s"]}),
+        ("ordinal", "y ~ x + (1 | s)", {"shared": ["s"], "most": {"rows": 1}}),
+    ],
+)
+def test_the_schema_of_a_formula_follows_from_no_record(
+    tmp_path: Path, family: str, text: str, options: dict[str, Any]
+) -> None:
+    """Job and dictionary say it as the rows do: a site that cannot read these joins with it all the same."""
+    columns: dict[str, Any] = {
+        "y": {"kind": "integer", "low": 0, "high": 5}, "b": {"kind": "boolean"},
+        "n": {"kind": "integer", "low": 5, "high": 9}, "x": {"kind": "number", "low": 10.0, "high": 20.0},
+        "s": {"kind": "category", "levels": ["a", "b", "c"]}, "who": {"kind": "integer", "low": 1, "high": 30},
+    }  # fmt: skip
+    (tmp_path / "d.toml").write_text(wording.dumps({"format": 1, "columns": columns}))
+    rows = "".join(f"{k % 6},{k % 2},{5 + k % 5},{10 + k % 9},{'abc'[k % 3]},{1 + k // 4}\n" for k in range(40))
+    (tmp_path / "a.csv").write_text(f"{','.join(columns)}\n{rows}")
+    said = {"formula": text, "family": family, "dictionary": str(tmp_path / "d.toml"), "options": options}
+    job = {"model": said, "silo": [{"id": name, "data": str(tmp_path / "a.csv")} for name in "abc"]}
+    config = parse_config(job, "test")
+    model = formula_model(config.model)
+    found, _ = read_data(formula_part(config, "a", model)[0], "a", torch.float64)
+    assert schema_digest(schema_beforehand(config, "a", model, torch.float64)) == schema_digest(found)
 
 
 def test_rows_with_gaps_are_dropped_where_the_user_says_so_and_counted() -> None:
