@@ -26,8 +26,8 @@ NONE: Mapping[str, int] = MappingProxyType({})
 Still = Mapping[str, int | None]
 
 
-class Overtaken(Exception):
-    """Another process wrote what a write rested on, and nothing was written."""
+class Overtaken(OSError):
+    """Another process wrote what a write rested on, and nothing was written: a store's failure, and nobody's data's."""
 
 
 class Store(Protocol):
