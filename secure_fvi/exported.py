@@ -1,8 +1,9 @@
 """A program as a graph of tensor operations: data that can be sent, checked and run, not code.
 
-`secure_fvi.export` makes it, where the author's code runs. `read_program` reads it, and executes nothing of what it
-reads: each node names an operation of a fixed list (`_PURE`), all of them functions of their arguments that change
-none, draw no random numbers, open no file and return no memory that they have not written. Constants are safetensors.
+`secure_fvi.deployment.fenced` makes it, where the author's code runs. `read_program` reads it, and executes nothing of
+what it reads: each node names an operation of a fixed list (`_PURE`), all of them functions of their arguments that
+change none, draw no random numbers, open no file and return no memory that they have not written. Constants are
+safetensors.
 """
 
 from __future__ import annotations

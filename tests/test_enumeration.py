@@ -14,7 +14,7 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.density import LogTerms
-from secure_fvi.export import export
+from secure_fvi.deployment.fenced import export
 from secure_fvi.exported import GraphDensity, read_program
 from secure_fvi.fitting import build_parties
 

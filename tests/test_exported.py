@@ -17,8 +17,8 @@ from torch import Tensor
 
 import secure_fvi as sf
 from secure_fvi import exported
+from secure_fvi.deployment.fenced import _framed, export
 from secure_fvi.errors import InputError
-from secure_fvi.export import _framed, export
 from secure_fvi.exported import Program, read_program
 from secure_fvi.federated_model import FederatedModel, Schema, read_data
 

@@ -419,31 +419,21 @@ def _fit(
     model: FederatedModel = federation.model
     dtype = torch.float64
     theta = {name: torch.tensor(value, dtype=dtype) for name, value in result["theta"].items()}
-    silos = [{name: _cast(v, dtype) for name, v in silo.items()} for silo in federation.silos]
+    silos = [
+        {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in silo.items()}
+        for silo in federation.silos
+    ]
     program: Program = pooled_program(model, silos, federation.silo_ids, theta)
     if reference == "nuts":
         return sample_nuts(
-            program,
-            model.record_plate,
-            sites,
-            dtype,
-            chains=chains,
-            draws=draws,
+            program, model.record_plate, sites, dtype, chains=chains, draws=draws,
             on_chain=lambda chain: say(f"NUTS, chain {chain + 1} of {chains}"),
-        )
+        )  # fmt: skip
     steps = 4000
     return sample_svi(
-        program,
-        model.record_plate,
-        sites,
-        dtype,
-        steps=steps,
+        program, model.record_plate, sites, dtype, steps=steps,
         on_step=lambda step: say(f"SVI, step {step} of {steps}") if step % 200 == 0 else None,
-    )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    )  # fmt: skip
 
 
 def _row(draws: Tensor, run: dict[str, Any]) -> dict[str, Any]:

@@ -337,7 +337,7 @@ class SFVIProgram(StructuredProgram):
             return message if state.phase == FINISH else self.refining_message(message, state.refining)
         tensors = {"z_global": state.z_global, "shift": state.shift, **merge(theta=state.theta)}
         scalars = {
-            "scale": self._scale(state),
+            "scale": state.monitor.scale if self.config.iterations is None else self.config.multiplier(state.round),
             "averaging": float(self._averages(state)),
             "stage": float(state.monitor.stage),
         }
@@ -382,7 +382,8 @@ class SFVIProgram(StructuredProgram):
         rate = self.config.learning_rate * message.scalars["scale"]
         shown = float(objective[0]) if OBJECTIVE in sums else math.nan
         phase = FINISH if finished and FINISH in self.tables else ROUND_PHASE
-        step = Step(shown, rate, monitor.r_hat, self._phase(state), finished and phase == ROUND_PHASE)
+        shown_phase = "averaging" if self._averages(state) else "approach"
+        step = Step(shown, rate, monitor.r_hat, shown_phase, finished and phase == ROUND_PHASE)
         after = SFVIState(
             state.round + 1, eta, theta, moments, average, averaged, eps, z_global, shift, monitor, lost, phase, Rest(),
             state.refining, self._seen(state, message, sums, scale / each) if averages and not absent else state.trace,
@@ -479,17 +480,11 @@ class SFVIProgram(StructuredProgram):
     def _noise(self, round_: int) -> Tensor:
         return self.move(self.public_draws.normals(round_, self.family.noise_size)[0])
 
-    def _scale(self, state: SFVIState) -> float:
-        return state.monitor.scale if self.config.iterations is None else self.config.multiplier(state.round)
-
     def _averages(self, state: SFVIState) -> bool:
         """Whether this round's iterate enters the average."""
         if self.config.iterations is None:
             return state.monitor.averaging > 0
         return bool(state.round >= self.config.iterations * (1 - self.config.average_last))
-
-    def _phase(self, state: SFVIState) -> str:
-        return "averaging" if self._averages(state) else "approach"
 
     def _draw(self, eta: Params, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Z_G and d."""

@@ -196,7 +196,8 @@ def poc(
     with _Machines(folder) as machines:
         for section in sections:
             click.echo(f"\n{section.title}")
-            for _, steps in groupby(section.steps, _what):
+            # Lines that several institutions type, each when it likes, go together.
+            for _, steps in groupby(section.steps, lambda s: s.line.split()[1:4] if isinstance(s, Typed) else s):
                 machines.carry_out(list(steps))
     own = [step for section in sections for step in section.steps if step[0] == list(sites)[-1]]
     typed = sum(isinstance(step, Typed) for step in own)
@@ -252,11 +253,6 @@ def _lay_out(folder: Path, tables: dict[str, str], sites: dict[str, Path], model
     (folder / HUB / "job.toml").write_text(job)
     if "function" in model:
         shutil.copy(model["function"].rpartition(":")[0], folder / HUB)
-
-
-def _what(step: Typed | Handed) -> object:
-    """The same of lines that several institutions type, each when it likes."""
-    return step.line.split()[1:4] if isinstance(step, Typed) else step
 
 
 def _names(files: Sequence[Path]) -> dict[str, Path]:

@@ -29,6 +29,7 @@ from secure_fvi.deployment import fence
 from secure_fvi.deployment.countersigning import open_trail
 from secure_fvi.deployment.deciding import decide
 from secure_fvi.deployment.fence import FencedModel, check_fence, model_for
+from secure_fvi.deployment.fenced import export
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import Closure, closure, manifest, package_digest
 from secure_fvi.deployment.policy import read_policy
@@ -36,7 +37,6 @@ from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.errors import InputError, PolicyError
-from secure_fvi.export import export
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.runs import wording
 

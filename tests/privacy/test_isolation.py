@@ -23,8 +23,8 @@ from torch import Tensor
 import secure_fvi as sf
 from secure_fvi.algorithms import sfvi
 from secure_fvi.compiled import TRACE_AFTER_CALLS, TracedOnMade, threads
+from secure_fvi.deployment.fenced import export
 from secure_fvi.errors import InputError
-from secure_fvi.export import export
 from secure_fvi.exported import GraphDensity, Program, TensorGraph, read_program
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.fitting import build_parties

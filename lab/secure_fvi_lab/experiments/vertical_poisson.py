@@ -169,7 +169,7 @@ def row(
     result: Row = {"data": source, "data_set": number, "method": method, "rho": rho}
     for name, truth in (("mu", data.mu), ("beta", data.beta)):
         mine, theirs = getattr(found, name).flatten(1), getattr(reference, name).flatten(1)
-        low, high = _interval(mine)
+        low, high = torch.quantile(mine, mine.new_tensor([0.025, 0.975]), dim=0)  # central 95%
         width = (high - low) / (theirs.std(0) * 2 * 1.959964)
         inside = (low < truth.flatten()) & (truth.flatten() < high)
         result[name] = {
@@ -223,12 +223,6 @@ def table(content: Row) -> str:
     lines.append("width: 95% intervals beside NUTS (of the augmented model above, of the true model below, its own sd)")
     lines.append("error: mean distance of posterior means from NUTS's, in its sds; s: median seconds of one data set")
     return "\n".join(lines)
-
-
-def _interval(draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Ends of central 95% intervals of draws (n, k)."""
-    low, high = torch.quantile(draws, draws.new_tensor([0.025, 0.975]), dim=0)
-    return low, high
 
 
 def _share(r: Row) -> float:
