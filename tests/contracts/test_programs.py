@@ -1017,7 +1017,7 @@ def test_what_is_kept_outside_of_the_program(kind: str) -> None:
             _observe(y, _level() + self.mean)
 
     names = {"counter": "calls", "array": "array", "attribute": "remembers", "class": "kept", "object": "holder"}
-    name = {**names, "network": "network", "own": "its attributes, program", "method": "self"}.get(kind, "held")
+    name = {**names, "network": "network, self", "own": "its attributes, program", "method": "self"}.get(kind, "held")
     with pytest.warns(SecureFVIWarning, match=rf"changes what it holds outside of itself \({name}\)"):
         build(sf.FederatedModel(Method().run if kind == "method" else program, "r"), PLAIN)
 
