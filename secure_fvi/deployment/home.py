@@ -253,6 +253,18 @@ class Home:
             self._checked = files, found, self.identity_in(found)
         return found
 
+    def roster_by_public_keys(self, now: datetime.datetime) -> ConsortiumRoster:
+        """`roster` for who has no passphrase, such as a monitor: of this site's own entry the identity's public half is
+        looked at, and no private key."""
+        if not self.in_force:
+            return self.roster(now)  # which says what to do
+        roster = load_roster(self.roster_file(self.in_force), now)
+        self.check_not_older(roster)
+        own, halves = roster.member(self.id), (self.path / f / "identity.pub" for f in ("", "next"))
+        if own.role != self.role or own.identity not in {p.read_text().strip() for p in halves if p.exists()}:
+            raise ProtocolError(f"the roster names another role or identity for '{self.id}' than this site's")
+        return roster
+
     def _files(self) -> _Files:
         """Which files `roster` was read from: a replaced, added or altered one shows."""
         own = ("accepted.json", *(f"{f}{n}" for f in ("", "next/") for n in ("identity.pem", "tls.key", "tls.crt")))

@@ -116,10 +116,13 @@ def rotate_identity(home: Home, now: datetime.datetime) -> tuple[str, bytes]:
     return request_text(home), succeed(home.id, home.identity(), following, now)
 
 
-def expiring(home: Home, now: datetime.datetime, within: datetime.timedelta) -> Iterator[tuple[bool, str]]:
-    """What runs out, or is wrong: (True where it is past or within `within`, a line that says so)."""
+def expiring(
+    home: Home, now: datetime.datetime, within: datetime.timedelta, *, keys: bool = True
+) -> Iterator[tuple[bool, str]]:
+    """What runs out, or is wrong: (True where it is past or within `within`, a line that says so). keys: whether this
+    site's private keys are looked at, which takes their passphrase."""
     try:
-        roster = home.roster(now)
+        roster = home.roster(now) if keys else home.roster_by_public_keys(now)
         looked = [
             ("certificate", "rotate it: keys rotate tls", home.certificate().not_valid_after_utc),
             ("roster", "make and sign the next: keys roster make --previous", roster.expires),

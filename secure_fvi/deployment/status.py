@@ -75,10 +75,10 @@ class Reader:
                 problems.append(str(error))
                 return otherwise
 
-        roster = tried(lambda: self.home.roster(now).serial, None)
+        roster = tried(lambda: self.home.roster_by_public_keys(now).serial, None)
         tried(self._follow, None)
         budgets = tried(self._budgets, ())
-        soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON) if needed), ())
+        soon = tried(lambda: tuple(line for needed, line in expiring(self.home, now, _SOON, keys=False) if needed), ())
         last = datetime.datetime.fromtimestamp(self._chain.time / 1e6, now.tzinfo) if self._chain.length else None
         jobs = tuple(self._chain.jobs.values())
         going = read_going(self.home.path)

@@ -6,6 +6,7 @@ import http.client
 import importlib
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from secure_fvi.cli import main
 from secure_fvi.deployment.countersigning import open_ledger, open_trail
 from secure_fvi.deployment.going import Going, Stand, Teller, read_going
+from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now
 from secure_fvi.deployment.policy import read_policy, write_template
 from secure_fvi.deployment.status import Monitor, Reader, SiteCollector
@@ -91,6 +93,20 @@ def test_what_is_wrong_is_told_and_the_rest_too(busy: World, capsys: pytest.Capt
     assert "of 'cohort'" in text
     home.roster_file(1).unlink()
     assert "roster none" in (run("--home", str(home.path)), capsys.readouterr().out)[1]
+
+
+def test_it_needs_no_passphrase(busy: World) -> None:
+    """The control: what the site's own processes read needs one. Another identity than the roster's is told all the
+    same."""
+    path = busy.homes["north"].path
+    Home(path, "a long passphrase").seal()
+    with pytest.raises(InputError, match="is encrypted"):
+        Home(path).roster(NOW)
+    found = Reader(Home(path)).read(NOW)
+    assert (found.roster, found.problems, found.expiring) == (1, (), ())
+    shutil.copy(busy.homes["south"].path / "identity.pub", path / "identity.pub")
+    (told,) = Reader(Home(path)).read(NOW).problems
+    assert "another role or identity for 'north'" in told
 
 
 def test_only_new_rows_are_read_again(busy: World) -> None:
