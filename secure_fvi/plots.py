@@ -69,10 +69,18 @@ def objective(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 3.0), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        upper.plot(rounds, values, color=_RUN, lw=1.1)
+        upper.plot(rounds, values, color=_RUN, lw=1.1, marker=_marker(rounds), ms=3)
         upper.set(ylabel="bound (nats)")
         _tight(upper, values)
-        lower.step(rounds, [row["learning_rate"] for row in metrics], color=_SECOND, lw=1.3, where="post")
+        lower.step(
+            rounds,
+            [row["learning_rate"] for row in metrics],
+            color=_SECOND,
+            lw=1.3,
+            where="post",
+            marker=_marker(rounds),
+            ms=3,
+        )
         lower.set(ylabel="rate", xlabel="round", yscale="log")
         for axis in (upper, lower):
             axis.grid(axis="y", color=_GRID, lw=0.6)
@@ -87,7 +95,15 @@ def traffic(metrics: Sequence[Mapping[str, Any]], silos: int) -> Figure:
         figure = Figure(figsize=(3.7, 3.0), layout="constrained")
         axis = figure.subplots()
         for key, name, color in (("bytes_up", "sent", _RUN), ("bytes_down", "received", _SECOND)):
-            axis.plot(rounds, [row[key] / silos / 1e6 for row in metrics], color=color, lw=1.8, label=name)
+            axis.plot(
+                rounds,
+                [row[key] / silos / 1e6 for row in metrics],
+                color=color,
+                lw=1.8,
+                label=name,
+                marker=_marker(rounds),
+                ms=3,
+            )
         axis.set(ylabel="MB a silo, in total", xlabel="round", ylim=(0, None))
         axis.grid(axis="y", color=_GRID, lw=0.6)
         axis.margins(x=0.01)
@@ -121,6 +137,11 @@ def svg(figure: Figure) -> str:
     text = text[text.index("<svg") :]
     start, end = text.find("<metadata>"), text.find("</metadata>")
     return text if start < 0 else text[:start] + text[end + len("</metadata>") :]
+
+
+def _marker(rounds: Sequence[int]) -> str | None:
+    """Of few rounds each is seen, one alone too."""
+    return "o" if len(rounds) <= 20 else None
 
 
 def _tight(axis: Axes, values: Sequence[float]) -> None:

@@ -217,7 +217,8 @@ def _size(count: float) -> str:
 
 # ---- metrics.jsonl: how the run went, one line every so many rounds ----
 
-#: Rounds between two lines, and the span that a line's mean objective covers.
+#: Rounds between two lines, and the span that a line's mean objective covers; a run of at most twice as many rounds has
+#: a line for each.
 INTERVAL = 50
 
 
@@ -242,7 +243,7 @@ class MetricsLog:
     def add(self, progress: Progress) -> bool:
         """Take note of a round; true when that ended an interval and a line was written."""
         self._objectives.append(progress.objective)
-        if progress.round % INTERVAL:
+        if progress.max_rounds > 2 * INTERVAL and progress.round % INTERVAL:
             return False
         self._write(progress)
         return True

@@ -144,6 +144,15 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert rows[2]["seconds"] >= rows[1]["seconds"]
 
 
+@pytest.mark.parametrize(("most", "lines"), [(2 * INTERVAL, [1, 2, 3]), (2 * INTERVAL + 1, [3])])
+def test_a_run_of_few_rounds_has_a_line_for_each(tmp_path: Path, most: int, lines: list[int]) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for round_ in (1, 2, 3):
+        log.add(progress(round_)._replace(max_rounds=most))
+    log.close(progress(3))
+    assert [row["round"] for row in read_metrics(tmp_path / "metrics.jsonl")] == lines
+
+
 @pytest.mark.slow
 def test_compare_pools_the_data_and_says_so(cli: CommandLine) -> None:
     assert cli.run("--quiet").code == 0
@@ -196,7 +205,7 @@ def test_every_display_says_how_a_run_ended(cli: CommandLine, length: str, code:
     html = (out / "report.html").read_text()
     assert f"<b>{standing}</b>" in html
     assert f"{standing.capitalize()}: {escape(reason)}" in html
-    assert snapshot(out)["convergence"] == f"{standing}: {reason}"
+    assert (snapshot(out)["standing"], snapshot(out)["reason"]) == (standing, reason)
     assert cli.run("--resume").code == code
 
 
