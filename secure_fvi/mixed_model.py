@@ -57,7 +57,7 @@ from secure_fvi.quadrature import (
     student_slopes,
 )
 from secure_fvi.runs.wording import nearest
-from secure_fvi.supports import ReachesZero
+from secure_fvi.supports import ReachesFar, ReachesZero
 from secure_fvi.tables import Coded, code_columns
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ _OWN_PRIORS = {"student": {"nu": f"gamma{_NU}"}, "negbinomial": {"shape": f"inve
 #: Of a group that spans silos, as many as decide how its effects are sampled (`Program._shared`).
 _ROWS_A_GROUP = 20.0
 #: What the sites of such a term, and of any, mean, for results that are kept.
-_SHARED, _SDS = "contrasts of intercepts and slopes, partially non-centred", "sds that reach 0"
-#: The prior scale of groups' sds is so many of their units (`supports.ReachesZero`).
-_UNITS = 10.0
+_SHARED, _SDS = "contrasts, partially non-centred together, sds that reach far", "sds that reach 0"
+#: The prior scale of groups' sds is so many of their units (`supports`): of local groups, and of such as span silos.
+_UNITS, _FEWER_UNITS = 10.0, 25.0
 #: Of the groups of a global term, and cells of a silo's table once records are laid out.
 _MOST_EFFECTS, _MOST_CELLS = 100_000, 2**29
 #: Of a record's latents, by which the bound is tightened.
@@ -210,12 +210,19 @@ class _HalfT(dist.FoldedDistribution):  # type: ignore[misc]
 
 
 class _GroupSd(_HalfT):
-    """Of local groups' sds, unconstrained so that 0 is near (`supports.ReachesZero`). Effects that are sampled beside
-    their sd, as those of groups that span silos, want its logarithm: of few groups its tail on the right is long."""
+    """Of local groups' sds, unconstrained so that 0 is near (`supports.ReachesZero`)."""
 
     @property
     def support(self) -> Any:
         return ReachesZero(self.scale / _UNITS)
+
+
+class _SharedSd(_HalfT):
+    """Of the sds of groups that span silos, mostly few, whose tail on the right is long (`supports.ReachesFar`)."""
+
+    @property
+    def support(self) -> Any:
+        return ReachesFar(self.scale / _FEWER_UNITS)
 
 
 # ---- the Pyro program ----
@@ -274,7 +281,7 @@ class Program:
 
     def _factor(self, term: Term, like: Tensor) -> Tensor:
         """(d, d), by which standard normals become effects."""
-        kind = _HalfT if term.place == "global" else _GroupSd
+        kind = _SharedSd if term.place == "global" else _GroupSd
         prior = kind(self.priors.group_sd[term.name], like.new_zeros(term.design.size))
         sd = pyro.sample(f"sd_{term.name}", prior.to_event(1))
         if not term.correlated:
@@ -338,18 +345,21 @@ class Program:
         What is sampled is each, or each of their contrasts, over s = sd / sqrt(1 + w sd^2), w what some rows tell of
         it: s is the sd where that is small, and what rows leave open where it is not. So a normal q fits many rows a
         group, whose effects are known whatever the sd, as well as few (partial non-centring, Papaspiliopoulos et al.
-        2007).
+        2007). Where effects are correlated, s is the lower triangular root of (Sigma^-1 + w)^-1, Sigma = factor
+        factor': with an s for each sd alone the correlation would still say how wide effects are.
         """
-        sd = factor.square().sum(-1).sqrt()
-        wide = (1 + _ROWS_A_GROUP * information * sd.square()).sqrt()
-        shape = sd.new_zeros(term.levels - (mean is not None), term.design.size)
+        known = _ROWS_A_GROUP * information
+        shape = factor.new_zeros(term.levels - (mean is not None), term.design.size)
         if term.correlated:
-            lower = (wide / sd).unsqueeze(-1) * factor
-            prior = dist.MultivariateNormal(shape, scale_tril=lower).to_event(1)
+            spread = known * factor.mT @ factor + torch.eye(term.design.size).to(factor)
+            wide = _lower(spread.flip(-2, -1)).flip(-2, -1).mT  # lower, and wide.mT @ wide is spread
+            prior = dist.MultivariateNormal(shape, scale_tril=wide, validate_args=False).to_event(1)
+            effects = pyro.sample(term.name, prior) @ torch.linalg.solve_triangular(wide.mT, factor.mT, upper=True)
         else:
-            prior = dist.Normal(shape, wide).to_event(2)
-        effects = pyro.sample(term.name, prior) * (sd / wide)
-        return effects if mean is None else _contrasts(term.levels).to(sd) @ effects + mean
+            sd = factor.diagonal()
+            wide = (1 + known * sd.square()).sqrt()
+            effects = pyro.sample(term.name, dist.Normal(shape, wide).to_event(2)) * (sd / wide)
+        return effects if mean is None else _contrasts(term.levels).to(effects) @ effects + mean
 
     def _part(self, data: Mapping[str, Any], at: int, effects: Tensor) -> Tensor:
         design = data.get(f"z{at}")

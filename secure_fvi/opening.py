@@ -32,7 +32,7 @@ from secure_fvi.families.gaussian import GlobalFamily, LowRank, Point, global_fa
 from secure_fvi.federated_model import FederatedModel, Schema, Shared
 from secure_fvi.results import ELSEWHERE, FORMAT, Result, SitePosterior, SitePosteriors, summarise
 from secure_fvi.summary import weighted_moments
-from secure_fvi.supports import ReachesZero
+from secure_fvi.supports import ReachesFar, ReachesZero
 from secure_fvi.trees import part
 
 #: What reading a file made to be too large or too deep raises, beside errors of values.
@@ -307,9 +307,9 @@ def _support(text: str) -> Constraint | None:
     if independent is not None:
         base = _support(independent[1])
         return None if base is None else constraints.independent(base, int(independent[2]))
-    near = re.fullmatch(r"ReachesZero\(unit=([\d.e+-]+)\)", text)
+    near = re.fullmatch(r"Reaches(Zero|Far)\(unit=([\d.e+-]+)\)", text)
     if near is not None:
-        return ReachesZero(float(near[1]))
+        return (ReachesZero if near[1] == "Zero" else ReachesFar)(float(near[2]))
     one = re.fullmatch(rf"(\w+)\((?:lower|upper)_bound={_NUMBER}\)", text)
     if one is not None and one[1] in _BOUNDED:
         return _BOUNDED[one[1]](float(one[2]))

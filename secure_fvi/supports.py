@@ -29,6 +29,17 @@ class ReachesZero(constraints.Constraint):
         return f"ReachesZero(unit={self.unit!r})"
 
 
+class ReachesFar(ReachesZero):
+    """x > 0, as an sd of few groups, which may be 0 and may be very large.
+
+    Given effects of k groups the posterior of the sd's logarithm l falls off as exp(-k l) on the right, which no normal
+    does either. Here that is as exp(-k z^2 / 2), and what is left on the left is as by `ReachesZero`.
+    """
+
+    def __repr__(self) -> str:
+        return f"ReachesFar(unit={self.unit!r})"
+
+
 class _Sd(Transform):
     """y = unit exp(a(x)), a' = 1/4 + (sqrt(1 + x^2) - x) / 2: about linear around x = 0, y = unit."""
 
@@ -68,6 +79,40 @@ def _log(z: Tensor) -> Tensor:
 def _slope(z: Tensor) -> Tensor:
     root = (1 + z.square()).sqrt()
     return _RIGHT + 0.5 * torch.where(z > 0, 1 / (root + z.clamp(min=0.0)), root - z)
+
+
+class _FarSd(_Sd):
+    """y = unit exp(a(x)), a' = sqrt(1 + x^2)."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__(unit)
+        self.codomain = ReachesFar(unit)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _FarSd) and other.unit == self.unit
+
+    def _call(self, x: Tensor) -> Tensor:
+        return self.unit * _far_log(x).exp()
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        a = (y / self.unit).log()
+        z = torch.minimum(a.abs(), (2 * a.abs()).sqrt())  # a(z) is odd, and convex on the right: from beyond
+        for _ in range(_STEPS):
+            z = z - (_far_log(z) - a.abs()) / (1 + z.square()).sqrt()
+        return z.copysign(a)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        return _far_log(x) + 0.5 * x.square().log1p() + math.log(self.unit)
+
+
+def _far_log(z: Tensor) -> Tensor:
+    return 0.5 * (z * (1 + z.square()).sqrt() + torch.asinh(z))
+
+
+@biject_to.register(ReachesFar)  # type: ignore[untyped-decorator]
+@transform_to.register(ReachesFar)  # type: ignore[untyped-decorator]
+def _of_far_sd(constraint: ReachesFar) -> _FarSd:
+    return _FarSd(constraint.unit)
 
 
 @biject_to.register(ReachesZero)  # type: ignore[untyped-decorator]

@@ -446,12 +446,11 @@ class Refiner:
         sd = (weights @ centred.square()).sqrt()
         parts = weights[:, None] * (centred / sd), weights[:, None] * ((centred / sd).square() - 1) / 2
         of_mean, of_sd = (float(p.square().sum(0).sqrt().max().nan_to_num(nan=math.inf)) for p in parts)
-        tails = [smoothed(log_w + 2 * c.abs().log())[1] for c in centred.mT]
         log_q = _log_of(q_part(q), state.z)
         of_q = [float(e.abs().max()) for e in errors(values, log_w, log_q - (state.joint - log_w))]
         moved, widened = self._moved(state, weights)
         return Found(
-            weights, khat, max(tails), float(1 / weights.square().sum()), of_mean, of_sd,
+            weights, khat, max(tails(log_w, centred)), float(1 / weights.square().sum()), of_mean, of_sd,
             integration_error=self._integration_error(state, weights),
             log_evidence=state.at_mean + float(torch.logsumexp(log_w, 0)) - math.log(len(log_w)),
             moved=moved, widened=widened, of_q=(of_q[0], of_q[1]), missed=self._missed(state, q, theta),
@@ -531,11 +530,18 @@ def unmixed(proposal: Tensor, n: int) -> Mixture:
 def aimed(log_w: Tensor, values: Tensor) -> Tensor:
     """(S,) logarithms of weights that are half the posterior's and half those of its squares of `values` (S, numbers),
     standardised: draws that follow them tell sds as well as means, where a posterior has a tail of little mass, as that
-    of the logarithm of an sd that may be 0."""
+    of an sd of few groups. Of those numbers alone whose sds draws do not tell well yet, where there are such: the share
+    of one among all is a handful of draws."""
     share = smoothed(log_w)[0]
     centred = values - share @ values
     squares = centred.square() / (share @ centred.square()).clamp(min=_LEAST_VARIANCE)
-    return torch.logaddexp(log_w, log_w + squares.mean(1).log())
+    hard = torch.tensor([k >= EASY for k in tails(log_w, centred)])
+    return torch.logaddexp(log_w, log_w + squares[:, hard if bool(hard.any()) else ~hard].mean(1).log())
+
+
+def tails(log_w: Tensor, centred: Tensor) -> list[float]:
+    """k-hat of the weights times the square of each number of `centred` (S, numbers)."""
+    return [smoothed(log_w + 2 * c.abs().log())[1] for c in centred.mT]
 
 
 def matched(z: Tensor, log_w: Tensor, last: Mixture, most: int = 1) -> Tensor:

@@ -358,6 +358,19 @@ def test_proposals_are_aimed_at_squares_too() -> None:
     assert float(log_w.softmax(0) @ z[:, 0].square()) == pytest.approx(1.0, rel=0.01)
 
 
+def test_proposals_are_aimed_at_the_tails_that_draws_do_not_tell() -> None:
+    """One with a tail among sixteen normal numbers: half of the weight goes by its squares. Control: by the squares of
+    all a thirtieth does."""
+    drawn = torch.randn(4_000, 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z, log_w = drawn[:, :17].clone(), 0.1 * drawn[:, 17]
+    z[:, 0] = (2 * z[:, 0]).exp()
+    top = z[:, 0] > z[:, 0].quantile(0.99)
+    assert float(refining.aimed(log_w, z).softmax(0)[top].sum()) > 0.35
+    centred = z - z.mean(0)
+    squares = centred.square() / centred.square().mean(0)
+    assert float((1 + squares.mean(1)).log().softmax(0)[top].sum()) < 0.1
+
+
 def test_a_q_that_is_close_stays_unless_wider_draws_disagree() -> None:
     silos, _ = make_regression(SIZES)
     program: Any = build(REGRESSION, silos, sf.PVI(family="full")).server.program
