@@ -226,6 +226,26 @@ def prepare(ids: Sequence[str | Sequence[str | None] | None], normalisation: Nor
     )
 
 
+def sorted_order(prepared: Prepared, bound: bytes = b"") -> bytes:
+    """The digest of the order of a table that is sorted already: 32 bytes, of its identifiers, its rules and `bound`.
+
+    Every row needs an identifier, each its own, and they have to rise as they are matched (by code points). Whoever
+    guesses all of them can tell that the guess is right. Raises InputError, which counts rows.
+    """
+    for count, what in (
+        (prepared.missing, "have no identifier"),
+        (prepared.invalid, "have one that breaks its rule"),
+        (prepared.duplicated, "share theirs with another"),
+    ):
+        if count:
+            raise InputError(f"{count} rows {what}; files that are aligned already need one for each row")
+    texts = list(prepared.rows)
+    falls = sum(a >= b for a, b in itertools.pairwise(texts))
+    if falls:
+        raise InputError(f"rows are not sorted by their identifier: {falls} stand before a smaller one")
+    return digest(b"sorted-order", bound, prepared.rule.encode(), number(len(texts)), *(t.encode() for t in texts))
+
+
 class Alignment(NamedTuple):
     """A silo's rows, in the common order, and what happened; `hints` never leave the silo."""
 

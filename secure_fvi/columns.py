@@ -128,11 +128,10 @@ def column_parties(
     likelihood, ordered, dtype = model.likelihood, tuple(sorted(names)), options["dtype"]
     algorithm = algorithm.resolved(likelihood)
     disclosed = disclose(algorithm, aggregation, privacy, len(ordered))
-    if getattr(aggregation, "max_missing", 0):
-        raise InputError("max_missing must be 0: a sum that lacks one silo's columns predicts nobody")
+    check_whole(aggregation)
     check_common(seed, dtype)
     where = device_named(options["device"])
-    found = {n: _columns(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
+    found = {n: columns_of(n, data, dtype, where) for n, data in zip(names, silos, strict=True)}
     columns = {name: rows for name, (rows, _) in found.items()}
     programs = list(model.predictors) if model.predictors is not None else [linear(likelihood.columns)] * len(silos)
     if model.predictors is None:
@@ -148,7 +147,7 @@ def column_parties(
     programs = [
         functools.partial(p, **shared) if shared else p for p, (_, shared) in zip(programs, found.values(), strict=True)
     ]
-    known = _response(likelihood, model.response, model.offset, dtype, where)
+    known = response_of(likelihood, model.response, model.offset, dtype, where)
     _check_aligned(columns, len(known.y))
     mode = choose_mode(options["compile"], algorithm.expected_calls * len(silos), numbers_of(silos))
     problem = VerticalProblem(likelihood, ordered, len(known.y), seed, dtype, where, mode, privacy)
@@ -165,11 +164,11 @@ def column_parties(
         rows = columns[name]
         key = (program, tuple((k, v.shape[1:], v.dtype) for k, v in rows.items()))
         if key not in shared:
-            predictor = _predictor(name, program, rows, likelihood, bool(bare.terms))
+            predictor = predictor_of(name, program, rows, likelihood, bool(bare.terms))
             shared[key] = algorithm.program(problem, predictor)
         if not bare.terms:
             check_predictor_at_silo(shared[key].predictor, rows, name)
-        views[name] = shared[key], _view(name, rows, seen, secret)
+        views[name] = shared[key], view_of(name, rows, seen, secret)
     books, on = books_of(options, bool(bare.terms)), goes_on(options)
     guards = build_guards(ordered, bare.tables, bare.terms, algorithm.name, books, noise, going_on=on)
     if bare.terms and algorithm.response == "private":
@@ -179,6 +178,12 @@ def column_parties(
     gate = guards.holder.gates[RESPONSE_HOLDER] if guards.holder is not None else None
     server = Server(problem, algorithm.program(problem, Held(known, gate)), server_sum, noise)
     return Parties(server, LocalEngine(built), guards)
+
+
+def check_whole(aggregation: SecureSum) -> None:
+    """Raises InputError for sums that may lack a silo."""
+    if getattr(aggregation, "max_missing", 0):
+        raise InputError("max_missing must be 0: a sum that lacks one silo's columns predicts nobody")
 
 
 def _check_aligned(columns: Mapping[str, Params], people: int) -> None:
@@ -191,7 +196,7 @@ def _check_aligned(columns: Mapping[str, Params], people: int) -> None:
             )
 
 
-def _predictor(silo: str, program: Program, rows: Params, likelihood: Likelihood, alone: bool) -> Predictor:
+def predictor_of(silo: str, program: Program, rows: Params, likelihood: Likelihood, alone: bool) -> Predictor:
     """Read and checked on made data. Raises InputError, which names the silo."""
     try:
         found = Predictor(program, rows, likelihood.columns)
@@ -201,7 +206,7 @@ def _predictor(silo: str, program: Program, rows: Params, likelihood: Likelihood
     return found
 
 
-def _view(silo: str, rows: Params, response: Response | tuple[()], secret: bytes) -> VerticalView:
+def view_of(silo: str, rows: Params, response: Response | tuple[()], secret: bytes) -> VerticalView:
     size = len(next(iter(rows.values())))
     return VerticalView(
         silo,
@@ -214,7 +219,7 @@ def _view(silo: str, rows: Params, response: Response | tuple[()], secret: bytes
     )
 
 
-def _columns(
+def columns_of(
     silo: str, data: Mapping[str, Tensor | Shared], dtype: torch.dtype, device: torch.device
 ) -> tuple[Params, Params]:
     """The silo's rows and the values that they share, checked; numbers as `dtype`, whole numbers as they are. No value
@@ -245,7 +250,7 @@ def _columns(
     return rows, shared
 
 
-def _response(
+def response_of(
     likelihood: Likelihood, response: Tensor, offset: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Response:
     y = torch.as_tensor(response).to(device, dtype)

@@ -45,6 +45,8 @@ OPEN = sf.PVI(schedule="asynchronous", reveal_changes=True)
         (sf.PVI(schedule="asynchronous", rounds=5), sf.Masked(), sf.SiloDP(**RECORD), ()),
         (sf.PVI(schedule="sequential", reveal_changes=True), sf.Plain(), None, ("single_silos", "final_likelihood")),
         (sf.VCL(reveal_changes=True), sf.Plain(), None, ("single_silos",)),
+        (sf.Vertical(response="private"), sf.Masked(), None, ("person_rows",)),
+        (sf.Vertical(), sf.Masked(), sf.RecordDP(**RECORD), ()),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(public_counts=True, **RECORD), ("exact_counts",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.RecordDP(objective_share=0.2, **RECORD), ("objective",)),
         (sf.SFVI(iterations=5), sf.Masked(), sf.SiloDP(target_quantile=0.5, **RECORD), ("adaptive_clipping",)),

@@ -49,6 +49,7 @@ SLOW = (
     "docs/pvi.md",
     "docs/sfvi-avg.md",
     "docs/tutorial.md",
+    "docs/vertical-deployment.md",
     "docs/vertical.md",
 )
 #: Run below by tests of their own, which look at what came out.

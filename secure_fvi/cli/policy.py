@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 FILE = click.Path(path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _installed = click.option(
-    "--function", "installed", metavar="FILE.py:NAME", help="This site's copy, where CONFIG names another."
+    "--function",
+    "installed",
+    metavar="FILE.py:NAME",
+    help="This site's copy, where CONFIG names another; in a vertical job this silo's own predictor.",
 )
 
 
@@ -125,7 +128,7 @@ def _judge(home: Path, found: SitePolicy, config: Asked, installed: str | None) 
         raise InputError(f"{config} does not ask this site, '{site.id}', but {', '.join(silos)}")
     roster, model = site.roster(now()), manifest(job, installed).hash
     offer = make_offer(job, roster, roster.of_role("server")[0].id, model, now(), config.path.stem, silos=silos)
-    return Decision(offer, roster, found, judge(offer, found, site.role, roster))
+    return Decision(offer, roster, found, judge(offer, found, site.role, roster, site.id))
 
 
 @policy.command()
@@ -153,9 +156,10 @@ def explain(
     found = disclosure_of(job, data_dir, model)
     check_carried(found, job.engine or Engine())
     if not as_json:
-        _say([*_formula_lines(job), *disclosure_lines(found)])
+        _say([*_formula_lines(job), *_alignment_lines(job), *disclosure_lines(found)])
         return
     words = {"formula": _formula_lines(job)} if job.model.formula is not None else {}
+    words |= {"alignment": _alignment_lines(job)} if job.alignment is not None else {}
     click.echo(json.dumps(disclosure_json(found) | words, indent=2))
 
 
@@ -177,6 +181,31 @@ def _formula_lines(job: Config) -> list[str]:
         return []
     rule = [line for line in wording.dumps({"model": [rule_of(job.model)]}).splitlines() if line]
     return [*formula_model(job.model).describe(), "a policy allows this formula, and no code, by:", *rule, ""]
+
+
+def _alignment_lines(job: Config) -> list[str]:
+    """How the people of a vertical job are found, and what that tells whom; none for another job."""
+    if job.alignment is None:
+        return []
+    rules = job.alignment.options.get("rules", ["text"])
+    by = f"people are found by {', '.join(job.alignment.columns)} ({', '.join(rules)})"
+    others = {k: v for k, v in job.alignment.options.items() if k != "rules"}
+    by += "".join(f", {key} = {value!r}" for key, value in sorted(others.items()))
+    if job.alignment.how == "sorted":
+        return [
+            f"{by}, in files that are sorted by it already",
+            "  the server and all silos learn how many people there are, and a digest of their identifiers: whoever "
+            "guesses all of these can tell that the guess is right",
+            "a policy allows this by 'alignment' of its data set",
+        ]
+    return [
+        f"{by}, matched in private before the first round (docs/vertical-alignment.md)",
+        "  the server learns how many people each party holds, and how many all or some of them hold; a silo learns "
+        "which of its own people all hold",
+        "  each other party tests as many identifiers against this site's as it committed to before (largest), once a "
+        "job (matchings)",
+        "a policy allows this by 'alignment' of its data set",
+    ]
 
 
 @policy.command()
@@ -214,11 +243,14 @@ def allow(
     job, path = config.job(), home / "policy.toml"
     read_policy(path)
     before, found = read_bytes(path, "the policy"), disclosure_of(job)
-    _say([*_formula_lines(job), *disclosure_lines(found)])
+    _say([*_formula_lines(job), *_alignment_lines(job), *disclosure_lines(found)])
+    how: dict[str, Any] = {"query": query, "missing": None if missing == "refuse" else missing}
+    if job.alignment is not None:
+        how["alignment"] = job.alignment.model_dump(mode="json")
+        how["predictor"], installed = installed and _resolved(installed), None
     rules = _allowing(wording.loads(before.decode()), home, job, found, installed)
     if without_dp:
         rules["privacy"]["dp"] = "optional"
-    how = {"query": query, "missing": None if missing == "refuse" else missing}
     made = _offer_data(rules, home, job, table, dictionary, {k: v for k, v in how.items() if v is not None})
     if not yes and not click.confirm("Is this site to take part in such jobs?"):
         raise click.Abort
@@ -228,7 +260,7 @@ def allow(
             write_bytes(made, job_dictionary(job.model).to_toml().encode())
         _put(path, (head + wording.dumps(rules)).encode())
         decision = _judge(home, read_policy(path), config, installed)
-        said = _fits(decision, open_home(home).id) if job.model.formula is not None else ""
+        said = _fits(decision, open_home(home).id) if job.model.formula is not None or job.vertical else ""
     except BaseException:
         _put(path, before)
         if made is not None:
@@ -242,6 +274,16 @@ def _fits(decision: Decision, site: str) -> str:
     from secure_fvi.runs.records import formula_model, formula_part
 
     config = decision.local_config(site)
+    if config.alignment is not None:
+        from secure_fvi.deployment.columns_job import read_aligned
+
+        silo = next(s for s in config.silo if s.id == site)
+        columns, ids, _ = read_aligned(Path(silo.data), f"'{silo.data}'", config.alignment)
+        names = ", ".join(columns) if silo.predictor is None else f"{silo.predictor} of {', '.join(columns)}"
+        return (
+            f"its table has {len(ids.rows)} people with an identifier of their own; {ids.missing + ids.invalid} rows "
+            f"have none that counts, {ids.duplicated} share theirs; predictor: {names}\n"
+        )
     model = formula_model(config.model)
     _, found = formula_part(config, site, model)
     left = found.read - len(found.columns[model.columns[0]])
@@ -268,8 +310,7 @@ def _allowing(
     else:
         model = {"hash": manifest(job, installed).hash.hex()}
         if installed is not None:
-            file, _, name = installed.rpartition(":")
-            model["function"] = f"{Path(file).resolve()}:{name}"
+            model["function"] = _resolved(installed)
     for key, value in (
         ("rosters", open_home(home).roster(now()).hash.hex()),
         ("algorithms", job.algorithm.name),
@@ -286,6 +327,12 @@ def _allowing(
     return rules | {key: count for key, count in lacking.items() if count > rules.get(key, 0)}
 
 
+def _resolved(function: str) -> str:
+    """FILE.py:NAME with its whole path."""
+    file, _, name = function.rpartition(":")
+    return f"{Path(file).resolve()}:{name}"
+
+
 def _offer_data(
     rules: dict[str, Any], home: Path, job: Config, table: Path | None, dictionary: Path | None, how: dict[str, Any]
 ) -> Path | None:
@@ -300,7 +347,7 @@ def _offer_data(
         if table is not None:
             raise InputError(f"the policy has a data set '{name}' already; edit it there")
         return None
-    if by_formula and table is None:
+    if (by_formula or job.vertical) and table is None:
         raise InputError(f"the policy has no data set '{name}' yet; name this site's table: --data FILE")
     made = None
     if by_formula and dictionary is None:

@@ -99,7 +99,7 @@ def decide(home: Home, message: bytes, trail: Trail, now: datetime.datetime, *, 
         trail.note("", f"a job offer was refused: {printable(str(error))}")
         raise
     try:
-        data = check(offer, policy, home.role, roster)
+        data = check(offer, policy, home.role, roster, home.id)
         if home.role == "silo":
             _check_answered(offer, trail, policy)
     except SecureFVIError as error:

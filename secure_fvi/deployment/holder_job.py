@@ -86,7 +86,9 @@ class HolderJob:
         self._restore()
         if not set(message.silos) <= set(self.decision.offer.silos):
             raise ProtocolError("a session of other silos than the job's")
-        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        session = session_of(
+            self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
+        )
         if session == self.session:
             return session
         if self._next is None or message.holder != self._hash(self._next):
@@ -144,7 +146,9 @@ class HolderJob:
         if not path.exists():
             return
         message = CODEC.unpack(path.read_bytes(), Open)
-        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        session = session_of(
+            self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
+        )
         kept = self.folder / f"{session.hex()}.sqlite"
         if not kept.exists():
             return

@@ -27,6 +27,7 @@ from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, SiloFile, parse
 
 LABEL_OFFER = b"secure-fvi/job-offer/3/"
+LABEL_COLUMNS = b"secure-fvi/columns-job/1/"
 #: Stands where a run's configuration has a path: what it names lies at the site.
 AT_SITE = "at-site"
 _LONGEST_CONFIG = 1 << 20
@@ -110,6 +111,12 @@ class JobOffer:
     def hash(self) -> bytes:
         """SHA-256, 32 bytes."""
         return hashlib.sha256(LABEL_OFFER + self.encoded).digest()
+
+    def within(self, schema: bytes) -> bytes:
+        """What names the job in a session whose schema has this digest: its hash. Of a vertical job the schema, which
+        says in which order the people are, is part of it: who was told another order has keys of another session, under
+        which no other silo masks or signs. 32 bytes."""
+        return hashlib.sha256(LABEL_COLUMNS + self.hash + schema).digest() if self.config.vertical else self.hash
 
 
 def make_offer(

@@ -97,10 +97,10 @@ def read_model(config: Config, installed: str | None = None, package: bytes | No
         found = closure("<model>", Path(path))
         settings["function"] = name
     elif model.formula is not None:
-        found = _formulas()
+        found = _shipped("secure_fvi.mixed_model")
         settings |= formula_said(model)
     else:
-        found = closure(_LIKELIHOODS)
+        found = _shipped(_LIKELIHOODS)
         settings["likelihood"], settings["options"] = model.likelihood, dict(model.options)
     versions = {**found.packages, **{name: public_version(name) for name in LOCKED}}
     versions["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -127,9 +127,10 @@ def package_digest(folder: Path | None = None) -> bytes:
 
 
 @cache
-def _formulas() -> Closure:
-    """Of what makes models of formulas, none of which is a job's: read once, as `package_digest` is."""
-    return closure("secure_fvi.mixed_model")
+def _shipped(module: str) -> Closure:
+    """Of what makes models of formulas and of likelihoods, none of which is a job's: read once, as `package_digest`
+    is."""
+    return closure(module)
 
 
 def _module_of(program: str) -> str:

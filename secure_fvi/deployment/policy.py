@@ -17,13 +17,14 @@ from secure_fvi.deployment.home import check_private
 from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.ledger_terms import Budget
-from secure_fvi.runs.config import Model
+from secure_fvi.runs.config import Alignment, Model
 
 R = TypeVar("R", "ModelRule", "DataRule")
 
 #: What `disclosures` may list: see `secure_fvi.disclosure.DISCLOSURES`.
 Allowed = Literal[
     "per_silo_rows",
+    "person_rows",
     "single_silos",
     "changing_cohorts",
     "final_likelihood",
@@ -88,6 +89,10 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # epsilon = 3.0
 # delta = 1e-6
 # unit = "record"
+# predictor = "dose.py:effect"      # of a vertical job: this silo's own program, for which sandbox has to be "off"
+# alignment = { column = "person" } # of a vertical job: as its [alignment], which says what identifies people
+# largest = 1048576                 # identifiers that another party may test against this site's, in one job
+# matchings = 10                    # jobs for which the data set is matched
 # from_job = []   # without a path: "partition", "data" where a job may say which of a program's records are this site's
 """
 
@@ -177,12 +182,18 @@ class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
     dictionary, query, tables, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort: whether other
     rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
+    alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
+    places that another party's list may have then, and so identifiers that it may test against this one's; matchings:
+    jobs for which the data set is matched, each another chance.
     epsilon, delta, unit: its budget over all jobs. from_job: the tables of a job, and so of its server, that may say
     which of a program's records are the site's."""
 
     id: Text
     path: Text | None = None
     predictor: Text | None = None
+    alignment: Alignment | None = None
+    largest: Annotated[int, Field(ge=1)] = 1 << 20
+    matchings: Annotated[int, Field(ge=0)] = 10
     dictionary: Text | None = None
     query: Text | None = None
     tables: dict[Text, Text] = Field(default_factory=dict)
@@ -201,6 +212,10 @@ class DataRule(Table):
             raise ValueError("a budget needs both epsilon and delta")
         if self.dictionary is None and (self.query or self.tables or self.missing != "refuse"):
             raise ValueError("query, tables and missing need a dictionary, which `secure-fvi data describe` drafts")
+        if self.path is None and (self.alignment is not None or self.predictor is not None):
+            raise ValueError("alignment and predictor are of a vertical job, which needs the path of a table")
+        if self.dictionary is not None and self.alignment is not None:
+            raise ValueError("a vertical job reads numbers and ids, and no dictionary")
         if self.dictionary is not None and self.path is None:
             raise ValueError("a dictionary needs the path of a table")
         return self

@@ -61,7 +61,9 @@ _JUDGED = {
     "Soul": "model rho draws step settle decay response rounds learning_rate optimizer burn_in keep bound",
     "Auto": "",
     "Conditional": "scale coupling varying_scale",
-    "Amortised": "encoder features see_global block",
+    "Amortised": "encoder features see_global block hidden",
+    "Integrated": "nodes",
+    "MeanField": "",
     "Plain": "",
     "Masked": "min_cohort max_missing max_differences bits consistency_check batch corrupt lost",
     "Homomorphic": "scheme masks min_cohort max_missing max_differences batch corrupt lost",
@@ -72,7 +74,7 @@ _JUDGED = {
     "Partition": "sizes count ids seed by_client",
     "SiloFile": "id data predictor dictionary query tables missing",
     "Response": "data column offset",
-    "Alignment": "column",
+    "Alignment": "column how",
     "Algorithm": "name",
     "Aggregation": "kind",
     "Privacy": "unit ledger data_set",
@@ -82,6 +84,7 @@ _JUDGED = {
 #: The options that a disclosure follows from, for a reason that names them.
 _FOLLOWS_FROM = {
     "per_silo_rows": "barycenter",
+    "person_rows": "name auxiliary",
     "single_silos": "schedule reveal_changes passes buffer participation",
     "changing_cohorts": "schedule buffer participation",
     "final_likelihood": "iterations rounds",
@@ -93,17 +96,22 @@ _FOLLOWS_FROM = {
 
 
 def check(
-    offer: JobOffer, policy: SitePolicy, role: Role = "silo", roster: ConsortiumRoster | None = None
+    offer: JobOffer,
+    policy: SitePolicy,
+    role: Role = "silo",
+    roster: ConsortiumRoster | None = None,
+    site: str | None = None,
 ) -> DataRule | None:
     """The data that the job may use. Raises PolicyError with every reason against it and what the policy allows.
 
     A key holder (role) runs no model and has no data: roster, sums, silos and rounds count there, and None is returned.
     The model is hashed from this site's files. A job's noise follows from its epsilon once its model is traced:
     `check_terms` looks at it then. roster: the one in force, of whose silos the job has to ask a share; without it, as
-    where no job was offered yet, that share is not looked at.
+    where no job was offered yet, that share is not looked at. site: this one's id, by which a vertical job's predictor
+    here is found.
     """
     try:
-        reasons = list(_reasons(offer, policy, role, roster))
+        reasons = list(_reasons(offer, policy, role, roster, site))
     except InputError as error:
         reasons = [f"it cannot be read here: {error}"]
     if reasons:
@@ -149,7 +157,9 @@ def unjudged(value: Any, where: str = "") -> Iterator[str]:
             yield from unjudged(getattr(value, name), dotted)
 
 
-def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: ConsortiumRoster | None) -> Iterator[str]:
+def _reasons(
+    offer: JobOffer, policy: SitePolicy, role: Role, roster: ConsortiumRoster | None, site: str | None
+) -> Iterator[str]:
     config = offer.config
     if offer.roster not in policy.rosters:
         yield f"roster {offer.roster.hex()[:16]}... is not accepted ({_few([r.hex()[:16] for r in policy.rosters])})"
@@ -186,6 +196,8 @@ def _reasons(offer: JobOffer, policy: SitePolicy, role: Role, roster: Consortium
         yield f"data set '{offer.data_set}' is not offered ({_few(policy.data)})"
         return
     yield from _records(config, data, policy)
+    if config.vertical:
+        yield from _vertical(config, data, policy, site)
     if dp is None and data.budget is not None:
         yield (
             f"it has no differential privacy, and data set '{data.id}' has a budget of epsilon "
@@ -211,6 +223,32 @@ def _records(config: Config, data: DataRule, policy: SitePolicy) -> Iterator[str
             f"its partition.sizes give a silo {min(sizes)} records, less than half of what each had by count = "
             f"{len(sizes)}: totals over few records (disclosures: 'sampled_records' is not listed)"
         )
+
+
+def _vertical(config: Config, data: DataRule, policy: SitePolicy, site: str | None) -> Iterator[str]:
+    """What identifies people and how it is compared is the site's to say, and so is a predictor of its own."""
+    if data.path is None:
+        yield f"data set '{data.id}' has no path, and a vertical job reads a file"
+    wanted, own = (a.model_dump(mode="json") if a is not None else None for a in (config.alignment, data.alignment))
+    if own is None:
+        yield f"it finds people by {_said(wanted)}, and data set '{data.id}' lists no alignment"
+    elif wanted != own:
+        yield f"it finds people by {_said(wanted)} (data set '{data.id}' lists {_said(own)})"
+    asked = {s.id: s.predictor is not None for s in config.silo}
+    if site is not None and asked.get(site, False) != (data.predictor is not None):
+        has, lists = (
+            ("a program", "none") if data.predictor is None else ("all columns, linearly,", f"'{data.predictor}'")
+        )
+        yield f"its predictor here is {has} (data set '{data.id}' lists {lists})"
+    if data.predictor is not None and policy.sandbox == "required":
+        yield (
+            f"the predictor of data set '{data.id}' would run in the process that holds this site's keys and data, and "
+            "sandbox = 'required'"
+        )
+
+
+def _said(alignment: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key} = {value!r}" for key, value in sorted((alignment or {}).items())) or "nothing"
 
 
 def _model(offer: JobOffer, policy: SitePolicy) -> Iterator[str]:

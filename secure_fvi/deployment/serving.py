@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from safetensors.torch import save
 
@@ -35,6 +35,8 @@ from secure_fvi.deployment.session_messages import (
     CODEC,
     END,
     JOIN,
+    KNOWN,
+    MATCH,
     OPEN,
     End,
     Ended,
@@ -60,7 +62,7 @@ from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.engines.stream_server import StreamServer
 from secure_fvi.errors import AggregationError, InputError, ProtocolError, SessionLost
 from secure_fvi.exported import Elsewhere
-from secure_fvi.federated_model import FederatedModel, check_schemas_agree
+from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agree
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
 from secure_fvi.guarding import Books, Guards, strong_enough
@@ -77,6 +79,9 @@ from secure_fvi.runs.options import chosen
 from secure_fvi.runs.records import settled
 from secure_fvi.server import Server
 from secure_fvi.wire import agreed
+
+if TYPE_CHECKING:
+    from secure_fvi.deployment.columns_job import ServerColumns
 
 _log = logging.getLogger(__name__)
 _MOST_SESSIONS = 100  # opened anew in one process; a machine that restarts more often needs another remedy
@@ -101,7 +106,15 @@ def remote_federation(
     check_supported(config)
     disclosed = disclose(algorithm, aggregation, privacy, len(silo_ids(config) or ()))
     check_carried(disclosed, config.engine or Engine())
-    model, description = model_for(config, sandbox, None, None, home.path)
+    columns: ServerColumns | None = None
+    model: Any = None
+    if config.vertical:
+        from secure_fvi.deployment.columns_job import ServerColumns
+
+        columns = ServerColumns(config, algorithm, aggregation)
+        description = f"{config.model.likelihood} response of predictors summed over {disclosed.silos} silos"
+    else:
+        model, description = model_for(config, sandbox, None, None, home.path)
     if isinstance(model, MixedModel):
         model.check_apart()
     threads = 1 if config.run.threads == "auto" else config.run.threads
@@ -118,24 +131,41 @@ def remote_federation(
         folder,
         listen,
         on_listening,
+        columns=columns,
     )
 
 
 @dataclass(frozen=True)
 class RemoteFederation(FederationBase):
-    """A run whose silos are elsewhere: this process holds no data."""
+    """A run whose silos are elsewhere: this process holds no data, but in a vertical job the response."""
 
-    model: FederatedModel | Elsewhere
+    model: FederatedModel | Elsewhere  # None of a vertical job
     silo_threads: Any  # as the user wrote it: each silo chooses by its own work
     home: Home
     folder: RunDirectory
     listen: str
     on_listening: Callable[[Hub], None] | None = None  # told once silos can dial in
     carrier: Callable[..., Any] = StreamServer  # made with what a StreamServer takes
+    columns: ServerColumns | None = None  # of a vertical job
 
     def digest(self) -> str:
-        """Of the model: the data are the silos'."""
-        return hashlib.sha256(b"remote/" + manifest(self.config).hash).hexdigest()
+        """Of the model, and the response's file where this process has one: the data are the silos'."""
+        own = b"" if self.columns is None else self.columns.digest
+        return hashlib.sha256(b"remote/" + manifest(self.config).hash + own).hexdigest()
+
+    def problem(self, schema: Schema, silos: Sequence[str]) -> Any:
+        """What all parties know once silos have agreed on `schema`."""
+        config = self.config
+        machine = Machine(config.run.device, self.dtype, config.run.compile)
+        if self.columns is not None:
+            return self.columns.problem(schema, silos, config.seed, self.privacy, machine)
+        return build_problem(self.model, schema, self.algorithm, silos, config.seed, self.privacy, machine)
+
+    def concluded(self, done: Run[Any], aggregation: SecureSum) -> Any:
+        """The result of a run that has ended."""
+        if self.columns is not None:
+            return self.columns.result(done, aggregation)
+        return result_of(done.server, done.engine, self.algorithm, aggregation, done)
 
     def provenance(self) -> dict[str, str]:
         roster, engine = self.home.roster(now()), self.config.engine or Engine()
@@ -172,8 +202,8 @@ class RemoteFederation(FederationBase):
 def program_of(federation: RemoteFederation, problem: Problem) -> ServerProgram:
     """The server's half of the algorithm. Raises InputError for one that shows more than the job discloses, or that
     its sums cannot carry."""
-    algorithm, aggregation = federation.algorithm, federation.aggregation
-    program: ServerProgram = algorithm.server(problem)
+    algorithm, aggregation, columns = federation.algorithm, federation.aggregation, federation.columns
+    program: ServerProgram = algorithm.server(problem) if columns is None else columns.program(problem)
     disclosed = disclose(algorithm, aggregation, federation.privacy, len(problem.silos))
     disclosed.of_program(program.tables, program.terms, aggregation)
     return program
@@ -270,7 +300,7 @@ class Hub:
             server, aggregation = self._open(joined)
             going: Run[Result] = Run(
                 Parties(server, self.engine, Guards({})), of.algorithm.most_rounds,
-                lambda done: result_of(done.server, done.engine, of.algorithm, aggregation, done),
+                lambda done: of.concluded(done, aggregation),
                 self._checkpoints, resume=True, block=Books().block, began=began,
             )  # fmt: skip
             for progress in going:
@@ -293,18 +323,18 @@ class Hub:
 
     def _open(self, joined: Mapping[str, Joined]) -> _Parties:
         """The server's parties, once all who joined are in one session: the one that was open, or a new one."""
-        of, offer, config = self._of, self.offer, self._of.config
+        of, offer = self._of, self.offer
         self._policies = {site: its.policy.hex() for site, its in joined.items()}
         silos = sorted(joined.keys() - {self._holder})
         schemas = {}
         for silo in silos:
             with answer_of(silo):
                 schemas[silo] = unpack_schema(joined[silo].schema)
-        schema = check_schemas_agree(schemas)
-        problem = build_problem(
-            of.model, schema, of.algorithm, offer.silos, config.seed, of.privacy,
-            Machine(config.run.device, of.dtype, config.run.compile),
-        )  # fmt: skip
+        if of.columns is None:
+            schema = check_schemas_agree(schemas)
+        else:
+            schema = of.columns.agreed(schemas, offer, of.home, self._kept, self.engine.exchange)
+        problem = of.problem(schema, offer.silos)
         program, noise = program_of(of, problem), NoiseSource(None)
         tables = program.tables.values()
         self.engine.longest = max(LONGEST, longest_message(tables, len(offer.silos), of.aggregation))
@@ -361,6 +391,8 @@ class Hub:
         if not over(self._trail.chain.jobs[self.offer.job].outcome):
             self._trail.close_job(self.offer.job, outcome)
         write_evidence(self._of.folder.path, self._evidence())
+        if self._of.columns is not None:
+            self._of.columns.forget(self._kept)
 
     # ---- parts ----
 
@@ -430,7 +462,8 @@ class Hub:
         first = next(iter(messages.values()), b"")
         if first[:1] == SEEN:  # receipts are rows of their own
             return
-        step = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast"}.get(first[:1], "secure sum")
+        steps = {JOIN: "join", MATCH: "matching", KNOWN: "response", OPEN: "open", END: "end", ROUND: "broadcast"}
+        step = steps.get(first[:1], "secure sum")
         rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
         self._trail.exchanges(self.offer.job, rows)
 
@@ -446,7 +479,7 @@ class Hub:
         return message if same and (self._kept / f"{session.hex()}.sqlite").exists() else None
 
     def _name(self, message: Open) -> bytes:
-        return session_of(self._roster, self.offer.hash, message, self._of.aggregation)
+        return session_of(self._roster, self.offer.within(message.schema), message, self._of.aggregation)
 
     def _ask_holder(self, message: bytes) -> dict[str, bytes]:
         """The key holder's reply, where the job needs one."""

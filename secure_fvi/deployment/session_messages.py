@@ -3,6 +3,10 @@
 server                                silo
 JOIN + signed job offer         ->    decides, reads its data
                                 <-    Joined(schema of its data, 32 fresh bytes, session that it has)
+MATCH + a message of matching   ->    of a vertical job alone: finds the people that all hold (`secure_fvi.alignment`)
+                                <-    its answer
+KNOWN + Known(response)         ->    of a vertical job whose response is shared
+                                <-    Learned(its digest)
 OPEN + Open(all fresh bytes)    ->    opens the session
                                 <-    Opened(session)
 ... rounds ...
@@ -30,7 +34,7 @@ from secure_fvi.errors import InputError, ProtocolError
 from secure_fvi.federated_model import Schema
 
 #: First byte of what the server sends; `messages.ROUND` and `messages.SUM` are the others.
-JOIN, OPEN, END = b"J", b"O", b"E"
+JOIN, OPEN, END, MATCH, KNOWN = b"J", b"O", b"E", b"M", b"K"
 
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)}
 _PLAIN = (bool, int, float, str)
@@ -86,6 +90,18 @@ class Ended(NamedTuple):
     """Nothing more: the silo's own posterior stays there."""
 
 
+class Known(NamedTuple):
+    """response: safetensors of y and offset, (N,) each, of the people in their common order; all parties see it."""
+
+    response: bytes
+
+
+class Learned(NamedTuple):
+    """digest: SHA-256 of the response that was sent; the session is bound to it (`columns_schema`)."""
+
+    digest: bytes
+
+
 #: A schema describes one record and what all silos share; it is no place for data.
 _LONGEST_SCHEMA = 64 << 20
 _hash, _hash_or_none, _index, _text = wire.binary(32), wire.binary(0, 32), wire.whole(), wire.text(200, 1)
@@ -101,8 +117,16 @@ CODEC = Codec(
         Opened: (3, (_hash,)),
         End: (4, (_text, _index, wire.binary())),
         Ended: (5, ()),
+        Known: (6, (wire.binary(),)),
+        Learned: (7, (_hash,)),
     }
 )
+
+
+def columns_schema(people: int, order: bytes, response: bytes = b"") -> Schema:
+    """What stands for a schema in a vertical job, whose silos have none in common: how many people, the digest of their
+    order, and that of a response that all know."""
+    return Schema((), {"people": people, "order": order.hex(), "response": response.hex()})
 
 
 def pack_schema(schema: Schema) -> bytes:

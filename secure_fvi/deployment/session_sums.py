@@ -29,7 +29,7 @@ def key_holder_of(roster: ConsortiumRoster) -> Member:
 
 
 def session_of(roster: ConsortiumRoster, offer: bytes, opened: Open, aggregation: SecureSum) -> bytes:
-    """The 32 bytes that name the session which `opened` describes. offer: the job's hash.
+    """The 32 bytes that name the session which `opened` describes. offer: `JobOffer.within`.
 
     Raises ProtocolError for silos without fresh bytes, for homomorphic sums without a key, and for others with one.
     """

@@ -21,7 +21,19 @@ from secure_fvi.deployment.going import Stand, Teller
 from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
-from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End, Ended, Joined, Open, Opened
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    END,
+    JOIN,
+    KNOWN,
+    MATCH,
+    OPEN,
+    End,
+    Ended,
+    Joined,
+    Open,
+    Opened,
+)
 from secure_fvi.deployment.site_job import Local, SiteJob, job_folder
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.unfit import Unfit
@@ -47,7 +59,9 @@ _log = logging.getLogger(__name__)
 REFUSED, _MOST_REFUSED = "refused", 1000
 #: What a message, a policy, a ledger or a disk makes fail.
 _NOT_OF_DATA = (ProtocolError, PolicyError, BudgetError, OSError)
-_STEPS = {JOIN: "join", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum"}
+_STEPS = {
+    JOIN: "join", MATCH: "matching", KNOWN: "response", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum",
+}  # fmt: skip
 
 
 class Site:
@@ -200,7 +214,11 @@ class Site:
     def _made(self, decision: Decision) -> SiteJob | HolderJob:
         if self.home.role == "holder":
             return HolderJob(self.home, decision, lambda: self._trail.chain.jobs[decision.offer.job].exchanges)
-        made = SiteJob(self.home, decision, self.local, partial(self._trail.omission, decision.offer.job))
+        kind: type[SiteJob] = SiteJob
+        if decision.offer.config.vertical:
+            from secure_fvi.deployment.columns_job import ColumnsJob as kind  # a site loads what it runs
+
+        made = kind(self.home, decision, self.local, partial(self._trail.omission, decision.offer.job))
         said = made.cohort.note()
         if said is not None:
             self._trail.note(decision.offer.job, said, always=True)

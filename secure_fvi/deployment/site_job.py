@@ -29,7 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from secure_fvi import wire
-from secure_fvi.aggregation.base import SumSilo
+from secure_fvi.aggregation.base import SecureSum, SumSilo
 from secure_fvi.aggregation.plain import PlainSilo
 from secure_fvi.aggregation.store import Sealer
 from secure_fvi.algorithms.base import Posterior, SiloView
@@ -92,10 +92,33 @@ class Local(NamedTuple):
 
 def check_supported(config: Config) -> None:
     """Raises InputError for what runs in one process alone so far."""
-    if config.vertical:
-        raise InputError(f"algorithm.name = '{config.algorithm.name}': silos with different columns run in one process")
+    if config.vertical and config.model.likelihood is None:
+        raise InputError(
+            f"model.program = '{config.model.program}': its silos' columns come with the program, in one process; "
+            "between sites a vertical job has a likelihood, and [[silo]] tables"
+        )
+    if config.vertical and config.alignment is None:
+        raise InputError(
+            "between sites a vertical job needs [alignment]: nothing else says that rows are of one person"
+        )
+    if config.vertical and config.privacy is not None and config.algorithm.options.get("response") == "private":
+        raise InputError(
+            "algorithm.response = 'private' under privacy runs in one process: between sites no ledger is charged with "
+            "what the server releases of it; share the response"
+        )
+    if config.alignment is not None and config.privacy is not None and config.alignment.how == "sorted":
+        raise InputError(
+            "alignment.how = 'sorted' under privacy: whoever knows all of the people but one would try the last on the "
+            "digest of their order; match them (how = 'matching')"
+        )
     if config.run.batch_silos:
         raise InputError("run.batch_silos: silos compute together in one process alone")
+
+
+def threads_of(config: Config, work: int) -> int:
+    """Of PyTorch. A job may ask for more than this machine has: so many that the process ends."""
+    threads = config.run.threads
+    return choose_threads(work) if threads == "auto" else min(threads, os.cpu_count() or 1)
 
 
 def job_folder(home: Home, job: str) -> Path:
@@ -115,22 +138,31 @@ class SiteJob:
 
         Under differential privacy data that do not fit end no job, since that would tell of them without noise or
         charge: see `_records`, and `Unfit` for what the site itself is told."""
-        self.home, self.decision, self._tell = home, decision, tell
-        algorithm, aggregation, privacy = chosen(decision.offer.config)
+        self.home, self.decision, self._tell, self._local = home, decision, tell, local
+        self._chosen = chosen(decision.offer.config)
         check_supported(decision.offer.config)
-        disclosed = disclose(algorithm, aggregation, privacy, len(decision.offer.silos))
+        self.disclosed = disclose(*self._chosen, len(decision.offer.silos))
         self.folder = job_folder(home, decision.offer.job)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        config = _with_data(decision.local_config(home.id), home.id, local.data)
+        self._privacy, self.unfit = self._chosen[2], Unfit(self.folder, home.id, decision.offer.data_set)
+        self._fresh = FreshBytes(self.folder / "fresh")
+        self.party: DurableSilo | None = None
+        self._store: HeldStore | None = None
+        self._questions: HeldStore | None = None
+        self.session = b""
+        self._given_up = False  # the session that is open is not to be gone on with
+        self._build(_with_data(decision.local_config(home.id), home.id, local.data))
+
+    def _build(self, config: Config) -> None:
+        """Read the data, trace the model, and build what answers rounds."""
+        home, decision, (algorithm, aggregation, privacy) = self.home, self.decision, self._chosen
         hidden = [home.path, *(Path(s.data) for s in config.silo if s.id == home.id)]
         model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
-        self._privacy, self.unfit = privacy, Unfit(self.folder, home.id, decision.offer.data_set)
-        own = self._records(config, local, model, dtype)
+        own = self._records(config, self._local, model, dtype)
         self.schema, self.cohort, ids_are_own = own.schema, own.cohort, own.ids_are_own
-        work, run = work_of([own.records.rows], algorithm, privacy), config.run
-        # A job may ask for more than this machine has: so many that the process ends.
-        self.threads = choose_threads(work) if run.threads == "auto" else min(run.threads, os.cpu_count() or 1)
+        work = work_of([own.records.rows], algorithm, privacy)
+        self.threads = threads_of(config, work)
         self.problem = build_problem(
             model,
             self.schema,
@@ -138,29 +170,29 @@ class SiteJob:
             decision.offer.silos,
             config.seed,
             privacy,
-            Machine(run.device, dtype, run.compile, work),
+            Machine(config.run.device, dtype, config.run.compile, work),
         )
         self.program = algorithm.silo(self.problem)
         self._family = algorithm.server(self.problem)
-        self._most_rounds: int = getattr(self._family, "most_rounds", algorithm.most_rounds)
-        noise = NoiseSource(None)
-        self.disclosed = disclosed.of_program(self.program.tables, self.program.terms, aggregation)
-        check_terms(self.program.terms, decision.policy)
-        warn_of_large_delta(self.program.terms, {home.id: own.records.size})
-        self.guards = self._guards(algorithm.name, noise)
-        self.aggregation = strong_enough(aggregation, self.program.terms)
+        self._agree(aggregation, algorithm, own.records.size)
 
         def derived() -> bytes:
             return derived_secret(config.seed, b"all" if ids_are_own else b"silo/" + home.id.encode())
 
-        self.secret = self._secret(silo_secret(derived, bool(self.program.terms), None) if local.repeatable else None)
+        self.secret = self._drawn(derived)
         self.view = self._view(own)
-        self._fresh = FreshBytes(self.folder / "fresh")
-        self.party: DurableSilo | None = None
-        self._store: HeldStore | None = None
-        self._questions: HeldStore | None = None
-        self.session = b""
-        self._given_up = False  # the session that is open is not to be gone on with
+
+    def _agree(self, aggregation: SecureSum, algorithm: Any, records: int) -> None:
+        """On the terms of the program, and open the ledger for them."""
+        terms, self.disclosed = (
+            self.program.terms,
+            self.disclosed.of_program(self.program.tables, self.program.terms, aggregation),
+        )
+        self._most_rounds: int = getattr(self._family, "most_rounds", algorithm.most_rounds)
+        check_terms(terms, self.decision.policy)
+        warn_of_large_delta(terms, {self.home.id: records})
+        self.guards = self._guards(algorithm.name, NoiseSource(None))
+        self.aggregation = strong_enough(aggregation, terms)
 
     @property
     def longest(self) -> int:
@@ -192,7 +224,9 @@ class SiteJob:
             raise ProtocolError("the schema that the server agreed on is not that of this silo's data")
         if self.party is None:
             self.restore()
-        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        session = session_of(
+            self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
+        )
         if session == self.session:
             return session
         found = dict(zip(message.silos, message.nonces, strict=True))
@@ -421,7 +455,7 @@ class SiteJob:
         try:
             silo = begun()
         except DataError as error:
-            if not private:
+            if not private or not isinstance(self.view, SiloView):
                 raise
             self.unfit.tell(error, whole=True)
             self.view = self._view(self._nobodys(self.schema, self.cohort, 1))
@@ -462,6 +496,10 @@ class SiteJob:
         terms = self.program.terms
         return Gate(self.home.id, self.program.tables, terms, charge, noise, silos=silos, rows_of_silos=rows)
 
+    def _drawn(self, derived: Callable[[], bytes]) -> bytes:
+        """The secret from which the silo draws."""
+        return self._secret(silo_secret(derived, bool(self.program.terms), None) if self._local.repeatable else None)
+
     def _secret(self, wanted: bytes | None) -> bytes:
         path, job = self.folder / "secret", self.decision.offer.job
         sealer = Sealer(self.home.state_secret(), b"sampling-secret")
@@ -476,7 +514,9 @@ class SiteJob:
         if not path.exists():
             return b"", b""
         message = CODEC.unpack(path.read_bytes(), Open)
-        session = session_of(self.decision.roster, self.decision.offer.hash, message, self.aggregation)
+        session = session_of(
+            self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
+        )
         return session, message.holder
 
     def _kept_store(self) -> HeldStore | None:

@@ -141,9 +141,11 @@ class Aggregation(Options):
 
 class Alignment(Options):
     """The column of identifiers in every file of a vertical run, or the several that make one up together: rows are
-    joined by them. Other keys say how they are written."""
+    joined by them. how: by private matching, or not at all, since all files have the same people and are sorted by
+    their identifiers as they are matched, which is checked. Other keys say how these are written."""
 
     column: Name | Annotated[tuple[Name, ...], Field(min_length=1)]
+    how: Literal["matching", "sorted"] = "matching"
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from secure_fvi.algorithms.vertical.likelihoods import Likelihood
 from secure_fvi.algorithms.vertical.predictors import linear
-from secure_fvi.alignment import Alignment, Normalisation, align
+from secure_fvi.alignment import Alignment, Normalisation, Prepared, align, prepare, sorted_order
 from secure_fvi.building import Machine, build_problem, numbers_of, work_of
 from secure_fvi.checkpoints import text_of
 from secure_fvi.columns import Columns, VerticalResult
@@ -35,6 +36,7 @@ from secure_fvi.privacy.settings import DP
 from secure_fvi.randomness import derive_key
 from secure_fvi.results import Result
 from secure_fvi.runs.config import Config, SiloFile
+from secure_fvi.runs.config import Response as ResponseFile
 from secure_fvi.runs.directory import RunDirectory
 from secure_fvi.runs.options import LIKELIHOODS, build, chosen, named, resolved
 from secure_fvi.runs.records import (
@@ -368,18 +370,24 @@ def _columns_from_files(config: Config, likelihood: Likelihood, aligned: Mapping
         at = {name: torch.from_numpy(a.rows) for name, a in aligned.items()}
         tables = {name: {k: v[at[name]] for k, v in table.items()} for name, table in tables.items()}
         outcome = {k: v[at[_RESPONSE]] for k, v in outcome.items()}
-    columns = {}
-    for key in ("column", "offset"):
-        name = getattr(config.response, key)
-        if name is not None and name not in outcome:
-            raise InputError(f"response.{key} = '{name}': no such column{nearest(name, outcome)}")
-        columns[key] = outcome[name] if name is not None else None
-    response = columns["column"]
-    assert response is not None
+    response, offset = response_columns(config.response, outcome)
     classes = likelihood.columns
-    built = {s.id: _silo(s.predictor, f"silo[{j}]", tables[s.id], classes) for j, s in enumerate(config.silo)}
+    built = {s.id: silo_columns(s.predictor, f"silo[{j}]", tables[s.id], classes) for j, s in enumerate(config.silo)}
     rows, predictors = {n: b[0] for n, b in built.items()}, {n: b[1] for n, b in built.items()}
-    return VerticalDataset(rows, predictors, response, columns["offset"])
+    return VerticalDataset(rows, predictors, response, offset)
+
+
+def response_columns(of: ResponseFile, table: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Response and offset, (N,) each, from the table of their file. Raises InputError, which names the key."""
+    found = []
+    for key in ("column", "offset"):
+        name = getattr(of, key)
+        if name is not None and name not in table:
+            raise InputError(f"response.{key} = '{name}': no such column{nearest(name, table)}")
+        found.append(table[name] if name is not None else None)
+    response, offset = found
+    assert response is not None
+    return response, offset
 
 
 def _aligned(config: Config) -> dict[str, Alignment]:
@@ -393,17 +401,38 @@ def _aligned(config: Config) -> dict[str, Alignment]:
         return {}
     if _RESPONSE in {s.id for s in config.silo}:
         raise InputError(f"a silo cannot be called '{_RESPONSE}' where rows are aligned")
-    rule = build(Normalisation, config.alignment.options, "alignment")
+    rule, by = build(Normalisation, config.alignment.options, "alignment"), config.alignment.columns
     files = {s.id: (Path(s.data), f"silo[{j}].data") for j, s in enumerate(config.silo)}
     files[_RESPONSE] = (Path(config.response.data), "response.data")
-    by, several = config.alignment.columns, len(config.alignment.columns) > 1
-    ids: dict[str, Any] = {}
-    for name, (path, where) in files.items():
-        parts = [read_ids(path, where, column) for column in by]
-        ids[name] = list(zip(*parts, strict=True)) if several else parts[0]
+    ids = {name: row_ids(path, where, by) for name, (path, where) in files.items()}
+    if config.alignment.how == "sorted":
+        return _sorted({n: prepare(i, rule) for n, i in ids.items()})
     found = align(ids, rule, derive_key(config.seed.to_bytes(16, "big"), b"alignment"), _matching_goes_on)
     if not next(iter(found.values())).matched:
         raise InputError(f"alignment: no '{', '.join(by)}' stands in all files; is it written alike everywhere?")
+    return found
+
+
+def row_ids(path: Path, key: str, columns: Sequence[str]) -> list[Any]:
+    """Each row's identifier in a table, of one column (`read_ids`) or of several, as `alignment.prepare` takes them."""
+    parts = [read_ids(path, key, column) for column in columns]
+    return list(zip(*parts, strict=True)) if len(columns) > 1 else parts[0]
+
+
+def _sorted(prepared: Mapping[str, Prepared]) -> dict[str, Alignment]:
+    """Rows as they stand, of tables that hold the same people in the order of their identifiers."""
+    found: dict[str, Alignment] = {}
+    for name, own in prepared.items():
+        try:
+            order = sorted_order(own)
+        except InputError as error:
+            raise InputError(f"alignment: the file of '{name}': {error}") from None
+        size = len(own.rows)
+        found[name] = Alignment(np.arange(size), size, 0, 0, 0, 0, order, {})
+    first, *others = found
+    for name in others:
+        if found[name].order != found[first].order:
+            raise InputError(f"alignment: the files of '{first}' and '{name}' are not of the same people in one order")
     return found
 
 
@@ -411,7 +440,7 @@ def _matching_goes_on(done: int, of: int) -> None:
     _log.info("matching: %d of %d identifiers", done, of)
 
 
-def _silo(
+def silo_columns(
     function: str | None, key: str, table: dict[str, Tensor], classes: int
 ) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
     """The arguments of a silo's predictor, and the predictor: by default all columns side by side, linearly."""

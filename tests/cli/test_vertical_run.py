@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import CommandLine
 
+from secure_fvi.errors import InputError
 from secure_fvi.runs.config import read
 from secure_fvi.runs.federation import VerticalFederation, federate
 
@@ -127,6 +128,23 @@ def test_several_columns_join_rows_and_the_order_repeats(tmp_path: Path) -> None
     # Who knows all but one of the people would try the last: under privacy the digest is not shown.
     private = [f"privacy.{said}" for said in ('unit="record"', "epsilon=4.0", "delta=1e-3", "clipping_norm=1.0")]
     assert "alignment" not in federate(read(config, [*joined, "seed=1", *private]), None).provenance()
+
+
+def test_files_that_are_sorted_are_taken_as_they_are(tmp_path: Path) -> None:
+    """One process checks them as sites do; the control is a row that stands elsewhere, and one of somebody else."""
+    config, ids = _federation(tmp_path), ["P-1", "P-2", "P-3"]
+    for name, column in (("bank", "income"), ("clinic", "dose"), ("outcome", "died")):
+        _write(tmp_path / f"{name}.csv", ["person", column], [[i, at % 2] for at, i in enumerate(ids)])
+    found = federate(read(config, ['alignment.how="sorted"']), None)
+    assert isinstance(found, VerticalFederation)
+    assert found.data.silos["clinic"]["dose"].tolist() == found.data.response.tolist() == [0, 1, 0]
+    for others, words in (
+        (["P-1", "P-3", "P-2"], "alignment: the file of 'clinic': rows are not sorted"),
+        (["P-1", "P-2", "P-4"], "alignment: the files of 'bank' and 'clinic' are not of the same people in one order"),
+    ):
+        _write(tmp_path / "clinic.csv", ["person", "dose"], [[i, 0] for i in others])
+        with pytest.raises(InputError, match=words):
+            federate(read(config, ['alignment.how="sorted"']), None)
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,10 @@ def test_what_ledgers_may_say_they_have_charged() -> None:
     ("tables", "words"),
     [
         ({"aggregation": {"kind": "homomorphic"}}, "one member with the role 'holder'; roster 1 has 0"),
-        ({"algorithm": {"name": "vertical"}, "model": {"program": "vertical-logistic"}, "partition": None}, "in one"),
+        (
+            {"algorithm": {"name": "vertical"}, "model": {"program": "vertical-logistic"}, "partition": None},
+            "come with",
+        ),
     ],
 )
 def test_what_runs_in_one_process_alone_says_so(

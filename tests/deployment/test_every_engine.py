@@ -41,7 +41,7 @@ from secure_fvi.silo import silo_view
 SILOS = ("east", "north", "south", "west")
 #: What runs in one process alone, and why.
 EXCEPTIONS = {
-    "vertical, soul": "silos with different columns have no process of their own yet",
+    "vertical programs": "they bring all silos' columns; between sites each silo has a file, and the job an alignment",
     "run.batch_silos": "silos of one process compute together; between sites there is nothing to put together",
 }
 #: What an algorithm needs to be a job at all, under privacy too.
@@ -291,19 +291,19 @@ def test_a_check_that_stands_in_one_door_only_is_found(
 
 @pytest.mark.parametrize("algorithm", ["sfvi"])
 def test_the_exceptions_are_refused_where_they_cannot_run(algorithm: str, doors: Doors, tmp_path: Path) -> None:
-    """And run where they can, as tests of their own show (test_batching.py, tests/vertical)."""
+    """And run where they can, as tests of their own show (test_batching.py, test_columns.py, tests/vertical)."""
     assert len(EXCEPTIONS) == 2
     job = {"algorithm": {"name": "sfvi"}, "run": {"batch_silos": True}}
     for door in (doors.silo, doors.holder):
         assert "run.batch_silos" in _refusal(door, {**job, "aggregation": SUMS[3]}, tmp_path)
     assert "run.batch_silos" in _refusal(doors.server, job)
     vertical = {
-        "model": {"program": "heart-vertical"}, "algorithm": {"name": "vertical"}, "partition": None,
+        "model": {"program": "heart"}, "algorithm": {"name": "vertical"}, "partition": None,
         "aggregation": SUMS[3],
     }  # fmt: skip
     for door in (doors.silo, doors.holder):
-        assert "run in one process" in _refusal(door, vertical, tmp_path)
-    assert "run in one process" in _refusal(doors.server, vertical)
+        assert "come with the program, in one process" in _refusal(door, vertical, tmp_path)
+    assert "come with the program, in one process" in _refusal(doors.server, vertical)
 
 
 @pytest.mark.parametrize("algorithm", ["sfvi"])

@@ -24,7 +24,7 @@ from secure_fvi import alignment
 from secure_fvi.aggregation.base import carry
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.store import MemoryStore, SealedStore, SqliteStore, Store
-from secure_fvi.alignment import CHECKS, Alignment, Matcher, MatchingSilo, Normalisation, align, prepare
+from secure_fvi.alignment import CHECKS, Alignment, Matcher, MatchingSilo, Normalisation, align, prepare, sorted_order
 from secure_fvi.errors import AggregationError, InputError, ProtocolError
 
 CODEC = alignment._CODEC
@@ -791,3 +791,30 @@ def test_threads_change_nothing() -> None:
         world = World({"a": list(table), "b": list(table[::-1])}, workers=workers)
         found.append(world.match().order)
     assert found[0] == found[1]
+
+
+def test_files_that_are_sorted_state_one_digest() -> None:
+    """Of their people as they are matched, however written; the same people in another order, others, other rules and
+    another job have others. What cannot be compared so is counted."""
+    rule = Normalisation(drop="-")
+    first = sorted_order(prepare(["P-1", "P-2", "Q3"], rule), b"job")
+    assert first == sorted_order(prepare([" p1", "P2", "q-3"], rule), b"job")
+    others = [
+        sorted_order(prepare(ids, form), bound)
+        for ids, form, bound in (
+            (["P-1", "P-2", "Q4"], rule, b"job"),
+            (["P-1", "P-2"], rule, b"job"),
+            (["P-1", "P-2", "Q3"], Normalisation(drop="- "), b"job"),
+            (["P-1", "P-2", "Q3"], rule, b"another job"),
+        )
+    ]
+    assert len({first, *others}) == len(others) + 1
+    for ids, words in (
+        (["b", "a", "c", "b2"], "not sorted by their identifier: 2 stand before a smaller one"),
+        (["a", None, "b"], "1 rows have no identifier"),
+        (["a", "b", "B"], "2 rows share theirs with another"),
+    ):
+        with pytest.raises(InputError, match=words):
+            sorted_order(prepare(ids))
+    with pytest.raises(InputError, match="1 rows have one that breaks its rule"):
+        sorted_order(prepare(["2001-02-30", "2001-03-01"], Normalisation(rules=("date",))))

@@ -131,7 +131,7 @@ class RunShape:
         asked = drawn(silos, self.participation)
         sums = tuple(Sums(phase, self.rounds, what[phase], *asked) for phase in self.phases)
         keeps = "its parameters' posterior"
-        return Declaration(self.rounds, sums, keeps, because=f"participation = {self.participation:g}")
+        return Declaration(self.rounds, sums, keeps, because=f"participation = {self.participation:g}", people=True)
 
     def check_response(self) -> None:
         """Raise InputError for a model and a setting that do not go together."""

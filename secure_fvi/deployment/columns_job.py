@@ -1,0 +1,464 @@
+"""A job whose silos hold different columns of the same people, between institutions: what comes before its first round.
+
+A site's job is there in full once it is known who the people are and, where all know it, their response; until then it
+answers the messages by which that is found out. From then on it is a job like any other.
+
+    sorted     all files have the same people, sorted by identifier: each silo states the digest of its order
+    matching   private matching over the job's own stream; the server is the matcher, and has a list of its own: that of
+               the response's file
+
+The digest of the order, the number of people and the digest of a shared response stand in the session's name
+(`JobOffer.within`): silos that were told different ones have no keys in common.
+
+state/jobs/JOB/response            a shared response, sealed
+               predictor           the digest of the silo's own program
+               matching            that matching has begun
+               matching.evaluated  the silo's key, what it evaluated and for whom, sealed; gone when the job is over
+state/matchings.json               by data set: the jobs for which it was matched
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from secure_fvi import wire
+from secure_fvi.aggregation.base import SecureSum, carry
+from secure_fvi.aggregation.prg import digest
+from secure_fvi.aggregation.roster import Roster
+from secure_fvi.aggregation.store import Sealer
+from secure_fvi.algorithms.base import Posterior
+from secure_fvi.algorithms.vertical.likelihoods import Likelihood
+from secure_fvi.algorithms.vertical.predictors import check_predictor_at_silo
+from secure_fvi.algorithms.vertical.steps import Response
+from secure_fvi.algorithms.vertical.vertical import Held, VerticalProblem
+from secure_fvi.alignment import Matcher, MatchingSilo, Normalisation, Prepared, prepare, sorted_order
+from secure_fvi.building import Machine, derived_secret, device_named, numbers_of
+from secure_fvi.columns import (
+    VerticalLocalPosterior,
+    VerticalResult,
+    check_whole,
+    column_result,
+    columns_of,
+    predictor_of,
+    response_of,
+    view_of,
+)
+from secure_fvi.compiled import choose_mode
+from secure_fvi.deployment.consortium import ConsortiumRoster
+from secure_fvi.deployment.countersigning import answer_of
+from secure_fvi.deployment.deciding import stated_policy
+from secure_fvi.deployment.holding import HeldStore, open_held
+from secure_fvi.deployment.home import Home
+from secure_fvi.deployment.job import JobOffer
+from secure_fvi.deployment.names import now
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    KNOWN,
+    MATCH,
+    Joined,
+    Known,
+    Learned,
+    Open,
+    columns_schema,
+    pack_schema,
+)
+from secure_fvi.deployment.site_job import Cohort, SiteJob, _of_data, threads_of
+from secure_fvi.driving import Run
+from secure_fvi.engines.stream_messages import LONGEST
+from secure_fvi.errors import InputError, PolicyError, ProtocolError
+from secure_fvi.federated_model import Schema
+from secure_fvi.files import write_atomically
+from secure_fvi.guarding import Guards
+from secure_fvi.privacy.settings import DP
+from secure_fvi.runs.config import Alignment, Config, Model
+from secure_fvi.runs.federation import response_columns, row_ids, silo_columns
+from secure_fvi.runs.options import LIKELIHOODS, build, named
+from secure_fvi.runs.records import read_table
+
+_log = logging.getLogger(__name__)
+_STORE, _RESPONSE = "matching.evaluated", "response"
+_MOST = LONGEST // 32  # places in a list: its outputs are one message
+
+
+def likelihood_of(model: Model) -> Likelihood:
+    """The likelihood that a vertical job names. Raises InputError."""
+    found: Likelihood = build(
+        named(LIKELIHOODS, "model.likelihood", str(model.likelihood)), model.options, "model.options"
+    )
+    return found
+
+
+def read_aligned(path: Path, key: str, alignment: Alignment) -> tuple[dict[str, Tensor], Prepared, list[Any]]:
+    """A file's columns but for its identifiers; these as they are matched; and as they stand. Raises InputError."""
+    ids = row_ids(path, key, alignment.columns)
+    rule = build(Normalisation, alignment.options, "alignment")
+    return read_table(path, key, alignment.columns), prepare(ids, rule), ids
+
+
+def matching_roster(roster: ConsortiumRoster, offer: JobOffer) -> Roster:
+    """Who takes part in the matching of a job: its silos, and the server with the list of the response's file."""
+    names = sorted({*offer.silos, offer.server})
+    members = tuple((name, roster.member(name).identity_key) for name in names)
+    return Roster(digest(b"matching-job", offer.hash), members, min_cohort=2)
+
+
+# ---- at a site ----
+
+
+class ColumnsJob(SiteJob):
+    """A vertical job at one silo."""
+
+    def _build(self, config: Config) -> None:
+        """Read the data; the rest comes once the people are known. Raises as `SiteJob` does, and PolicyError where the
+        data set was matched for as many jobs as its site allows."""
+        home, offer, (algorithm, aggregation, _) = self.home, self.decision.offer, self._chosen
+        assert config.alignment is not None
+        check_whole(aggregation)
+        self.guards, self.aggregation = Guards({}), aggregation
+        self._config, self._likelihood = config, likelihood_of(config.model)
+        self._algorithm = algorithm.resolved(self._likelihood)
+        self._dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
+        at = next(j for j, s in enumerate(config.silo) if s.id == home.id)
+        silo, key = config.silo[at], f"silo[{at}]"
+        with _of_data(home.id):
+            table, self._prepared, ids = read_aligned(Path(silo.data), f"{key}.data", config.alignment)
+        self._check_predictor(silo.predictor)
+        rows, self._function = silo_columns(silo.predictor, key, table, self._likelihood.columns)
+        with _of_data(home.id):
+            self._table, _ = columns_of(home.id, rows, self._dtype, device_named(config.run.device))
+            named = np.frombuffer(b"".join(hashlib.sha256(repr(i).encode()).digest() for i in ids), np.uint8)
+            self.cohort = Cohort(home, offer, self.folder, {**rows, "ids": named.reshape(-1, 32)}, self.decision.data)
+        private = self._chosen[2] is not None
+        self._work = 0 if private else numbers_of([rows])
+        self.threads = threads_of(config, self._work)
+        self.schema = Schema((), {})
+        self._matching: MatchingSilo | None = None
+        self._evaluated: HeldStore | None = None
+        self._order, self._rows = b"", np.arange(len(self._prepared.rows))
+        if config.alignment.how == "matching":
+            self._begin_matching()
+        else:
+            with _of_data(home.id):
+                self._order = sorted_order(self._prepared, offer.hash)
+            self.schema = columns_schema(len(self._rows), self._order)
+        self._settled = False
+        self._settle()
+
+    def _check_predictor(self, predictor: str | None) -> None:
+        """Hold the job to the program that it began with: a file of the site's own, which nobody else has a hash of.
+        Raises PolicyError for another one."""
+        name = predictor or ""
+        file = Path(name.rpartition(":")[0])
+        said = hashlib.sha256(name.encode() + (file.read_bytes() if file.is_file() else b"")).digest()
+        path = self.folder / "predictor"
+        if path.exists() and path.read_bytes() != said:
+            raise PolicyError(
+                f"silo '{self.home.id}': its predictor is not that which the job began with; put that file back"
+            )
+        write_atomically(path, said)
+
+    @property
+    def longest(self) -> int:
+        return super().longest if self._settled else LONGEST
+
+    def join(self) -> Joined:
+        if self._settle():
+            return super().join()
+        policy = stated_policy(self.home, self.decision.offer.job, self.decision.policy.hash)
+        return Joined(pack_schema(self.schema), self._fresh.draw(), b"", 0, policy=policy)
+
+    def open(self, message: Open) -> bytes:
+        self._check_settled()
+        return super().open(message)
+
+    def handle(self, message: bytes) -> bytes:
+        """A message of matching, the response, or a message of a round."""
+        kind, body = message[:1], message[1:]
+        if kind == MATCH:
+            return self._matched(body)
+        if kind == KNOWN:
+            return CODEC.pack(Learned(self._learn(CODEC.unpack(body, Known).response)))
+        self._check_settled()
+        return super().handle(message)
+
+    def end(self, accepted: int, posterior: bytes) -> Path:
+        self._check_settled()
+        return super().end(accepted, posterior)
+
+    def close(self, outcome: str | None = None) -> None:
+        super().close(outcome)
+        if self._evaluated is not None:
+            self._evaluated.close()
+            self._evaluated = self._matching = None
+        if outcome is not None:
+            for path in (*self.folder.glob(f"{_STORE}*"), self.folder / _RESPONSE):
+                path.unlink(missing_ok=True)
+
+    def _check_settled(self) -> None:
+        if not self._settle():
+            raise ProtocolError(f"silo '{self.home.id}': who the people are, or their response, is not known yet")
+
+    def _own(self, posterior: Posterior) -> dict[str, Tensor]:
+        """Means and sds of this silo's own parameters, and q(theta_j) itself."""
+        assert self.party is not None
+        local = VerticalLocalPosterior(self.party.silo)
+        moments = {f"{what}/{n}": getattr(p, what) for n, p in local.posterior.items() for what in ("mean", "sd")}
+        return {**moments, **{f"own/{name}": value for name, value in local.q.items()}}
+
+    # ---- who the people are ----
+
+    def _settle(self) -> bool:
+        """Build what answers rounds, if people and response are known by now; whether they are."""
+        if self._settled:
+            return True
+        shared = self._algorithm.response == "shared"
+        content = self._kept_response() if shared else b""
+        if (shared and content is None) or not self._aligned():
+            return False
+        config, people = self._config, len(self._rows)
+        silos, where = tuple(self.decision.offer.silos), device_named(config.run.device)
+        known: Response | tuple[()] = ()
+        if content:
+            known = _response(self._likelihood, content, people, self._dtype, where)
+        mode = choose_mode(config.run.compile, self._algorithm.expected_calls * len(silos), self._work)
+        self.problem = VerticalProblem(  # type: ignore[assignment]
+            self._likelihood, silos, people, config.seed, self._dtype, where, mode, self._chosen[2]
+        )
+        terms = self._algorithm.program(self.problem).terms
+        predictor = predictor_of(self.home.id, self._function, self._table, self._likelihood, bool(terms))
+        at = torch.from_numpy(self._rows).to(where)
+        rows = {name: value[at] for name, value in self._table.items()}
+        if not terms:
+            check_predictor_at_silo(predictor, rows, self.home.id)
+        self.program = self._algorithm.program(self.problem, predictor)
+        nothing = torch.zeros(0, dtype=self._dtype, device=where)
+        self._family = self._algorithm.program(self.problem, Held(Response(nothing, nothing)))
+        self._agree(self._chosen[1], self._algorithm, people)
+        owner = b"silo/" + self.home.id.encode()
+        self.secret = self._drawn(lambda: derived_secret(config.seed, owner))
+        self.view = view_of(self.home.id, rows, known, self.secret)  # type: ignore[assignment]
+        self.schema = columns_schema(people, self._order, hashlib.sha256(content).digest() if content else b"")
+        self._settled = True
+        return True
+
+    def _aligned(self) -> bool:
+        """Whether the order is known; then it and this silo's rows in it are there."""
+        if not self._order and self._matching is not None:
+            with contextlib.suppress(ProtocolError):  # not agreed on yet
+                found = self._matching.alignment()
+                self._order, self._rows = found.order, found.rows
+                _log.info(
+                    "people: %d matched; of this site's %d unmatched, %d without an identifier, %d that break the rule"
+                    ", %d that stand more than once%s", found.matched, found.unmatched, found.missing, found.invalid,
+                    found.duplicated, "".join(f"; {count} with {hint}" for hint, count in found.hints.items()),
+                )  # fmt: skip
+        return bool(self._order)
+
+    def _begin_matching(self) -> None:
+        """Count the job among those that the data set is matched for, and make the silo's party, or go on with it. A
+        store that is gone is not begun anew: its key would be another, and what it had counted is lost."""
+        home, offer, rule = self.home, self.decision.offer, self.decision.data
+        begun, store = self.folder / "matching", self.folder / _STORE
+        if begun.exists() and not store.exists():
+            return
+        assert rule is not None
+        path = home.state_folder / "matchings.json"
+        counted: dict[str, list[str]] = json.loads(path.read_bytes()) if path.exists() else {}
+        jobs = counted.setdefault(offer.data_set, [])
+        if offer.job not in jobs:
+            if len(jobs) >= rule.matchings:
+                raise PolicyError(
+                    f"job '{offer.job}' is outside this site's policy: data set '{offer.data_set}' was matched for "
+                    f"{len(jobs)} jobs (matchings = {rule.matchings}), each of which tests identifiers against it"
+                )
+            jobs.append(offer.job)
+            write_atomically(path, json.dumps(counted).encode())
+        self._evaluated = open_held(store, home.state_secret(), power_safe=True)
+        write_atomically(begun, b"")
+        roster, identity = self.decision.roster, home.identity_in(self.decision.roster)
+        session = matching_roster(roster, offer)
+        with _of_data(home.id):  # other identifiers than the store was begun with
+            self._matching = MatchingSilo(session, home.id, identity, self._prepared, self._evaluated, rule.largest)
+
+    def _matched(self, message: bytes) -> bytes:
+        """The answer to a message of matching."""
+        if self._matching is None:
+            raise ProtocolError(
+                f"silo '{self.home.id}': the people of this job are not matched, or what it evaluated for them is "
+                "gone: a new job is needed"
+            )
+        return self._matching.handle(message)
+
+    # ---- the response ----
+
+    def _learn(self, content: bytes) -> bytes:
+        """Keep the response that all know; its digest. Once: another one is refused."""
+        if self._algorithm.response != "shared":
+            raise ProtocolError("the response of this job is not shared")
+        kept = self._kept_response()
+        if kept is not None and kept != content:
+            raise ProtocolError("another response was sent for this job before")
+        if not self._aligned():
+            raise ProtocolError("who the people are is not known yet, and so not whose response it is")
+        _response(self._likelihood, content, len(self._rows), self._dtype, torch.device("cpu"))
+        if kept is None:
+            write_atomically(self.folder / _RESPONSE, self._sealer.seal(self.decision.offer.job, content), private=True)
+        self._settle()
+        return hashlib.sha256(content).digest()
+
+    @property
+    def _sealer(self) -> Sealer:
+        return Sealer(self.home.state_secret(), b"shared-response")
+
+    def _kept_response(self) -> bytes | None:
+        path = self.folder / _RESPONSE
+        return self._sealer.open(self.decision.offer.job, path.read_bytes()) if path.exists() else None
+
+
+def _response(
+    likelihood: Likelihood, content: bytes, people: int, dtype: torch.dtype, device: torch.device
+) -> Response:
+    """A shared response as it came. Raises ProtocolError for what is none, or not of so many people."""
+    found = wire.tensors(content, "the response", 2)
+    if found.keys() != {"y", "offset"} or any(t.shape != (people,) for t in found.values()):
+        raise ProtocolError(f"the response is not of {people} people")
+    try:
+        return response_of(likelihood, found["y"], found["offset"], dtype, device)
+    except InputError as error:
+        raise ProtocolError(str(error)) from None
+
+
+# ---- at the server ----
+
+
+def _matching_goes_on(done: int, of: int) -> None:
+    _log.info("matching: %d of %d places", done, of)
+
+
+class ServerColumns:
+    """What the server of a vertical job has: its likelihood, and the file of the response."""
+
+    def __init__(self, config: Config, algorithm: Any, aggregation: SecureSum) -> None:
+        """Reads the file. Raises InputError, naming the key."""
+        assert config.alignment is not None
+        assert config.response is not None
+        check_whole(aggregation)
+        self.alignment, self.likelihood = config.alignment, likelihood_of(config.model)
+        self.algorithm = algorithm.resolved(self.likelihood)
+        path, key = Path(config.response.data), "response.data"
+        table, self._prepared, _ = read_aligned(path, key, config.alignment)
+        self._columns = response_columns(config.response, table)
+        self.digest = hashlib.sha256(path.read_bytes()).digest()
+
+    def agreed(
+        self,
+        joined: Mapping[str, Schema],
+        offer: JobOffer,
+        home: Home,
+        folder: Path,
+        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+    ) -> Schema:
+        """Find out who the people are, and tell all silos the response where they share it; the schema that the session
+        is bound to. joined: what each silo says of its rows, nothing before they are matched. folder: what this process
+        keeps. exchange: one message to each silo, and its answer. Raises ProtocolError that names a silo."""
+        matched = self.alignment.how == "matching"
+        order, rows = self._matched(offer, home, folder, exchange) if matched else self._sorted(joined, offer)
+        at = torch.from_numpy(rows)
+        y, offset = (None if c is None else c[at] for c in self._columns)
+        assert y is not None
+        self._response = response_of(self.likelihood, y, offset, torch.float64, torch.device("cpu"))
+        if self.algorithm.response != "shared":
+            return columns_schema(len(rows), order)
+        content = save({name: value.contiguous().clone() for name, value in self._response._asdict().items()})
+        known, told = hashlib.sha256(content).digest(), folder / "told"
+        if not told.exists():  # silos keep it; one that has ended the job meanwhile has no more use for it
+            replies = exchange(dict.fromkeys(offer.silos, KNOWN + CODEC.pack(Known(content))))
+            for silo, reply in replies.items():
+                with answer_of(silo):
+                    if CODEC.unpack(reply, Learned).digest != known:
+                        raise ProtocolError(f"'{silo}' has learned another response")
+            write_atomically(told, known)
+        return columns_schema(len(rows), order, known)
+
+    def forget(self, folder: Path) -> None:
+        """Once the job is over: the key of matching, and what was evaluated with it."""
+        for path in folder.glob(f"{_STORE}*"):
+            path.unlink()
+
+    def problem(
+        self, schema: Schema, silos: Sequence[str], seed: int, privacy: DP | None, machine: Machine
+    ) -> VerticalProblem:
+        """What all parties know before the first round."""
+        device, people = device_named(machine.device), schema.constants["people"]
+        mode = choose_mode(machine.compile, self.algorithm.expected_calls * len(silos), machine.work)
+        return VerticalProblem(self.likelihood, tuple(silos), people, seed, machine.dtype, device, mode, privacy)
+
+    def program(self, problem: Any) -> Any:
+        """The server's half, with the response."""
+        return self.algorithm.program(
+            problem, Held(Response(*(c.to(problem.device, problem.dtype) for c in self._response)))
+        )
+
+    def result(self, done: Run[Any], aggregation: SecureSum) -> VerticalResult:
+        """Of a run that has ended."""
+        return column_result(done, self.algorithm, aggregation)
+
+    def _matched(
+        self,
+        offer: JobOffer,
+        home: Home,
+        folder: Path,
+        exchange: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+    ) -> tuple[bytes, Any]:
+        """Order and rows of the response's file, by matching in which this process is the matcher and a party."""
+        agreed = home.roster(now())
+        roster, identity = matching_roster(agreed, offer), home.identity_in(agreed)
+        store = open_held(folder / _STORE, home.state_secret(), power_safe=True)
+        try:
+            own = MatchingSilo(roster, home.id, identity, self._prepared, store, _MOST)
+
+            def answered(messages: Mapping[str, bytes]) -> dict[str, bytes]:
+                there = {name: MATCH + message for name, message in messages.items() if name != home.id}
+                replies = exchange(there) if there else {}
+                mine = messages.get(home.id)
+                return replies if mine is None else {**replies, home.id: own.handle(mine)}
+
+            try:
+                found = own.alignment()
+            except ProtocolError:  # not agreed on yet
+                carry(
+                    Matcher(roster).match(lambda done, of: _log.info("matching: %d of %d places", done, of)), answered
+                )
+                found = own.alignment()
+        finally:
+            store.close()
+        if not found.matched:
+            raise InputError("alignment: no identifier stands in all files; is it written alike everywhere?")
+        _log.info("people: %d matched; of response.data %d unmatched", found.matched, found.unmatched)
+        return found.order, found.rows
+
+    def _sorted(self, joined: Mapping[str, Schema], offer: JobOffer) -> tuple[bytes, Any]:
+        try:
+            order = sorted_order(self._prepared, offer.hash)
+        except InputError as error:
+            raise InputError(f"response.data: {error}") from None
+        people = len(self._prepared.rows)
+        wanted = columns_schema(people, order).constants
+        for silo, schema in sorted(joined.items()):
+            if any(schema.constants.get(name) != wanted[name] for name in ("people", "order")):
+                raise ProtocolError(
+                    f"silo '{silo}' does not hold the people of response.data in the same order: one file has others, "
+                    "or identifiers are written differently; align the files, or match (alignment.how = 'matching')"
+                )
+        return order, np.arange(people)

@@ -1,0 +1,536 @@
+"""Vertical jobs between institutions: the posterior of one process, byte for byte; kills; what policies refuse."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from consortium_run import SILOS, Job, Sites
+from deployment_world import NOW, World, new_world
+from safetensors.torch import load_file, save
+
+from secure_fvi import wire
+from secure_fvi.alignment import MatchingSilo
+from secure_fvi.deployment import holding, serving
+from secure_fvi.deployment.job import JobOffer, make_offer
+from secure_fvi.deployment.model_hash import manifest
+from secure_fvi.deployment.policy import read_policy
+from secure_fvi.deployment.policy_check import check
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    END,
+    JOIN,
+    KNOWN,
+    MATCH,
+    OPEN,
+    Joined,
+    Known,
+    Open,
+    columns_schema,
+    schema_digest,
+    unpack_schema,
+)
+from secure_fvi.deployment.site import Site
+from secure_fvi.deployment.site_job import check_supported
+from secure_fvi.deployment.trail_verify import _exchanges, compare
+from secure_fvi.driving import Progress
+from secure_fvi.engines.stream_server import StreamServer
+from secure_fvi.errors import InputError, PolicyError, ProtocolError, SecureFVIError
+from secure_fvi.messages import ROUND, decode_broadcast
+from secure_fvi.privacy.ledger_account import verify as verify_ledger
+from secure_fvi.runs.config import Alignment, Config, Model, parse
+
+PEOPLE = 40
+VERTICAL = {"name": "vertical", "response": "private", "rounds": 8, "rho": 0.5}
+SORTED = {"column": "person", "how": "sorted"}
+MASKED, PLAIN, TWO = {"kind": "masked"}, {"kind": "plain"}, {"options": {"columns": 2}}
+
+
+def write(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def tables(folder: Path, people: int = PEOPLE) -> dict[str, Path]:
+    """Of each silo two columns, and the outcome, of the same people in the order of their ids."""
+    rng = torch.Generator().manual_seed(5)
+    x = torch.randn(people, 6, generator=rng).double()
+    y = torch.bernoulli(torch.sigmoid(2 * x[:, 0] - 2 * x[:, 3]), generator=rng)
+    ids = [f"P-{1000 + i}" for i in range(people)]
+    found = {s: folder / f"{s}.csv" for s in (*SILOS, "response")}
+    for j, silo in enumerate(SILOS):
+        write(
+            found[silo],
+            ["person", "a", "b"],
+            [[i, *map(float, r)] for i, r in zip(ids, x[:, 2 * j : 2 * j + 2], strict=True)],
+        )
+    write(found["response"], ["person", "died"], [[i, int(v)] for i, v in zip(ids, y, strict=True)])
+    return found
+
+
+class ColumnsJob(Job):
+    """A vertical job over files, in a world whose policies allow it."""
+
+    def __init__(self, world: World, folder: Path, allow: bool = True, **changes: Any) -> None:
+        self.files = tables(folder)
+        table = {
+            "model": {"likelihood": "bernoulli"},
+            "partition": None,
+            "silo": [{"id": s, "data": str(self.files[s])} for s in SILOS],
+            "response": {"data": str(self.files["response"]), "column": "died"},
+            "alignment": SORTED,
+            "algorithm": VERTICAL,
+            **changes,
+        }
+        super().__init__(world, folder, allow, **table)
+
+    def allow(self, site: str, rule: dict[str, Any] | None = None, **changes: Any) -> None:
+        """rule: of the data set, beside or in place of what this job needs."""
+        if site in self.files:
+            assert self.config.alignment is not None
+            alignment = self.config.alignment.model_dump(mode="json")
+            data = {"id": "data", "path": str(self.files[site]), "alignment": alignment, **(rule or {})}
+            changes = {
+                "data": [{k: v for k, v in data.items() if v is not None}],
+                "disclosures": ["person_rows"],
+                **changes,
+            }
+        super().allow(site, **changes)
+
+
+def owned(job: Job, world: World) -> dict[str, dict[str, torch.Tensor]]:
+    """What each silo kept of its own, by silo; and that it is what one process has in the silo's file."""
+    found = {}
+    files = sorted((job.folder / "local" / "silos").glob("*.safetensors"))
+    for silo, file in zip(SILOS, files, strict=True):
+        (kept,) = (world.homes[silo].path / "results").glob("*.safetensors")
+        found[silo], alone = load_file(kept), load_file(file)
+        assert all(torch.equal(found[silo][f"own/{name}"], value) for name, value in alone.items())
+    return found
+
+
+def nothing_left(world: World, *matching: str) -> None:
+    """No silo kept a secret of the job, nor the response."""
+    for silo in SILOS:
+        (folder,) = (world.homes[silo].state_folder / "jobs").iterdir()
+        kept = ["cohort", "ended", *matching, "offer", "predictor", "session", "sessions"]
+        assert sorted(p.name for p in folder.iterdir()) == kept
+
+
+def aligned(job: ColumnsJob, matched: Mapping[str, npt.NDArray[np.int64]]) -> bytes:
+    """The posterior of one process over the files' rows in the order in which they were matched."""
+    folder = job.folder / "aligned"
+    folder.mkdir()
+    for name, rows in matched.items():
+        with job.files[name].open(newline="") as file:
+            header, *table = csv.reader(file)
+        write(folder / f"{name}.csv", header, [[f"{at:05}", *table[row][1:]] for at, row in enumerate(rows)])
+    silos = tuple(s.model_copy(update={"data": str(folder / f"{s.id}.csv")}) for s in job.config.silo)
+    assert job.config.response is not None
+    response = job.config.response.model_copy(update={"data": str(folder / "response.csv")})
+    alignment = Alignment(column="person", how="sorted")
+    job.config = job.config.model_copy(update={"silo": silos, "response": response, "alignment": alignment})
+    return job.local()
+
+
+def shuffled(job: ColumnsJob) -> None:
+    """Files in orders of their own, each with people that no other has, and without one that all others have; ids are
+    written in two ways."""
+    for at, path in enumerate(job.files.values()):
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        own = [[f"P-{2000 + 10 * at + i}", *rows[i][1:]] for i in range(at + 1)]
+        rows = [row for i, row in enumerate(rows) if i != at] + own
+        random.Random(at).shuffle(rows)
+        write(path, header, [[r[0].lower().replace("-", " ") if at % 2 else r[0], *r[1:]] for r in rows])
+
+
+@pytest.fixture
+def matched(monkeypatch: pytest.MonkeyPatch) -> dict[str, npt.NDArray[np.int64]]:
+    """Rows in the common order by party, once they are known."""
+    found: dict[str, npt.NDArray[np.int64]] = {}
+    inner = MatchingSilo.alignment
+
+    def seen(self: MatchingSilo) -> Any:
+        alignment = inner(self)
+        found["response" if self.silo_id == "hub" else self.silo_id] = alignment.rows
+        return alignment
+
+    monkeypatch.setattr(MatchingSilo, "alignment", seen)
+    return found
+
+
+MATCHED = {"column": "person", "drop": "- "}
+
+
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("response", ["private", pytest.param("shared", marks=pytest.mark.slow)])
+def test_people_are_matched_within_the_job(world: World, tmp_path: Path, matched: Any, response: str) -> None:
+    """Over the job's own stream, before its first round; the posterior is that of one process over rows in the order
+    that was found, the logs have each message, and the keys of matching are gone."""
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm={**VERTICAL, "response": response})
+    shuffled(job)
+    remote = job.run()
+    assert {len(rows) for rows in matched.values()} == {PEOPLE - 4}
+    assert remote == aligned(job, matched)
+    owned(job, world)
+    nothing_left(world, "matching")
+    assert not list((tmp_path / "remote" / "checkpoint").glob("matching*"))
+    for silo in SILOS:
+        found = compare(world.homes[silo].log_file, world.homes["hub"].log_file)
+        assert (found.lost_answers, found.unanswered) == (0, 0)
+        (rows,) = _exchanges(world.homes[silo].log_file)[1].values()
+        assert sum(row.step == "matching" for row in rows) == 8
+        assert set(map(str, range(1000, 1000 + PEOPLE))).isdisjoint(
+            text for path in (tmp_path / "remote").rglob("*.json") for text in path.read_text().split('"')
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_silo_that_is_killed_while_people_are_matched(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, matched: Any, at: int
+) -> None:
+    """At its `at`-th message of matching: it evaluates no place for anybody a second time, for its store has what it
+    did; the control is a store that was put away, with which the job is over."""
+    job, seen = ColumnsJob(world, tmp_path, alignment=MATCHED), list[bytes]()
+    shuffled(job)
+
+    def when(self: Site, job: str, message: bytes) -> bool:
+        if self.home.id == "north" and message[:1] == MATCH:
+            seen.append(message)
+        return len(seen) == at and seen[-1] is message
+
+    dead = killed_once(monkeypatch, Site, "handle", when)
+    remote = job.run()
+    assert dead
+    assert remote == aligned(job, matched)
+
+
+@pytest.mark.slow
+def test_a_silo_without_its_record_of_evaluations_matches_no_more(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new key would be another chance to test identifiers. `test_a_silo_that_is_killed_while_people_are_matched` is
+    the control: with the record it goes on."""
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED)
+    handle = Site.handle
+
+    def losing(self: Site, name: str, message: bytes) -> bytes:
+        answer = handle(self, name, message)
+        if self.home.id == "north" and message[:1] == MATCH:
+            self._let_go()
+            for path in (self.home.state_folder / "jobs").glob("*/matching.evaluated*"):
+                path.unlink()
+        return answer
+
+    monkeypatch.setattr(Site, "handle", losing)
+    with pytest.raises(ProtocolError, match="what it evaluated for them is gone: a new job is needed"):
+        job.run()
+
+
+def test_how_often_and_against_how_long_a_list_a_site_is_matched(world: World, tmp_path: Path) -> None:
+    """Refusals by what the policy counts; the control is every other test here."""
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED)
+    job.allow("north", {"matchings": 0})
+    with pytest.raises(ProtocolError, match=r"data set 'data' was matched for 0 jobs \(matchings = 0\), each of which"):
+        job.run("first")
+    job.allow("north", {"largest": PEOPLE + 63})
+    with pytest.raises(ProtocolError, match=f"a list of {PEOPLE + 64} places .* silo 'north' allows {PEOPLE + 63}"):
+        job.run("second")
+
+
+@pytest.mark.slow
+def test_a_private_job_is_charged_to_the_ledgers(world: World, tmp_path: Path) -> None:
+    """Of a shared response: each round is two releases of each silo, its own noised gradient and its rows."""
+    privacy = {"unit": "record", "epsilon": 8.0, "delta": 1e-5, "clipping_norm": 1.0, "data_set": "data"}
+    job = ColumnsJob(
+        world, tmp_path, alignment=MATCHED, privacy=privacy, algorithm={**VERTICAL, "response": "shared", "rounds": 4}
+    )
+    job.run()
+    for silo in SILOS:
+        (chain,) = verify_ledger(world.homes[silo].ledger_file, silo)
+        (record,) = chain.jobs.values()
+        assert record.released == {"auxiliary": 4, "hidden": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("response", ["private", "shared"])
+def test_the_posterior_is_that_of_one_process(world: World, tmp_path: Path, response: str) -> None:
+    """Masked sums, the response at the server, or made known to all. Each silo keeps its own coefficients, which are
+    those of one process too; the server has none of them. Logs agree, and no secret is left."""
+    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "response": response})
+    assert job.run() == job.local()
+    assert owned(job, world)["east"]["mean/beta"].shape == (2,)
+    assert not list((tmp_path / "remote" / "silos").iterdir())
+    nothing_left(world)
+    for silo in SILOS:
+        found = compare(world.homes[silo].log_file, world.homes["hub"].log_file)
+        assert (found.lost_answers, found.unanswered) == (0, 0)
+        assert found.agreed > VERTICAL["rounds"]  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "aggregation", "model"),
+    [
+        ({"name": "soul", "rounds": 12, "response": "private"}, MASKED, {"likelihood": "poisson"}),
+        ({"name": "soul", "rounds": 12, "model": "power"}, MASKED, {"likelihood": "bernoulli"}),
+        ({**VERTICAL, "model": "power", "response": "shared"}, MASKED, {"likelihood": "bernoulli"}),
+        ({**VERTICAL, "auxiliary": {"kind": "amortised"}, "response": "shared"}, PLAIN, {"likelihood": "gaussian"}),
+        ({**VERTICAL, "batch_size": 16, "local_steps": 2}, MASKED, {"likelihood": "categorical", **TWO}),
+        ({**VERTICAL, "participation": 0.6, "max_staleness": 2}, PLAIN, {"likelihood": "bernoulli"}),
+    ],
+)  # fmt: skip
+def test_every_kind_of_vertical_job_is_carried(
+    world: World, tmp_path: Path, algorithm: dict[str, Any], aggregation: dict[str, Any], model: dict[str, Any]
+) -> None:
+    job = ColumnsJob(world, tmp_path, algorithm=algorithm, aggregation=aggregation, model=model)
+    for site in SILOS:
+        job.allow(site, disclosures=["person_rows", "changing_cohorts", "sampled_records"])
+    assert job.run() == job.local()
+    owned(job, world)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+def test_homomorphic_sums_carry_columns_too(tmp_path: Path, matched: Any) -> None:
+    """With a key holder, who has no part in matching; the posterior is that of one process."""
+    world = new_world(tmp_path / "world", holder=True)
+    algorithm = {**VERTICAL, "rounds": 3, "response": "shared"}
+    job = ColumnsJob(world, tmp_path, alignment=MATCHED, algorithm=algorithm, aggregation={"kind": "homomorphic"})
+    shuffled(job)
+    remote = job.run()
+    assert remote == aligned(job, matched)
+
+
+def test_what_a_policy_does_not_list_is_refused_by_name(world: World, tmp_path: Path) -> None:
+    """By the one function that judges jobs, in a world whose policies allow this one: the control."""
+    job = ColumnsJob(world, tmp_path)
+    home = world.homes["north"]
+    roster, server = home.roster(NOW), "hub"
+
+    def said(rule: dict[str, Any] | None = None, config: Config = job.config, **changes: Any) -> str:
+        job.allow("north", rule, **changes)
+        offer = make_offer(config, roster, server, manifest(job.config).hash, NOW, silos=SILOS)
+        try:
+            check(offer, read_policy(home.policy_file), "silo", roster, "north")
+        except PolicyError as error:
+            return str(error)
+        return ""
+
+    assert said() == ""
+    own = {"predictor": "own.py:effect"}
+    assert "its predictor here is all columns, linearly, (data set 'data' lists" in said(own, sandbox="off")
+    silos = tuple(s.model_copy(update=own if s.id == "north" else {}) for s in job.config.silo)
+    theirs = job.config.model_copy(update={"silo": silos})
+    assert "its predictor here is a program (data set 'data' lists none)" in said(config=theirs)
+    assert said(own, theirs, sandbox="off") == ""
+    assert "would run in the process that holds this site's keys and data, and sandbox = 'required'" in said(
+        own, theirs
+    )
+    for rule, words in (
+        ({"alignment": None}, "and data set 'data' lists no alignment"),
+        ({"alignment": {**SORTED, "column": "name"}}, "it finds people by column = 'person', how = 'sorted' (data set"),
+        (
+            {"alignment": {**SORTED, "rules": ["gb.nhs"]}},
+            "lists column = 'person', how = 'sorted', rules = ['gb.nhs'])",
+        ),
+        ({"alignment": {"column": "person"}}, "lists column = 'person', how = 'matching')"),
+        ({"path": None, "alignment": None}, "data set 'data' has no path, and a vertical job reads a file"),
+    ):
+        assert words in said(rule)
+    assert "'person_rows' by name = 'vertical', auxiliary = Auto()" in said(disclosures=[])
+    assert "R^2 1.00" in said(disclosures=[])
+    other = manifest(job.config.model_copy(update={"model": Model(likelihood="poisson")})).hash.hex()
+    assert "is not accepted (allowed: " in said(model=[{"hash": other}])
+
+
+def test_people_in_another_order_are_refused(world: World, tmp_path: Path) -> None:
+    """One silo has other people than the response's file, in as many rows; and a file whose rows are not sorted is its
+    site's to hear of. The control is every other test here."""
+    job = ColumnsJob(world, tmp_path)
+    lines = job.files["south"].read_text().splitlines()
+    job.files["south"].write_text("\n".join([*lines[:-1], lines[-1].replace("P-", "Q-")]) + "\n")
+    with pytest.raises(
+        ProtocolError, match=r"silo 'south' does not hold the people of response.data in the same order"
+    ):
+        job.run("first")
+    job.files["south"].write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
+    with pytest.raises(ProtocolError, match="silo 'south' refused: its data do not fit the model"):
+        job.run("second")
+
+
+def test_what_vertical_jobs_cannot_do_between_institutions_is_refused() -> None:
+    """By the function that servers, silos and key holders ask; the control is a job that they take."""
+    table = {
+        "model": {"likelihood": "bernoulli"},
+        "silo": [{"id": s, "data": "at-site"} for s in SILOS],
+        "response": {"data": "at-site"},
+        "alignment": MATCHED,
+        "algorithm": VERTICAL,
+        "privacy": {"unit": "record", "epsilon": 1.0, "delta": 1e-6},
+    }
+
+    def said(**changes: Any) -> str:
+        try:
+            check_supported(parse({k: v for k, v in {**table, **changes}.items() if v is not None}, "job"))
+        except InputError as error:
+            return str(error)
+        return ""
+
+    shared = {**VERTICAL, "response": "shared"}
+    assert said(privacy=None) == said(algorithm=shared) == ""
+    assert "no ledger is charged with what the server releases of it; share the response" in said()
+    assert "would try the last on the digest of their order" in said(algorithm=shared, alignment=SORTED)
+    assert "needs [alignment]: nothing else says that rows are of one person" in said(privacy=None, alignment=None)
+    program = {"model": {"program": "heart"}, "silo": None, "response": None, "alignment": None, "privacy": None}
+    assert "its silos' columns come with the program, in one process" in said(**program)
+
+
+@pytest.mark.slow
+def test_silos_that_were_told_different_responses_share_no_key(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server gives one silo another response, names to it the schema that goes with that, and takes what it answers
+    for right. The control: where the session's name does not follow from the schema, it gets its totals."""
+
+    def cheating(self: StreamServer, messages: Mapping[str, bytes]) -> dict[str, bytes]:
+        sent = dict(messages)
+        body = sent.get("north", b"")
+        if body[:1] == KNOWN:
+            known = wire.tensors(CODEC.unpack(body[1:], Known).response, "x")
+            lie = save({"y": 1 - known["y"], "offset": known["offset"]})
+            sent["north"] = KNOWN + CODEC.pack(Known(lie))
+            told.append(hashlib.sha256(lie).digest())
+        if body[:1] == OPEN:
+            opened = CODEC.unpack(body[1:], Open)
+            schema = columns_schema(PEOPLE, orders[-1], told[-1])
+            sent["north"] = OPEN + CODEC.pack(opened._replace(schema=schema_digest(schema)))
+        replies = deliver(self, sent)
+        if body[:1] == JOIN:
+            joined = CODEC.unpack(replies["north"], Joined)
+            orders.append(bytes.fromhex(unpack_schema(joined.schema).constants["order"]))
+        if body[:1] in (KNOWN, OPEN):
+            replies["north"] = replies["south"]
+        return replies
+
+    deliver, told, orders = StreamServer._deliver, list[bytes](), list[bytes]()
+    monkeypatch.setattr(StreamServer, "_deliver", cheating)
+    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "response": "shared"})
+    with pytest.raises(SecureFVIError, match="2 of 3 silos answered, 3 are needed; nothing usable of 'north'"):
+        job.run("lies")
+    monkeypatch.setattr(JobOffer, "within", lambda self, schema: self.hash)
+    assert job.run("control")
+
+
+@pytest.mark.slow
+def test_a_silos_own_predictor_is_held_to(world: World, tmp_path: Path) -> None:
+    """A program of the site's own gives what it gives in one process. Edited while the job is under way it is refused,
+    by name, and put back the job goes on."""
+    program = tmp_path / "own.py"
+    program.write_text(
+        "import pyro\nfrom pyro.distributions import Normal\n\n\ndef effect(a):\n"
+        "    return a * pyro.sample('slope', Normal(0.0, 2.0))\n"
+    )
+    job = ColumnsJob(world, tmp_path)
+    own = {"predictor": f"{program}:effect"}
+    silos = tuple(s.model_copy(update=own if s.id == "north" else {}) for s in job.config.silo)
+    job.config = job.config.model_copy(update={"silo": silos})
+    job.allow("north", own, sandbox="off")
+
+    def stop(progress: Progress) -> None:
+        if progress.round == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        job.run(on_round=stop)
+    before = program.read_text()
+    program.write_text(before.replace("2.0", "3.0"))
+    with pytest.raises(ProtocolError, match="its predictor is not that which the job began with"):
+        job.run()
+    program.write_text(before)
+    assert job.run() == job.local()
+    assert owned(job, world)["north"]["mean/slope"].shape == ()
+
+
+class Killed(BaseException):
+    """The end of a silo's process; in a thread of a test it passes all that catches errors."""
+
+
+def killed_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[..., bool]) -> list[str]:
+    """`owner.name` of one silo ends its process the first time that `when` says so, before it has answered: the process
+    is started again. What is returned is not empty once it has happened."""
+    inner, run, dead = getattr(owner, name), Sites._run, list[str]()
+
+    def dying(self: Any, *args: Any) -> Any:
+        answer = inner(self, *args)
+        if not dead and when(self, *args):
+            dead.append(name)
+            raise Killed
+        return answer
+
+    def started_again(self: Sites, silo: str) -> None:
+        try:
+            run(self, silo)
+        except Killed:
+            run(self, silo)
+
+    monkeypatch.setattr(owner, name, dying)
+    monkeypatch.setattr(Sites, "_run", started_again)
+    return dead
+
+
+def north(kind: bytes, sum_index: int = 0) -> Callable[..., bool]:
+    def when(self: Site, job: str, message: bytes) -> bool:
+        right = self.home.id == "north" and message[:1] == kind
+        return right and (kind != ROUND or decode_broadcast(message[1:]).sum_index == sum_index)
+
+    return when
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("at", [JOIN, KNOWN, OPEN, ROUND, END], ids=repr)
+def test_a_silo_that_is_killed_goes_on(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: bytes
+) -> None:
+    """After it has worked out an answer and before that has left."""
+    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "response": "shared"})
+    dead = killed_once(monkeypatch, Site, "handle", north(at, 5))
+    assert job.run() == job.local()
+    assert dead
+    owned(job, world)
+    nothing_left(world)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_draws")
+def test_a_server_that_was_stopped_goes_on(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same session, and in a new one after its machine was restarted."""
+
+    def stop(progress: Progress) -> None:
+        if progress.round == 5:
+            raise Stopped
+
+    job = ColumnsJob(world, tmp_path, algorithm={**VERTICAL, "response": "shared"})
+    with pytest.raises(Stopped):
+        job.run(on_round=stop)
+    for module in (holding, serving):
+        monkeypatch.setattr(module, "boot_id", lambda: b"another start of the machine")
+    assert job.run() == job.local()
+    owned(job, world)
+
+
+class Stopped(Exception):
+    """The end of the server's process, between two rounds."""
