@@ -377,6 +377,8 @@ class SiloFit:
         average = carry.average
         ended = all(bool(torch.isfinite(v).all()) for v in average.values())
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
+        if covariance.dim() == 2:  # a fit that ran off may leave one that is none
+            ended = ended and not int(torch.linalg.cholesky_ex(covariance)[1])
         after = OwnState(
             carry.record,
             carry.silo,
