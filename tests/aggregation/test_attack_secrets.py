@@ -113,7 +113,7 @@ class TestSurvivorAndDropped:
             silo.handle(world.sign_request(everyone - {VICTIM}))
 
     def test_control_a_silo_that_forgets_opens_the_input(self, monkeypatch):
-        monkeypatch.setattr(MemoryStore, "claim", lambda self, slot, value, settle=True: value)
+        monkeypatch.setattr(MemoryStore, "claim", lambda self, slot, value, *_, **__: value)
         world = World(consistency_check=False)
         assert is_input(self.attack(world), world.values[world.ids[VICTIM]])
 

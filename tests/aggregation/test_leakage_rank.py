@@ -117,9 +117,9 @@ class Spied:
     def keys(self):
         return self.inner.keys
 
-    def contribute(self, index, cohort, table, values, context, question=b"", most_missing=None, past=None):
+    def contribute(self, index, cohort, table, values, context, question=b"", most_missing=None, past=None, *rest):
         inner = self.inner
-        message = inner.contribute(index, cohort, table, values, context, question, most_missing, past)
+        message = inner.contribute(index, cohort, table, values, context, question, most_missing, past, *rest)
         if inner.whole:
             session, there = inner._state.agreed.session, frozenset(inner._roster.places[s] for s in cohort)
             peers, seeds = [v for v in session.neighbours(self.place) if v in there], []

@@ -21,6 +21,7 @@ from pvi_world import NOISE, REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.aggregation.base import UNABLE
 from secure_fvi.algorithms import local_fit
 from secure_fvi.algorithms.base import Posterior
 from secure_fvi.algorithms.natural import Natural, from_moments, to_eta
@@ -103,7 +104,7 @@ def _totals(world: World, change: Natural, **counts: float) -> Any:
     names = ("objective", "records", "skipped", "tempered", "moving")
     values = [counts.get(name, 0.0) for name in names]
     present = torch.tensor([1.0, 1.0, counts.get("third", 1.0)])
-    return torch.cat([change.pack(), torch.tensor(values), present]).double().numpy()
+    return torch.cat([change.pack(), torch.tensor(values), present, torch.zeros(UNABLE.size)]).double().numpy()
 
 
 @pytest.mark.parametrize("trouble", [{}, {"moving": 2}, {"skipped": 1}, {"tempered": 3}, {"third": 0.0}])

@@ -203,7 +203,7 @@ def test_an_improper_step_is_cut_back() -> None:
     message = world.server.program.broadcast(world.state, 1, 0)
     bad = Natural(torch.zeros(3), -10 * world.state.q.precision)
     stated = bad.pack() * world.server.program.per_unit(message.tensors["units"])  # type: ignore[attr-defined]
-    total = torch.cat([stated, torch.tensor([0.0, 15.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0])]).numpy()
+    total = torch.cat([stated, torch.tensor([0.0, 15.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])]).numpy()
     after, step = world.server.program.update(world.state, message, total, 1.0)
     assert after.q.proper
     assert step.learning_rate == 1 / 16
