@@ -20,6 +20,18 @@ def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
     sync_folder(path.parent)
 
 
+def make_private(folder: Path) -> None:
+    """A folder that its owner alone may enter, and so each that is missing above it. One that is there, and this
+    user's, is closed to all others. Raises OSError."""
+    if not folder.exists():
+        if not folder.parent.exists():
+            make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    mode = folder.stat().st_mode & 0o777
+    if mode & 0o077:
+        folder.chmod(mode & 0o700)
+
+
 def sync_folder(folder: Path) -> None:
     """Put the names in `folder` on the disk."""
     handle = os.open(folder, os.O_RDONLY)

@@ -323,7 +323,10 @@ def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response
         if column.kind == "integer":
             if column.low is None or column.high is None:
                 raise InputError(f"{needs} an integer without low and high")
-            levels = tuple(str(k) for k in range(int(column.low), int(column.high) + 1))
+            count = int(column.high) - int(column.low) + 1
+            if count > _MOST_COLUMNS:
+                raise InputError(f"{needs} one of {count:g} levels; at most {_MOST_COLUMNS}")
+            levels = tuple(str(int(column.low) + k) for k in range(count))
         if len(levels) < 3:
             raise InputError(f"{needs} one of {len(levels)} levels, for which family bernoulli is there")
         return Response(name, low=int(column.low or 0), levels=levels)

@@ -127,20 +127,23 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
     for r in parsed.random:
         design = Design(r.design, parsed.text, dictionary, centred=r.correlated)
         place = "global" if spans[r.label] else "record" if r.label == chosen else "silo"
-        levels = math.prod(len(_levels(n, dictionary[n])) for n in r.group) if place == "global" else 0
+        levels = math.prod(_listed(n, dictionary[n]) for n in r.group) if place == "global" else 0
         if levels * design.size > _MOST_EFFECTS:
-            raise InputError(f"formula: (... | {r.label}) has {levels} groups over all silos; at most {_MOST_EFFECTS}")
+            raise InputError(
+                f"formula: (... | {r.label}) has {levels:g} groups over all silos; at most {_MOST_EFFECTS}"
+            )
         name = r.label + "".join("'" for t in found if t.of.label == r.label)
         found.append(Term(r, name, design, place, levels))
     return found
 
 
-def _levels(name: str, column: Column) -> tuple[str, ...]:
+def _listed(name: str, column: Column) -> int:
+    """How many groups the dictionary lists, none of which is made to count them."""
     if column.kind == "integer" and column.low is not None and column.high is not None:
-        return tuple(str(k) for k in range(int(column.low), int(column.high) + 1))
+        return int(column.high) - int(column.low) + 1
     if not column.levels:
         raise InputError(f"'{name}' spans silos: the dictionary must list its groups (a category's levels)")
-    return column.levels
+    return len(column.levels)
 
 
 # ---- priors ----
@@ -668,7 +671,7 @@ class Parts(NamedTuple):
         """Whether the dictionary numbers the groups of a silo's term: it lists them, and `most` has room for all. Else
         they are numbered by which are there, as records are always: a number without rows would be a record more."""
         try:
-            listed = math.prod(len(_levels(name, self.dictionary[name])) for name in term.of.group)
+            listed = math.prod(_listed(name, self.dictionary[name]) for name in term.of.group)
         except InputError:
             return False
         return self.most.get(term.of.label, 0) >= listed
@@ -808,7 +811,7 @@ def _grouped(of: Parts, frame: Frame, rows: int, left_out: int) -> _Table:
             index = np.zeros(rows, dtype=np.int64)
             for name, column in zip(term.of.group, keys.T, strict=True):
                 found = of.dictionary[name]
-                index = index * len(_levels(name, found)) + column - int(found.low or 0)
+                index = index * _listed(name, found) + column - int(found.low or 0)
             at[label] = index
         if term.place == "global":
             continue

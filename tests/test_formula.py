@@ -1273,3 +1273,18 @@ def levels(y: torch.Tensor, present: torch.Tensor) -> None:
     level = pyro.sample("level", Normal(0.0, 5.0))
     with pyro.plate("patient", y.shape[0], dim=-2):
         pyro.sample("y", Normal(level, 1.0).expand(y.shape).mask(present > 0), obs=y)
+
+
+@pytest.mark.parametrize("high", [10**8, 1e300])
+@pytest.mark.parametrize(("formula", "family"), [("y ~ x", "ordinal"), ("x ~ 1 + (1 | y)", "gaussian")])
+def test_what_a_wide_integer_would_make_is_counted_and_not_made(formula: str, family: str, high: float) -> None:
+    """`policy explain` reads a stranger's job. The control: up to the bounds levels and groups are made."""
+
+    def made(high: float) -> Any:
+        columns = {"y": {"kind": "integer", "low": 0, "high": high, "shared": True}}
+        columns["x"] = {"kind": "number", "low": 0, "high": 1}
+        return sf.glmm(formula, family, dictionary={"format": 1, "columns": columns})
+
+    assert made(20).describe()
+    with pytest.raises(InputError, match=r"1e\+(08|300) (levels|groups).*; at most"):
+        made(high)

@@ -226,7 +226,7 @@ def show(file: Path) -> None:
 @home_option
 @code_option
 def sign(file: Path | None, home: Path, yes_code: str | None) -> None:
-    """Sign the roster in FILE, or the newest installed one, once all members have read the same code to each other.
+    """Sign the roster in FILE, or the one installed last, once all members have read the same code to each other.
 
     FILE is installed first, as by `keys install`.
     """
@@ -249,7 +249,7 @@ def sign(file: Path | None, home: Path, yes_code: str | None) -> None:
 @click.argument("signatures", nargs=-1, type=FILE)
 @home_option
 def verify(signatures: tuple[Path, ...], home: Path) -> None:
-    """Check the newest installed roster with its signatures and put it in force; older ones are refused then.
+    """Check the roster that was installed last with its signatures and put it in force; older ones are refused then.
 
     SIGNATURES that came from others are installed first, as by `keys install`.
     """

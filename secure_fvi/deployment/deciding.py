@@ -128,7 +128,7 @@ def _check_answered(offer: JobOffer, trail: Trail, policy: SitePolicy) -> None:
     met = [
         n for n, r in jobs if n != offer.job and r.fields["data_set"] == offer.data_set and UNANSWERABLE in r.omissions
     ]
-    if met and len(met) >= policy.max_unanswered:
+    if len(met) >= policy.max_unanswered:
         raise PolicyError(
             f"job '{offer.job}' is outside this site's policy: {len(met)} jobs asked what the records of "
             f"'{offer.data_set}' could not answer (max_unanswered = {policy.max_unanswered}), the last '{met[-1]}'; "

@@ -29,7 +29,7 @@ from secure_fvi.deployment.site_job import check_supported, job_folder
 from secure_fvi.disclosure import disclose
 from secure_fvi.engines.stream_messages import LONGEST
 from secure_fvi.errors import InputError, ProtocolError, SessionLost
-from secure_fvi.files import write_atomically
+from secure_fvi.files import make_private, write_atomically
 from secure_fvi.messages import SUM
 from secure_fvi.runs.config import title
 from secure_fvi.runs.options import chosen
@@ -52,7 +52,7 @@ class HolderJob:
         disclose(algorithm, sums, privacy, len(offer.silos))
         self.aggregation, self._scheme = sums, scheme_named(sums.scheme)
         self.folder = job_folder(home, decision.offer.job)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.folder)
         self.session = b""
         self._next: SecretContext | None = None  # offered, and not in use yet
         self._party: KeyHolder | None = None

@@ -40,6 +40,7 @@ from secure_fvi.deployment.consortium import ConsortiumRoster, Member, parse_ros
 from secure_fvi.deployment.names import Id, Role, Table, check_id, now, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.signatures import load_roster
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.files import make_private
 from secure_fvi.key_files import (
     TlsFiles,
     check_sealed,
@@ -101,7 +102,7 @@ class Home:
         if (path / "site.toml").exists():
             raise InputError(f"'{path}' holds the site '{cls(path).id}' already; give another folder")
         check_sealed(passphrase, unsealed)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _close(path)
         create_key(path / "identity.pem", passphrase, unsealed)
         make_tls(path, name, role, addresses, passphrase, unsealed)
         site = {"format": 1, "id": name, "role": role, "addresses": list(addresses)}
@@ -144,9 +145,12 @@ class Home:
         return self.path / "state"
 
     def hold(self) -> IO[bytes]:
-        """Take the folder for this process, until the file that is returned is closed or the process ends, however it
+        """Close the folder to other users, and take it for this process, until the file that is returned is closed or the process ends, however it
         does. Raises InputError where another process has it: two over one state would use secrets twice."""
         file = (self.path / "lock").open("ab")
+        for folder in (self.path, self.state_folder, self.state_folder / "jobs"):
+            if folder.exists():
+                _close(folder)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -229,11 +233,20 @@ class Home:
         return self.path / "rosters" / f"{serial}.toml"
 
     def newest_roster_file(self) -> Path:
-        """The roster that was installed last: the one to sign. Raises InputError where there is none."""
-        serials = [int(p.stem) for p in (self.path / "rosters").glob("*.toml") if p.stem.isdecimal()]
-        if not serials:
+        """The roster that was installed last: the one to sign. Not the one of the largest number: whoever has a roster
+        can make one of any. Raises InputError where there is none."""
+        found = self.roster_files()
+        if not found:
             raise InputError(f"'{self.path}' holds no roster; install one with `secure-fvi keys install`")
-        return self.roster_file(max(serials))
+        return found[0]
+
+    def roster_files(self) -> list[Path]:
+        """All that were installed: those that are not in force yet, the last one first, by the times of the files; then
+        the one in force and those before it."""
+        found = {int(p.stem): p for p in (self.path / "rosters").glob("*.toml") if p.stem.isdecimal()}
+        before = sorted((n for n in found if n <= self.in_force), reverse=True)
+        drafts = sorted(set(found) - set(before), key=lambda n: (found[n].stat().st_mtime_ns, n), reverse=True)
+        return [found[n] for n in (*drafts, *before)]
 
     def roster(self, now: datetime.datetime) -> ConsortiumRoster:
         """The roster in force, checked in all ways but whether this site's policy accepts it.
@@ -358,6 +371,17 @@ def _p256(path: Path, passphrase: str | None) -> EllipticCurvePrivateKey:
     if not isinstance(key, EllipticCurvePrivateKey):
         raise InputError(f"'{path}' holds a key of another kind than P-256")
     return key
+
+
+def _close(folder: Path) -> None:
+    """`make_private`, with what to do where that cannot be."""
+    try:
+        make_private(folder)
+    except OSError as error:
+        raise InputError(
+            f"'{folder}' is open to others than its owner, or cannot be made ({error.strerror}); run: "
+            f"chmod 700 '{folder}'"
+        ) from None
 
 
 def check_private(path: Path) -> None:

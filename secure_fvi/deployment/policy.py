@@ -242,7 +242,7 @@ class _File(Table):
     disclosures: tuple[Allowed, ...] = ()
     max_missing: Annotated[int, Field(ge=0)] | None = None
     max_differences: Annotated[int, Field(ge=0)] = 0
-    max_unanswered: Annotated[int, Field(ge=0)] = 3
+    max_unanswered: Annotated[int, Field(ge=1)] = 3  # which job is one shows once it was let in
     privacy: PrivacyRules
     model: tuple[ModelRule, ...] = ()
     data: tuple[DataRule, ...] = ()

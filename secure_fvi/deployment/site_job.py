@@ -53,7 +53,7 @@ from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior
 from secure_fvi.errors import DataError, InputError, ProtocolError, SessionLost
 from secure_fvi.federated_model import Records, Schema, read_data
-from secure_fvi.files import sync_folder, write_atomically
+from secure_fvi.files import make_private, sync_folder, write_atomically
 from secure_fvi.guarding import Guards, declared_job, silo_secret, strong_enough, warn_of_large_delta
 from secure_fvi.messages import ROUND, decode_broadcast
 from secure_fvi.privacy.gate import Charge, Gate
@@ -143,7 +143,7 @@ class SiteJob:
         check_supported(decision.offer.config)
         self.disclosed = disclose(*self._chosen, len(decision.offer.silos))
         self.folder = job_folder(home, decision.offer.job)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.folder)
         self._privacy, self.unfit = self._chosen[2], Unfit(self.folder, home.id, decision.offer.data_set)
         self._fresh = FreshBytes(self.folder / "fresh")
         self.party: DurableSilo | None = None
@@ -288,7 +288,7 @@ class SiteJob:
         self.party.settle(accepted)
         kept = dict(tensors) | self._own(Posterior(family, eta, theta))
         folder = self.home.path / "results"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(folder)
         path = folder / f"{self.decision.offer.job}.safetensors"
         about = {"cohort": self.cohort.digest.hex(), "policy": self.decision.policy.hash.hex()}
         content = save({k: v.detach().cpu().contiguous().clone() for k, v in kept.items()}, about)
@@ -463,7 +463,7 @@ class SiteJob:
         silo.on_event = self._tell
         silo.on_unfit = functools.partial(self.unfit.tell, spoilt=True)
         others = self.unfit.others_spoilt
-        if silo.keeps_to_itself and (self.unfit.spoilt or (others and len(others) >= policy.max_unanswered)):
+        if silo.keeps_to_itself and (self.unfit.spoilt or len(others) >= policy.max_unanswered):
             silo.past = silo.past._replace(failed=True)
             if not self.unfit.spoilt:
                 silo.on_unfit(

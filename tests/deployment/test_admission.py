@@ -24,7 +24,9 @@ from secure_fvi.deployment.keeping import accept, expiring, install, rotate_iden
 from secure_fvi.deployment.names import format_time
 from secure_fvi.deployment.requests import make_request, read_request
 from secure_fvi.deployment.rotation import check_changes, read_succession
+from secure_fvi.deployment.site_job import job_folder
 from secure_fvi.errors import InputError, ProtocolError
+from secure_fvi.files import make_private
 from secure_fvi.key_files import TlsFiles
 
 
@@ -323,6 +325,26 @@ def test_a_folder_that_others_may_write_to_is_refused(world: World) -> None:
     path.chmod(0o770)
     with pytest.raises(InputError, match="may be written by others than its owner"):
         Home(path)
+
+
+def test_folders_of_a_site_are_its_own_alone_whatever_was_there_and_whatever_the_umask(tmp_path: Path) -> None:
+    """A folder made beforehand or mounted, one that was opened later, and the state below it. The control is what
+    `Path.mkdir` makes of the folders above the last one."""
+
+    def modes(path: Path) -> list[int]:
+        return [stat.S_IMODE(p.stat().st_mode) for p in (path, path / "state", path / "state" / "jobs")]
+
+    (tmp_path / "control" / "state" / "jobs" / "one").mkdir(mode=0o700, parents=True)
+    assert all(mode & 0o055 for mode in modes(tmp_path / "control"))
+    path = tmp_path / "made-before"
+    path.mkdir()
+    home = Home.create(path, "north", "silo", unsealed=True)
+    make_private(job_folder(home, "one"))
+    assert modes(path) == [0o700] * 3
+    for folder in (path, path / "state" / "jobs"):
+        folder.chmod(0o755)
+    home.hold().close()
+    assert modes(path) == [0o700] * 3
 
 
 def test_files_that_belong_to_nobody_here_are_refused(world: World) -> None:

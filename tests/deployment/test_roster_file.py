@@ -161,6 +161,37 @@ def test_a_roster_that_does_not_follow_is_refused(world: World) -> None:
         install(world.homes["north"], path, NOW + DAY)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before the next", "between it and its signatures"])
+def test_an_unsigned_roster_of_a_far_number_keeps_no_next_one_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Anybody who has the roster in force can make one that names another before it, and mail it: what is signed and
+    verified is what a site installed last. The control is the largest number, where the far one stays in the way."""
+    home = world.homes["north"]
+    text = home.roster(NOW).content.decode().replace("serial = 1\n", f"serial = {2**31 - 1}\n")
+    far, path = world.root / "far.toml", world.root / "next.toml"
+    far.write_text(text.replace('previous = ""', f'previous = "{"11" * 32}"'))
+    path.write_bytes(world.write(world.roster, NOW + DAY).content)
+
+    for site in world.homes.values():
+        for draft in (far, path) if first else (path, far, path):
+            install(site, draft, NOW + DAY)
+    with monkeypatch.context() as largest:
+        files = Home.roster_files
+        largest.setattr(Home, "roster_files", lambda h: sorted(files(h), key=lambda p: -int(p.stem)))
+        assert sign(home, NOW + DAY)[0].serial == 2**31 - 1
+        with pytest.raises(ProtocolError, match="not signed by"):
+            accept(home, NOW + DAY)
+    sent = [sign(site, NOW + DAY)[1] for site in world.homes.values()]
+    if not first:
+        install(home, far, NOW + DAY)
+    for signature in sent:
+        install(home, signature, NOW + DAY)  # goes to the roster that it is over
+    install(home, path, NOW + DAY)  # the remedy, and no harm where there is nothing to mend
+    assert accept(home, NOW + DAY).serial == 2
+    assert home.roster(NOW + DAY).serial == 2
+
+
 def test_a_site_signs_nothing_that_has_its_own_keys_wrong(world: World) -> None:
     members = [world.request(h) for h in world.homes.values()]
     wrong = [m if m.id != "north" else m.model_copy(update={"identity": Identity().public_key.hex()}) for m in members]
