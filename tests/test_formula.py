@@ -1283,7 +1283,7 @@ def test_what_a_wide_integer_would_make_is_counted_and_not_made(formula: str, fa
     def made(high: float) -> Any:
         columns = {"y": {"kind": "integer", "low": 0, "high": high, "shared": True}}
         columns["x"] = {"kind": "number", "low": 0, "high": 1}
-        return sf.glmm(formula, family, dictionary={"format": 1, "columns": columns})
+        return sf.glmm(formula, family, dictionary=columns)
 
     assert made(20).describe()
     with pytest.raises(InputError, match=r"1e\+(08|300) (levels|groups).*; at most"):

@@ -151,8 +151,9 @@ def explain(
     model = None
     if with_data and not job.vertical:
         from secure_fvi.deployment.fence import model_for
+        from secure_fvi.deployment.policy import files_of
 
-        model, _ = model_for(job, sandbox, None, None, *(Path(s.data) for s in job.silo))
+        model, _ = model_for(job, sandbox, None, None, *files_of(job))
     found = disclosure_of(job, data_dir, model)
     check_carried(found, job.engine or Engine())
     if not as_json:

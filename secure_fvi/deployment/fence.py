@@ -246,9 +246,11 @@ def _command(folder: Path, hidden: Iterable[Path]) -> list[str]:
         command += ["--ro-bind", str(path), str(path)]
     for path in hidden:  # where a folder of the site lies among these
         at = path.resolve()
-        if any(at.is_relative_to(p.resolve()) for p in shown) and at.exists():
-            empty = ["--tmpfs", str(at), "--remount-ro", str(at)]
-            command += empty if at.is_dir() else ["--ro-bind", "/dev/null", str(at)]
+        for shows in shown if at.exists() else ():  # under each name that it has there, as of /lib, which is /usr/lib
+            if at.is_relative_to(shows.resolve()):
+                there = str(shows / at.relative_to(shows.resolve()))
+                empty = ["--tmpfs", there, "--remount-ro", there]
+                command += empty if at.is_dir() else ["--ro-bind", "/dev/null", there]
     command += ["--ro-bind", str(folder), MODEL, "--size", str(_FOLDER), "--tmpfs", _SCRATCH]
     command += ["--remount-ro", "/", "--chdir", _SCRATCH]
     for name, value in {

@@ -145,8 +145,9 @@ class Home:
         return self.path / "state"
 
     def hold(self) -> IO[bytes]:
-        """Close the folder to other users, and take it for this process, until the file that is returned is closed or the process ends, however it
-        does. Raises InputError where another process has it: two over one state would use secrets twice."""
+        """Close the folder to other users, and take it for this process, until the file that is returned is closed or
+        the process ends, however it does. Raises InputError where another process has it: two over one state would use
+        secrets twice."""
         file = (self.path / "lock").open("ab")
         for folder in (self.path, self.state_folder, self.state_folder / "jobs"):
             if folder.exists():

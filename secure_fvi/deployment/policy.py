@@ -6,6 +6,7 @@ Strict where it is silent: nothing is listed in a new policy, so nothing is allo
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,8 +17,9 @@ from secure_fvi.aggregation.base import Form
 from secure_fvi.deployment.home import check_private
 from secure_fvi.deployment.names import Hex32, Table, parse_table, read_bytes
 from secure_fvi.errors import InputError
+from secure_fvi.key_files import KEY_FILE_VARIABLE
 from secure_fvi.privacy.ledger_terms import Budget
-from secure_fvi.runs.config import Alignment, Model
+from secure_fvi.runs.config import Alignment, Config, Model
 
 R = TypeVar("R", "ModelRule", "DataRule")
 
@@ -228,6 +230,13 @@ class DataRule(Table):
         return Budget(self.id, self.epsilon, self.delta, self.unit)
 
 
+def files_of(config: Config) -> list[Path]:
+    """What code of a model's author must not see of a site: each table and dictionary that a job's silos name here, and
+    the file of the passphrase."""
+    found = [p for s in config.silo for p in (s.data, s.dictionary, *s.tables.values()) if p is not None]
+    return [Path(p) for p in (*found, os.environ.get(KEY_FILE_VARIABLE)) if p]
+
+
 class _File(Table):
     format: Literal[1]
     rosters: tuple[Hex32, ...]
@@ -274,6 +283,8 @@ class SitePolicy:
         self.models: Mapping[bytes, ModelRule] = {bytes.fromhex(m.hash): m for m in models if m.hash is not None}
         self.formulas = tuple(m for m in models if m.formula is not None)
         self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
+        named = [p for d in self.data.values() for p in (d.path, d.dictionary, *d.tables.values()) if p is not None]
+        self.files = tuple(Path(p) for p in named)  # no model's code sees them
 
     def __repr__(self) -> str:
         return f"SitePolicy({self.hash.hex()[:16]})"

@@ -43,7 +43,7 @@ from secure_fvi.deployment.going import Stand
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
-from secure_fvi.deployment.policy import DataRule
+from secure_fvi.deployment.policy import DataRule, files_of
 from secure_fvi.deployment.policy_check import check_terms
 from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
 from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
@@ -156,7 +156,7 @@ class SiteJob:
     def _build(self, config: Config) -> None:
         """Read the data, trace the model, and build what answers rounds."""
         home, decision, (algorithm, aggregation, privacy) = self.home, self.decision, self._chosen
-        hidden = [home.path, *(Path(s.data) for s in config.silo if s.id == home.id)]
+        hidden = [home.path, *decision.policy.files, *files_of(config)]
         model, _ = model_for(config, decision.policy.sandbox, decision.offer.model, decision.offer.package, *hidden)
         dtype = torch.float64 if config.run.dtype == "float64" else torch.float32
         own = self._records(config, self._local, model, dtype)

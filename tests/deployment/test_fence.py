@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ from secure_fvi.deployment.fence import FencedModel, check_fence, model_for
 from secure_fvi.deployment.fenced import export
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import Closure, closure, manifest, package_digest
-from secure_fvi.deployment.policy import read_policy
+from secure_fvi.deployment.policy import files_of, read_policy
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.session_messages import pack_schema
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.errors import InputError, PolicyError
 from secure_fvi.federated_model import FederatedModel, Schema
 from secure_fvi.runs import wording
+from secure_fvi.runs.config import SiloFile
 
 try:
     check_fence()
@@ -192,6 +194,32 @@ def test_a_sites_folder_below_pythons_own_is_hidden(tmp_path: Path, monkeypatch:
 
     assert read() == b"PRIVATE"
     assert read(site) == read(site / "identity.pem") == b""
+
+
+@needs_fence
+def test_every_file_that_a_policy_names_is_hidden_and_under_each_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data sets, tables, dictionaries and the passphrase's file, below a folder that is shown twice, as /lib is. The
+    control: what nobody names can be read there under both names."""
+    real, alias, model = tmp_path / "usr", tmp_path / "lib", tmp_path / "model"
+    real.mkdir()
+    model.mkdir()
+    alias.symlink_to(real)
+    names = ["own.csv", "homes.csv", "d.toml", "key", "other"]
+    for name in names:
+        (real / name).write_text("SECRET")
+    monkeypatch.setattr(fence, "_places", lambda: [str(real), str(alias)])
+    monkeypatch.setenv("SECURE_FVI_KEY_FILE", str(real / "key"))
+    silo = {"id": "a", "data": str(real / "own.csv"), "dictionary": str(real / "d.toml"), "query": "SELECT 1"}
+    silo["tables"] = {"homes": str(real / "homes.csv")}  # type: ignore[assignment]
+    hidden = files_of(types.SimpleNamespace(silo=[SiloFile.model_validate(silo)]))  # type: ignore[arg-type]
+    paths = [str(folder / name) for folder in (real, alias) for name in names]
+
+    def read(path: str) -> bytes:
+        return subprocess.run([*fence._command(model, hidden), "cat", path], capture_output=True, check=False).stdout
+
+    assert [read(path) for path in paths] == [b"", b"", b"", b"", b"SECRET"] * 2
 
 
 @needs_fence
