@@ -37,6 +37,8 @@ _OPEN, _CLOSE = "([{", ")]}"
 ADDITIONS = ("trials", "weights")
 #: Rows of the made table, at least.
 _MADE_ROWS = 1024
+#: Of a standardised coefficient's prior, so much that another has to add for both to be told apart.
+_MOVED = 0.01
 #: Rows of a design that are made at once.
 _AT_ONCE = 65_536
 #: Characters, random terms, terms of fixed effects and columns of a design: a formula may come from a server, and past
@@ -527,6 +529,19 @@ class Design:
         found = found / size[:, None]
         found[np.abs(found) < 1e-12 * np.abs(found).max()] = 0.0
         return found
+
+    def centres_of(self, at: int) -> dict[str, float]:
+        """By name of a column, or text of a transform, the centres in the table's units where others have to be for the
+        coefficient of column `at` to be that of the standardised columns; none where it is that wherever they are."""
+        by = np.abs(self.to_user[at] * self.scales[at])
+        by[at] = 0.0
+        own, found = {f.expr for f in self._term_of(at).factors}, dict[str, float]()
+        for j in np.flatnonzero(by > _MOVED):
+            plain = [e for e in self._plain_of(int(j)) if self.dictionary[e].kind in MEASURED]
+            found |= {e: standard(e, self.dictionary[e])[0] for e in plain if e not in own}
+            if not plain:  # a transform's own mean, which the intercept takes up
+                found[str(self._term_of(int(j)))] = float(-self.to_user[at, j] / self.to_user[j, j])
+        return dict(sorted(found.items()))
 
     def _term_of(self, at: int) -> Any:
         ends = np.cumsum([len(s.columns) for s in self._spec.structure])

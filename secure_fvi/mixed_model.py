@@ -180,10 +180,15 @@ def _priors(
             at, numbers = fixed.names.index(name), tuple(value) if isinstance(value, (tuple, list)) else ()
             if len(numbers) != 2 or not all(map(_number, numbers)) or numbers[1] <= 0:
                 raise InputError(f"priors: '{name}' takes (mean, sd), in units of the response's link")
+            if at != fixed.intercept:
+                _check_moved(name, fixed.centres_of(at), "coefficient")
             centre = response.centre if name == "(Intercept)" else 0.0
             mean[at] = (numbers[0] - centre) * float(fixed.scales[at]) / response.scale
             sd[at] = numbers[1] * float(fixed.scales[at]) / response.scale
         elif name in known and _number(value) and value > 0:
+            for t in terms if name != "sigma" else ():
+                if name == f"sd_{t.name}" or (name == "lkj" and t.correlated):
+                    _check_moved(name, _centres(t.design), f"effects of (... | {t.of.label})")
             if name == "lkj":
                 lkj = float(value)
             elif name == "sigma":
@@ -195,6 +200,32 @@ def _priors(
         else:
             raise InputError(f"priors: there is no '{name}'{nearest(name, known)} (there are: {', '.join(known)})")
     return Priors(mean, sd, group_sd, lkj, aux)
+
+
+def _centres(design: Design) -> dict[str, float]:
+    """At which columns' centres any of the design's coefficients are those of the standardised columns."""
+    found: dict[str, float] = {}
+    for at in range(design.size):
+        found |= design.centres_of(at)
+    return found
+
+
+def _check_moved(name: str, centres: Mapping[str, float], what: str) -> None:
+    """Refuse a given prior of another coefficient than the table's: of the slope of x where z is at its centre in place
+    of that where z is 0."""
+    for column, centre in centres.items():
+        by = f"{column} {'+' if centre < 0 else '-'} {abs(centre):g}"
+        also = f"give '{column}' centre = 0 in the dictionary, " if column.isidentifier() else ""
+        raise InputError(
+            f"priors: '{name}' is in the table where '{column}' is 0, and a prior is of the {what} where '{column}' is "
+            f"at its centre, {centre:g}: write I({by}) for {column} in the formula, {also}or leave this prior out"
+        )
+
+
+def _where(centres: Mapping[str, float]) -> str:
+    """In which terms a prior is, where not in those of the table."""
+    at = [f"{name} is at its centre, {centre:g}" for name, centre in centres.items()]
+    return f", where {' and '.join(at)}" if at else ""
 
 
 def _number(value: Any) -> bool:
@@ -563,7 +594,7 @@ class MixedModel(FederatedModel):
             (name, replace(of.dictionary[name], missing=(), description="", review="", at_most=""))
             for name in self.columns
         ]
-        told = [self.text, self.family, columns, self.describe(), *([_SHARED] if self._shares else []),
+        told = [self.text, self.family, columns, _described(self, where=False), *([_SHARED] if self._shares else []),
                 *([_SDS] if self.of.terms else [])]  # fmt: skip
         return {"formula": self.text, "family": self.family, "digest": hashlib.sha256(repr(told).encode()).hexdigest()}
 
@@ -1086,16 +1117,28 @@ def _prior_of(of: Parts, at: int) -> tuple[str, float, float]:
     return of.fixed.names[at], float(of.priors.mean[at]) * unit, float(of.priors.sd[at]) * unit
 
 
-def _by_prior(of: Parts, lines: Mapping[str, Line]) -> list[str]:
-    """What is said of coefficients on which the prior, which follows from the dictionary's ranges, says much."""
+def _by_prior(of: Parts, found: Mapping[str, Tensor]) -> list[str]:
+    """What is said of coefficients on which the prior says much, each in the terms of its prior. `found`: draws (n,) by
+    name, in the table's."""
+    if not of.kept:
+        return []
+    user = torch.stack([found[of.fixed.names[at]] for at in of.kept], -1)
+    back = np.linalg.inv(of.fixed.to_user[np.ix_(of.kept, of.kept)]) / of.fixed.scales[of.kept, None]
+    fitted = user @ torch.from_numpy(back).to(user).mT
     said = []
-    for at in of.kept:
+    for draws, at in zip(fitted.mT, of.kept, strict=True):
         name, mean, sd = _prior_of(of, at)
-        if at != of.fixed.intercept and (lines[name].sd > 0.5 * sd or abs(lines[name].estimate - mean) > 2 * sd):
-            said.append(
-                f"'{name}' rests much on its prior, normal({mean:.3g}, {sd:.3g}), which follows from the dictionary's "
-                "range: narrow that to what occurs, or give priors"
+        if at == of.fixed.intercept or (float(draws.std()) <= 0.5 * sd and abs(float(draws.mean()) - mean) <= 2 * sd):
+            continue
+        given = (float(of.priors.mean[at]), float(of.priors.sd[at])) != (0.0, _NORMAL)
+        said.append(
+            f"'{name}'{_where(of.fixed.centres_of(at))} rests much on its prior, normal({mean:.3g}, {sd:.3g}), which "
+            + (
+                "was given"
+                if given
+                else "follows from the dictionary's range: narrow that to what occurs, or give priors"
             )
+        )
     return said
 
 
@@ -1127,7 +1170,7 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
     foot = (
         *counted,
         *(_counted(of) if result.privacy is None else ()),
-        *_by_prior(of, lines),
+        *_by_prior(of, found),
         f"{state} after {result.rounds} rounds: {result.convergence['reason']}",
     )
     rest = [n for n in lines if n not in effects and n not in groups]
@@ -1137,26 +1180,33 @@ def _summary(model: MixedModel, result: Result, draws: int) -> Summary:
     )  # fmt: skip
 
 
-def _described(model: MixedModel) -> list[str]:
+def _described(model: MixedModel, where: bool = True) -> list[str]:
+    """`where`: with the words that say at which centres, which follow from the rest."""
     of, program = model.of, model.fn
     assert isinstance(program, Program)
-    where = {"record": "local, a record", "silo": "local, of a silo", "global": "global, it spans silos"}
+    lives = {"record": "local, a record", "silo": "local, of a silo", "global": "global, it spans silos"}
     said = [f"{model.text}  (family {model.family})", f"columns that it reads: {', '.join(model.columns)}"]
     own = "a row" if model.record_label is None else f"all rows of a {model.record_label}"
     said.append(f"a record, by which sums and differential privacy count: {own}")
-    said += [f"(1 | {t.of.label}): {where[t.place]}" if t.design.constant else
-             f"({t.of.design} | {t.of.label}): {where[t.place]}" for t in of.terms]  # fmt: skip
+    said += [f"(1 | {t.of.label}): {lives[t.place]}" if t.design.constant else
+             f"({t.of.design} | {t.of.label}): {lives[t.place]}" for t in of.terms]  # fmt: skip
     for at in of.kept:
         name, mean, sd = _prior_of(of, at)
         mean += of.response.centre if name == "(Intercept)" else 0.0
-        centred = ", where other columns are at their centres" if name == "(Intercept)" else ""
+        centred = _where(of.fixed.centres_of(at)) if where else ""
+        if name == "(Intercept)":
+            centred = ", where other columns are at their centres"
         said.append(f"prior of {name}: normal({mean:.4g}, {sd:.4g}){centred}")
     for t in of.terms:
         scale = of.priors.group_sd[t.name] * of.response.scale
         said += [f"prior of sd({t.name}) {name}: half-t(3, {scale / float(of_one):.4g})"
-                 for name, of_one in zip(t.design.names, t.design.scales, strict=True)]  # fmt: skip
-    if any(t.correlated for t in of.terms):
-        said.append(f"prior of correlations: LKJ({of.priors.lkj:g})")
+                 + (_where(t.design.centres_of(at)) if where else "")
+                 for at, (name, of_one) in enumerate(zip(t.design.names, t.design.scales, strict=True))]  # fmt: skip
+    if correlated := [t for t in of.terms if t.correlated]:
+        centres: dict[str, float] = {}
+        for t in correlated if where else ():
+            centres |= _centres(t.design)
+        said.append(f"prior of correlations: LKJ({of.priors.lkj:g}){_where(centres)}")
     if of.family in ("gaussian", "student"):
         said.append(f"prior of sigma: half-t(3, {of.priors.aux * of.response.scale:.4g})")
     said += [f"prior of {name}: {prior}" for name, prior in _OWN_PRIORS.get(of.family, {}).items()]
