@@ -462,9 +462,10 @@ def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -
     )
     times = math.gcd(*counts.tolist())
     if times > 1:
+        column = "" if named is not None else ", or a column record_id"  # tables of formulas have no such column
         raise DataError(
             f"{said}: every record is there {times} times, or a multiple of it. Remove the copies, or give records ids "
-            "of their own (record_ids, or a column record_id) if they are different people"
+            f"of their own (record_ids{column}) if they are different people"
         )
     warnings.warn(
         f"{said}, as of few doses and outcomes, or of a table joined to one with several rows for each of its own: "

@@ -572,6 +572,9 @@ def _check_slope(point: Point, rows: Params, site: str, gradient: Tensor | None)
             f"site '{site}' does not reach the likelihood: the log density changes with its value and the gradient "
             "does not say so. detach(), .item(), no_grad(), rounding or NumPy cuts it off; use tensor operations"
         )
+    own = site.removesuffix("_unobserved")
+    if own != site and f"{own}_observed" in density.run(latents, point.theta, rows).own:
+        return  # Pyro's own, of obs_mask
     if gradient is None:
         warnings.warn(
             f"site '{site}' does not reach the likelihood: on made data nothing that is observed depends on it, and q "
@@ -791,6 +794,8 @@ _LIBRARIES = {
     "secure_fvi",
     "torch",
 } - {"__main__"}
+#: What a module's name holds before there is one.
+_ABSENT = object()
 #: Bytes of an array up to which its numbers are compared.
 _BYTES = 2**20
 
@@ -823,11 +828,12 @@ def _held(fn: Any, deep: int = _DEEP) -> dict[str, Any]:
         call = getattr(type(fn), "forward" if isinstance(fn, torch.nn.Module) else "__call__", None)
         own = {"self": _mark(fn, _DEEP)} if _keeps(fn) else {}
         return {**own, **_held(call, deep)} if isinstance(call, types.FunctionType) else own
-    names = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
+    names = {name: fn.__globals__.get(name, _ABSENT) for name in fn.__code__.co_names}
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
             names[name] = cell.cell_contents
     names |= {f"default of {k}": value for k, value in enumerate(fn.__defaults__ or ())}
+    names |= {f"default of {k}": value for k, value in (fn.__kwdefaults__ or {}).items()}
     found = {name: _mark(value, _DEEP) for name, value in names.items()} | {"its attributes": _mark(fn, _DEEP)}
     for value in names.values():
         if (

@@ -611,7 +611,7 @@ def test_priors_are_in_the_users_units() -> None:
 def test_a_prior_of_another_coefficient_than_the_tables_is_refused(
     text: str, priors: dict[str, Any], cured: str
 ) -> None:
-    """Of a slope beside an interaction, and of effects of groups: what they mean follows from where a number is centred.
+    """Of a slope beside an interaction, and of effects of groups: that depends on where a number is centred.
     Control: the remedies that the refusal names. Draws of the prior have the sd in the table that was given then.
     """
     with pytest.raises(

@@ -1439,3 +1439,25 @@ def test_programs_run_one_at_a_time() -> None:
         thread.join()
     assert all(seen)
     assert torch.get_default_dtype() == before
+
+
+def _by_keyword(x: Tensor, *, kept: dict[str, Tensor] = {}) -> Tensor:  # noqa: B006 - that is the mistake
+    return x - kept.setdefault("m", x.mean())
+
+
+def _makes_a_name(x: Tensor) -> None:
+    globals()["_MADE_NAME"] = x.mean()
+    _MADE_NAME  # type: ignore[name-defined]  # noqa: B018, F821
+
+
+def test_state_in_keyword_defaults_and_new_names_is_told() -> None:
+    """Control: a second run, which changes nothing any more."""
+    from secure_fvi.program_contract import watched
+
+    with pytest.warns(SecureFVIWarning, match="default of kept"), watched(_by_keyword):
+        _by_keyword(torch.ones(3))
+    with pytest.warns(SecureFVIWarning, match="_MADE_NAME"), watched(_makes_a_name):
+        _makes_a_name(torch.ones(3))
+    with warnings.catch_warnings(), watched(_by_keyword):
+        warnings.simplefilter("error")
+        _by_keyword(torch.ones(3))
