@@ -165,17 +165,19 @@ def read_coded(
     memory: str = MEMORY,
     seconds: float = SECONDS,
     spoilt: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Coded:
     """The columns of `dictionary` (of those, `only`), coded. Raises DataError, which names columns and rows.
 
     files: one, called `data` in `query`, or several by name. In a query the columns of CSV and JSON files are text,
-    and those of SQLite have the types with which they are declared.
+    and those of SQLite have the types with which they are declared. columns: by name of a JSON file, which keys of its
+    records a query sees as columns; left out, those of the dictionary.
     Rows with a gap in a column that is read are refused, or, with missing = "drop", left out and counted. spoilt: each
     row with a cell that does not fit, and each line of a CSV that cannot be read, is left out, whatever the others are,
     and so are all rows of an id that stands twice; none may be left. So a record follows from its own row, or counts
     as nothing, and no refusal tells of it.
     """
-    found = check_table(files, dictionary, query, only, memory, seconds, spoilt)
+    found = check_table(files, dictionary, query, only, memory, seconds, spoilt, columns)
     return _unspoilt(found, missing) if spoilt else _fitting(found, missing, remedy(found.findings))
 
 
@@ -234,12 +236,25 @@ def check_table(
     memory: str = MEMORY,
     seconds: float = SECONDS,
     spoilt: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Coded:
     """The same with all that does not fit among `findings`; values there are 0. Raises DataError for a table that
     cannot be read at all or lacks a column. spoilt: lines of a CSV that cannot be read are left out."""
-    with opened(files, query, memory, seconds, spoilt) as table:
+    keys = json_columns(files, dictionary, columns) if isinstance(dictionary, Dictionary) else columns
+    with opened(files, query, memory, seconds, spoilt, keys) as table:
         found = _checked(table, dictionary, only)
         return found._replace(spoilt=_lines_left_out(table)) if spoilt else found
+
+
+def json_columns(
+    files: Path | Mapping[str, Path], dictionary: Dictionary, columns: Mapping[str, Sequence[str]] | None
+) -> dict[str, Sequence[str]]:
+    """By file, the columns that a query of a job sees of JSON, named before any record is read. Raises InputError for
+    one that is no file's."""
+    known = list(files) if isinstance(files, Mapping) else [TABLE]
+    if other := next((name for name in columns or {} if name not in known), None):
+        raise InputError(f"columns of '{other}', which is no file here{nearest(other, known)}")
+    return {name: (columns or {}).get(name, tuple(dictionary.columns)) for name in known}
 
 
 def _lines_left_out(table: Opened) -> tuple[str, ...]:
@@ -464,9 +479,12 @@ def opened(
     memory: str = MEMORY,
     seconds: float = SECONDS,
     spoilt: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Opened]:
     """The rows of `query` over `files`, or of the only table in them. Raises DataError for a file that cannot be read
-    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV that cannot be read are left out."""
+    and InputError for a query that is not one plain SELECT. spoilt: lines of a CSV that cannot be read are left out.
+    columns: by JSON file, what a query sees of it; without, all keys of its records, so that one with a key of its own
+    may change what a name in the query means for all: for a look at a table, not for a job."""
     named = {TABLE: files} if not isinstance(files, Mapping) else dict(files)
     paths = {name: _regular(Path(path)) for name, path in named.items()}
     duckdb = _duckdb()
@@ -487,7 +505,9 @@ def opened(
         connection.execute("SET enable_progress_bar = false")  # it would go to the standard output
         connection.execute("SET TimeZone = 'UTC'")  # the machine's would decide on which day a time lies
         tables = [
-            table for name, path in paths.items() for table in _let_in(connection, name, path, query, seconds, spoilt)
+            table
+            for name, path in paths.items()
+            for table in _let_in(connection, name, path, query, seconds, spoilt, (columns or {}).get(name))
         ]
         # DuckDB's own files are attached by now, and attached they stay.
         paths_sql = ", ".join(_quoted(str(p)) for p in paths.values() if _format(p) not in ("duckdb", "sqlite"))
@@ -709,9 +729,16 @@ def _format(path: Path) -> str:
 
 
 def _let_in(
-    connection: duckdb.DuckDBPyConnection, name: str, path: Path, query: str | None, seconds: float, spoilt: bool
+    connection: duckdb.DuckDBPyConnection,
+    name: str,
+    path: Path,
+    query: str | None,
+    seconds: float,
+    spoilt: bool,
+    keys: Sequence[str] | None,
 ) -> list[str]:
-    """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them."""
+    """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
+    keys: of JSON, the columns that a query sees."""
     kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
     if kind == "duckdb":
         connection.execute(f"ATTACH {where} AS {table} (READ_ONLY)")
@@ -732,7 +759,9 @@ def _let_in(
         )
     elif kind == "json":
         rows = f"read_json_objects({where}, format='auto')"
-        cells = ", ".join(f"json ->> {_quoted(key)} AS {_identifier(key)}" for key in _keys(connection, rows))
+        cells = ", ".join(
+            f"json ->> {_quoted(key)} AS {_identifier(key)}" for key in _keys(connection, rows, query is not None, keys)
+        )
         rows = f"(SELECT {cells} FROM {rows})"
     else:
         rows = f"read_parquet({where}, hive_partitioning=false)"
@@ -740,26 +769,44 @@ def _let_in(
     return [table]
 
 
-def _keys(connection: duckdb.DuckDBPyConnection, rows: str) -> list[str]:
-    """The keys of all objects of a JSON file, each to be looked up as it is written: names that DuckDB would find by
-    itself follow from all records, so that one with a key in other letters takes theirs from the others."""
+def _keys(connection: duckdb.DuckDBPyConnection, rows: str, queried: bool, named: Sequence[str] | None) -> list[str]:
+    """The columns of a JSON file, each to be looked up as it is written. Of a query those that were `named` beforehand,
+    and no other, whether or not a record has them: a key of one record's own would else decide what a name of the query
+    means for all. Without a query, or a name, the keys of all objects; of two that differ in case alone the named one.
+    """
     kinds = connection.execute(
         f"SELECT json_type(json) <> 'OBJECT' OR len(list_distinct(json_keys(json))) < len(json_keys(json)), count(*) "
         f"FROM {rows} GROUP BY ALL"
     ).fetchall()
     if bad := sum(count for wrong, count in kinds if wrong is not False):
         raise DataError(f"{bad} of its records are no objects, or have a key twice")
+    if queried and named is not None:
+        if bad := _no_columns(named):
+            raise InputError(f"{_COLUMNS}; {bad} of the {len(named)} that are named beforehand are not so")
+        return list(named)
     found = connection.execute(f"SELECT DISTINCT unnest(json_keys(json)) AS key FROM {rows} ORDER BY key").fetchall()
     keys = [key for (key,) in found]
+    if named is not None:  # whatever else a record has is never read, and refuses nothing
+        wanted = [key for key in keys if key in named]
+        taken = {key.lower() for key in wanted}
+        keys = wanted + [
+            key for key in keys if key not in named and key.lower() not in taken and not _no_columns([key])
+        ]
+        keys = list({key.lower(): key for key in reversed(keys)}.values())
     if not keys:
         raise DataError("it holds no records with columns")
-    lower = [key.lower() for key in keys]
-    if bad := sum(not key or key[0] in "$/" or "*" in key or lower.count(key.lower()) > 1 for key in keys):
-        raise DataError(
-            f"names of columns must differ, not in case alone, not be empty, have no * and not begin with $ or /; "
-            f"{bad} of the {len(keys)} keys of its records are not so"
-        )
+    if bad := _no_columns(keys):
+        raise DataError(f"{_COLUMNS}; {bad} of the {len(keys)} keys of its records are not so")
     return keys
+
+
+_COLUMNS = "names of columns must differ, not in case alone, not be empty, have no * and not begin with $ or /"
+
+
+def _no_columns(keys: Sequence[str]) -> int:
+    """How many keys cannot stand for columns beside the others."""
+    lower = [key.lower() for key in keys]
+    return sum(not key or key[0] in "$/" or "*" in key or lower.count(key.lower()) > 1 for key in keys)
 
 
 def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:

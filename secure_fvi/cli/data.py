@@ -26,6 +26,11 @@ _tables = click.option(
 )
 
 
+_columns = click.option(
+    "--columns", multiple=True, metavar="NAME=A,B", help="Of a JSON file, the columns that the query sees."
+)
+
+
 @click.group()
 def data() -> None:
     """A site's table: draft its dictionary, and check it against one. Nothing leaves this machine."""
@@ -79,6 +84,7 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
 @click.option("--dictionary", "coding", type=FILE, required=True, help="dictionary.toml.")
 @_query
 @_tables
+@_columns
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--rows", type=click.IntRange(1), default=20, show_default=True, help="Row numbers to print a line.")
 @click.option("--formula", help="Look at the columns that it uses alone, as its fit does.")
@@ -87,6 +93,7 @@ def check(
     coding: Path,
     query: str | None,
     tables: tuple[str, ...],
+    columns: tuple[str, ...],
     missing: Literal["refuse", "drop"],
     rows: int,
     formula: str | None,
@@ -96,13 +103,14 @@ def check(
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError
     from secure_fvi.formula import columns_of
-    from secure_fvi.tables import GAP, check_table, opened, read_coded, remedy
+    from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
     used = list(dictionary.columns) if formula is None else columns_of(formula, dictionary)
     with _about(table):
-        found = check_table(files, dictionary, query, used)
-        with opened(files, query) as held:
+        keys = json_columns(files, dictionary, {n: c.split(",") for n, _, c in (v.partition("=") for v in columns)})
+        found = check_table(files, dictionary, query, used, columns=keys)
+        with opened(files, query, columns=keys) as held:
             others = [name for name in held.types if name not in dictionary.columns]
         if not found.read:
             raise DataError("it has no rows")
@@ -122,7 +130,9 @@ def check(
         raise DataError(f"{table}: no row is without a gap")
     if formula is not None:
         with _about(table):
-            _check_records(read_coded(files, dictionary, query, missing, used), formula, dictionary, table.name)
+            _check_records(
+                read_coded(files, dictionary, query, missing, used, columns=keys), formula, dictionary, table.name
+            )
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 

@@ -236,13 +236,16 @@ def allow(
     Floors stay as they are (min_cohort, epsilon, noise, ...): a job below them is refused here, and nothing is written.
     """
     from secure_fvi.deployment.names import read_bytes, write_bytes
-    from secure_fvi.deployment.policy import read_policy
+    from secure_fvi.deployment.job import data_set_of
+    from secure_fvi.deployment.policy import check_one_name, read_policy
     from secure_fvi.runs import wording
     from secure_fvi.runs.federation import disclosure_of
     from secure_fvi.runs.records import job_dictionary
 
     job, path = config.job(), home / "policy.toml"
-    read_policy(path)
+    policy = read_policy(path)
+    if table is not None:
+        check_one_name(policy, table, data_set_of(job))
     before, found = read_bytes(path, "the policy"), disclosure_of(job)
     _say([*_formula_lines(job), *_alignment_lines(job), *disclosure_lines(found)])
     how: dict[str, Any] = {"query": query, "missing": None if missing == "refuse" else missing}

@@ -86,6 +86,7 @@ noise = ["distributed", "silo"]  # "server" trusts the server with sums before n
 # path = "/srv/data/asthma.csv"      # or .parquet, .json, .sqlite, .duckdb
 # dictionary = "asthma.toml"         # secure-fvi data describe drafts it, secure-fvi data check tries it
 # query = "SELECT * FROM data WHERE age IS NOT NULL"  # one SELECT over `data`, and over files that `tables` names
+# columns = { data = ["age", "smoker"] }  # of JSON: what the query sees; unless given, the dictionary's columns
 # missing = "drop"                   # leaves out rows with a gap, which are refused otherwise
 # cohort = "pinned"                  # refuses a job on other rows than the first one's; "said" notes it in the log
 # epsilon = 3.0
@@ -182,7 +183,7 @@ def _blanks(text: str) -> str:
 
 class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
-    dictionary, query, tables, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort: whether other
+    dictionary, query, tables, columns, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort: whether other
     rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
     places that another party's list may have then, and so identifiers that it may test against this one's; matchings:
@@ -199,6 +200,7 @@ class DataRule(Table):
     dictionary: Text | None = None
     query: Text | None = None
     tables: dict[Text, Text] = Field(default_factory=dict)
+    columns: dict[Text, tuple[Text, ...]] = Field(default_factory=dict)
     missing: Literal["refuse", "drop"] = "refuse"
     cohort: Literal["said", "pinned"] | Hex32 = "said"
     epsilon: Positive | None = None
@@ -212,8 +214,10 @@ class DataRule(Table):
             raise ValueError("a data set is the file of its path, or what a job takes from a program (from_job)")
         if (self.epsilon is None) != (self.delta is None):
             raise ValueError("a budget needs both epsilon and delta")
-        if self.dictionary is None and (self.query or self.tables or self.missing != "refuse"):
-            raise ValueError("query, tables and missing need a dictionary, which `secure-fvi data describe` drafts")
+        if self.dictionary is None and (self.query or self.tables or self.columns or self.missing != "refuse"):
+            raise ValueError(
+                "query, tables, columns and missing need a dictionary, which `secure-fvi data describe` drafts"
+            )
         if self.path is None and (self.alignment is not None or self.predictor is not None):
             raise ValueError("alignment and predictor are of a vertical job, which needs the path of a table")
         if self.dictionary is not None and self.alignment is not None:
@@ -285,6 +289,10 @@ class SitePolicy:
         self.data: Mapping[str, DataRule] = {d.id: _located(d, folder) for d in file.data}
         named = [p for d in self.data.values() for p in (d.path, d.dictionary, *d.tables.values()) if p is not None]
         self.files = tuple(Path(p) for p in named)  # no model's code sees them
+        for rule in self.data.values():
+            for path in (rule.path, *rule.tables.values()):
+                if path is not None and (other := data_set_with(self.data, Path(path), rule.id)) is not None:
+                    raise InputError(_twice(path, rule.id, other))
 
     def __repr__(self) -> str:
         return f"SitePolicy({self.hash.hex()[:16]})"
@@ -295,10 +303,40 @@ class SitePolicy:
         return self._max_missing if private or self._max_missing is not None else 0
 
 
+def data_set_with(rules: Mapping[str, DataRule], file: Path, besides: str = "") -> str | None:
+    """The data set, other than `besides`, that reads this file, by whatever name or link, as its table or beside it."""
+    for name, rule in rules.items():
+        paths = [Path(p) for p in (rule.path, *rule.tables.values()) if p is not None]
+        if name != besides and any(_same(path, file) for path in paths):
+            return name
+    return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.resolve() == other.resolve() or one.samefile(other)
+    except (OSError, RuntimeError):  # one is not there, or links to itself
+        return False
+
+
+def _twice(path: Path | str, name: str, other: str) -> str:
+    return (
+        f"'{path}' is read by data set '{other}', and may not be by '{name}' as well: over one population's rows there "
+        f"is one budget and one rule, and a second name would add a budget of its own; let jobs name '{other}'"
+    )
+
+
+def check_one_name(policy: SitePolicy, file: Path, name: str) -> None:
+    """Raise InputError where `file` stands in the policy under another data set than `name`."""
+    if (other := data_set_with(policy.data, file, name)) is not None:
+        raise InputError(_twice(file, name, other))
+
+
 def read_policy(path: Path) -> SitePolicy:
     """The policy in `path`. Files that it names are relative to its folder.
 
-    Raises InputError for an unknown key, a value that is none, or a file that others may write to.
+    Raises InputError for an unknown key, a value that is none, a file that others may write to, or two data sets that
+    read one file.
     """
     content = read_bytes(path, "the policy")
     check_private(path)

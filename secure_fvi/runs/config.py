@@ -102,7 +102,7 @@ class Partition(Table):
 class SiloFile(Table):
     """One silo with its data: a table (`runs.options.TABLES`), or arrays (.npz, .safetensors); in a vertical run also
     its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
-    `tables` names. missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
+    `tables` names. columns: by name of a JSON file there, the keys that the query sees as columns. missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
 
     id: Name
     data: Name
@@ -110,6 +110,7 @@ class SiloFile(Table):
     dictionary: Name | None = None
     query: Name | None = None
     tables: dict[Name, Name] = Field(default_factory=dict)
+    columns: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     missing: Literal["refuse", "drop"] | None = None
 
 
@@ -223,8 +224,8 @@ class Config(Table):
     def _check_coding(self, silo: SiloFile) -> None:
         if silo.dictionary is not None:
             return
-        if self.model.formula is None and (silo.query or silo.tables or silo.missing is not None):
-            needs = "query, tables and missing need a dictionary, which `secure-fvi data describe` drafts"
+        if self.model.formula is None and (silo.query or silo.tables or silo.columns or silo.missing is not None):
+            needs = "query, tables, columns and missing need a dictionary, which `secure-fvi data describe` drafts"
             raise ValueError(f"silo '{silo.id}': {needs}")
         if silo.missing is not None:
             raise ValueError(

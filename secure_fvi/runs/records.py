@@ -118,12 +118,32 @@ def _read(
     query, said = (silo.query, silo.missing) if silo is not None else (None, None)
     files = _files(path, silo)
     read_coded: Callable[..., Coded] = named(TABLES, "data", path.suffix)
-    found = read_coded(files, coding, query, missing or said or "refuse", only, spoilt=spoilt is not None)
+    columns = silo.columns if silo is not None else None
+    with _columns_hint(query, files):
+        found = read_coded(
+            files, coding, query, missing or said or "refuse", only, spoilt=spoilt is not None, columns=columns
+        )
     if spoilt is not None:
         spoilt += found.spoilt
     for name, rows in found.left_out.items():
         _log.warning("%s: of %d rows, those with a gap in '%s', %d, are left out", path, found.read, name, rows)
     return found
+
+
+@contextmanager
+def _columns_hint(query: str | None, files: Mapping[str, Path]) -> Iterator[None]:
+    """Of a query over JSON that cannot be carried out: where its columns come from."""
+    try:
+        yield
+    except DataError:
+        raise
+    except InputError as error:
+        if query is None or not any(path.suffix in OBJECTS for path in files.values()):
+            raise
+        raise InputError(
+            f"{error}; of JSON a query sees the dictionary's columns, or those that columns names: columns = "
+            '{ data = ["age", "sex"] }'
+        ) from None
 
 
 def _files(path: Path, silo: SiloFile | None) -> dict[str, Path]:
