@@ -762,8 +762,8 @@ def test_where_a_row_stands_is_no_column_of_it(tmp_path: Path) -> None:
     assert read_coded(tmp_path / "with.duckdb", d, query).names["x"] == ["1"]
 
 
-#: Queries in which a name is an alias, or of an outer table, until a record has a key of that name: columns that a query
-#: sees, the record's own key, and what others are.
+#: Queries in which a name is an alias, or of an outer table, until a record has a key of that name: the columns that a
+#: query sees, and the own key of one record.
 _NAMES = {
     "an alias in WHERE": (
         "SELECT CASE WHEN sex = 'm' THEN '1' ELSE '0' END AS male, y AS x FROM data WHERE male = '1'",

@@ -235,8 +235,8 @@ def allow(
 
     Floors stay as they are (min_cohort, epsilon, noise, ...): a job below them is refused here, and nothing is written.
     """
-    from secure_fvi.deployment.names import read_bytes, write_bytes
     from secure_fvi.deployment.job import data_set_of
+    from secure_fvi.deployment.names import read_bytes, write_bytes
     from secure_fvi.deployment.policy import check_one_name, read_policy
     from secure_fvi.runs import wording
     from secure_fvi.runs.federation import disclosure_of
@@ -512,7 +512,8 @@ def _privacy_lines(d: Disclosure) -> Iterator[str]:
     if dp is None:
         yield (
             "no differential privacy: totals are exact, numbers of records with them. One total hides a silo among the "
-            "others, unless all of these put their own terms together; totals of several rounds, taken together, can "
+            "others, unless all of these put their own terms together, or a level or a group that spans silos has rows at "
+            "one site alone: that is the site's own term, and one patient's where one has it; totals of several rounds, taken together, can "
             "single out silos and records"
         )
         return

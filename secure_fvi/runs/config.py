@@ -102,7 +102,8 @@ class Partition(Table):
 class SiloFile(Table):
     """One silo with its data: a table (`runs.options.TABLES`), or arrays (.npz, .safetensors); in a vertical run also
     its own predictor. dictionary: codes the table. query: one SELECT over it, as `data`, and over the files that
-    `tables` names. columns: by name of a JSON file there, the keys that the query sees as columns. missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
+    `tables` names. columns: by name of a JSON file there, the keys that the query sees as columns.
+    missing: whether rows with a gap are refused, as they are if nothing is said, or left out."""
 
     id: Name
     data: Name

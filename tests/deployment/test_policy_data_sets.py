@@ -1,4 +1,4 @@
-"""One file under two names would have two budgets, or a budget and exact totals: a policy that names it twice is none."""
+"""One file under two names would have two budgets, or a budget and exact totals: no policy names it twice."""
 
 from __future__ import annotations
 
