@@ -183,8 +183,8 @@ def _blanks(text: str) -> str:
 
 class DataRule(Table):
     """A population. path: None for the data of a shipped program; predictor: of a vertical run, "path/to/file.py:name".
-    dictionary, query, tables, columns, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort: whether
-    other rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
+    dictionary, query, tables, columns, missing: how the file is read (`secure_fvi.runs.config.SiloFile`). cohort:
+    whether other rows than those of the first job, or than those of a digest, are refused, or said in the site's log.
     alignment: by which columns, and how, the people of a vertical job are found; the job has to say the same. largest:
     places that another party's list may have then, and so identifiers that it may test against this one's; matchings:
     jobs for which the data set is matched, each another chance.
