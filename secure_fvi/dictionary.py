@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,13 @@ class Column:
             raise InputError(f"levels are for a category or a boolean, not for kind {self.kind}")
         if self.kind == "boolean" and len(self.levels) not in (0, 2):
             raise InputError("levels of a boolean are two, for false and for true")
+        for code in self.missing:
+            if not isinstance(code, str):
+                raise InputError('missing must be a list of texts, such as ["-9", "NA"]')
+            if code.strip() not in ("", code):
+                raise InputError(f"code {code!r} for missing has blanks at an end, which no cell has: leave them out")
+            if self.kind in ("number", "integer") and re.fullmatch(r"[+-]?\d+,\d+", code):
+                raise InputError(f"code {code!r} for missing has a comma in a number: write a point")
         seen, missing = set[str](), frozenset(self.missing)
         for level in self.levels:
             if not isinstance(level, str):
@@ -212,7 +220,7 @@ def read_dictionary(path: Path) -> Dictionary:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise InputError(f"{path}: longer than the {MOST_BYTES} bytes that a dictionary may have")
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a TOML file: not UTF-8 text") from None
     except OSError as error:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from secure_fvi.dictionary import MEASURED, Column, Dictionary
+from secure_fvi.dictionary import MEASURED, NUMBER, Column, Dictionary
 from secure_fvi.errors import InputError, one_line, without_colours
 from secure_fvi.runs.wording import nearest
 
@@ -84,8 +84,12 @@ def parse(text: str) -> Parsed:
     """The parts of a formula. Raises InputError that marks the character at which it does not parse."""
     if not isinstance(text, str) or not text.strip():
         raise InputError("formula: write one such as 'wheeze ~ smoke * age + (1 | child)'")
-    if len(text) > _LONGEST or not all(char.isprintable() or char in "\n\t" for char in text):
-        raise InputError(f"formula: it may have {_LONGEST} characters, each of which can be read")
+    if len(text) > _LONGEST:
+        raise InputError(f"formula: it may have {_LONGEST} characters")
+    for at, char in enumerate(text):
+        if not (char.isprintable() or char in "\n\t"):
+            blank = "it is a blank of another kind, write a plain one," if char.isspace() else "it cannot be read"
+            raise _error(text.replace("\n", " "), at, f"U+{ord(char):04X} is no character of a formula: {blank}")
     _check_letters(text)
     tildes = [at for at, char in _outside(text) if char == "~"]
     if len(tildes) != 1:
@@ -104,6 +108,8 @@ def parse(text: str) -> Parsed:
         if bars:
             random += _random(text, begin, bars, begin + len(term))
         elif term.startswith("offset(") and _wraps(text, begin + 6, begin + len(term)):
+            if not term[7:-1].strip():
+                raise _error(text, begin, "offset() takes a column, or an expression of columns,")
             offsets.append(term[7:-1].strip())
         else:
             fixed.append(f"{sign} {term}")
@@ -156,7 +162,15 @@ def _check_letters(text: str) -> None:
         if quote >= 0:
             if char == text[quote]:
                 if not _IN_QUOTES.fullmatch(text, quote + 1, at):
-                    raise _error(text, quote, "quotes hold letters, digits, blanks and - . , : ; + * / % & < > = alone")
+                    said = "quotes hold letters, digits, blanks and - . , : ; + * / % & < > = alone"
+                    hint = "; rename the column in the query," if char == "`" else ""
+                    raise _error(text, quote, said + hint)
+                if char == "`" and not text[quote + 1 : at].strip():
+                    raise _error(text, quote, "no column stands in these quotes,")
+                if char == "`" and text[quote + 1 : at].strip() == "1":  # which formulaic takes for the intercept
+                    raise _error(
+                        text, quote, "a column named 1 cannot be told from an intercept: rename it in the query"
+                    )
                 quote = -1
         elif char in "'\"`":
             quote = at
@@ -226,7 +240,11 @@ def _left(text: str, tilde: int) -> tuple[str, dict[str, str]]:
             raise _error(
                 text,
                 text.index(term, begin),
-                f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, not '{term}',",
+                f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, joined by '+', not '{term}',",
+            )
+        if "|" in term or not rest[:-1].strip():
+            raise _error(
+                text, text.index(term, begin), f"'{term}' must be {name.strip()}(...) of a column; '+' joins two,"
             )
         additions[name.strip()] = rest[:-1].strip()
     return _plain(response), additions
@@ -472,7 +490,13 @@ class Design:
         for begin in range(0, rows, _AT_ONCE):
             part = slice(begin, min(begin + _AT_ONCE, rows))
             some = _pandas({name: frame[name][part] for name in self.columns}, self.dictionary, part.stop - begin)
-            made = np.asarray(_matrix(self._spec, some, self._context), dtype=np.float64)
+            try:
+                made = np.asarray(_matrix(self._spec, some, self._context), dtype=np.float64)
+            except Exception as error:  # whose text may hold cells
+                raise InputError(
+                    f"the formula cannot be worked out on the rows ({type(error).__name__}): do bounds in it, of bs(), "
+                    "span what the dictionary allows?"
+                ) from None
             _multiplied(made, self.to_user, out[part])
         bad = (~np.isfinite(out)).sum(0)
         if bad.any():
@@ -611,10 +635,14 @@ def _terms(text: str, formula: str) -> Any:
            for at, char in _outside(text)):  # fmt: skip
         raise _error(formula, max(formula.find("."), 0), "'.' stands for no column: name them")
     try:
-        count = _count(library.parser.DefaultFormulaParser().get_ast(text))
+        tree = library.parser.DefaultFormulaParser().get_ast(text)
+        _check_literals(tree, formula)
+        count = _count(tree)
         found = library.Formula(text) if count <= _MOST_TERMS else []
     except RecursionError:
         raise InputError(f"formula: too many terms: {formula[:200]}") from None
+    except InputError:
+        raise
     except Exception as error:
         raise _marked(error, text, formula) from None
     if count > _MOST_TERMS:
@@ -622,6 +650,22 @@ def _terms(text: str, formula: str) -> Any:
     if not hasattr(found, "__iter__") or type(found).__name__ != "SimpleFormula":
         raise _error(formula, max(formula.find("|"), 0), "'|' stands in brackets, as in (1 | child),")
     return list(found)
+
+
+def _check_literals(node: Any, formula: str) -> None:
+    """Refuse a number beside * / or :, which formulaic reads as another model than arithmetic: 1/x as x."""
+    if not hasattr(node, "args"):
+        return
+    name = str(node.operator.symbol)
+    for arg in node.args:
+        if name in ("*", "/", ":", "%in%") and not hasattr(arg, "args") and re.fullmatch(NUMBER, str(arg)):
+            said = f"{arg} stands beside '{name}', which joins terms in a formula, as in R; arithmetic is I(...), as in"
+            shown = [str(a) for a in node.args] if not any(hasattr(a, "args") for a in node.args) else ["1", "x"]
+            sign = name if name in "*/" else "*"
+            at = re.search(rf"(?<![\w.]){re.escape(str(arg))}(?![\w.])", formula[formula.find("~") + 1 :])
+            begin = at.start() + formula.find("~") + 1 if at else 0
+            raise _error(formula, begin, f"{said} I({shown[0]}{sign}{shown[-1]}),")
+        _check_literals(arg, formula)
 
 
 def _count(node: Any) -> float:
@@ -728,6 +772,8 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
     names: set[str] = set()
     at = max(formula.find(str(factor.expr)), 0)
     for node in ast.walk(tree):
+        if isinstance(node, ast.BitXor):
+            raise _error(formula, at, f"'{factor.expr}': a power is written **, as in I(x**2),")
         if not isinstance(node, _NODES):
             raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
         if isinstance(node, ast.Attribute) and not (_is_contrast(node) and id(node) in coding):
@@ -829,12 +875,52 @@ def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str,
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and inner.id in dictionary.columns:
             kind = dictionary.columns[inner.id].kind
+            ends = dictionary.columns[inner.id].low, dictionary.columns[inner.id].high
+            if name == "bs" and kind in MEASURED and None in ends:
+                why = f"'{inner.id}' needs low and high in the dictionary, between which its splines lie,"
+                raise _error(formula, at, f"bs({inner.id}): {why}")
             if name == "C" and kind in ("number", "date"):
                 raise _error(formula, at, f"C({inner.id}): '{inner.id}' is a {kind} and has no levels")
             if name in (*_STATEFUL, "exp", "log", "sqrt", "log10", "log2", "log1p") and kind in ("category", "id"):
                 raise _error(formula, at, f"{name}({inner.id}): '{inner.id}' is of kind {kind}, and no number")
+    if name in (*_FUNCTIONS,) and (len(node.args) != 1 or node.keywords):
+        raise _error(formula, at, f"{name}() takes one column, or one expression of columns,")
+    if name == "C":
+        _check_coding(node, dictionary, formula, at)
+    for given in (*node.args[1:2], *(k.value for k in node.keywords if k.arg in ("df", "degree", "knots"))):
+        if name in ("bs", "poly") and _is_literal(given) and not math.isfinite(_folded(given)):
+            raise _error(formula, at, f"{name}(): df, degree and knots are numbers,")
     if name in ("center", "scale", "standardize") and not (len(node.args) == 1 and isinstance(node.args[0], ast.Name)):
         raise _error(formula, at, f"{name}() takes a column of the dictionary, which has its centre and scale,")
+
+
+def _check_coding(node: ast.Call, dictionary: Dictionary, formula: str, at: int) -> None:
+    """Refuse a C() whose levels are not all that its column may have: formulaic takes rows of another for those of the
+    level to compare with."""
+    contrasts = [*node.args[1:], *(k.value for k in node.keywords if k.arg == "contr")]
+    if (
+        len(node.args) > 2
+        or not node.args
+        or any(isinstance(c, ast.Constant) and c.value is not None for c in contrasts)
+    ):
+        raise _error(formula, at, "C() takes a column and its contrasts, as in C(x, contr.treatment('b')),")
+    names = {n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name) and n.id in dictionary.columns}
+    if len(names) > 1:
+        raise _error(formula, at, "C() takes one column: which levels several have together no dictionary says,")
+    given = next((k.value for k in node.keywords if k.arg == "levels"), None)
+    if given is None:
+        return
+    if not (isinstance(node.args[0], ast.Name) and names and isinstance(given, ast.List | ast.Tuple)):
+        raise _error(formula, at, "C(x, levels=[...]): x is a column, and levels are written out,")
+    (name,) = names
+    column = dictionary[name]
+    every = list(column.levels) if column.kind == "category" else [float(v) for v in _span(name, column)]
+    told = [e.value if isinstance(e, ast.Constant) else _folded(e) for e in given.elts]
+    if len(told) != len(every) or set(told) != set(every):
+        raise _error(
+            formula, at, f"C({name}, levels=[...]) has to name each level that the dictionary has of '{name}', once, "
+            "in whatever order: rows of others would count as the first one's. A query leaves rows out"
+        )  # fmt: skip
 
 
 def _known(name: str, dictionary: Dictionary, formula: str) -> None:

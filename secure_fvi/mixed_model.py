@@ -1128,7 +1128,15 @@ def _by_prior(of: Parts, found: Mapping[str, Tensor]) -> list[str]:
     said = []
     for draws, at in zip(fitted.mT, of.kept, strict=True):
         name, mean, sd = _prior_of(of, at)
-        if at == of.fixed.intercept or (float(draws.std()) <= 0.5 * sd and abs(float(draws.mean()) - mean) <= 2 * sd):
+        if at == of.fixed.intercept:
+            if abs(float(draws.mean()) - of.response.centre - mean) > 2 * sd:
+                said.append(
+                    f"'{name}', where other columns are at their centres, rests much on its prior, normal("
+                    f"{mean + of.response.centre:.3g}, {sd:.3g}): give priors, or an offset in a unit in which it is "
+                    "small, as hours/1000"
+                )
+            continue
+        if float(draws.std()) <= 0.5 * sd and abs(float(draws.mean()) - mean) <= 2 * sd:
             continue
         given = (float(of.priors.mean[at]), float(of.priors.sd[at])) != (0.0, _NORMAL)
         said.append(

@@ -89,11 +89,15 @@ _UNREADABLE = {
     "date": "no date such as 2024-12-31",
     "id": "an id as a float, of fewer digits than tell ids apart,",
 }
+#: Texts that other programs write for a value that is not there, in small letters; and numbers, as whole of an id.
+CODES = ("na", "n/a", "#n/a", "<na>", "nan", "nat", "null", "none", ".", "-", "?")
+_NO_ID = r"-(1|7+|8+|9+)(\.0*)?"
 #: Up to where whole numbers of DuckDB's types of floats differ; and how other programs write a float of more.
 _FLOATS = {"FLOAT": 2**24, "DOUBLE": TOLD_APART}
 _ROUNDED = r"[+-]?([0-9]+([.,][0-9]*)?[eE]\+0*(1[1-9]|[2-9][0-9]|[1-9][0-9]{2})|[0-9]{16,}\.[0-9]*)"
 #: What some countries' programs write in place of the point.
 _COMMA = "a comma in a number"
+_NO_NAME = "a usual code for a missing value in place of an id"
 _DECIMAL = r"regexp_full_match({text}, '[+-]?[0-9]+,[0-9]+')"
 #: How to come by text in UTF-8.
 _CONVERT = ": save it as 'CSV UTF-8', or convert it, as by iconv -f {0} -t UTF-8 OLD.csv > NEW.csv"
@@ -225,6 +229,18 @@ def remedy(findings: Iterable[Finding]) -> str:
     found = {f.what: f.column for f in findings}
     if _COMMA in found:
         return f"; {with_points(found[_COMMA])}"
+    if _NO_NAME in found:
+        return (
+            f"; all these rows would be one: name the codes in missing = [...] of '{found[_NO_NAME]}' in the "
+            "dictionary, or, where they are ids, write all ids with a letter in front"
+        )
+    if found.get(_AGAIN) == RECORD_ID:
+        return (
+            f"; a whole number '{RECORD_ID}' is the records' own, all different: where a record has several rows, give "
+            'it kind = "id" in the dictionary'
+        )
+    if _UNREADABLE["boolean"] in found:
+        return "; truth values are true and false: levels that say otherwise are of cells that are text"
     return "; write ids as text or as whole numbers" if _UNREADABLE["id"] in found else ""
 
 
@@ -289,6 +305,8 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
             # Where none of the names is there, the first line may be no header but a record.
             headed = any(n in table.types for n in wanted)
             hint = nearest(name, table.types) if headed else "; does its first line name the columns?"
+            if alike := [n for n in table.types if n.lower() == name.lower()]:
+                hint = f"; there is '{alike[0]}', in other letters: write it so in the dictionary, or rename it"
             raise DataError(f"the table has no column '{name}'{hint}")
         if _NESTED.fullmatch(table.types[name]):
             raise DataError(f"column '{name}' holds lists, structures or bytes; take them apart in the query")
@@ -298,7 +316,7 @@ def _checked(table: Opened, coding: Coding, only: Iterable[str] | None) -> Coded
     names: dict[str, list[str]] = {}
     for name in wanted:
         column, fits = dictionary[name], status[name] == 0
-        if column.unique or name == RECORD_ID:
+        if column.unique or (name == RECORD_ID and column.kind != "id"):
             findings += _repeated(name, values[name], fits)
         if column.at_most in values:
             above = fits & (status[column.at_most] == 0) & (values[name] > values[column.at_most])
@@ -339,7 +357,8 @@ def _fetched(
         if column.missing:
             fits.append(f"NOT coalesce({gap}, false)")
         # A gap is looked for where a cell does not fit: in most there is none, and texts take their time.
-        wrong = f"WHEN {gap} THEN 1 WHEN {comma} THEN 4 WHEN r{i} IS NULL THEN 2 ELSE 3"
+        code = _is_code(_text(cell, kind)) if column.kind == "id" else "false"
+        wrong = f"WHEN {gap} THEN 1 WHEN {comma} THEN 4 WHEN {code} THEN 5 WHEN r{i} IS NULL THEN 2 ELSE 3"
         how = f"CASE WHEN {' AND '.join(fits)} THEN 0 {wrong} END"
         out += [f"coalesce(r{i}, {nothing}) AS v{i}", f"({how})::UTINYINT AS s{i}"]
     found = table.fetch(f"SELECT {', '.join(out)} FROM (SELECT {', '.join(dict.fromkeys(coded))} FROM {table.rows})")
@@ -355,7 +374,8 @@ def _text(cell: str, kind: str) -> str:
     """SQL for a cell as text without blanks at its ends; whole numbers have no point, however they are stored."""
     if _NUMERIC.fullmatch(kind):
         whole = f"{cell} = trunc({cell}) AND abs({cell}) < {TOLD_APART}"
-        return f"CASE WHEN {whole} THEN CAST(CAST({cell} AS BIGINT) AS VARCHAR) ELSE CAST({cell} AS VARCHAR) END"
+        text = f"WHEN {whole} THEN CAST(TRY_CAST({cell} AS BIGINT) AS VARCHAR) ELSE CAST({cell} AS VARCHAR)"
+        return f"CASE {f'WHEN isnan({cell}) THEN NULL ' if kind in _FLOATS else ''}{text} END"
     return f"trim(CAST({cell} AS VARCHAR), {_BLANKS})"
 
 
@@ -376,6 +396,10 @@ def _gap(cell: str, column: Column, kind: str) -> str:
         gap.append(f"{_text(cell, kind)} = ''")
     if column.missing:
         gap.append(f"{_text(cell, kind)} IN ({', '.join(map(_quoted, column.missing))})")
+        if column.kind == "date":  # whose cell may have a time of day, 00:00
+            text = _text(cell, kind)
+            day = f"CASE WHEN regexp_full_match({text}, {_quoted(DATE)}) THEN left({text}, 10) END"
+            gap.append(f"coalesce({day} IN ({', '.join(map(_quoted, column.missing))}), false)")
     codes = [f"{float(code)!r}::DOUBLE" for code in column.missing if re.fullmatch(NUMBER, code)]
     if codes and column.kind not in ("id", "category"):
         gap.append(f"coalesce({_number(cell, kind)} IN ({', '.join(codes)}), false)")
@@ -389,7 +413,7 @@ def _value(cell: str, column: Column, kind: str) -> str:
         told_apart = f"abs({cell}) < {_FLOATS[kind]}" if kind in _FLOATS else "true"
         if not _NUMERIC.fullmatch(kind):
             told_apart = f"NOT regexp_full_match({text}, {_quoted(_ROUNDED)})"
-        return f"CASE WHEN {text} <> '' AND {told_apart} THEN {text} END"
+        return f"CASE WHEN {text} <> '' AND {told_apart} AND NOT {_is_code(text)} THEN {text} END"
     if column.kind == "category":
         levels = ", ".join(map(_quoted, column.levels))
         return f"CAST(enum_code(TRY_CAST({text} AS ENUM({levels}))) AS BIGINT)"
@@ -397,8 +421,8 @@ def _value(cell: str, column: Column, kind: str) -> str:
         dated = f"regexp_full_match({text}, {_quoted(DATE)})"
         return f"CASE WHEN {dated} THEN CAST(TRY_CAST(left({text}, 10) AS DATE) - DATE '1970-01-01' AS DOUBLE) END"
     if column.kind == "boolean":
-        if column.levels and kind != "BOOLEAN":
-            no, yes = map(_quoted, column.levels)
+        if column.levels:
+            no, yes = map(_quoted, _of_truth(column.levels) if kind == "BOOLEAN" else column.levels)
             return f"CASE {text} WHEN {no} THEN 0 WHEN {yes} THEN 1 END"
         no, yes = (f"{number} = {i} OR lower({text}) = '{word}'" for i, word in enumerate(("false", "true")))
         return f"CASE WHEN {no} THEN 0 WHEN {yes} THEN 1 END"
@@ -406,6 +430,18 @@ def _value(cell: str, column: Column, kind: str) -> str:
         return f"CASE WHEN isfinite({number}) THEN {number} END"
     whole = f"isfinite({number}) AND {number} = trunc({number}) AND abs({number}) < {TOLD_APART}"
     return f"CASE WHEN {whole} THEN CAST({number} AS BIGINT) END"
+
+
+def _of_truth(levels: Sequence[str]) -> list[str]:
+    """Levels as DuckDB writes a truth value, where they are names of one; those that are not stand for none."""
+    known = {"true": "true", "1": "true", "false": "false", "0": "false"}
+    return [known.get(level.lower(), "") for level in levels]
+
+
+def _is_code(text: str) -> str:
+    """SQL for whether a text that stands for an id is what programs write where there is none."""
+    listed = ", ".join(map(_quoted, CODES))
+    return f"(lower({text}) IN ({listed}) OR regexp_full_match({text}, {_quoted(_NO_ID)}))"
 
 
 def _inside(value: str, column: Column) -> list[str]:
@@ -418,6 +454,7 @@ def _findings(name: str, column: Column, status: npt.NDArray[np.uint8]) -> list[
         *_finding(name, GAP, status == 1),
         *_finding(name, _UNREADABLE[column.kind], status == 2),
         *_finding(name, _COMMA, status == 4),
+        *_finding(name, _NO_NAME, status == 5),
         *_finding(name, "a value outside its range", status == 3),
     ]
 
@@ -520,10 +557,9 @@ def opened(
             query = f"SELECT * FROM {tables[0]}"
         _check_query(connection, query, list(paths))
         inner = query.strip().rstrip(";")
+        _check_names(connection, query)
         described = connection.execute(f"DESCRIBE SELECT * FROM (\n{inner}\n)").fetchall()
         types = {row[0]: str(row[1]) for row in described}
-        if len(types) < len(described):
-            raise InputError("two columns of the query's result have the same name")
         aliases = ", ".join(f"c{i}" for i in range(len(described)))
         yield Opened(connection, f"(\n{inner}\n) AS rows_in_use({aliases})", types)
 
@@ -643,6 +679,32 @@ def _check_query(connection: duckdb.DuckDBPyConnection, query: str, known: Itera
             raise InputError(f"{only}, whose result follows from their content; this has {what}")
 
 
+def _check_names(connection: duckdb.DuckDBPyConnection, query: str) -> None:
+    """Raise InputError where a SELECT of a query that was looked through (`_check_query`) has two columns of one name:
+    whoever reads from it gets the first, without a word."""
+    duckdb = _duckdb()
+    tree = json.loads(connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0])
+    top = tree["statements"][0]["node"]
+    outer = (top.get("cte_map") or {}).get("map") or []
+    for part in _parts(top):
+        if part.get("type") not in ("SELECT_NODE", "SET_OPERATION_NODE"):
+            continue
+        own = [] if part is top else (part.get("cte_map") or {}).get("map") or []
+        whole = {"error": False, "statements": [{"node": part | {"cte_map": {"map": [*outer, *own]}}}]}
+        try:
+            (sql,) = connection.execute("SELECT json_deserialize_sql(?::JSON)", [json.dumps(whole)]).fetchone() or ("",)
+            names = [row[0] for row in connection.execute(f"DESCRIBE {sql}").fetchall()]
+        except duckdb.Error:  # a part that has no meaning by itself, such as one that looks at the row outside
+            continue
+        lower = [name.lower() for name in names]
+        if twice := [name for name in names if lower.count(name.lower()) > 1]:
+            name = _identifier(twice[0])
+            raise InputError(
+                f"two columns of the query's result, or of a part of it, have the same name '{twice[0]}': write "
+                f"* REPLACE (... AS {name}) or * EXCLUDE ({name}), join by USING, or give one another name"
+            )
+
+
 def _unordered(part: Mapping[str, Any]) -> str:
     """What in this part of a query follows from chance, or from the order of the rows; empty where nothing does."""
     if part.get("sample"):
@@ -740,6 +802,10 @@ def _let_in(
     """Make the tables of a file known as `name`, or `name.TABLE` where it holds several; what a query calls them.
     keys: of JSON, the columns that a query sees."""
     kind, where, table = _format(path), _quoted(str(path)), _identifier(name)
+    if kind == "json":
+        with path.open("rb") as file:
+            if file.read(3) == codecs.BOM_UTF8:
+                raise DataError(f"'{path}' begins with a byte order mark: tail -c +4 OLD.json > NEW.json leaves it out")
     if kind == "duckdb":
         connection.execute(f"ATTACH {where} AS {table} (READ_ONLY)")
         held = connection.execute(
@@ -829,7 +895,14 @@ def _header(path: Path, spoilt: bool) -> tuple[list[str], str]:
         ) from None
     if not any(names):
         raise DataError("the first line must name the columns")
+    if re.fullmatch("sep=.?", "".join(names), re.IGNORECASE):
+        raise DataError("the first line must name the columns: it is Excel's 'sep=', delete that line")
     lower = [name.lower() for name in names]
+    if not lower[0] and all(lower[1:]):
+        raise DataError(
+            "column names must not be empty, and that of column 1 is: numbers of rows, as R and pandas write them? "
+            "Leave them out by write.csv(..., row.names = FALSE) or to_csv(..., index=False), or give the column a name"
+        )
     for at, name in enumerate(lower, 1):
         if not name or lower.count(name) > 1:
             raise DataError(

@@ -104,7 +104,7 @@ _COLUMNS = st.one_of(
         st.sampled_from(["number", "integer", "date"]), st.tuples(_FINITE, _FINITE), st.floats(1e-3, 1e3), st.text(),
     ),
     st.lists(_NAMES.map(str.strip), min_size=1, unique=True).map(lambda levels: Column("category", tuple(levels))),
-    st.builds(Column, st.just("id"), shared=st.booleans(), unique=st.booleans(), missing=st.tuples(st.text())),
+    st.builds(Column, st.just("id"), shared=st.booleans(), unique=st.booleans(), missing=st.tuples(st.text().map(str.strip))),
 )  # fmt: skip
 
 
@@ -170,6 +170,9 @@ def test_what_a_site_means_otherwise_than_a_job_is_named() -> None:
         ({"kind": "integer", "at_most": "m"}, "no column 'm'"),
         ({"kind": "integer", "at_most": "c"}, "at_most names 'c', of kind id"),
         ({"kind": "id", "missing": "NA"}, "missing must be a list of texts"),
+        ({"kind": "number", "missing": [-9]}, "missing must be a list of texts"),
+        ({"kind": "number", "missing": ["-9 "]}, "code '-9 ' for missing has blanks at an end"),
+        ({"kind": "number", "missing": ["-9,0"]}, "code '-9,0' for missing has a comma"),
         ({"kind": "id", "unit": 3}, "unit must be text"),
     ],
 )

@@ -187,6 +187,27 @@ WRONG = {
     "y ~ y": (None, "both sides"),
     "y | tries(n) ~ 1": (5, "trials(...) and weights(...)"),
     "y ~ offset(sex)": (None, "numeric columns"),
+    "y ~ C(sex, levels=['m', 'f'])": (5, "has to name each level that the dictionary has of 'sex', once"),
+    "y ~ C(visits, levels=[1, 2])": (5, "has to name each level"),
+    "y ~ C(sex, levels=['m', 'f', 'x', 'z'])": (5, "has to name each level"),
+    "y ~ age + (0 + C(sex, levels=[]) | child)": (16, "has to name each level"),
+    "y ~ C(visits * n)": (5, "C() takes one column"),
+    "y ~ C(sex, 'm')": (5, "contr.treatment"),
+    "y ~ 1/age": (5, "I(1/age)"),
+    "y ~ smoke + 1/age": (13, "I(1/age)"),
+    "y ~ smoke * 2": (13, "I(smoke*2)"),
+    "y ~ smoke + (1/age | child)": (14, "I(1/age)"),
+    "y ~ `1`": (5, "a column named 1"),
+    "y ~ ``": (5, "no column stands"),
+    "y ~ `age (years)`": (5, "rename the column in the query"),
+    "y ~ age\u00a0+ sex": (8, "U+00A0 is no character of a formula: it is a blank of another kind"),
+    "y ~ I(age^2)": (5, "a power is written **"),
+    "y ~ bs(count, df=4)": (5, "'count' needs low and high"),
+    "y ~ bs(age, df='a')": (5, "df, degree and knots are numbers"),
+    "y ~ log(age, 2)": (5, "log() takes one column"),
+    "y ~ offset()": (5, "offset() takes a column"),
+    "y | trials() ~ 1": (5, "must be trials(...) of a column"),
+    "y | trials(n) | weights(n) ~ 1": (5, "'+' joins two"),
 }
 
 
@@ -261,6 +282,21 @@ def test_what_is_evaluated_is_what_was_checked(monkeypatch: pytest.MonkeyPatch) 
     with contextlib.suppress(Exception):
         model(UNSEEN, "gaussian")
     assert ran
+
+
+def test_the_control_formulaic_takes_rows_without_a_level_for_the_first_and_a_reciprocal_for_the_column() -> None:
+    import pandas as pd
+    from formulaic import Formula
+
+    frame = pd.DataFrame({"g": list("abc")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        taken = np.asarray(Formula("C(g, levels=['b', 'a'])").get_model_matrix(frame, na_action="ignore"))
+    np.testing.assert_array_equal(taken[1], taken[2])
+    assert list(Formula("1/x")) == list(Formula("x"))
+    whole = Design("C(sex, levels=['m', 'x', 'f'])", "y ~ C(sex, levels=['m', 'x', 'f'])", DICTIONARY)
+    assert [n[-4:] for n in whole.names[1:]] == ["T.x]"[-4:], "T.f]"[-4:]]
+    assert Design("I(1/age)", "y ~ I(1/age)", DICTIONARY).size == 2
 
 
 @pytest.mark.parametrize("formula", WRONG)

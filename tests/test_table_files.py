@@ -192,6 +192,77 @@ def test_other_programs_csv(tmp_path: Path, mark: str) -> None:
     assert {k: v.tolist() for k, v in read_coded(path, d).columns.items()} == {"a": [1.0], "b": [0]}
 
 
+CODING = Dictionary(
+    {
+        "id": Column("id"),
+        "b": Column("boolean", levels=("true", "false")),
+        "yes": Column("boolean", levels=("ja", "nein")),
+        "seen": Column("date", missing=("9999-12-31",)),
+        "g": Column("category", levels=("1", "2")),
+        "record_id": Column("id"),
+    }
+)
+
+
+def test_a_type_that_a_file_has_changes_no_code(tmp_path: Path) -> None:
+    """true and false of Parquet follow the levels, as text does, or are refused; a code for a missing date is one in a
+    column of times as well; NaN is a gap in whatever column."""
+
+    def typed(cells: str, only: str) -> dict[str, Any]:
+        file = tmp_path / "t.parquet"
+        duckdb.sql(f"SELECT unnest([{cells}]) AS {only}").write_parquet(str(file))
+        return read_coded(file, CODING, missing="drop", only=[only]).columns
+
+    (tmp_path / "t.csv").write_text("b\ntrue\nfalse\n")
+    assert read_coded(tmp_path / "t.csv", CODING, only=["b"]).columns["b"].tolist() == [0.0, 1.0]
+    assert typed("true, false", "b")["b"].tolist() == [0.0, 1.0]
+    with pytest.raises(DataError, match="'yes': neither of its two values in 2 rows .*levels that say otherwise"):
+        typed("true, false", "yes")
+    days = typed("TIMESTAMP '2020-01-05', TIMESTAMP '9999-12-31'", "seen")["seen"]
+    assert days.tolist() == [18266.0]
+    assert typed("1.0::DOUBLE, 'nan'::DOUBLE, 2.0::DOUBLE", "g")["g"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("code", ["NA", "#N/A", "null", ".", "-999", "<NA>"])
+def test_a_code_for_a_missing_id_makes_no_patient(tmp_path: Path, code: str) -> None:
+    """All such rows would be one patient. The controls: named as missing they are gaps, and 999 may be an id."""
+    file = tmp_path / "t.csv"
+    file.write_text(f"id\n{code}\n999\n{code}\nNAN2\n")
+    with pytest.raises(DataError, match=r"'id': a usual code for a missing value .* 2 rows \(1, 3\); .*missing = "):
+        read_coded(file, CODING, only=["id"])
+    found = read_coded(file, Dictionary({"id": Column("id", missing=(code,))}), missing="drop")
+    assert found.names["id"] == ["999", "NAN2"]
+
+
+def test_a_record_id_may_repeat_where_it_is_an_id(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("record_id\n1\n1\n2\n")
+    assert read_coded(tmp_path / "t.csv", CODING, only=["record_id"]).columns["record_id"].tolist() == [0, 0, 1]
+    with pytest.raises(DataError, match='an id of an earlier row .*give it kind = "id"'):  # the records' own
+        read_coded(tmp_path / "t.csv", Dictionary({"record_id": Column("integer")}))
+
+
+@pytest.mark.parametrize(
+    ("query", "right"),
+    [
+        ("SELECT *, v / 10 AS v FROM data", "SELECT * REPLACE (v / 10 AS v) FROM data"),
+        ("SELECT *, v / 10 AS V FROM data", "SELECT * EXCLUDE (v), v / 10 AS v FROM data"),
+        ("WITH t AS (SELECT *, v / 10 AS v FROM data) SELECT v FROM t", "SELECT v / 10 AS v FROM data"),
+        ("SELECT v FROM (SELECT *, v / 10 AS v FROM data)", "SELECT v FROM (SELECT v / 10 AS v FROM data)"),
+    ],
+)
+def test_a_column_that_a_query_names_twice_is_refused(tmp_path: Path, query: str, right: str) -> None:
+    """DuckDB takes the first, as it was before the query: the control."""
+    file = tmp_path / "t.parquet"
+    duckdb.sql("SELECT 1 AS k, 5.0::DOUBLE AS v").write_parquet(str(file))
+    d = Dictionary({"v": Column("number")})
+    with pytest.raises(InputError, match=r"the same name '.': write \* REPLACE"):
+        read_coded(file, d, query)
+    assert read_coded(file, d, right).columns["v"].tolist() == [0.5]
+    with duckdb.connect() as plain:
+        plain.execute(f"CREATE VIEW data AS FROM '{file}'")
+        assert plain.execute(f"SELECT v FROM ({query})").fetchall() == [(5.0,)]
+
+
 # ---- what is refused ----
 
 _PRIVATE = "Quixote77"  # in cells alone: no message may hold it
@@ -335,7 +406,9 @@ FILES: dict[str, tuple[bytes, str]] = {
     "latin-1 far down": (("age\n" + "1\n" * 100_000 + "Quixote77é\n").encode("latin-1"), "line 100002 is not UTF-8"),
     "names alone": (b"age\n", "it has no records"),
     "a missing column": (b"agee\n1\n", "no column 'age'; does its first line name"),
-    "another case": (b"Age\n1\n", "no column 'age'; does its first line name"),
+    "another case": (b"Age\n1\n", "no column 'age'; there is 'Age', in other letters"),
+    "numbers of rows by R": (b'"","age"\n"1",2\n', "row.names = FALSE.*index=False"),
+    "Excel's first line": (b"sep=;\nage;b\n1;2\n", "Excel's 'sep=', delete that line"),
     "a name twice": (b"age,age\n1,2\n", "column names must differ"),
     "a name in two cases": (b"age,AGE\n1,2\n", "column names must differ, not in case alone"),
     "a name too few": (b"age,\n1,2\n", "column names must differ"),
