@@ -22,6 +22,7 @@ from secure_fvi.aggregation import Masked, Plain
 from secure_fvi.aggregation.base import SecureSum
 from secure_fvi.aggregation.parties import local_parties
 from secure_fvi.algorithms.base import Algorithm
+from secure_fvi.algorithms.natural import NoStart
 from secure_fvi.algorithms.pvi import PVI
 from secure_fvi.algorithms.sfvi import SFVI
 from secure_fvi.building import Machine, build_problem, check_common, derived_secret, named_silos, numbers_of, work_of
@@ -188,7 +189,8 @@ def fit(
 ) -> Any:
     """Fit `model` over `silos` (dicts of tensors or arrays, the keyword arguments of its Pyro function, or frames).
 
-    Without an `algorithm` it is that of `default_algorithm`; where that runs off, a warning says so, and SFVI begins
+    Without an `algorithm` it is that of `default_algorithm`; where that runs off, or has no normal q to start from (a
+    flat prior, say), a warning says so, and SFVI begins
     anew in place of partitioned VI, or at a fifth of its own learning rate, twice at most, unless there is a
     `checkpoint_dir`. A bare Pyro function is taken as a model
     of global and record-level sites alone, whose record plate is the one plate around all that it observes. `Columns`
@@ -218,13 +220,13 @@ def fit(
         return going.result()
 
     kept = options.get("checkpoint_dir") is not None  # what began there goes on there, or not at all
-    if algorithm is not None or kept or getattr(model, "default_algorithm", None) or privacy is not None:
+    if algorithm is not None or kept or isinstance(model, Columns) or privacy is not None:
         return drained(algorithm)
     by: Any = None
     while True:
         try:
             return drained(by)
-        except AggregationError as error:
+        except (AggregationError, NoStart) as error:
             before: Any = by or default_algorithm(model, silos, privacy, complete(_of_run(options))["dtype"])
             if before.name == "sfvi":
                 if not rounds or before.learning_rate < _LEAST_RATE:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.errors import AggregationError
+from secure_fvi.errors import AggregationError, InputError, SecureFVIWarning
 from secure_fvi.families.gaussian import FULL_UP_TO
 from secure_fvi.fitting import default_algorithm
 
@@ -100,6 +100,27 @@ def test_where_a_local_fit_runs_off_sfvi_begins_anew(monkeypatch: pytest.MonkeyP
     for more in ({"algorithm": own}, {"checkpoint_dir": tmp_path / "run"}):
         with pytest.raises(AggregationError, match="change"):
             sf.fit(_level, silos, **quick, **more)  # type: ignore[call-overload]
+
+
+def _flat(y: Tensor) -> None:
+    mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with pyro.plate("r", len(y)):
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def test_a_prior_that_partitioned_vi_cannot_start_from_is_sfvis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: who names partitioned VI gets the refusal."""
+    monkeypatch.setattr("secure_fvi.fitting.SFVI", lambda: sf.SFVI(iterations=5))
+    silos, quick = _rows(7, 40, 13), {"compile": False, "threads": 1}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert sf.fit(_flat, silos, **quick).algorithm == "sfvi"  # type: ignore[call-overload]
+    assert any("was refused (the prior of the global sites has no Gaussian" in str(w.message) for w in heard)
+    with (
+        pytest.warns(SecureFVIWarning, match="no finite centre"),
+        pytest.raises(InputError, match="cannot start from it; SFVI can"),
+    ):
+        sf.fit(_flat, silos, sf.PVI(), **quick)  # type: ignore[call-overload]
 
 
 def test_where_sfvi_runs_off_it_begins_anew_at_a_lower_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -291,6 +291,14 @@ def _far(q: Natural, end: Natural) -> float:
     return float(torch.maximum((end.mean() - q.mean()).abs() / sd, end.stddev() / sd).max())
 
 
+def _definite(covariance: Tensor) -> bool:
+    """Whether (n, n), or (n,) variances, are a normal's to their rounding: those of a fit that runs off may be finite
+    and none."""
+    if covariance.dim() == 1:
+        return bool((covariance > 0).all())
+    return int(torch.linalg.cholesky_ex(covariance).info) == 0
+
+
 class SiloFit:
     """The local fits of all silos of a process; it holds no data, so that they share its traces."""
 
@@ -375,10 +383,8 @@ class SiloFit:
             if watch.over(start + length, carry.average["value"]):
                 break
         average = carry.average
-        ended = all(bool(torch.isfinite(v).all()) for v in average.values())
         loc, covariance = (average[name].to("cpu", torch.float64) for name in ("loc", "covariance"))
-        if covariance.dim() == 2:  # a fit that ran off may leave one that is none
-            ended = ended and not int(torch.linalg.cholesky_ex(covariance)[1])
+        ended = all(bool(torch.isfinite(v).all()) for v in average.values()) and _definite(covariance)
         after = OwnState(
             carry.record,
             carry.silo,

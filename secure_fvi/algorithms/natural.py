@@ -210,6 +210,10 @@ def matching(q: Natural, gradient: Tensor, curvature: Tensor) -> Natural:
     return Natural(gradient + (precision @ mean if q.full else precision * mean), precision)
 
 
+class NoStart(InputError):
+    """A prior that q cannot start from: SFVI takes it."""
+
+
 class Prior:
     """log p_theta(Z_G) as a factor of q, at the server: exact where it is Gaussian, else a site of its own.
 
@@ -253,8 +257,9 @@ class Prior:
         exact = self.exact(theta)
         q = exact if exact is not None else self._approached(theta)
         if not q.proper:
-            raise InputError(
-                f"the prior of the global sites has no Gaussian approximation; {algorithm} cannot start from it"
+            raise NoStart(
+                f"the prior of the global sites has no Gaussian approximation, as a flat one: {algorithm} cannot start "
+                "from it; SFVI can"
             )
         return q
 
@@ -283,7 +288,7 @@ class Prior:
     def target(self, q: Natural, theta: Params) -> Natural:
         """The fixed-point update at q. Raises InputError where a prior that is not Gaussian has many dimensions."""
         if self.n > _CURVED_UP_TO:
-            raise InputError(
+            raise NoStart(
                 f"the prior of the {self.n} global dimensions is not Gaussian in unconstrained space; PVI takes such a "
                 f"prior up to {_CURVED_UP_TO} dimensions. Take normal or log-normal priors (log-normal in place of "
                 "half normal, say), or SFVI"
