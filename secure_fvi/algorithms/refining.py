@@ -49,7 +49,7 @@ from secure_fvi.algorithms.weighing import (
     errors,
     finite,
     line_modes,
-    mirrored,
+    mirrored_near,
     modes,
     named,
     points,
@@ -301,13 +301,13 @@ def allowed(problem: Problem, q: Natural, proposal: Tensor) -> bool:
     if not bool(proposal.isfinite().all() & (shares >= 0).all()) or not 0 < float(shares.sum()) <= 2:
         return False
     own = q_part(q)
-    images = [own]
+    images, at = [own], points(problem, q)
     for _, part in unmixed(proposal, q.n):
         if any(near(part, image) for image in images):
             continue
-        image = next((i for j in images for i in mirrored(problem, j) if near(part, i)), None)
+        mirrored = (i for j in images for i in mirrored_near(at.mirrors, j, part.mean, _FROM_Q))
+        image = next((i for i in mirrored if near(part, i)), None)
         if image is None:
-            at = points(problem, q)
             told = torch.cat([*at.lines, at.scouts])
             nearest = sds_from([part._replace(factor=own.factor)], told).argmin()
             image = own._replace(mean=told[nearest])

@@ -6,8 +6,9 @@ log p(y_j | Z_G), its own latents integrated out numerically, at
 
 - draws of q, half of them of a wider one: their weights p(y, Z_G) / q(Z_G) say what means and sds should be, and halves
   of the draws how well that is known;
-- points far out, along each dimension and where signs, ends or components change places: one that is about as likely
-  as q's own mean, or would make its sds larger if there is as much around it, with a valley between, is another mode;
+- points far out, along each dimension and where signs, ends, angles or components change places, one or two at a time
+  (`mirrors`): one that is about as likely as q's own mean, or would make its sds larger if there is as much around it,
+  with a valley between, is another mode;
 - scouts, of few dimensions: quasi-random points all over the prior, wherever q is. They are draws too, of a uniform
   proposal, so that weights say which share of the posterior lies where q is not.
 
@@ -22,7 +23,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +37,7 @@ from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
-from secure_fvi.density import Layout
+from secure_fvi.density import Layout, Site
 from secure_fvi.families import LocalFamily, Params
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.families.gaussian import LOG_2PI
@@ -68,10 +71,17 @@ HALF, _DRAWS = 256, 2**31 + 1
 _TAILS = 1.2
 #: Dimensions up to which q is weighed.
 UP_TO = 64
-#: Dimensions that are searched along, and as many sds of q to either side.
-_LINES, _FAR = 16, 40
-#: Points on the way from q's mean to a mirrored one, and past it; supports of which the ends change places.
-_BETWEEN, _INTERVALS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), ("Interval", "IndependentConstraint(Interval")
+#: As many sds of q each dimension is searched along, to either side.
+_FAR = 40
+#: Points on the way from q's mean to a mirrored one, and past it, for the first few mirrors, and for all others.
+_BETWEEN, _HALFWAY = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5), (0.5, 1.0)
+#: How many those first are at most, and how many of the others one q has.
+_FIRST, _IMAGES = 24, 512
+#: Supports of which the ends change places, and on which an angle turns; of which signs change.
+_INTERVALS = ("Interval", "IndependentConstraint(Interval")
+_REALS = ("Real", "IndependentConstraint(Real")
+#: Components of a mixture at most, along an axis or by names.
+_COMPONENTS = 8
 #: One and two latents of a record or a silo are integrated out on a grid, by a trapezoidal sum: so many nodes for each,
 #: and steps in t, with sinh(t) sds of q(Z_L | Z_G) (Takahasi and Mori 1974). Right to 1% where that sd is 6 times too
 #: small or too large, of two latents 3 times.
@@ -84,6 +94,14 @@ _NEWTON, _STRIDE, _SHARES = 12, 5.0, (1.0, 0.4, 0.1)
 _DRAWN, _NESTED, _SPREADS = 256, 64, (1.2, 3.0)
 #: And by so many along lines: there means of draws are right, or too small, however far off q(Z_L | Z_G) is.
 _ALONG_LINES = 32
+#: Where latents' other modes are looked for: so many nodes along each ray, of one latent and of more, from how many sds
+#: on and up to sinh of how much; the highest peaks of each; rays beside the axes; at how many points Z_G.
+_SCANNED, _FROM, _REACH, _PEAKS, _RAYS, _LOOKS = (300, 60), 0.5, 9.0, (3, 1), 8, 3
+#: Other modes of a record at most; they count if they are so many sds apart, and so many nats less heavy at most, or,
+#: of more than two latents, where nobody climbs to them, less likely.
+_OTHERS, _OFF, _HEAVY, _UNCLIMBED = 7, 2.5, 12.0, 30.0
+#: Degrees of freedom of what shares an integrand out between its modes.
+_SHARED = 3.0
 #: Numbers of all evaluations together: fewer are many calls, each of which costs milliseconds; more leave the cache.
 _AT_ONCE = 1_200_000
 #: Nats of all silos together that are told, as a power of two.
@@ -168,7 +186,8 @@ class Points(NamedTuple):
     eps: Tensor  # (2 HALF, n) standard normals, one half after the other
     mean: Tensor  # (n,) of q
     draws: Tensor  # (2 HALF, n) of q
-    lines: list[Tensor]  # (count, n) each: a way from q's mean outwards
+    lines: list[Tensor]  # (count, n) each: a way from q's mean outwards, along dimensions first
+    mirrors: list[Mirror]  # of the other lines
     scouts: Tensor  # (_SCOUTS or 0, n) uniform between `box`, the inner ones first
     box: Tensor  # (2, n) the least and the largest of each dimension
 
@@ -197,7 +216,9 @@ def asked(table: BlockTable) -> bool:
 
 def _lines(layout: Layout) -> list[int]:
     """How many points each line has."""
-    return [_FAR] * (2 * min(layout.size("global"), _LINES)) + [len(_BETWEEN)] * len(_mirrors(layout))
+    first, others = mirrors(layout)
+    ways = [_FAR] * (2 * layout.size("global")) + [len(_BETWEEN)] * len(first)
+    return ways + [len(_HALFWAY)] * min(len(others), _IMAGES)
 
 
 def _shells(layout: Layout) -> list[int]:
@@ -244,14 +265,22 @@ def points(problem: Problem, q: Natural) -> Points:
     eps = torch.cat([half, -half], 1).flatten(0, 1)
     mean, covariance = q.mean(), q.covariance()
     steps = torch.arange(1, _FAR + 1, dtype=torch.float64)[:, None]
-    lines = [
-        mean + sign * steps * covariance[i] / covariance[i, i].sqrt()
-        for i in range(min(q.n, _LINES))
-        for sign in (1, -1)
-    ]
-    share = torch.tensor(_BETWEEN, dtype=torch.float64)[:, None]
-    lines += [mean + share * (matrix @ mean - mean) for matrix in _mirrors(problem.layout)]
-    return Points(eps, mean, mean + eps @ q.factor().mT, lines, *_scouts(problem))
+    lines = [mean + sign * steps * covariance[i] / covariance[i, i].sqrt() for i in range(q.n) for sign in (1, -1)]
+    first, others = mirrors(problem.layout)
+    images = _images(first, mean)
+    lines += [mean + torch.tensor(_BETWEEN, dtype=torch.float64)[:, None] * (z - mean) for z in images]
+    some, images = _apart(q, others)
+    lines += [mean + torch.tensor(_HALFWAY, dtype=torch.float64)[:, None] * (z - mean) for z in images]
+    return Points(eps, mean, mean + eps @ q.factor().mT, lines, [*first, *some], *_scouts(problem))
+
+
+def _apart(q: Natural, others: list[Mirror]) -> tuple[list[Mirror], Tensor]:
+    """The first `_IMAGES` of them that take q's mean far enough to be another mode, and where to; for want of so many
+    such that leave it where it is."""
+    images = _images(others, q.mean())
+    far = (sds_from([q_part(q)], images) > _APART).nonzero()[:_IMAGES, 0].tolist() if others else []
+    rest = min(len(others), _IMAGES) - len(far)
+    return [others[k] for k in far] + [_same(q.n)] * rest, torch.cat([images[far], q.mean().expand(rest, q.n)])
 
 
 def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -277,34 +306,166 @@ def _scouts(problem: Problem) -> tuple[Tensor, Tensor]:
     return box[0] + u * (box[1] - box[0]), box
 
 
+class Mirror(NamedTuple):
+    """A map of unconstrained space that is its own inverse, under which posteriors are often the same: dimensions
+    change places, then signs; then angles turn by half, and components of a simplex change places."""
+
+    order: Tensor  # (n,)
+    signs: Tensor  # (n,)
+    turned: Tensor = torch.zeros(0, dtype=torch.long)  # dimensions on an interval of which the ends meet
+    shares: tuple[tuple[Tensor, int, int], ...] = ()  # dimensions (..., K - 1) of simplexes, and two components
+
+    @property
+    def rigid(self) -> bool:
+        return not len(self.turned) and not self.shares
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """The image of z (n,)."""
+        z = self.signs * z[self.order]
+        if len(self.turned):
+            at = (torch.sigmoid(z[self.turned]) + 0.5).remainder(1.0).clamp(_EDGE, 1 - _EDGE)
+            z = z.index_put((self.turned,), torch.logit(at))
+        for where, a, b in self.shares:
+            simplex = torch.distributions.StickBreakingTransform()
+            parts = simplex(z[where])
+            order = torch.arange(parts.shape[-1])
+            order[a], order[b] = b, a
+            z = z.index_put((where,), simplex.inv(parts[..., order]))
+        return z
+
+
+#: How near to its cut an angle is taken for a point within.
+_EDGE = 1e-5
+
+
+def _same(n: int) -> Mirror:
+    return Mirror(torch.arange(n), torch.ones(n, dtype=torch.float64))
+
+
+def _images(maps: list[Mirror], z: Tensor) -> Tensor:
+    """(maps, n) of z (n,)."""
+    if not maps:
+        return z.new_zeros(0, len(z))
+    found = torch.stack([m.signs for m in maps]) * z[torch.stack([m.order for m in maps])]
+    for k, m in enumerate(maps):
+        if not m.rigid:
+            found[k] = m(z)
+    return found
+
+
 @functools.lru_cache(maxsize=8)
-def _mirrors(layout: Layout) -> list[Tensor]:
-    """Maps (n, n) of unconstrained space under which posteriors are often the same: signs of a site, of an element, or
-    of all, the ends of an interval (of an angle they meet), and components of a mixture that change places."""
+def mirrors(layout: Layout) -> tuple[list[Mirror], list[Mirror]]:
+    """Of Z_G, those that are the likeliest first, to be looked at closely, and others:
+
+    - signs of all, of a site, of sites whose names differ in one part (`load1`, `load2`), of a row or a column, of an
+      element; an interval's ends; and two of these at once;
+    - components of a mixture that change places, along an axis of that length or as sites whose names differ in one
+      part, with the shares that a simplex or an interval has;
+    - angles, on an interval, that turn by half, alone, with one sign, and with components that change places.
+    """
     n, sites = layout.size("global"), layout.of("global")
     ends = itertools.accumulate(s.size for s in sites)
     at = {s.name: torch.arange(end - s.size, end) for s, end in zip(sites, ends, strict=True)}
-    real = [at[s.name] for s in sites if s.support.startswith(("Real", "IndependentConstraint(Real"))]
-    groups = [torch.cat(real)] if real else []
-    groups += [*real] if len(real) > 1 else []
-    groups += [i[None] for s in sites if s.support.startswith(_INTERVALS) for i in at[s.name]]
-    groups += [i[None] for site in real if len(site) > 1 for i in site]
-    maps = [torch.ones(n).index_fill(0, group, -1.0).diag().double() for group in groups[:_LINES]]
-    lengths = {s.shape[-1] for s in sites if s.shape and 1 < s.shape[-1] <= 5}
-    for k in sorted(lengths):
+    named = _by_names(sites)
+    real = [at[s.name] for s in sites if s.support.startswith(_REALS)]
+    ends_of = [i[None] for s in sites if s.support.startswith(_INTERVALS) for i in at[s.name]]
+    alike = [
+        torch.cat([at[s.name] for s in of.values()])
+        for of in named.values()
+        if all(s.support.startswith(_REALS) for s in of.values())
+    ]
+    slices = [
+        at[s.name].reshape(s.shape).select(axis, k).flatten()
+        for s in sites if s.support.startswith(_REALS)
+        for axis in range(len(s.shape) if len(s.shape) > 1 else 0) for k in range(s.shape[axis])
+    ]  # fmt: skip
+    elements = [i[None] for site in real for i in site]
+    ones = torch.ones(n, dtype=torch.float64)
+    signs = lambda group: ones.index_fill(0, group, -1.0)  # noqa: E731
+    flips = [*([torch.cat(real)] if real else []), *real, *ends_of, *alike, *slices, *elements]
+    places = torch.arange(n)
+    singles = [Mirror(places, signs(group)) for group in flips]
+    swaps = list(_swaps(sites, at, named))
+    halves = [Mirror(places, ones, turned) for turned in ends_of]
+    halves += [Mirror(places, signs(group), turned) for turned in ends_of for group in [*real, *alike, *slices]]
+    halves += [Mirror(places, signs(group), turned) for turned in ends_of for group in elements]
+    halves += [
+        m._replace(turned=turned)
+        for turned in ends_of
+        for m in swaps
+        if m.rigid and m.signs[turned] > 0 and m.order[turned] == turned
+    ]
+    wholes = [*real, *ends_of, *alike, *slices]
+    pairs = [*itertools.combinations(wholes, 2), *itertools.combinations([*ends_of, *elements], 2)]
+    double = [Mirror(places, signs(one) * signs(other)) for one, other in pairs]
+    found: dict[str, Mirror] = {}
+    for m in [*singles[:16], *swaps, *halves, *singles[16:], *double]:
+        found.setdefault(str([t.tolist() for t in m[:3]] + [(w.tolist(), a, b) for w, a, b in m.shares]), m)
+    found.pop(str([places.tolist(), ones.tolist(), []]), None)
+    maps = list(found.values())
+    return maps[:_FIRST], maps[_FIRST:]
+
+
+def _by_names(sites: Iterable[Site]) -> dict[Any, dict[str, Site]]:
+    """Sites of one shape and support whose names differ in one part (`b1` and `b2`, `mu_low` and `mu_high`, `sA` and
+    `sB`), two at least, by that part."""
+    found: dict[Any, dict[str, Site]] = defaultdict(dict)
+    for s in sites:
+        for part in re.finditer(r"\d+|[A-Z]?[a-z]+|[A-Z]+", s.name):
+            found[s.name[: part.start()], s.name[part.end() :], s.shape, s.support][part.group()] = s
+    return {stem: of for stem, of in found.items() if len(of) > 1}
+
+
+def _swaps(sites: tuple[Site, ...], at: dict[str, Tensor], named: dict[Any, dict[str, Site]]) -> Iterator[Mirror]:
+    """Components that change places: two next to each other along an axis of their number, or two labels of names."""
+    n = sum(s.size for s in sites)
+    bounded = [at[s.name] for s in sites if s.size == 1 and ("Simplex" in s.support or "Interval" in s.support)]
+
+    def simplexes(k: int, a: int, b: int) -> tuple[tuple[Tensor, int, int], ...]:
+        of = [at[s.name].reshape(s.shape) for s in sites if "Simplex" in s.support and s.shape[-1] == k - 1 > 1]
+        return tuple((where, a, b) for where in of)
+
+    def with_shares(order: Tensor, shares: tuple[tuple[Tensor, int, int], ...], k: int) -> Iterator[Mirror]:
+        same = torch.ones(n, dtype=torch.float64)
+        stays = [p for p in bounded if int(order[p]) == int(p)] if k == 2 else []
+        if stays:
+            yield Mirror(order, same.index_fill(0, torch.cat(stays), -1.0), shares=shares)
+        yield Mirror(order, same, shares=shares)
+        if shares:
+            yield Mirror(order, same)
+        for p in stays if len(stays) > 1 else []:
+            yield Mirror(order, same.index_fill(0, p, -1.0), shares=shares)
+
+    def along(order: Tensor, k: int, a: int, b: int, first: bool) -> Tensor:
+        """With the axes of k, of each site the last or the first of them, swapped as well."""
+        order = order.clone()
+        for s in sites:
+            axes = [axis for axis, length in enumerate(s.shape) if length == k and "Simplex" not in s.support]
+            if axes:
+                grid = at[s.name].reshape(s.shape)
+                to = torch.arange(k)
+                to[a], to[b] = b, a
+                order[grid.flatten()] = order[grid.index_select(axes[0] if first else axes[-1], to).flatten()]
+        return order
+
+    lengths = {length for s in sites for length in s.shape if "Simplex" not in s.support}
+    for k in sorted(length for length in lengths if 1 < length <= _COMPONENTS):
         for a in range(k - 1):
-            order = torch.arange(n)
-            signs = torch.ones(n, dtype=torch.float64)
-            for s in sites:
-                if s.shape and s.shape[-1] == k:
-                    grid = at[s.name].reshape(s.shape).clone()
-                    swapped = grid.clone()
-                    swapped[..., a], swapped[..., a + 1] = grid[..., a + 1], grid[..., a]
-                    order[grid.reshape(-1)] = swapped.reshape(-1)
-                elif k == 2 and s.size == 1 and ("Simplex" in s.support or "Interval" in s.support):
-                    signs[at[s.name]] = -1.0
-            maps.append(signs[:, None] * torch.eye(n, dtype=torch.float64)[order])
-    return maps
+            for first in (False, True):
+                yield from with_shares(along(torch.arange(n), k, a, a + 1, first), simplexes(k, a, a + 1), k)
+    labels: dict[tuple[str, str], list[dict[str, Site]]] = defaultdict(list)
+    for of in named.values():
+        if len(of) <= _COMPONENTS:
+            for two in itertools.combinations(sorted(of), 2):
+                labels[two].append(of)
+    for (one, other), stems in sorted(labels.items()):
+        order = torch.arange(n)
+        for of in stems:
+            order[at[of[one].name]], order[at[of[other].name]] = at[of[other].name], at[of[one].name]
+        of = max(stems, key=len)
+        k, (a, b) = len(of), sorted(map(sorted(of).index, (one, other)))
+        for whole in (order, along(order, k, a, b, False)):
+            yield from with_shares(whole, simplexes(k, a, b), k)
 
 
 def _wide(n: int) -> float:
@@ -317,6 +478,14 @@ class _Nodes(NamedTuple):
 
     eps: Tensor  # (K, N or 1, n)
     log_weight: Tensor  # (K, N or 1): log of the volume that a node stands for
+
+
+class _Others(NamedTuple):
+    """Where latents have several modes: how far from q(Z_L | Z_G)'s mean each is, 0 where a row has fewer; no modes:
+    one is all that any row has."""
+
+    record: Tensor = torch.zeros(0)  # (modes, N, n_record)
+    silo: Tensor = torch.zeros(0)  # (modes, 1, n_silo)
 
 
 class Weigher:
@@ -332,8 +501,8 @@ class Weigher:
         self, q: Natural, at: Points, theta: Params, record: Params, silo: Params, view: SiloView, key: int
     ) -> FloatArray:
         """Nats at each of `at.all`, by all records of the silo, whatever they are: for `as_told`. `key` and the next
-        two name the draws of its latents: for either half of the draws of q, and for lines. record, silo: parameters
-        around q's mean.
+        two name the draws of its latents: for either half of the draws of q, mirrored points with the first, and for
+        lines along dimensions and scouts. record, silo: parameters around q's mean.
 
         The halves are integrated on different nodes, so that they differ by integration's error as well.
         """
@@ -341,9 +510,17 @@ class Weigher:
         def over(z: Tensor, which: int) -> Tensor:
             return self.at(q, z, which, key + which, theta, record, silo, view)
 
-        near, rest, far = at.all.split([1 + HALF, HALF, len(at.all) - 1 - 2 * HALF])
-        near, far = over(near, 0), over(torch.cat([at.mean[None], far]), 2)
-        return torch.cat([near, over(rest, 1), far[1:] - far[0] + near[0]]).numpy()
+        straight = len(at.lines) - len(at.mirrors)
+        lines = torch.cat([at.mean.new_zeros(0, q.n), *at.lines[:straight]])
+        images = torch.cat([at.mean.new_zeros(0, q.n), *at.lines[straight:]])
+        moved = (images != at.mean).any(1)
+        half, rest = at.draws.split(HALF)
+        near, beyond = over(torch.cat([at.mean[None], half, images[moved]]), 0).split([1 + HALF, int(moved.sum())])
+        of_images = near[:1].repeat(len(images))
+        of_images[moved] = beyond
+        far = over(torch.cat([at.mean[None], lines, at.scouts]), 2)
+        along, of_scouts = (far[1:] - far[0] + near[0]).split([len(lines), len(at.scouts)])
+        return torch.cat([near, over(rest, 1), along, of_images, of_scouts]).numpy()
 
     def at(
         self, q: Natural, z: Tensor, which: int, key: int, theta: Params, record: Params, silo: Params, view: SiloView
@@ -353,7 +530,10 @@ class Weigher:
         nodes = self._nodes(view, key, which)
 
         def over() -> Tensor:
-            found = self._over(q, z, theta, record, silo, view, *nodes, adapts=self._adapts and which != 2)
+            adapts, others = self._adapts and which != 2, _Others()
+            if which != 2:
+                others = self._others(q, z, theta, record, silo, view, adapts)
+            found = self._over(q, z, theta, record, silo, view, *nodes, adapts=adapts, others=others)
             return found.to("cpu", torch.float64)
 
         try:
@@ -385,51 +565,200 @@ class Weigher:
 
     def _over(
         self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, inner: _Nodes,
-        outer: _Nodes, adapts: bool,
+        outer: _Nodes, adapts: bool, others: _Others,
     ) -> Tensor:  # fmt: skip
         problem = self.problem
         move = lambda t: t.to(problem.device, problem.dtype)  # noqa: E731
         loc = move(q.mean())
 
         def one(z: Tensor) -> Tensor:
-            return self._marginal(z, z - loc, theta, record, silo, view, inner, outer, adapts)
+            return self._marginal(z, z - loc, theta, record, silo, view, inner, outer, adapts, others)
 
-        numbers = len(inner.eps) * len(outer.eps) * len(view.weights) * max(1, self.n_record)
+        modes = max(1, len(others.record)) * max(1, len(others.silo))
+        numbers = len(inner.eps) * len(outer.eps) * len(view.weights) * max(1, self.n_record) * modes
         size = max(1, _AT_ONCE // numbers)
         return torch.cat([over_draws(one, part) for part in move(z).split(size)]).detach()
 
     def _marginal(
         self, z: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, inner: _Nodes,
-        outer: _Nodes, adapts: bool,
+        outer: _Nodes, adapts: bool, others: _Others,
     ) -> Tensor:  # fmt: skip
         evaluate, rows = self.problem.density.evaluate, view.rows
-        own = self.silo.moments(silo, {}, {}, z, shift)
-        if adapts and self.n_silo in _GRIDS and not self.n_record:
+        adapts_silo, adapts_record = self._climbs(adapts)
+        owns = _modes(
+            self._of_silo(z, theta, view), self.silo.moments(silo, {}, {}, z, shift), others.silo, adapts_silo
+        )
 
-            def all_records(z_silo: Tensor) -> Tensor:
-                terms = evaluate(z, z_silo[0], z.new_zeros(len(view.weights), 0), theta, rows)
-                return (torch.where(view.weights > 0, terms.records, 0.0) * view.weights).sum() + terms.silo[None]
+        def of_silo(eps: Tensor, log_weight: Tensor, own: int) -> Tensor:
+            z_silo, weight = _at(owns, own, eps, log_weight)
+            moments = self._around(z, shift, z_silo, theta, record, silo, view)
+            modes = _modes(self._of_records(z, z_silo, theta, view), moments, others.record, adapts_record)
 
-            own = _around_mode(all_records, own)
-
-        def of_silo(eps: Tensor, log_weight: Tensor) -> Tensor:
-            z_silo = gaussian_rows.transform(own, eps)
-            off = z_silo[0] - silo["loc"][0] if silo else z_silo[0]
-            moments = self.local.moments(record, theta, rows, z, torch.cat([shift, off]))
-            if adapts and self.n_record in _GRIDS:
-                moments = _around_mode(lambda z_record: evaluate(z, z_silo[0], z_record, theta, rows).records, moments)
-
-            def of_record(eps: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
-                z_record = gaussian_rows.transform(moments, eps)
+            def of_record(eps: Tensor, log_weight: Tensor, mode: int) -> tuple[Tensor, Tensor]:
+                z_record, weight = _at(modes, mode, eps, log_weight)
                 terms = evaluate(z, z_silo[0], z_record, theta, rows)
-                return terms.records + log_weight + moments["log_scale"].sum(-1), terms.silo
+                return terms.records + weight, terms.silo
 
-            records, silo_term = _each(of_record, *inner)
-            total = torch.logsumexp(records, 0)
+            found = [_each(functools.partial(of_record, mode=k), *inner) for k in range(len(modes))]
+            total = torch.logsumexp(torch.cat([records for records, _ in found]), 0)
             total = torch.where(view.weights > 0, total, torch.zeros_like(total))
-            return (total * view.weights).sum() + silo_term[0] + (log_weight + own["log_scale"].sum(-1)).sum()
+            return (total * view.weights).sum() + found[0][1][0] + weight.sum()
 
-        return torch.logsumexp(_each(of_silo, *outer), 0)
+        return torch.logsumexp(
+            torch.cat([_each(functools.partial(of_silo, own=k), *outer) for k in range(len(owns))]), 0
+        )
+
+    def _climbs(self, adapts: bool) -> tuple[bool, bool]:
+        """Whether grids follow the modes of latents of the silo, and of records."""
+        return adapts and self.n_silo in _GRIDS and not self.n_record, adapts and self.n_record in _GRIDS
+
+    def _of_silo(self, z: Tensor, theta: Params, view: SiloView) -> Callable[[Tensor], Tensor]:
+        """The log density of the silo's own latents (1, n_silo), of a silo without latents of records: (1,)."""
+
+        def all_records(z_silo: Tensor) -> Tensor:
+            none = z.new_zeros(len(view.weights), 0)
+            terms = self.problem.density.evaluate(z, z_silo[0], none, theta, view.rows)
+            return (torch.where(view.weights > 0, terms.records, 0.0) * view.weights).sum() + terms.silo[None]
+
+        return all_records
+
+    def _of_records(self, z: Tensor, z_silo: Tensor, theta: Params, view: SiloView) -> Callable[[Tensor], Tensor]:
+        """The log density of records' latents (N, n_record): (N,)."""
+        return lambda z_record: self.problem.density.evaluate(z, z_silo[0], z_record, theta, view.rows).records
+
+    def _around(
+        self, z: Tensor, shift: Tensor, z_silo: Tensor, theta: Params, record: Params, silo: Params, view: SiloView
+    ) -> Params:
+        """q(Z_L | Z_G, Z_S)."""
+        off = z_silo[0] - silo["loc"][0] if silo else z_silo[0]
+        return self.local.moments(record, theta, view.rows, z, torch.cat([shift, off]))
+
+    def _others(
+        self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, adapts: bool
+    ) -> _Others:
+        """Where latents have other modes, at q's mean or at some of z (S, n)."""
+        if not self.n_record and not self.n_silo:
+            return _Others()
+        move = lambda t: t.to(self.problem.device, self.problem.dtype)  # noqa: E731
+        loc, found = move(q.mean()), _Others()
+        climbs_silo, climbs_record = self._climbs(adapts)
+        for z_g in move(torch.cat([q.mean()[None], z[:: max(1, len(z) // (_LOOKS - 1))]])[:_LOOKS]):
+            own = self.silo.moments(silo, {}, {}, z_g, z_g - loc)
+            if self.n_record:
+                moments = self._around(z_g, z_g - loc, own["loc"], theta, record, silo, view)
+                log_density = self._of_records(z_g, own["loc"], theta, view)
+                counted = lambda z, f=log_density: torch.where(view.weights > 0, f(z), -math.inf)  # noqa: E731
+                found = found._replace(record=_looked(counted, log_density, moments, climbs_record, found.record))
+            else:
+                log_density = self._of_silo(z_g, theta, view)
+                found = found._replace(silo=_looked(log_density, log_density, own, climbs_silo, found.silo))
+        return found
+
+
+def _modes(log_density: Callable[[Tensor], Tensor], moments: Params, off: Tensor, climbs: bool) -> list[Params]:
+    """`moments` moved to modes, which are `off` (modes, rows, n) from their mean, or, without these, near it."""
+    found = [{**moments, "loc": moments["loc"] + by} for by in off] or [moments]
+    return [_around_mode(log_density, each) for each in found] if climbs else found
+
+
+def _at(modes: list[Params], k: int, eps: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A node of the k-th of `modes`: latents (rows, n), and the log of the volume (rows,) that it stands for, times the
+    share of the integrand there that is this mode's. Shares add up to 1 wherever that is, and are smooth."""
+    z, weight = gaussian_rows.transform(modes[k], eps), log_weight + modes[k]["log_scale"].sum(-1)
+    if len(modes) == 1:
+        return z, weight
+    n = z.shape[-1]
+
+    def log_share(moments: Params) -> Tensor:
+        scale = moments["log_scale"].sum(-1)
+        square = -2 * (gaussian_rows.log_prob(moments, z) + scale) - n * LOG_2PI
+        return -0.5 * (_SHARED + n) * torch.log1p(square / _SHARED) - scale
+
+    logs = torch.stack([log_share(moments) for moments in modes])
+    return z, weight + logs[k] - torch.logsumexp(logs, 0)
+
+
+def _looked(
+    counted: Callable[[Tensor], Tensor], log_density: Callable[[Tensor], Tensor], moments: Params, climbs: bool,
+    known: Tensor,
+) -> Tensor:  # fmt: skip
+    """`known` (modes, rows, n) as in `_Others`, and modes more that rows have here, if these hold more than a
+    tiny share. counted: `log_density`, -inf for rows that do not count."""
+
+    def of(off: Tensor) -> Params:
+        """The mode that is `off` from the mean of q(Z_L | Z_G)."""
+        return _modes(log_density, moments, off[None], climbs)[0]
+
+    def height(z: Tensor) -> Tensor:
+        return counted(z).nan_to_num(nan=-math.inf, posinf=-math.inf)
+
+    modes = [of(off) for off in known] or [of(torch.zeros_like(moments["loc"]))]
+    offs = list(known.unbind(0)) or [modes[0]["loc"] - moments["loc"]]
+    main, filled = modes[0], [torch.ones_like(offs[0][:, 0], dtype=torch.bool)]
+    filled += [(off != 0).any(-1) for off in offs[1:]]
+    top = height(main["loc"])
+    for place, peak in _peaks(height, main):
+        if not bool((peak > top - 5 * _UNCLIMBED).any()):
+            continue
+        there = of(torch.where((peak > -math.inf)[:, None], place, main["loc"]) - moments["loc"])
+        its = height(there["loc"])
+        if climbs:
+            new = its + there["log_scale"].sum(-1) > top + main["log_scale"].sum(-1) - _HEAVY
+        else:
+            between = [height(torch.lerp(main["loc"], there["loc"], share)) for share in (0.25, 0.5, 0.75)]
+            new = (its > top - _UNCLIMBED) & (torch.stack(between).amin(0) < torch.minimum(its, top) - _VALLEY)
+        for k in range(1 + _OTHERS):
+            if not bool(new.any()):
+                break
+            if k == len(offs):
+                offs.append(torch.zeros_like(place))
+                modes.append(main)
+                filled.append(torch.zeros_like(new))
+            apart, free = _beside(modes[k], there) > _OFF, ~filled[k]
+            taken = new & free
+            offs[k] = torch.where(taken[:, None], there["loc"] - moments["loc"], offs[k])
+            modes[k] = {name: torch.where(_like(taken, v), there[name], v) for name, v in modes[k].items()}
+            filled[k] = filled[k] | taken
+            new = new & ~free & apart
+        if bool(new.any()):
+            raise ArithmeticError("latents have more modes than are integrated around")
+    return torch.stack(offs) if len(offs) > 1 else known
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    return rows.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def _peaks(height: Callable[[Tensor], Tensor], main: Params) -> Iterator[tuple[Tensor, Tensor]]:
+    """Places (rows, n) where latents may have another mode than the `main` one, and heights (rows,), -inf where there
+    is none: the highest along rays from there, and its reflections at 0."""
+    loc = main["loc"]
+    n = loc.shape[-1]
+    along = torch.linspace(0, _REACH, _SCANNED[n > 1] + 1, dtype=torch.float64)[1:].sinh().to(loc)
+    rays = torch.eye(n, dtype=torch.float64)
+    if n > 1:
+        even = torch.quasirandom.SobolEngine(n).draw(_RAYS + 1, dtype=torch.float64)[1:].clamp(1e-3, 1 - 1e-3)
+        rays = torch.cat([rays, torch.nn.functional.normalize(torch.special.ndtri(even), dim=1)])
+    size = max(1, _AT_ONCE // max(1, loc.numel()))
+    for ray in torch.cat([rays, -rays]).to(loc):
+        eps = (along[:, None] * ray)[:, None]
+        parts = [over_draws(lambda e: height(gaussian_rows.transform(main, e)), part) for part in eps.split(size)]
+        heights = torch.cat(parts)
+        inner = heights[1:-1]
+        peak = (inner >= heights[:-2]) & (inner > heights[2:]) & (along[1:-1, None] > _FROM)
+        tops = torch.where(peak, inner, -math.inf).topk(_PEAKS[n > 1], 0)
+        for top, at in zip(*tops, strict=True):
+            yield gaussian_rows.transform(main, eps[1 + at, 0]), top
+    signs = itertools.islice(itertools.product((1.0, -1.0), repeat=n), 1, 8) if n <= 3 else [(-1.0,) * n]
+    for sign in signs:
+        place = loc * loc.new_tensor(sign)
+        yield place, height(place)
+
+
+def _beside(a: Params, b: Params) -> Tensor:
+    """(rows,) how far apart two modes are, in the sds of the narrower one."""
+    by = torch.minimum(a["log_scale"], b["log_scale"]).exp()
+    return ((a["loc"] - b["loc"]) / by).norm(dim=-1)
 
 
 def _each(fn: Any, *args: Tensor) -> Any:
@@ -526,7 +855,8 @@ def weighed(
     halves = [errors(values[part], log_w[part], log_v[part]) for part in (slice(0, HALF), slice(HALF, None))]
     mean, sd = errors(values, log_w, log_v)
     error = max(float((a - b).abs().max()) / 2 for a, b in zip(*halves, strict=True))
-    others = [*line_modes(at, joint, [q_part(q)]), *filter(None, [elsewhere(at, joint, *_of_draws(q, at, joint))])]
+    scout = elsewhere(at, joint, *_of_draws(q, at, joint))
+    others = [scout] if scout is not None else line_modes(at, joint, [q_part(q)])
     found = Weighed(float(mean.abs().max()), float(sd[sd.abs().argmax()]), error, log_weights=log_w, joint=joint)
     if not others:
         return found
@@ -654,11 +984,15 @@ def modes(problem: Problem, q: Natural, seen: Weighed, most: int) -> list[Part] 
     """q, and a part of its size at each other mode that the final sum found, images of images among them; None: these
     are more than `most`."""
     at, own = points(problem, q), q_part(q)
-    found = line_modes(at, seen.joint, [own])
-    straight, parts = 2 * min(q.n, _LINES), [own]
+    found = _likeliest(own, line_modes(at, seen.joint, [own]))
+    straight, parts, maps, met = len(at.lines) - len(at.mirrors), [own], [], [own]
+    for by in (at.mirrors[o.line - straight] for o in found if o.line >= straight):
+        image = mirrored(by, own)
+        if float(sds_from(met, image.mean[None])) > _APART:  # of maps to one mode the first alone: the simplest
+            maps.append(by)
+            met.append(image)
     for part in parts:  # which grows
-        images = mirrored(problem, part)
-        for image in (images[o.line - straight] for o in found if o.line >= straight):
+        for image in (mirrored(by, part) for by in maps):
             if float(sds_from(parts, image.mean[None])) > _APART:
                 parts.append(image)
         if len(parts) > most:
@@ -671,7 +1005,27 @@ def modes(problem: Problem, q: Natural, seen: Weighed, most: int) -> list[Part] 
     return parts[:most]
 
 
-def mirrored(problem: Problem, part: Part) -> list[Part]:
-    """Its images under each map of `_mirrors`."""
-    maps = _mirrors(problem.layout)
-    return [Part(m @ part.mean, torch.linalg.cholesky(m @ part.factor @ part.factor.mT @ m.mT)) for m in maps]
+def _likeliest(own: Part, found: list[Other]) -> list[Other]:
+    """Without those that are on the slope of a likelier one, far nearer to it than to q: components that change places
+    without their shares, say."""
+
+    def on_slope(o: Other) -> bool:
+        above = [p.z for p in found if p.nats > o.nats + 1]
+        return bool(above) and float(sds_from([own._replace(mean=o.z)], torch.stack(above)).min()) < o.sds / 4
+
+    return [o for o in found if not on_slope(o)]
+
+
+def mirrored(by: Mirror, part: Part) -> Part:
+    """Its image, to first order."""
+    factor = torch.func.jacrev(by.__call__)(part.mean) @ part.factor
+    factor, info = torch.linalg.cholesky_ex(factor @ factor.mT)
+    return Part(by(part.mean), part.factor if int(info) else factor)  # at the cut of an angle there is no slope
+
+
+def mirrored_near(maps: list[Mirror], part: Part, z: Tensor, most: float) -> Iterator[Part]:
+    """Images of a part whose means z (n,) may be within `most` of their sds."""
+    back = sds_from([part], _images(maps, z)) <= most  # a mirror is its own inverse, and keeps distances if it is rigid
+    for by, within in zip(maps, back.tolist(), strict=True):
+        if within or not by.rigid:
+            yield mirrored(by, part)

@@ -314,6 +314,184 @@ def test_modes_that_were_found_are_all_in_the_result(
     assert _verdict(_final(_model(program), silos, q)).converged is True
 
 
+def _seen_with(program: Callable[[], Tensor], sd: float) -> Callable[..., None]:
+    """With five numbers besides, of which nothing is seen: too many dimensions for scouts."""
+
+    def of(y: Tensor) -> None:
+        c = pyro.sample("c", dist.Normal(torch.full((5,), 3.0), 1.0).to_event(1))
+        mean = program() + 0.0 * c.sum()
+        with pyro.plate("r", len(y)):
+            pyro.sample("y", dist.Normal(mean, sd).to_event(1), obs=y)
+
+    return of
+
+
+def _after_sixteen() -> Tensor:
+    b = sum(pyro.sample(f"b{k}", dist.Normal(3.0, 1.0)) for k in range(16))
+    return (pyro.sample("a", dist.Normal(0.0, 2.0)).square() + 0.0 * b)[None]
+
+
+def _two_at_once() -> Tensor:
+    a, b = pyro.sample("a", dist.Normal(0.0, 2.0)), pyro.sample("b", dist.Normal(0.0, 2.0))
+    return torch.stack([a * b, a**2, b**2])
+
+
+_MONTHS = torch.linspace(0, 2 * math.pi, 13).double()[:-1]
+
+
+def _season() -> Tensor:
+    a, phase = pyro.sample("a", dist.Normal(0.0, 1.0)), pyro.sample("phase", dist.Uniform(-math.pi, math.pi))
+    return a * (_MONTHS - phase).cos()
+
+
+def _by_name(y: Tensor) -> None:
+    c = pyro.sample("c", dist.Normal(torch.full((5,), 3.0), 1.0).to_event(1))
+    a1, a2 = pyro.sample("a1", dist.Normal(0.0, 3.0)), pyro.sample("a2", dist.Normal(0.0, 3.0))
+    p = pyro.sample("p", dist.Beta(2.0, 2.0))
+    with pyro.plate("r", len(y)):
+        one, other = (dist.Normal(a + 0.0 * c.sum(), 0.5).log_prob(y) for a in (a1, a2))
+        pyro.factor("f", torch.logaddexp(p.log() + one, (1 - p).log() + other))
+
+
+def _by_shares(y: Tensor) -> None:
+    """Each component a row, with a share of its own."""
+    at = pyro.sample("at", dist.Normal(torch.zeros(3, 2), 5.0).to_event(2))
+    share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("r", len(y)):
+        parts = dist.Normal(at, 0.5).log_prob(y.unsqueeze(-2)).sum(-1)
+        pyro.factor("f", (share.log() + parts).logsumexp(-1))
+
+
+def _once(layout: Any) -> tuple[list[weighing.Mirror], list[weighing.Mirror]]:
+    """Signs of all, and of a site of the first sixteen."""
+    sizes = [s.size for s in layout.of("global")]
+    places = torch.arange(sum(sizes))
+    groups = [g for g, s in zip(places.split(sizes), layout.of("global"), strict=True) if "Real" in s.support]
+    maps = [torch.ones(len(places)).double().index_fill(0, g, -1.0) for g in [places, *groups][:16]]
+    return [weighing.Mirror(places, signs) for signs in maps], []
+
+
+_C = [3.0] * 5, [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("program", "y", "means", "sds", "parts"),
+    [
+        pytest.param(
+            _seen_with(_after_sixteen, 0.5), 9.0 * torch.ones(24, 1), [3.0] * 17, [1.0] * 16 + [0.017], 2,
+            id="a sign after sixteen",
+        ),
+        pytest.param(
+            _seen_with(_two_at_once, 0.5), 4.0 * torch.ones(12, 3), [2.0, 2.0], [0.033, 0.033], 2, id="two signs"
+        ),
+        pytest.param(
+            _seen_with(_season, 0.5), (_MONTHS - 0.8).cos().expand(12, 12), [1.0, 0.52], [0.06, 0.04], 2, id="a turn"
+        ),
+        pytest.param(
+            _by_name, torch.cat([_groups(-2.0, sd=0.5, each=12), _groups(2.0, sd=0.5, each=24)]), [-2.0, 2.0, -0.62],
+            [0.15, 0.1, 0.33], 2, id="names",
+        ),
+    ],
+)  # fmt: skip
+def test_modes_of_which_two_sites_change_are_found(
+    program: Callable[..., None], y: Tensor, means: list[float], sds: list[float], parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By symmetry a has a mean of 0, a1 that of a2, and half of the draws are at either mode. The control: where signs
+    of one site alone change, and of the first sixteen, a mean many sds off is called the result."""
+    silos, q = [{"y": part.double()} for part in y.tensor_split(3)], _ordered(_C[0] + means, _C[1] + sds)
+    world = _final(_model(program), silos, q)
+    assert _verdict(world).converged is True
+    assert len(refining.unmixed(world.state.refining.around, q.n)) == parts
+
+    def off(world: World) -> float:
+        of = _moments(world)
+        one, other = (of["a"].mean, 0.0) if "a" in of else (of["a1"].mean, of["a2"].mean)
+        return float(abs(one - other) / of["a" if "a" in of else "a1"].sd)
+
+    assert off(world) < 0.15
+    monkeypatch.setattr(weighing, "mirrors", _once)
+    control = _final(_model(program), silos, q)
+    assert _verdict(control).converged is True
+    assert off(control) > 5
+
+
+def test_components_that_are_rows_change_places_with_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three have six modes. The control: without mirrors one is the result, and its shares are 20, 30 and
+    50%."""
+    sizes, centres = (12, 18, 30), (-4.0, 0.0, 4.0)
+    parts = [c + _groups(0.0, sd=0.5, each=2 * n).reshape(n, 2) for n, c in zip(sizes, centres, strict=True)]
+    y = torch.cat(parts)[torch.randperm(60, generator=torch.Generator().manual_seed(1))]
+    q = _ordered([-4.0] * 2 + [0.0] * 2 + [4.0] * 2 + [-0.6, -0.5], [0.15] * 2 + [0.12] * 2 + [0.1] * 2 + [0.3, 0.3])
+    silos = [{"y": part} for part in y.tensor_split(3)]
+    world = _final(_model(_by_shares), silos, q)
+    assert _verdict(world).converged is True
+    share = _moments(world)["share"].mean
+    assert float((share - 1 / 3).abs().max()) < 0.02
+    monkeypatch.setattr(weighing, "mirrors", lambda _: ([], []))
+    control = _final(_model(_by_shares), silos, q)
+    assert _verdict(control).converged is True
+    assert float((_moments(control)["share"].mean - 1 / 3).abs().max()) > 0.1
+
+
+def _squares(n: int, at_silo: bool, sd: float) -> sf.FederatedModel:
+    """Of n latents of a record, or of a silo, whose signs nobody sees."""
+
+    def program(y: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.5, 0.5))
+        of = lambda: pyro.sample("z", dist.Normal(mu, 1.0).expand([n]).to_event(1))  # noqa: E731
+        z = of() if at_silo else None
+        with pyro.plate("r", len(y)):
+            z = of() if z is None else z
+            pyro.sample("y", dist.Normal(z.square(), sd).to_event(1), obs=y)
+
+    return sf.FederatedModel(program, "r", silo_sites=("z",) if at_silo else ())
+
+
+@pytest.mark.parametrize(
+    ("n", "at_silo", "sd"),
+    [
+        pytest.param(1, False, 0.1),
+        pytest.param(1, True, 0.2, marks=pytest.mark.slow),
+        pytest.param(2, False, 0.3, marks=pytest.mark.slow),
+        pytest.param(2, True, 0.2, marks=pytest.mark.slow),
+        pytest.param(3, False, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_latents_of_several_modes_are_integrated_around_all(
+    n: int, at_silo: bool, sd: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a sum over each latent. Of three, which no grid follows, right or refused. The control: around one mode
+    means and sds are far off, and called the result."""
+    rng = torch.Generator().manual_seed(1)
+    z = 0.8 + torch.randn(3 if at_silo else 18, n, generator=rng, dtype=torch.float64)
+    if at_silo:
+        silos = [{"y": each.square() + sd * torch.randn(4, n, generator=rng, dtype=torch.float64)} for each in z]
+    else:
+        y = z.square() + sd * torch.randn(z.shape, generator=rng, dtype=torch.float64)
+        silos = [{"y": part} for part in y.tensor_split(3)]
+    grid, mu = torch.linspace(-6, 6, 12001).double(), torch.linspace(-2, 3, 251).double()
+    seen = [-0.5 * ((s["y"] - grid[:, None, None].square()) / sd).square() for s in silos]  # (grid, records, n)
+    each = torch.cat([s.sum(1, keepdim=True) if at_silo else s for s in seen], 1).flatten(1)
+    log = torch.stack([(each - 0.5 * (grid[:, None] - m).square()).logsumexp(0).sum() for m in mu])
+    share = (log - 0.5 * ((mu - 0.5) / 0.5).square()).softmax(0)
+    mean = share @ mu
+    exact = from_moments(mean[None], (share @ (mu - mean).square())[None, None])
+
+    def off() -> tuple[bool, float]:
+        world = _final(_squares(n, at_silo, sd), silos, exact)
+        found = _moments(world)["mu"]
+        mean, ratio = (found.mean - exact.mean()[0]) / exact.stddev()[0], (found.sd / exact.stddev()[0]).log()
+        return bool(_verdict(world).converged), max(abs(float(mean)), abs(float(ratio)))
+
+    converged, by = off()
+    assert by < 0.1 or not converged
+    assert converged or n == 3
+    monkeypatch.setattr(weighing, "_looked", lambda *args: args[-1])
+    converged, by = off()
+    assert (converged and by > 0.15) or n == 3
+
+
 def test_more_modes_than_there_are_normals_are_refused() -> None:
     """Four components in no order have 24."""
     world = _final(
