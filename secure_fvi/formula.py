@@ -773,7 +773,8 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
     at = max(formula.find(str(factor.expr)), 0)
     for node in ast.walk(tree):
         if isinstance(node, ast.BitXor):
-            raise _error(formula, at, f"'{factor.expr}': a power is written **, as in I(x**2),")
+            begin = max(formula.find("^"), 0)
+            raise _error(formula, begin, f"'{factor.expr}': a power is written **, as in I(x**2),")
         if not isinstance(node, _NODES):
             raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
         if isinstance(node, ast.Attribute) and not (_is_contrast(node) and id(node) in coding):

@@ -104,7 +104,8 @@ _COLUMNS = st.one_of(
         st.sampled_from(["number", "integer", "date"]), st.tuples(_FINITE, _FINITE), st.floats(1e-3, 1e3), st.text(),
     ),
     st.lists(_NAMES.map(str.strip), min_size=1, unique=True).map(lambda levels: Column("category", tuple(levels))),
-    st.builds(Column, st.just("id"), shared=st.booleans(), unique=st.booleans(), missing=st.tuples(st.text().map(str.strip))),
+    st.builds(Column, st.just("id"), shared=st.booleans(), unique=st.booleans(),
+              missing=st.tuples(st.text().map(str.strip))),
 )  # fmt: skip
 
 

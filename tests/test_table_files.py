@@ -216,7 +216,7 @@ def test_a_type_that_a_file_has_changes_no_code(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("b\ntrue\nfalse\n")
     assert read_coded(tmp_path / "t.csv", CODING, only=["b"]).columns["b"].tolist() == [0.0, 1.0]
     assert typed("true, false", "b")["b"].tolist() == [0.0, 1.0]
-    with pytest.raises(DataError, match="'yes': neither of its two values in 2 rows .*levels that say otherwise"):
+    with pytest.raises(DataError, match=r"'yes': neither of its two values in 2 rows .*levels that say otherwise"):
         typed("true, false", "yes")
     days = typed("TIMESTAMP '2020-01-05', TIMESTAMP '9999-12-31'", "seen")["seen"]
     assert days.tolist() == [18266.0]
@@ -237,7 +237,7 @@ def test_a_code_for_a_missing_id_makes_no_patient(tmp_path: Path, code: str) -> 
 def test_a_record_id_may_repeat_where_it_is_an_id(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("record_id\n1\n1\n2\n")
     assert read_coded(tmp_path / "t.csv", CODING, only=["record_id"]).columns["record_id"].tolist() == [0, 0, 1]
-    with pytest.raises(DataError, match='an id of an earlier row .*give it kind = "id"'):  # the records' own
+    with pytest.raises(DataError, match=r'an id of an earlier row .*give it kind = "id"'):  # the records' own
         read_coded(tmp_path / "t.csv", Dictionary({"record_id": Column("integer")}))
 
 
