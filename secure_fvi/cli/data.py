@@ -184,6 +184,8 @@ _SENTINELS = (-1.0, *(sign * float(digit * length) for sign in (-1, 1) for digit
 #: How far from the others such a number lies, in their range, and one of a single digit, which may be a count; and any
 #: other number, in the range of their middle half.
 _APART, _APART_DIGIT, _FAR = 0.25, 2.0, 20.0
+#: The least that the middle half of dates is taken to span, days.
+_YEAR = 365.0
 #: Whole numbers that may be dates without marks; and from where on others may be ids.
 _AS_DATES, _AS_IDS = (19_000_101, 21_001_231), 10**8
 
@@ -214,6 +216,8 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
             count(DISTINCT n) AS kinds, coalesce(bool_and(n = trunc(n) AND abs(n) < 1e15), false) AS whole,
             min(n) AS low, max(n) AS high, quantile_cont(n, 0.25) AS lower, quantile_cont(n, 0.75) AS upper,
             CAST(min(d) - DATE '1970-01-01' AS DOUBLE) AS first, CAST(max(d) - DATE '1970-01-01' AS DOUBLE) AS last,
+            quantile_cont(CAST(d - DATE '1970-01-01' AS DOUBLE), 0.25) AS early,
+            quantile_cont(CAST(d - DATE '1970-01-01' AS DOUBLE), 0.75) AS late,
             count(t) FILTER ({other_day}) AS other_days,
             count(t) FILTER (regexp_matches(t, '^[+-]?0\\d')) AS zeros,
             count(n) FILTER (abs(n) >= 1e15) AS large,
@@ -230,7 +234,10 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
     if not about["others"] and different <= 2:
         return Column("boolean", missing=missing, review=review)
     if about["days"] == cells:
-        low, high = _years(float(about["first"]), float(about["last"]))
+        first, last, early, late = (float(about[name]) for name in ("first", "last", "early", "late"))
+        if far := _far(first, last, early, late, max(late - early, _YEAR)):
+            return Column("date", missing=missing, review=far)
+        low, high = _years(first, last)
         return Column("date", low=low, high=high, missing=missing)
     if about["numbers"] == cells and not about["zeros"]:
         return _number(about, missing, review)
@@ -248,6 +255,16 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
         return Column("category", found, missing=missing, review=_both(zeros, order) if len(found) > 2 else zeros)
     guess = "taken for an id: it may be text, or numbers with texts among them"
     return Column("id", missing=missing, unique=different == cells, review=zeros or guess)
+
+
+def _far(low: float, high: float, lower: float, upper: float, middle: float) -> str:
+    """What is said where an end lies far from the middle half of the cells, `lower` to `upper`; empty elsewhere."""
+    ends = [name for name, by in (("low", lower - low), ("high", high - upper)) if by > _FAR * middle]
+    if not ends:
+        return ""
+    return (
+        f"{' and '.join(ends)} left out, since the table's lies far from the rest: a code, or a slip? Give low and high"
+    )
 
 
 def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Column:
@@ -269,9 +286,7 @@ def _number(about: dict[str, Any], missing: tuple[str, ...], review: str) -> Col
         review = _both(review, guess)
     elif whole and low >= _AS_IDS and not _AS_DATES[0] <= low <= high <= _AS_DATES[1]:
         review = _both(review, f"whole numbers of {len(f'{low:.0f}')} digits: ids, which are kind = 'id'?")
-    if middle > 0 and (low < lower - _FAR * middle or high > upper + _FAR * middle):
-        ends = "low" if high <= upper + _FAR * middle else "high" if low >= lower - _FAR * middle else "low and high"
-        far = f"{ends} left out, since the table's lies far from the rest: a code, or a slip? Give low and high"
+    if middle > 0 and (far := _far(low, high, lower, upper, middle)):
         return Column(kind, missing=missing, review=_both(review, far))
     if whole and about["kinds"] == 2:
         review = _both(review, "two values: a boolean or a category with levels, or a number?")

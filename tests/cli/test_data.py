@@ -140,16 +140,20 @@ def test_what_a_draft_can_only_guess_is_left_open(folder: Path, capsys: pytest.C
     grades = ["mild", "none", "severe"]
     rows = [
         f"{5 + i % 7}.{i % 10},{1 + i % 2},2024{1 + i % 9:02}15,{1 + i % 28}/3/2024,{grades[i % 3]},"
-        f"{1 + i % 25},{30 + i % 25}"
+        f"{1 + i % 25},{30 + i % 25},{2001 + i % 9}-03-{1 + i % 28:02},{2001 + i % 9}-03-{1 + i % 28:02}"
         for i in range(40)
     ]
     rows[4] = rows[4].replace("9.4", "51234")
-    (folder / "g.csv").write_text("\n".join(["dose,arm,plain,day,grade,patient,age", *rows]))
+    rows[5] = rows[5][:-10] + "9999-12-31"
+    (folder / "g.csv").write_text("\n".join(["dose,arm,plain,day,grade,patient,age,seen,closed", *rows]))
     run(capsys, "describe", "g.csv", "--output", "g.toml")
     drafted = read_dictionary(folder / "g.toml").columns
     assert (drafted["dose"].low, drafted["dose"].high) == (None, None)
+    assert (drafted["closed"].low, drafted["closed"].high) == (None, None)  # what stands for no date yet
+    assert None not in (drafted["seen"].low, drafted["seen"].high)
     words = {"dose": "high left out", "arm": "two values", "plain": "dates without marks", "day": "another form",
-             "grade": "order of the alphabet", "patient": "every number from 1 to 25 is there"}  # fmt: skip
+             "grade": "order of the alphabet", "patient": "every number from 1 to 25 is there",
+             "closed": "high left out"}  # fmt: skip
     assert all(said in drafted[name].review for name, said in words.items())
     assert not drafted["age"].review
 
