@@ -185,7 +185,7 @@ class Doors:
     def silo(self, job: Mapping[str, Any], folder: Path) -> None:
         config = _config(job)
         home = types.SimpleNamespace(id="north", path=folder, state_folder=folder, state_secret=lambda: bytes(32))
-        policy = types.SimpleNamespace(privacy=self.floor, sandbox="off")
+        policy = types.SimpleNamespace(privacy=self.floor, sandbox="off", files=())
         offer = types.SimpleNamespace(job="a", silos=SILOS, config=config, data_set="data", model=b"", package=b"")
         decision = types.SimpleNamespace(offer=offer, policy=policy, local_config=lambda _: config, data=None)
         site_job.SiteJob(home, decision, site_job.Local(), lambda *_: None)  # type: ignore[arg-type]
