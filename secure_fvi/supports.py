@@ -53,7 +53,7 @@ class _Sd(Transform):
         self.codomain = ReachesZero(unit)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sd) and other.unit == self.unit
+        return type(other) is type(self) and other.unit == self.unit
 
     def _call(self, x: Tensor) -> Tensor:
         return self.unit * _log(x).exp()
@@ -87,9 +87,6 @@ class _FarSd(_Sd):
     def __init__(self, unit: float) -> None:
         super().__init__(unit)
         self.codomain = ReachesFar(unit)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _FarSd) and other.unit == self.unit
 
     def _call(self, x: Tensor) -> Tensor:
         return self.unit * _far_log(x).exp()

@@ -52,3 +52,9 @@ def test_the_sd_of_few_groups_has_a_shorter_tail_on_the_right() -> None:
 def test_a_result_names_it() -> None:
     for support in (ReachesZero(0.25), ReachesFar(1e-7), constraints.independent(ReachesZero(2.5), 1)):
         assert str(_support(str(support))) == str(support)
+
+
+def test_two_supports_of_one_unit_have_different_transforms() -> None:
+    for one, other in [(ReachesZero, ReachesFar), (ReachesFar, ReachesZero)]:
+        assert biject_to(one(0.25)) != biject_to(other(0.25))
+        assert biject_to(one(0.25)) == biject_to(one(0.25)) != biject_to(one(0.5))
