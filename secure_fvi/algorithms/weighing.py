@@ -37,7 +37,7 @@ from secure_fvi.algorithms import hiding
 from secure_fvi.algorithms.base import Problem, SiloView
 from secure_fvi.algorithms.natural import Natural
 from secure_fvi.compiled import over_draws
-from secure_fvi.density import Layout, Site
+from secure_fvi.density import Layout, LogTerms, Site
 from secure_fvi.families import LocalFamily, Params
 from secure_fvi.families import conditional as gaussian_rows
 from secure_fvi.families.gaussian import LOG_2PI
@@ -48,9 +48,9 @@ LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch do
 #: What the final sum of a run that stops by itself is made of, in the words of a disclosure statement.
 DISCLOSED_OF_SLOPE = "its part of the bound at the final q, and of that bound's slope"
 DISCLOSED = (
-    f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood, relative to that at q's mean, at up to some thousand points "
-    "around q and away from it, which all parties derive from q, and of few dimensions all over the prior; of numbers "
-    "out of range, that they are"
+    f"{DISCLOSED_OF_SLOPE}, and of the log-likelihood, relative to that at q's mean, at points around q and "
+    "away from it (up to 6,801 of them), which all parties derive from q, and of few dimensions all over the prior; of "
+    "numbers out of range, that they are"
 )
 #: A run may be called converged where means are at most so far off, in posterior sds, sds so much too small or too
 #: large, in logs, and where the standard error of these is no larger.
@@ -527,23 +527,16 @@ class Weigher:
     ) -> Tensor:
         """Nats at each of z (S, n). which: nodes, 0 and 1 for two kinds that are as good, 2 for fewer; `key` names the
         draws that they are made of."""
+        latents = _Latents(self, q.mean().to(self.problem.device, self.problem.dtype), theta, record, silo, view)
         nodes = self._nodes(view, key, which)
-
-        def over() -> Tensor:
-            adapts, others = self._adapts and which != 2, _Others()
-            if which != 2:
-                others = self._others(q, z, theta, record, silo, view, adapts)
-            found = self._over(q, z, theta, record, silo, view, *nodes, adapts=adapts, others=others)
-            return found.to("cpu", torch.float64)
-
         try:
             try:
-                return over()
+                return self._over(latents, z, nodes, which)
             except (RuntimeError, NotImplementedError):  # a program without second derivatives
                 if not self._adapts:
                     raise
                 self._adapts = False
-                return over()
+                return self._over(latents, z, nodes, which)
         except (LinAlgError, ArithmeticError):
             # Whether its model can be computed at points far from q may depend on a silo's data: hidden, not refused.
             return torch.full((len(z),), math.nan, dtype=torch.float64)
@@ -563,94 +556,106 @@ class Weigher:
             found.append(_Nodes(*map(move, nodes)))
         return found[0], found[1]
 
-    def _over(
-        self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, inner: _Nodes,
-        outer: _Nodes, adapts: bool, others: _Others,
-    ) -> Tensor:  # fmt: skip
-        problem = self.problem
-        move = lambda t: t.to(problem.device, problem.dtype)  # noqa: E731
-        loc = move(q.mean())
+    def _over(self, latents: _Latents, z: Tensor, nodes: tuple[_Nodes, _Nodes], which: int) -> Tensor:
+        adapts = self._adapts and which != 2
+        # Grids follow the modes of latents of the silo, and of records.
+        climbs = adapts and self.n_silo in _GRIDS and not self.n_record, adapts and self.n_record in _GRIDS
+        z = z.to(self.problem.device, self.problem.dtype)
+        rule = _Rule(*nodes, *climbs, latents.others(z, *climbs) if which != 2 else _Others())
+        modes = max(1, len(rule.others.record)) * max(1, len(rule.others.silo))
+        numbers = len(rule.inner.eps) * len(rule.outer.eps) * len(latents.view.weights) * max(1, self.n_record) * modes
+        parts = z.split(max(1, _AT_ONCE // numbers))
+        found = torch.cat([over_draws(lambda z: latents.marginal(z, rule), part) for part in parts])
+        return found.detach().to("cpu", torch.float64)
 
-        def one(z: Tensor) -> Tensor:
-            return self._marginal(z, z - loc, theta, record, silo, view, inner, outer, adapts, others)
 
-        modes = max(1, len(others.record)) * max(1, len(others.silo))
-        numbers = len(inner.eps) * len(outer.eps) * len(view.weights) * max(1, self.n_record) * modes
-        size = max(1, _AT_ONCE // numbers)
-        return torch.cat([over_draws(one, part) for part in move(z).split(size)]).detach()
+class _Rule(NamedTuple):
+    """How a silo's latents are integrated out: those of records on the `inner` nodes, its own on the `outer` ones."""
 
-    def _marginal(
-        self, z: Tensor, shift: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, inner: _Nodes,
-        outer: _Nodes, adapts: bool, others: _Others,
-    ) -> Tensor:  # fmt: skip
-        evaluate, rows = self.problem.density.evaluate, view.rows
-        adapts_silo, adapts_record = self._climbs(adapts)
-        owns = _modes(
-            self._of_silo(z, theta, view), self.silo.moments(silo, {}, {}, z, shift), others.silo, adapts_silo
-        )
+    inner: _Nodes
+    outer: _Nodes
+    climbs_silo: bool  # whether nodes follow the modes of the silo's own latents
+    climbs_record: bool
+    others: _Others
 
-        def of_silo(eps: Tensor, log_weight: Tensor, own: int) -> Tensor:
+
+class _Latents(NamedTuple):
+    """A silo's latents and records: their density and their q, given Z_G, a z (n,)."""
+
+    weigher: Weigher
+    loc: Tensor  # (n,) q's mean of Z_G, on the problem's device
+    theta: Params
+    record: Params  # parameters around that mean
+    silo: Params
+    view: SiloView
+
+    def marginal(self, z: Tensor, rule: _Rule) -> Tensor:
+        """log p(y_j | z), nats."""
+        owns = _modes(self.log_density_of_silo(z), self.of_silo(z), rule.others.silo, rule.climbs_silo)
+
+        def at(eps: Tensor, log_weight: Tensor, own: int) -> Tensor:
             z_silo, weight = _at(owns, own, eps, log_weight)
-            moments = self._around(z, shift, z_silo, theta, record, silo, view)
-            modes = _modes(self._of_records(z, z_silo, theta, view), moments, others.record, adapts_record)
+            return self._given(z, z_silo, rule) + weight.sum()
 
-            def of_record(eps: Tensor, log_weight: Tensor, mode: int) -> tuple[Tensor, Tensor]:
-                z_record, weight = _at(modes, mode, eps, log_weight)
-                terms = evaluate(z, z_silo[0], z_record, theta, rows)
-                return terms.records + weight, terms.silo
+        found = [_each(functools.partial(at, own=k), *rule.outer) for k in range(len(owns))]
+        return torch.logsumexp(torch.cat(found), 0)
 
-            found = [_each(functools.partial(of_record, mode=k), *inner) for k in range(len(modes))]
-            total = torch.logsumexp(torch.cat([records for records, _ in found]), 0)
-            total = torch.where(view.weights > 0, total, torch.zeros_like(total))
-            return (total * view.weights).sum() + found[0][1][0] + weight.sum()
+    def _given(self, z: Tensor, z_silo: Tensor, rule: _Rule) -> Tensor:
+        """log p(y_j, z_silo | z)."""
+        log_density, weights = self.log_density_of_records(z, z_silo), self.view.weights
+        modes = _modes(log_density, self.of_records(z, z_silo), rule.others.record, rule.climbs_record)
 
-        return torch.logsumexp(
-            torch.cat([_each(functools.partial(of_silo, own=k), *outer) for k in range(len(owns))]), 0
-        )
+        def at(eps: Tensor, log_weight: Tensor, mode: int) -> tuple[Tensor, Tensor]:
+            z_record, weight = _at(modes, mode, eps, log_weight)
+            terms = self._terms(z, z_silo, z_record)
+            return terms.records + weight, terms.silo
 
-    def _climbs(self, adapts: bool) -> tuple[bool, bool]:
-        """Whether grids follow the modes of latents of the silo, and of records."""
-        return adapts and self.n_silo in _GRIDS and not self.n_record, adapts and self.n_record in _GRIDS
+        found = [_each(functools.partial(at, mode=k), *rule.inner) for k in range(len(modes))]
+        total = torch.logsumexp(torch.cat([records for records, _ in found]), 0)
+        total = torch.where(weights > 0, total, torch.zeros_like(total))
+        return (total * weights).sum() + found[0][1][0]
 
-    def _of_silo(self, z: Tensor, theta: Params, view: SiloView) -> Callable[[Tensor], Tensor]:
-        """The log density of the silo's own latents (1, n_silo), of a silo without latents of records: (1,)."""
+    def _terms(self, z: Tensor, z_silo: Tensor, z_record: Tensor) -> LogTerms:
+        return self.weigher.problem.density.evaluate(z, z_silo[0], z_record, self.theta, self.view.rows)
+
+    def log_density_of_silo(self, z: Tensor) -> Callable[[Tensor], Tensor]:
+        """Of its own latents (1, n_silo), of a silo without latents of records: (1,)."""
+        weights = self.view.weights
 
         def all_records(z_silo: Tensor) -> Tensor:
-            none = z.new_zeros(len(view.weights), 0)
-            terms = self.problem.density.evaluate(z, z_silo[0], none, theta, view.rows)
-            return (torch.where(view.weights > 0, terms.records, 0.0) * view.weights).sum() + terms.silo[None]
+            terms = self._terms(z, z_silo, z.new_zeros(len(weights), 0))
+            return (torch.where(weights > 0, terms.records, 0.0) * weights).sum() + terms.silo[None]
 
         return all_records
 
-    def _of_records(self, z: Tensor, z_silo: Tensor, theta: Params, view: SiloView) -> Callable[[Tensor], Tensor]:
-        """The log density of records' latents (N, n_record): (N,)."""
-        return lambda z_record: self.problem.density.evaluate(z, z_silo[0], z_record, theta, view.rows).records
+    def log_density_of_records(self, z: Tensor, z_silo: Tensor) -> Callable[[Tensor], Tensor]:
+        """Of records' latents (N, n_record): (N,)."""
+        return lambda z_record: self._terms(z, z_silo, z_record).records
 
-    def _around(
-        self, z: Tensor, shift: Tensor, z_silo: Tensor, theta: Params, record: Params, silo: Params, view: SiloView
-    ) -> Params:
+    def of_silo(self, z: Tensor) -> Params:
+        """q(Z_S | Z_G)."""
+        return self.weigher.silo.moments(self.silo, {}, {}, z, z - self.loc)
+
+    def of_records(self, z: Tensor, z_silo: Tensor) -> Params:
         """q(Z_L | Z_G, Z_S)."""
-        off = z_silo[0] - silo["loc"][0] if silo else z_silo[0]
-        return self.local.moments(record, theta, view.rows, z, torch.cat([shift, off]))
+        off = z_silo[0] - self.silo["loc"][0] if self.silo else z_silo[0]
+        shift = torch.cat([z - self.loc, off])
+        return self.weigher.local.moments(self.record, self.theta, self.view.rows, z, shift)
 
-    def _others(
-        self, q: Natural, z: Tensor, theta: Params, record: Params, silo: Params, view: SiloView, adapts: bool
-    ) -> _Others:
+    def others(self, z: Tensor, climbs_silo: bool, climbs_record: bool) -> _Others:
         """Where latents have other modes, at q's mean or at some of z (S, n)."""
-        if not self.n_record and not self.n_silo:
-            return _Others()
-        move = lambda t: t.to(self.problem.device, self.problem.dtype)  # noqa: E731
-        loc, found = move(q.mean()), _Others()
-        climbs_silo, climbs_record = self._climbs(adapts)
-        for z_g in move(torch.cat([q.mean()[None], z[:: max(1, len(z) // (_LOOKS - 1))]])[:_LOOKS]):
-            own = self.silo.moments(silo, {}, {}, z_g, z_g - loc)
-            if self.n_record:
-                moments = self._around(z_g, z_g - loc, own["loc"], theta, record, silo, view)
-                log_density = self._of_records(z_g, own["loc"], theta, view)
-                counted = lambda z, f=log_density: torch.where(view.weights > 0, f(z), -math.inf)  # noqa: E731
+        found, n_record = _Others(), self.weigher.n_record
+        if not n_record and not self.weigher.n_silo:
+            return found
+        for z_g in torch.cat([self.loc[None], z[:: max(1, len(z) // (_LOOKS - 1))]])[:_LOOKS]:
+            own = self.of_silo(z_g)
+            if n_record:
+                log_density = self.log_density_of_records(z_g, own["loc"])
+                counted = lambda z, f=log_density: torch.where(self.view.weights > 0, f(z), -math.inf)  # noqa: E731
+                moments = self.of_records(z_g, own["loc"])
                 found = found._replace(record=_looked(counted, log_density, moments, climbs_record, found.record))
             else:
-                log_density = self._of_silo(z_g, theta, view)
+                log_density = self.log_density_of_silo(z_g)
                 found = found._replace(silo=_looked(log_density, log_density, own, climbs_silo, found.silo))
         return found
 
@@ -678,6 +683,43 @@ def _at(modes: list[Params], k: int, eps: Tensor, log_weight: Tensor) -> tuple[T
     return z, weight + logs[k] - torch.logsumexp(logs, 0)
 
 
+class _Known:
+    """The modes (rows, n) that latents are known to have at one Z_G, the main one first; of other rows, which have no
+    such one, the main one in its place. height: log density, -inf of rows that do not count."""
+
+    def __init__(self, modes: list[Params], offs: list[Tensor], height: Callable[[Tensor], Tensor]) -> None:
+        self.modes, self.offs, self.height, self.main = modes, offs, height, modes[0]
+        self.filled = [torch.ones_like(offs[0][:, 0], dtype=torch.bool), *((off != 0).any(-1) for off in offs[1:])]
+        self.top = height(self.main["loc"])
+
+    def matters(self, mode: Params, climbs: bool) -> Tensor:
+        """(rows,) whether a mode holds more than a tiny share, if nobody knows it."""
+        its = self.height(mode["loc"])
+        if climbs:
+            return its + mode["log_scale"].sum(-1) > self.top + self.main["log_scale"].sum(-1) - _HEAVY
+        between = [self.height(torch.lerp(self.main["loc"], mode["loc"], share)) for share in (0.25, 0.5, 0.75)]
+        valley = torch.stack(between).amin(0) < torch.minimum(its, self.top) - _VALLEY
+        return (its > self.top - _UNCLIMBED) & valley
+
+    def add(self, mode: Params, off: Tensor, new: Tensor) -> None:
+        """A mode of `new` rows, `off` from the mean of q, where it is none of those known."""
+        for k in range(1 + _OTHERS):
+            if not bool(new.any()):
+                return
+            if k == len(self.offs):
+                self.offs.append(torch.zeros_like(off))
+                self.modes.append(self.main)
+                self.filled.append(torch.zeros_like(new))
+            apart, free = _beside(self.modes[k], mode) > _OFF, ~self.filled[k]
+            taken = new & free
+            self.offs[k] = torch.where(taken[:, None], off, self.offs[k])
+            self.modes[k] = {name: torch.where(_like(taken, v), mode[name], v) for name, v in self.modes[k].items()}
+            self.filled[k] = self.filled[k] | taken
+            new = new & ~free & apart
+        if bool(new.any()):
+            raise ArithmeticError("latents have more modes than are integrated around")
+
+
 def _looked(
     counted: Callable[[Tensor], Tensor], log_density: Callable[[Tensor], Tensor], moments: Params, climbs: bool,
     known: Tensor,
@@ -693,36 +735,12 @@ def _looked(
         return counted(z).nan_to_num(nan=-math.inf, posinf=-math.inf)
 
     modes = [of(off) for off in known] or [of(torch.zeros_like(moments["loc"]))]
-    offs = list(known.unbind(0)) or [modes[0]["loc"] - moments["loc"]]
-    main, filled = modes[0], [torch.ones_like(offs[0][:, 0], dtype=torch.bool)]
-    filled += [(off != 0).any(-1) for off in offs[1:]]
-    top = height(main["loc"])
-    for place, peak in _peaks(height, main):
-        if not bool((peak > top - 5 * _UNCLIMBED).any()):
-            continue
-        there = of(torch.where((peak > -math.inf)[:, None], place, main["loc"]) - moments["loc"])
-        its = height(there["loc"])
-        if climbs:
-            new = its + there["log_scale"].sum(-1) > top + main["log_scale"].sum(-1) - _HEAVY
-        else:
-            between = [height(torch.lerp(main["loc"], there["loc"], share)) for share in (0.25, 0.5, 0.75)]
-            new = (its > top - _UNCLIMBED) & (torch.stack(between).amin(0) < torch.minimum(its, top) - _VALLEY)
-        for k in range(1 + _OTHERS):
-            if not bool(new.any()):
-                break
-            if k == len(offs):
-                offs.append(torch.zeros_like(place))
-                modes.append(main)
-                filled.append(torch.zeros_like(new))
-            apart, free = _beside(modes[k], there) > _OFF, ~filled[k]
-            taken = new & free
-            offs[k] = torch.where(taken[:, None], there["loc"] - moments["loc"], offs[k])
-            modes[k] = {name: torch.where(_like(taken, v), there[name], v) for name, v in modes[k].items()}
-            filled[k] = filled[k] | taken
-            new = new & ~free & apart
-        if bool(new.any()):
-            raise ArithmeticError("latents have more modes than are integrated around")
-    return torch.stack(offs) if len(offs) > 1 else known
+    found = _Known(modes, list(known.unbind(0)) or [modes[0]["loc"] - moments["loc"]], height)
+    for place, peak in _peaks(height, found.main):
+        if bool((peak > found.top - 5 * _UNCLIMBED).any()):
+            there = of(torch.where((peak > -math.inf)[:, None], place, found.main["loc"]) - moments["loc"])
+            found.add(there, there["loc"] - moments["loc"], found.matters(there, climbs))
+    return torch.stack(found.offs) if len(found.offs) > 1 else known
 
 
 def _like(rows: Tensor, x: Tensor) -> Tensor:
