@@ -79,27 +79,6 @@ def seal(home: Path, ask_passphrase: bool) -> None:
         click.echo("all keys were sealed before")
 
 
-@keys.command("authority", hidden=True, context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1)
-def _authority(words: tuple[str, ...]) -> None:
-    _gone()
-
-
-@keys.command("code", hidden=True)
-@click.argument("words", nargs=-1)
-def _code(words: tuple[str, ...]) -> None:
-    _gone()
-
-
-def _gone() -> None:
-    from secure_fvi.errors import InputError
-
-    raise InputError(
-        "there is no authority any more, and no request to compare: each site's certificate stands in the roster, "
-        "whose code all compare before they sign it; a key is taken back by the next roster (docs/provisioning.md)"
-    )
-
-
 @keys.command()
 @click.argument("what", type=click.Choice(["tls", "identity"]))
 @home_option

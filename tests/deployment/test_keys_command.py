@@ -103,11 +103,6 @@ def test_a_wrong_code_stops_everything(shell: Shell) -> None:
     shell.done(*sign, code_in(shell.done("keys", "roster", "show", "next.toml")))
 
 
-def test_commands_that_are_gone_say_what_took_their_place(shell: Shell) -> None:
-    for words in ("authority create folder --consortium study", "authority", "code x.request.toml"):
-        shell.refused(2, "there is no authority any more", f"keys {words}")
-
-
 def test_plain_mistakes_are_one_line(shell: Shell) -> None:
     shell.done("keys", "init", "--id", "north", "--role", "silo", "--home", "north")
     init = ("keys", "init", "--role", "silo", "--home")
