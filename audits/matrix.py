@@ -17,8 +17,7 @@ from secure_fvi.audits import attributes, epsilon, gradient_inversion, membershi
 from secure_fvi.audits.attributes import Attribute, released_rows
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.gradient_inversion import MATCHED_BATCHES, inversion_rows
-from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, runs_with_many
-from secure_fvi.audits.local_latents import property_rows
+from secure_fvi.audits.latent_studies import SIZES, LatentStudies, Told, property_rows, runs_with_many
 from secure_fvi.audits.replay import replay_rows
 from secure_fvi.audits.worlds import PLAIN, Data, Protection, Workbench
 from secure_fvi.errors import InputError

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from secure_fvi.guarding import Books as Books
     from secure_fvi.mixed_model import glmm as glmm
     from secure_fvi.opening import load as load
-    from secure_fvi.prediction import prior_predictive as prior_predictive
     from secure_fvi.privacy.settings import RecordDP as RecordDP
     from secure_fvi.privacy.settings import SiloDP as SiloDP
     from secure_fvi.results import Result as Result
+    from secure_fvi.results import prior_predictive as prior_predictive
 
 __version__ = "0.2.0"
 
@@ -90,7 +90,7 @@ _HOME = {
     "fit": "secure_fvi.fitting",
     "fit_alone": "secure_fvi.fitting",
     "load": "secure_fvi.opening",
-    "prior_predictive": "secure_fvi.prediction",
+    "prior_predictive": "secure_fvi.results",
     "glmm": "secure_fvi.mixed_model",
     "run": "secure_fvi.fitting",
 }

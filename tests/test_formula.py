@@ -586,7 +586,7 @@ def test_the_prior_of_every_family_is_mapped_over_draws(family: str, formula: st
 def test_the_control_pyros_ordered_logistic_cannot_be_mapped() -> None:
     from pyro.distributions import OrderedLogistic
 
-    from secure_fvi.quadrature import ordinal_logits
+    from secure_fvi.mixed_model import ordinal_logits
 
     cuts, eta = torch.tensor([-1.0, 0.5, 2.0]).double(), torch.linspace(-3, 3, 5).double()
     with pytest.raises(RuntimeError, match="vmap"):

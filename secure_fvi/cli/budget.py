@@ -163,7 +163,7 @@ def report(
         raise InputError("--facts, --curator and --use are fields of the registry: add --format yaml")
     report = read_report(ledger, silo, data_set)
     if audit is not None:
-        from secure_fvi.privacy.report_audit import read_audit, with_audit
+        from secure_fvi.privacy.report import read_audit, with_audit
 
         report = with_audit(report, read_audit(audit))
     text = _render(report, form, facts, curator, intended_use)
@@ -367,7 +367,7 @@ def _render(report: Report, form: str, facts: Path | None, curators: tuple[str, 
 
         return report_html(report)
     if form == "yaml":
-        from secure_fvi.privacy.report_registry import read_facts, report_registry
+        from secure_fvi.privacy.report import read_facts, report_registry
 
         answers: dict[str, Any] = read_facts(facts) if facts else {}
         basic: dict[str, Any] = {}

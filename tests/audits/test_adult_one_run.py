@@ -18,7 +18,7 @@ from pyro.distributions import Bernoulli, Normal
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.audits.canaries import OneRun, guess
+from secure_fvi.audits.epsilon import OneRun, guess
 from secure_fvi.fitting import build_parties
 from secure_fvi.models.uci_adult import load
 from secure_fvi.privacy import gate as gate_module

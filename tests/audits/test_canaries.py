@@ -12,10 +12,9 @@ from programs import make_clinics
 from torch import Tensor
 
 import secure_fvi as sf
-from secure_fvi.audits import canaries, epsilon
+from secure_fvi.audits import epsilon
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.canaries import InOrOut, OneRunGame, Setting, Shadow
-from secure_fvi.audits.epsilon import SCORE, bound, epsilon_rows, work
+from secure_fvi.audits.epsilon import SCORE, InOrOut, OneRunGame, Setting, Shadow, bound, epsilon_rows, work
 from secure_fvi.audits.report import table
 from secure_fvi.errors import InputError
 from secure_fvi.models import six_cities
@@ -79,13 +78,13 @@ def test_the_noise_that_runs_have_is_the_noise_that_is_claimed(noise: str) -> No
 def left(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Products of the canary with what the adversary cannot explain of each total, clipping norms as units."""
     found: list[float] = []
-    real = canaries.evidence
+    real = epsilon.evidence
 
     def noted(inner: float, square: float, sd: float, rate: float) -> float:
         found.append(inner)
         return real(inner, square, sd, rate)
 
-    monkeypatch.setattr(canaries, "evidence", noted)
+    monkeypatch.setattr(epsilon, "evidence", noted)
     return found
 
 

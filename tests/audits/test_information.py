@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import secure_fvi as sf
-from secure_fvi.audits.latent_studies import Critic, gaussian, info_nce, information_rows
-from secure_fvi.audits.local_latents import Sample, collect
+from secure_fvi.audits.latent_studies import Critic, Sample, collect, gaussian, info_nce, information_rows
 from secure_fvi.audits.worlds import MASKED, PLAIN, Protection, Workbench, resampled
 from secure_fvi.errors import InputError
 from secure_fvi.models.six_cities import PROGRAM, load

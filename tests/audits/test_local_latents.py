@@ -14,7 +14,7 @@ from programs import make_clinics, make_intercepts
 import secure_fvi as sf
 from secure_fvi.audits.base import AuditRow
 from secure_fvi.audits.features import from_messages, from_totals
-from secure_fvi.audits.local_latents import Sample, by_silo, collect, rows
+from secure_fvi.audits.latent_studies import Sample, by_silo, collect, rows
 from secure_fvi.audits.transcript import NETWORK
 from secure_fvi.audits.worlds import Laboratory, LateStart, pooled, resampled, shortened
 from secure_fvi.errors import InputError

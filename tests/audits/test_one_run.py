@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from secure_fvi.audits.canaries import guess, lower_bound
+from secure_fvi.audits.epsilon import guess, lower_bound
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.accounting import epsilon
 from secure_fvi.privacy.events import Gaussian

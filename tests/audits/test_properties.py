@@ -9,7 +9,7 @@ from programs import make_intercepts
 
 import secure_fvi as sf
 from secure_fvi.audits.base import AuditRow
-from secure_fvi.audits.local_latents import Guesses, Sample, draw, property_rows
+from secure_fvi.audits.latent_studies import Guesses, Sample, draw, property_rows
 from secure_fvi.audits.worlds import MASKED, PLAIN, LateStart, Workbench, per_record, resampled
 from secure_fvi.errors import InputError
 

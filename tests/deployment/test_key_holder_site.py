@@ -35,11 +35,10 @@ from secure_fvi.aggregation.prg import digest
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment import holding
-from secure_fvi.deployment.holder_job import HolderJob
 from secure_fvi.deployment.job import sign_offer
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End
 from secure_fvi.deployment.session_sums import key_holder_of, session_of, session_roster
-from secure_fvi.deployment.site import Site
+from secure_fvi.deployment.site import HolderJob, Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows
 from secure_fvi.engines.remote import Line, Patience

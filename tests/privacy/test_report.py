@@ -20,9 +20,8 @@ from secure_fvi.privacy import accounting
 from secure_fvi.privacy.events import Composed, Gaussian, PoissonSampled, Repeated, Skellam
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
 from secure_fvi.privacy.ledger_account import account, read_ledger
-from secure_fvi.privacy.report import Report, job_event, read_report
+from secure_fvi.privacy.report import Report, job_event, read_facts, read_report, report_registry
 from secure_fvi.privacy.report_html import report_html, report_text
-from secure_fvi.privacy.report_registry import read_facts, report_registry
 from secure_fvi.privacy.terms import ADD_OR_REMOVE, REPLACE
 
 SAMPLED = PoissonSampled(0.02, Gaussian(2.0))

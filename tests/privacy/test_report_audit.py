@@ -13,8 +13,7 @@ from secure_fvi.cli.budget import budget
 from secure_fvi.errors import InputError
 from secure_fvi.privacy.events import Gaussian
 from secure_fvi.privacy.ledger import Budget, Job, Ledger, Term
-from secure_fvi.privacy.report import Report, read_report
-from secure_fvi.privacy.report_audit import read_audit, with_audit
+from secure_fvi.privacy.report import Report, read_audit, read_report, with_audit
 from secure_fvi.privacy.report_html import report_html, report_text
 
 DELTA = 1e-6
