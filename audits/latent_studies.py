@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from secure_fvi.audits.scores import (
     auc,
     cross_fitted,
     gain,
+    nearer,
     power_of_advantage,
     r_squared,
     ridge,
@@ -46,6 +48,7 @@ from secure_fvi.audits.worlds import (
     Data,
     Each,
     Laboratory,
+    Normals,
     Outcome,
     Protection,
     Workbench,
@@ -60,6 +63,9 @@ Told = Callable[[str], None]
 
 #: Individuals a silo, silos a world, worlds: for the attack "sizes".
 SIZES = ((1, 50, 2), (10, 50, 2), (100, 5, 20), (537, 3, 30))
+
+#: Of so many records of each silo the whole posterior is kept, at most: in many dimensions they are large.
+_OF_A_SILO = 20
 
 
 def runs_with_many(protection: Protection) -> bool:
@@ -149,7 +155,7 @@ class LatentStudies:
         if not hasattr(self, "_chosen"):
             outcome = self.bench.laboratory(PLAIN, 1).run(self.bench.silos, 0)
             names = [f"silo-{j + 1}" for j in range(len(self.bench.silos))]
-            means = torch.cat([torch.from_numpy(outcome.latents[name]) for name in names])
+            means = torch.cat([torch.from_numpy(outcome.latents[name].mean) for name in names])
             if not means.shape[1]:
                 raise InputError("the model has no latent site inside its record plate, so there is no game to play")
             ends = (int(means[:, 0].argmin()), int(means[:, 0].argmax()))
@@ -503,7 +509,7 @@ class Sample:
     messages: FloatArray  # (S, D)
     totals: FloatArray  # (S, D')
     target: FloatArray  # (S, n_record) mean of Z_L over the silo's records, or (S, 1)
-    records: tuple[FloatArray, ...]  # latents record by record: (N_j, n_record); none for other properties
+    records: tuple[Normals, ...]  # latents record by record: (N_j, n_record); none for other properties
     world: Groups  # (S,)
     raw: tuple[int, int]  # the first so many columns of messages, and of totals, add up over silos
 
@@ -544,12 +550,12 @@ def collect(
         outcome: Outcome = laboratory.run(draw(seed), seed)
         transcript = outcome.transcript
         values = [outcome.latents[silo] for silo in transcript.silos]
-        if not values[0].shape[1]:
+        if not values[0].mean.shape[1]:
             raise InputError("the model has no latent site inside its record plate, so there is nothing to recover")
         messages.append(messages_of(transcript, outcome.layout))
         totals.append(totals_of(transcript, outcome.layout))
-        records += values
-        target += [v.mean(0) for v in values]
+        records += [v._replace(covariance=v.covariance[:_OF_A_SILO]) for v in values]
+        target += [v.mean.mean(0) for v in values]
         world += [seed] * len(values)
         each()
     return Sample(
@@ -587,9 +593,50 @@ class Guesses:
 
     def of_records(self, confidence: float = CONFIDENCE) -> Estimate:
         """R^2 of single records' values, for each of which the guess is that of its silo."""
-        sizes = [len(r) for r in self.sample.records]
-        values = np.concatenate(self.sample.records)
+        sizes = [len(r.mean) for r in self.sample.records]
+        values = np.concatenate([r.mean for r in self.sample.records])
         return r_squared(values, np.repeat(self.both, sizes, 0), np.repeat(self.sample.world, sizes), confidence)
+
+    @cached_property
+    def distances(self) -> FloatArray:
+        """(R, 2): 2-Wasserstein distances, in the latents' own units, of single records' posteriors from the attack's
+        guess, and from the guess of who sees nothing: normals about the silo's guessed mean and about that of other
+        groups' records, as wide as those on average. Of each silo's first `_OF_A_SILO` records."""
+        import ot
+
+        records, names = self.sample.records, np.unique(self.sample.world)
+        where = np.searchsorted(names, self.sample.world)
+        sums = np.zeros((len(names), 1 + self.sample.target.shape[1]))
+        spread = np.zeros((len(names), *records[0].covariance.shape[1:]))
+        for group, r in zip(where, records, strict=True):
+            some = len(r.covariance)
+            sums[group] += [some, *r.mean[:some].sum(0)]
+            spread[group] += r.covariance.sum(0)
+        sums, spread = sums.sum(0) - sums, spread.sum(0) - spread
+        out = []
+        for group, r, guess in zip(where, records, self.both, strict=True):
+            some = len(r.covariance)
+            wide = np.broadcast_to(spread[group] / sums[group, 0], r.covariance.shape)
+            out.append(
+                [
+                    ot.gaussian.bures_wasserstein_distance(
+                        r.mean[:some], np.broadcast_to(centre, (some, len(centre))), r.covariance, wide, paired=True
+                    )
+                    for centre in (guess, sums[group, 1:] / sums[group, 0])
+                ]
+            )
+        return np.concatenate(out, 1).T
+
+    def of_posteriors(self, confidence: float = CONFIDENCE) -> Estimate:
+        """By what share the attack comes nearer to single records' posteriors than who sees nothing."""
+        groups = np.repeat(self.sample.world, [len(r.covariance) for r in self.sample.records])
+        return nearer(self.distances[:, 0], self.distances[:, 1], groups, confidence)
+
+    def in_units(self, plain: Guesses) -> dict[str, Any]:
+        """Mean distances: what they are by this attack, by the same without protection, and for who sees nothing."""
+        means = (self.distances[:, 0], plain.distances[:, 0], self.distances[:, 1])
+        names = ("wasserstein", "wasserstein_plain", "wasserstein_of_nothing")
+        return {name: float(values.mean()) for name, values in zip(names, means, strict=True)}
 
     def beyond_totals(self, confidence: float = CONFIDENCE) -> Estimate:
         """By how much messages raise the R^2 that totals alone reach."""
@@ -613,14 +660,18 @@ OF_A_MEAN: tuple[Line, ...] = (
     ("messages beyond totals", "gain in R^2", 0.0, _BEYOND, _BEYOND),
 )
 OF_RECORDS: Line = ("single records, messages and totals", "R^2", 0.0, Guesses.of_records, Guesses.of_records)
+OF_POSTERIORS: Line = (
+    "single records' posteriors, messages and totals", "share of Wasserstein distance", 0.0,
+    Guesses.of_posteriors, Guesses.of_posteriors,
+)  # fmt: skip
 OF_MEDIANS: Line = ("above the median, messages and totals", "AUC", 0.5, Guesses.above_median, Guesses.above_median)
-_OF_LATENTS = (*((f"silo mean, {line[0]}", *line[1:]) for line in OF_A_MEAN), OF_RECORDS)
+_OF_LATENTS = (*((f"silo mean, {line[0]}", *line[1:]) for line in OF_A_MEAN), OF_RECORDS, OF_POSTERIORS)
 
 
 def rows(protection: str, sample: Sample, unprotected: Sample, **detail: Any) -> list[AuditRow]:
     """What messages with totals, totals alone and messages beyond totals give away of latents. `unprotected` is the
     same study under plain sums, which is the positive control."""
-    detail = {"silos": len(sample.target), "records_a_silo": len(sample.records[0]), **detail}
+    detail = {"silos": len(sample.target), "records_a_silo": len(sample.records[0].mean), **detail}
     other = "plain sums, with the latents of other worlds"
     return rows_of("latents by ridge", protection, _OF_LATENTS, (sample, unprotected), other, **detail)
 
@@ -639,6 +690,7 @@ def rows_of(
             Control(strongest(plain), "the same attack under plain sums"),
             Control(strongest(nothing, CONTROL_CONFIDENCE), other),
             guessing,
+            **(found.in_units(plain) if measure is Guesses.of_posteriors else {}),
             **detail,
         )
         for what, score, guessing, measure, strongest in lines

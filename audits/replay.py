@@ -211,7 +211,7 @@ def replay_rows(
     names = outcome.transcript.silos
     found = replayer.find(outcome.transcript, how, each)
     order = [int(name.removeprefix("silo-")) - 1 for name in names]
-    latents = np.array([outcome.latents[name][0, coordinate] for name in names])
+    latents = np.array([outcome.latents[name].mean[0, coordinate] for name in names])
     groups = np.arange(silos)
     linear = cross_fitted(ridge, from_both(outcome.transcript), latents, groups)
     pairs = {"posterior mean of the latent": (latents, found.latents[:, 0, coordinate])}

@@ -126,6 +126,12 @@ def r_squared(truth: FloatArray, guesses: FloatArray, groups: Groups, confidence
     return _bootstrap(_moments(truth, guesses), _columns(truth, groups), _r_squared, confidence)
 
 
+def nearer(guesses: FloatArray, blind: FloatArray, groups: Groups, confidence: float = CONFIDENCE) -> Estimate:
+    """1 - mean distance of guesses (B,) / mean distance (B,) of those made without seeing anything, from one truth.
+    Bootstrap as for `r_squared`."""
+    return _bootstrap(np.column_stack([guesses, blind]), groups, lambda sums: 1 - sums[:, 0] / sums[:, 1], confidence)
+
+
 def gain(
     truth: FloatArray, better: FloatArray, base: FloatArray, groups: Groups, confidence: float = CONFIDENCE
 ) -> Estimate:

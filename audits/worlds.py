@@ -44,11 +44,18 @@ Data = dict[str, Tensor]
 LOCAL_STEPS = 100
 
 
+class Normals(NamedTuple):
+    """A normal a record, on R^n. A silo's own; audits know it, since they made the data."""
+
+    mean: FloatArray  # (N, n_record)
+    covariance: FloatArray  # (N, n_record, n_record)
+
+
 class Outcome(NamedTuple):
     """One world's run. `latents` is what the attacks are after."""
 
     transcript: Transcript
-    latents: Mapping[str, FloatArray]  # by silo, (N_j, n_record): means of q(Z_L) at the mean of q(Z_G), on R^n
+    latents: Mapping[str, Normals]  # by silo: q(Z_L) of its records at the mean of q(Z_G)
     layout: Layout
 
 
@@ -100,9 +107,14 @@ class Laboratory:
         recorder = Recorder(server, engine, self.aggregation.kind, simulated=self._simulated, real_data=self._real_data)
         for _ in Run(Parties(server, engine, guards), self.algorithm.most_rounds, lambda _: None):
             pass
-        wanted = self._targets.latents if self._targets is not None else lambda silo: _latents(silo, server)
-        latents = {name: wanted(silo) for name, silo in engine.silos.items()}
+        latents = {name: self._latents(silo, server) for name, silo in engine.silos.items()}
         return Outcome(recorder.transcript(), latents, server.problem.layout)
+
+    def _latents(self, silo: Silo, server: Server) -> Normals:
+        if self._targets is not None:
+            return self._targets.latents(silo)
+        posterior = server.program.posterior(server.state.algorithm)
+        return _of_records(silo.program.local_fit(silo.local), posterior, server.problem.layout, silo)
 
 
 class _Shared:
@@ -133,16 +145,22 @@ class _Shared:
         return self._silo
 
 
-def _latents(silo: Silo, server: Server) -> FloatArray:
-    fit: LocalFit = silo.program.local_fit(silo.local)
-    layout = server.problem.layout
-    if not layout.size("record"):
-        return np.zeros((silo.size, 0))
-    posterior = server.program.posterior(server.state.algorithm)
+def _of_records(fit: LocalFit, posterior: Posterior, layout: Layout, silo: Silo) -> Normals:
+    """q(Z_L) of a silo's records at the mean of q(Z_G)."""
     centre = posterior.eta["loc"]
+    if not layout.size("record"):
+        return Normals(np.zeros((silo.size, 0)), np.zeros((silo.size, 0, 0)))
     no_shift = centre.new_zeros(layout.size("global") + layout.size("silo"))
-    means = fit.family.moments(fit.params, posterior.theta, silo.view.rows, centre, no_shift)["loc"]
-    return means[: silo.size].detach().cpu().numpy().astype(np.float64)
+    moments = fit.family.moments(fit.params, posterior.theta, silo.view.rows, centre, no_shift)
+    mean, sd = (to_numpy(v[: silo.size]) for v in (moments["loc"], moments["log_scale"].exp()))
+    count, n = mean.shape
+    root = np.broadcast_to(np.eye(n), (count, n, n))
+    if "dense" in moments:
+        root = to_numpy(moments["dense"][: count * n]).reshape(count, n, -1)
+    elif "lower" in moments:
+        root = to_numpy(moments["lower"][:count])
+    root = sd[..., None] * root
+    return Normals(mean, root @ root.transpose(0, 2, 1))
 
 
 def resampled(pool: Data, sizes: Sequence[int], seed: int) -> list[Data]:
@@ -200,6 +218,7 @@ class LateStart:
             pass
         self.posterior: Posterior = server.program.posterior(server.state.algorithm)
         self._program: SiloProgram = long.silo(server.problem)
+        self._layout = server.problem.layout
         self._known: dict[bytes, Any] = {}
         self._pool: tuple[dict[bytes, int], Any] | None = None
         self._tensors = self._draws(settling)
@@ -224,11 +243,12 @@ class LateStart:
             settled = self._settled(silo)
             silo.local = silo.local._replace(record=settled.record, silo=settled.silo)
 
-    def latents(self, silo: Silo) -> FloatArray:
-        """(N, n_record): means of the silo's latents given the fitted q(Z_G), whatever algorithm the silo runs."""
+    def latents(self, silo: Silo) -> Normals:
+        """Of the silo's records given the fitted q(Z_G), whatever algorithm the silo runs."""
+        fit = self._program.local_fit(self._settled(silo) if self._pool is None else self._pool[1])
         if self._pool is not None:
-            return to_numpy(take(self._pool[1].record_average, self._places(silo))["loc"])
-        return to_numpy(self._settled(silo).record_average["loc"][: silo.size])
+            fit = fit._replace(params=take(fit.params, self._places(silo)))
+        return _of_records(fit, self.posterior, self._layout, silo)
 
     def _places(self, silo: Silo) -> Tensor:
         """Where the silo's records stand in the pool."""

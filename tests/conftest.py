@@ -22,10 +22,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The final q is weighed and refined once, by an eighth of the draws, and of the points far from it a quarter of
-    those along lines: where a test asks nothing of it."""
+    those along lines, of latents' other modes at two points and along fewer lines: where a test asks nothing of it."""
     monkeypatch.setattr("secure_fvi.algorithms.weighing.HALF", 32)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._SCOUTS", 64)
     monkeypatch.setattr("secure_fvi.algorithms.weighing._FAR", 10)
+    monkeypatch.setattr("secure_fvi.algorithms.weighing._FIRST", 4)
+    monkeypatch.setattr("secure_fvi.algorithms.weighing._IMAGES", 32)
+    monkeypatch.setattr("secure_fvi.algorithms.weighing._SCANNED", (60, 20))
+    monkeypatch.setattr("secure_fvi.algorithms.weighing._LOOKS", 2)
     monkeypatch.setattr("secure_fvi.algorithms.refining.DRAWS", 128)
     monkeypatch.setattr("secure_fvi.algorithms.refining.SUMS", 1)
     monkeypatch.setattr("secure_fvi.algorithms.refining.MORE", 1)

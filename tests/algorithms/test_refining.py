@@ -670,6 +670,7 @@ def test_under_privacy_nothing_is_refined() -> None:
 # ---- through to the result ----
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("algorithm", [sf.PVI(local_steps=3, max_rounds=2), sf.SFVI(max_iterations=5)])
 def test_a_model_that_is_not_refined_says_why(nested: bool, algorithm: Any) -> None:

@@ -137,7 +137,7 @@ def _hold(count: int, least: float, start: int = 0) -> None:
 
 
 def test_generated_programs_are_right_or_not_called_converged() -> None:
-    _hold(4, 0.75)
+    _hold(2, 0.5)
 
 
 @pytest.mark.slow  # ten minutes each on one core
