@@ -48,7 +48,6 @@ from secure_fvi.audits.worlds import (
     Data,
     Each,
     Laboratory,
-    Normals,
     Outcome,
     Protection,
     Workbench,
@@ -63,9 +62,6 @@ Told = Callable[[str], None]
 
 #: Individuals a silo, silos a world, worlds: for the attack "sizes".
 SIZES = ((1, 50, 2), (10, 50, 2), (100, 5, 20), (537, 3, 30))
-
-#: Of so many records of each silo the whole posterior is kept, at most: in many dimensions they are large.
-_OF_A_SILO = 20
 
 
 def runs_with_many(protection: Protection) -> bool:
@@ -509,9 +505,10 @@ class Sample:
     messages: FloatArray  # (S, D)
     totals: FloatArray  # (S, D')
     target: FloatArray  # (S, n_record) mean of Z_L over the silo's records, or (S, 1)
-    records: tuple[Normals, ...]  # latents record by record: (N_j, n_record); none for other properties
+    records: tuple[FloatArray, ...]  # means record by record: (N_j, n_record); none for other properties
     world: Groups  # (S,)
     raw: tuple[int, int]  # the first so many columns of messages, and of totals, add up over silos
+    spread: FloatArray | None = None  # (S, n_record, n_record) covariance of the posterior whose mean `target` is
 
     @property
     def both(self) -> FloatArray:
@@ -533,7 +530,9 @@ class Sample:
     def shuffled(self) -> Sample:
         """The same messages with the latents of other worlds: nothing can be learnt. For negative controls."""
         order = _cyclic(self.world)
-        return replace(self, target=self.target[order], records=tuple(self.records[i] for i in order if self.records))
+        records = tuple(self.records[i] for i in order if self.records)
+        spread = None if self.spread is None else self.spread[order]
+        return replace(self, target=self.target[order], records=records, spread=spread)
 
 
 def collect(
@@ -545,7 +544,7 @@ def collect(
     """Run a world for each seed on the silos that `draw` makes of it. `each` is told when one is done."""
     messages: list[Seen] = []
     totals: list[Seen] = []
-    target, records, world = [], [], []
+    target, records, spread, world = [], [], [], []
     for seed in seeds:
         outcome: Outcome = laboratory.run(draw(seed), seed)
         transcript = outcome.transcript
@@ -554,8 +553,9 @@ def collect(
             raise InputError("the model has no latent site inside its record plate, so there is nothing to recover")
         messages.append(messages_of(transcript, outcome.layout))
         totals.append(totals_of(transcript, outcome.layout))
-        records += [v._replace(covariance=v.covariance[:_OF_A_SILO]) for v in values]
+        records += [v.mean for v in values]
         target += [v.mean.mean(0) for v in values]
+        spread += [v.covariance.mean(0) / len(v.mean) for v in values]
         world += [seed] * len(values)
         each()
     return Sample(
@@ -565,6 +565,7 @@ def collect(
         tuple(records),
         np.array(world),
         (messages[0].raw, totals[0].raw),
+        np.stack(spread),
     )
 
 
@@ -593,44 +594,34 @@ class Guesses:
 
     def of_records(self, confidence: float = CONFIDENCE) -> Estimate:
         """R^2 of single records' values, for each of which the guess is that of its silo."""
-        sizes = [len(r.mean) for r in self.sample.records]
-        values = np.concatenate([r.mean for r in self.sample.records])
+        sizes = [len(r) for r in self.sample.records]
+        values = np.concatenate(self.sample.records)
         return r_squared(values, np.repeat(self.both, sizes, 0), np.repeat(self.sample.world, sizes), confidence)
 
     @cached_property
     def distances(self) -> FloatArray:
-        """(R, 2): 2-Wasserstein distances, in the latents' own units, of single records' posteriors from the attack's
-        guess, and from the guess of who sees nothing: normals about the silo's guessed mean and about that of other
-        groups' records, as wide as those on average. Of each silo's first `_OF_A_SILO` records."""
+        """(S, 2): 2-Wasserstein distances, in the latents' own units, of the posterior of a silo's mean latent from the
+        attack's guess, and from the guess of who sees nothing: normals about the guessed mean and about the mean of
+        other groups' silos, as wide as those are on average. Given Z_G; records are independent there."""
         import ot
 
-        records, names = self.sample.records, np.unique(self.sample.world)
-        where = np.searchsorted(names, self.sample.world)
-        sums = np.zeros((len(names), 1 + self.sample.target.shape[1]))
-        spread = np.zeros((len(names), *records[0].covariance.shape[1:]))
-        for group, r in zip(where, records, strict=True):
-            some = len(r.covariance)
-            sums[group] += [some, *r.mean[:some].sum(0)]
-            spread[group] += r.covariance.sum(0)
-        sums, spread = sums.sum(0) - sums, spread.sum(0) - spread
-        out = []
-        for group, r, guess in zip(where, records, self.both, strict=True):
-            some = len(r.covariance)
-            wide = np.broadcast_to(spread[group] / sums[group, 0], r.covariance.shape)
-            out.append(
-                [
-                    ot.gaussian.bures_wasserstein_distance(
-                        r.mean[:some], np.broadcast_to(centre, (some, len(centre))), r.covariance, wide, paired=True
-                    )
-                    for centre in (guess, sums[group, 1:] / sums[group, 0])
-                ]
-            )
-        return np.concatenate(out, 1).T
+        sample, spread = self.sample, self.sample.spread
+        assert spread is not None
+        where = np.unique(sample.world, return_inverse=True)[1]
+        rows = np.column_stack([np.ones(len(where)), sample.target, spread.reshape(len(where), -1)])
+        sums = np.zeros((where.max() + 1, rows.shape[1]))
+        np.add.at(sums, where, rows)
+        others = (sums.sum(0) - sums)[where]
+        n = sample.target.shape[1]
+        mean, wide = others[:, 1 : 1 + n] / others[:, :1], (others[:, 1 + n :] / others[:, :1]).reshape(-1, n, n)
+        far = lambda guess: ot.gaussian.bures_wasserstein_distance(  # noqa: E731
+            sample.target, guess, spread, wide, paired=True
+        )
+        return np.column_stack([far(self.both), far(mean)])
 
     def of_posteriors(self, confidence: float = CONFIDENCE) -> Estimate:
-        """By what share the attack comes nearer to single records' posteriors than who sees nothing."""
-        groups = np.repeat(self.sample.world, [len(r.covariance) for r in self.sample.records])
-        return nearer(self.distances[:, 0], self.distances[:, 1], groups, confidence)
+        """By what share the attack comes nearer to the posterior of a silo's mean latent than who sees nothing."""
+        return nearer(self.distances[:, 0], self.distances[:, 1], self.sample.world, confidence)
 
     def in_units(self, plain: Guesses) -> dict[str, Any]:
         """Mean distances: what they are by this attack, by the same without protection, and for who sees nothing."""
@@ -661,7 +652,7 @@ OF_A_MEAN: tuple[Line, ...] = (
 )
 OF_RECORDS: Line = ("single records, messages and totals", "R^2", 0.0, Guesses.of_records, Guesses.of_records)
 OF_POSTERIORS: Line = (
-    "single records' posteriors, messages and totals", "share of Wasserstein distance", 0.0,
+    "posterior of the silo mean, messages and totals", "share of Wasserstein distance", 0.0,
     Guesses.of_posteriors, Guesses.of_posteriors,
 )  # fmt: skip
 OF_MEDIANS: Line = ("above the median, messages and totals", "AUC", 0.5, Guesses.above_median, Guesses.above_median)
@@ -671,7 +662,7 @@ _OF_LATENTS = (*((f"silo mean, {line[0]}", *line[1:]) for line in OF_A_MEAN), OF
 def rows(protection: str, sample: Sample, unprotected: Sample, **detail: Any) -> list[AuditRow]:
     """What messages with totals, totals alone and messages beyond totals give away of latents. `unprotected` is the
     same study under plain sums, which is the positive control."""
-    detail = {"silos": len(sample.target), "records_a_silo": len(sample.records[0].mean), **detail}
+    detail = {"silos": len(sample.target), "records_a_silo": len(sample.records[0]), **detail}
     other = "plain sums, with the latents of other worlds"
     return rows_of("latents by ridge", protection, _OF_LATENTS, (sample, unprotected), other, **detail)
 

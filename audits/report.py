@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,13 @@ def write(rows: Sequence[AuditRow], about: dict[str, Any], directory: Path) -> N
     attacks = list(dict.fromkeys(row.attack for row in rows))
     groups = [(name, _picture([r for r in rows if r.attack == name]), [r for r in rows if r.attack == name])
               for name in attacks]  # fmt: skip
+    found = {finding: [row for row in rows if row.finding == finding] for finding in _WORDS}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    text = template.render(groups=groups, about=about, words=_WORDS, confidence=CONFIDENCE, notes=_notes)
+    text = template.render(
+        groups=groups, about=about, words=_WORDS, confidence=CONFIDENCE, notes=_notes, found=found,
+        protections=list(dict.fromkeys(row.protection for row in rows)),
+        forest=_forest(found["leaks"]) if found["leaks"] else None,
+    )  # fmt: skip
     write_atomically(directory / "audit.html", text.encode())
 
 
@@ -51,6 +57,12 @@ def _notes(row: AuditRow) -> list[str]:
     if "cap" in detail:
         near = "; it is near it, and says no more than that" if detail.get("near_cap") else ""
         notes.append(f"The estimate cannot exceed {detail['cap']:.2f} nats{near}.")
+    if "wasserstein" in detail:
+        notes.append(
+            f"Mean distance from the posterior, in the latent's own units: {detail['wasserstein']:.3g} of the attack's "
+            f"guess, {detail['wasserstein_plain']:.3g} without protection, {detail['wasserstein_of_nothing']:.3g} of a "
+            "guess blind."
+        )
     return notes + [str(detail[key]) for key in ("note", "why_invalid") if key in detail]
 
 
@@ -63,6 +75,44 @@ def table(rows: Sequence[AuditRow]) -> str:
             f"{row.positive_control:>8.3f}  {row.finding}"
         )
     return "\n".join(lines)
+
+
+#: Shares of the control's score between which the forest plot reaches.
+_REACH = (-0.35, 1.35)
+#: Characters of a line that names an attack.
+_WIDEST = 72
+
+
+def _forest(rows: Sequence[AuditRow]) -> Markup:
+    """What leaks, by protection: each score and its interval on the way from what guessing gives (or from the claim, of
+    an empirical epsilon) to the same attack without the protection. Names stand above their lines, so that none is cut
+    off and the plot stays narrow."""
+    groups = {name: [r for r in rows if r.protection == name] for name in dict.fromkeys(r.protection for r in rows)}
+    names = {id(row): textwrap.wrap(f"{row.attack}: {row.score} {row.value:.3g}", _WIDEST) for row in rows}
+    lines = sum(0.4 + 0.4 * len(name) for name in names.values()) + len(groups)
+    figure = Figure(figsize=(5.2, 0.4 * lines + 0.8), layout="constrained")
+    axis = figure.subplots()
+    axis.axvline(0, color="#6b7280", lw=0.8)
+    axis.axvline(1, color="#1f2937", lw=0.8, ls=":")
+    place = 0.0
+    for protection, some in groups.items():
+        place += 1
+        axis.text(_REACH[0], place - 0.2, protection, weight="bold", fontsize=9, in_layout=False)
+        for row in some:
+            place += 0.4 + 0.4 * len(names[id(row)])
+            width = row.positive_control - row.nothing
+            low, value, high = (
+                min(max((v - row.nothing) / width, _REACH[0]), _REACH[1]) for v in (row.low, row.value, row.high)
+            )
+            axis.text(_REACH[0], place - 0.2, "\n".join(names[id(row)]), fontsize=8, in_layout=False)
+            axis.plot([low, high], [place, place], color=_COLOURS["leaks"], lw=2.2, solid_capstyle="butt")
+            axis.scatter([value], [place], color=_COLOURS["leaks"], s=26, zorder=3)
+    axis.set_xlim(*_REACH)
+    axis.set_ylim(place + 0.5, 0.3)
+    axis.set_yticks([])
+    axis.set_xticks([0, 0.5, 1], ["guessing,\nor the claim", "", "as without\nprotection"])
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    return _as_image(figure)
 
 
 def _picture(rows: Sequence[AuditRow]) -> Markup:
@@ -80,5 +130,9 @@ def _picture(rows: Sequence[AuditRow]) -> Markup:
     axis.spines[["top", "right"]].set_visible(False)
     line = "claim" if rows[0].score == epsilon.SCORE else "guessing"
     axis.set_xlabel(f"{rows[0].score} (line: {line}; cross: positive control)")
+    return _as_image(figure)
+
+
+def _as_image(figure: Figure) -> Markup:
     data = base64.b64encode(svg(figure).encode()).decode()
     return Markup(f"data:image/svg+xml;base64,{data}")

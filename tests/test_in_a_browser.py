@@ -163,10 +163,11 @@ def _budget_report(run: Path, folder: Path) -> Path:
 
 def _audit_report(run: Path, folder: Path) -> Path:
     found: list[Any] = ["leaks", "nothing found", "invalid"]
+    note = "What a reader needs beside the numbers of this row."
     rows = [
-        AuditRow("membership of a record", "masked", "advantage", 0.2, 0.1, 0.3, 0.9, 0.0, True, finding, 0.0,
-                 {"bound": 0.4, "note": "What a reader needs beside the numbers of this row."})
-        for finding in found
+        AuditRow("membership of a record", protection, "advantage", 0.2, 0.1, 0.3, 0.9, 0.0, True, finding, 0.0,
+                 {"bound": 0.4, "note": note, "positive_control": {"power": 0.99}})
+        for protection in ("masked", "plain") for finding in found
     ]  # fmt: skip
     write_audit(rows, {"program": "six-cities", "commit": "0123456789abcdef" * 4}, folder)
     return folder / "audit.html"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ def audit(
     with --all under plain, masked, homomorphic and private sums. --list tells the attacks.
     """
     began = time.monotonic()
+    from secure_fvi import __version__
     from secure_fvi.audits.matrix import protections
     from secure_fvi.audits.order import Order, attacked, check, is_simulated
     from secure_fvi.audits.report import table, write
@@ -91,6 +93,9 @@ def audit(
         "scale": subject.scale_in_words,
         "data": "published or made" if is_simulated(federation) else "real, resampled",
         "seconds": round(seconds, 1),
+        "seed": federation.config.seed,
+        "version": __version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     write(rows, about, out)
     if not quiet:
