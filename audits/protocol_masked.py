@@ -19,7 +19,7 @@ from secure_fvi.aggregation import shamir
 from secure_fvi.aggregation.base import Block, BlockTable, FloatArray, SumSilo, carry
 from secure_fvi.aggregation.graph import COMPLETE_UP_TO
 from secure_fvi.aggregation.masked import Masked
-from secure_fvi.aggregation.masked_server import MaskedServer
+from secure_fvi.aggregation.masked_server import MaskedServer, ServerBatch
 from secure_fvi.aggregation.masked_silo import MaskedSilo
 from secure_fvi.aggregation.messages import (
     Activate,
@@ -52,7 +52,6 @@ from secure_fvi.aggregation.ring import Ring, RingArray
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.aggregation.session import Secret, Session, advert_statement, key_set_hash, nonce_commitment
 from secure_fvi.aggregation.store import MemoryStore
-from secure_fvi.aggregation.unmask import ServerBatch
 from secure_fvi.audits.protocol_contract import Forgery, Signatures, Words
 from secure_fvi.errors import InputError, ProtocolError
 

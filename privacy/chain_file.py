@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from secure_fvi.aggregation.roster import Identity
 from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.privacy.chain import GENESIS, NOTHING, RECEIPT, ChainKind, ChainReader, Row, make_row, timestamp
-from secure_fvi.privacy.witness import Countersignature, check_receipt, make_statement, proves
+from secure_fvi.privacy.witness import Countersignature, check_receipt, make_statement
 
 _FORMAT = 1
 _BUSY_SECONDS, _RETRY_SECONDS = 60.0, 0.02
@@ -159,8 +159,8 @@ def verify_chain(
 ) -> C:
     """Follow all rows of the empty `chain` in `file`, then compare with the receipts in it and with those `shown`.
 
-    Receipts of the older form in it prove nothing. public_key: pins its key. after_row: called with the chain and each
-    row that it took in. Raises ProtocolError that names the first bad row.
+    public_key: pins its key. after_row: called with the chain and each row that it took in. Raises ProtocolError that
+    names the first bad row.
     """
     heads = [NOTHING]
     for row in file.rows(chain.silo):
@@ -171,7 +171,7 @@ def verify_chain(
     kind = chain.kind
     if not chain.length:
         raise InputError(f"'{file.path}' holds no {kind.name} of silo '{chain.silo}'")
-    for receipt in [*(check_receipt(data, None, kind) for data in chain.receipts if proves(data)), *shown]:
+    for receipt in [*(check_receipt(data, None, kind) for data in chain.receipts), *shown]:
         if receipt.public_key != chain.public_key:
             raise ProtocolError(
                 f"{kind.name} of silo '{chain.silo}': {shown_by(receipt)} is about a {kind.name} of another key"

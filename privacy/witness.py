@@ -43,19 +43,6 @@ class Statement(NamedTuple):
     links: list[bytes]
 
 
-class Receipt(NamedTuple):
-    """What witnesses once gave: their word alone, no proof against the owner. Read where it is kept, made no more."""
-
-    witness: str
-    witness_key: bytes
-    silo: str
-    public_key: bytes
-    length: int
-    head: bytes
-    time: int
-    signature: bytes
-
-
 class Countersignature(NamedTuple):
     """A receipt, witness to ledger and to whoever verifies: the owner stated this, and the witness has seen it."""
 
@@ -82,7 +69,6 @@ _MOST_ROWS = wire.Limit(items=1 << 20)
 _CODEC = Codec(
     {
         Statement: (1, (_name, _is_32, _count, _is_32, _count, _is_64, _count, wire.Listed(_is_32))),
-        Receipt: (2, (_name, _is_32, _name, _is_32, _count, _is_32, _count, _is_64)),
         Countersignature: (3, (_name, _is_32, _name, _is_32, _count, _is_32, _count, _is_64, _is_64)),
     }
 )
@@ -110,19 +96,14 @@ def stated_key(statement: bytes) -> bytes:
     return key
 
 
-def proves(data: bytes) -> bool:
-    """Whether the receipt `data` is of the form that holds its owner's signature; an older one proves nothing."""
-    return _CODEC.kind_of(data) is not Receipt
-
-
 def shown_length(data: bytes) -> int:
-    """How many rows the receipt `data`, of either form, says that its witness has seen: a claim, not checked."""
-    return (_CODEC.unpack(data, Countersignature) if proves(data) else _CODEC.unpack(data, Receipt)).length
+    """How many rows the receipt `data` says that its witness has seen: not checked."""
+    return _CODEC.unpack(data, Countersignature).length
 
 
 def witness_key(data: bytes) -> bytes:
     """The public key of the witness that the receipt `data` says it is by: not checked."""
-    return (_CODEC.unpack(data, Countersignature) if proves(data) else _CODEC.unpack(data, Receipt)).witness_key
+    return _CODEC.unpack(data, Countersignature).witness_key
 
 
 def covers(receipt: bytes, statement: bytes) -> bool:
@@ -136,15 +117,9 @@ def check_receipt(
 ) -> Countersignature:
     """The receipt in `data`, whose owner and witness both signed it; that the owner's is the key expected, see to it.
 
-    Raises ProtocolError if it is malformed, forged, by none of `witness_keys`, or of the older form; WitnessFault where
-    the witness signed what the owner did not.
+    Raises ProtocolError if it is malformed, forged, or by none of `witness_keys`; WitnessFault where the witness signed
+    what the owner did not.
     """
-    if not proves(data):
-        old = _CODEC.unpack(data, Receipt)
-        raise ProtocolError(
-            f"a receipt of witness '{old.witness}' is of an older form, without the signature of silo '{old.silo}', "
-            "and proves nothing; have the witness countersign again"
-        )
     receipt = _CODEC.unpack(data, Countersignature)
     if witness_keys is not None and receipt.witness_key not in witness_keys:
         raise ProtocolError(f"a receipt of witness '{receipt.witness}' is by a key that is not accepted here")
@@ -173,9 +148,7 @@ class Witness:
         return self._seen(public_key)[0]
 
     def receipt(self, public_key: bytes) -> bytes:
-        """The newest receipt for the ledger of that key, by which its owner can check it; empty before any.
-
-        One of the older form says no more than how far this witness has seen it."""
+        """The newest receipt for the ledger of that key, by which its owner can check it; empty before any."""
         return self._store.get(self._slot(public_key) + "/receipt") or b""
 
     def key_of(self, member: str) -> bytes:
@@ -198,7 +171,7 @@ class Witness:
         if stated.length < length:
             raise ProtocolError(f"{who} was rolled back: it has {stated.length} rows, {length} were seen")
         given = self.receipt(public_key)
-        if given and proves(given) and (stated.length, stated.head) == (length, head):  # a statement that comes again
+        if given and (stated.length, stated.head) == (length, head):  # a statement that comes again
             return given
         if stated.since != length or len(stated.links) != stated.length - length:
             raise ProtocolError(f"a statement by {who} must say how it continues the {length} rows that were seen")
@@ -242,5 +215,5 @@ def _stated(s: Statement | Countersignature) -> bytes:
     return bytes(msgpack.packb([s.silo, s.public_key, s.length, s.head, s.time]))
 
 
-def _received(r: Receipt | Countersignature) -> bytes:
+def _received(r: Countersignature) -> bytes:
     return bytes(msgpack.packb(list(r[:-1])))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from secure_fvi.errors import DataError, InputError
-from secure_fvi.frames import check_aligned, is_gap
 
 #: A silo's data: tensors or arrays by argument name, the record first, or a pandas or polars frame of such columns.
 Data = Mapping[str, Any]
@@ -425,3 +424,25 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and bool(a == b)
     except (RuntimeError, TypeError, ValueError):  # containers of arrays, which do not say whether they are equal
         return False
+
+
+# ---- What columns in memory have in common, whoever's they are: NumPy's, those of pandas and polars, lists ----
+
+
+def is_gap(cell: Any) -> bool:
+    """Whether a cell holds nothing: None, NaN, and pandas' NA and NaT, which are equal to nothing either."""
+    if cell is None or type(cell).__name__ in ("NAType", "NaTType"):
+        return True
+    different = cell != cell
+    return isinstance(different, (bool, np.bool_)) and bool(different)  # an array in a cell is none
+
+
+def check_aligned(columns: Iterable[Any], where: str = "") -> None:
+    """Raise InputError for columns with row labels, as pandas' series have them, that are not the same: taken by place,
+    rows of different people would be one."""
+    indexes = [column.index for column in columns if hasattr(column, "to_numpy") and hasattr(column, "index")]
+    if any(not index.equals(indexes[0]) for index in indexes):
+        raise InputError(
+            f"{where}its columns have different indexes, or the same in another order: align them, as by "
+            "pandas.DataFrame(columns), or give arrays, which are taken by place"
+        )

@@ -19,8 +19,7 @@ from secure_fvi.cli.flare import flare
 from secure_fvi.cli.keys import keys
 from secure_fvi.cli.poc import poc
 from secure_fvi.cli.policy import policy
-from secure_fvi.cli.report import report
-from secure_fvi.cli.run import run
+from secure_fvi.cli.run import report, run
 from secure_fvi.cli.serving import holder, server, silo
 from secure_fvi.cli.status import status, watch
 from secure_fvi.errors import InputError, SecureFVIError

@@ -7,7 +7,7 @@ from typing import Literal
 
 import click
 
-from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.keys import home_option, open_home
 from secure_fvi.cli.serving import sandbox_option
 
 FILE = click.Path(path_type=Path)

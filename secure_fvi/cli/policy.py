@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import click
 
-from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.keys import home_option, open_home
 from secure_fvi.cli.serving import sandbox_option
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`secure-fvi run`: a configured fit, from the file to the report."""
+"""`secure-fvi run`: a configured fit, from the file to the report; `secure-fvi report`: a signed one, checked."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+FILE = click.Path(path_type=Path)
+
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the results; new or empty.")
+@click.argument("config", type=FILE)
+@click.option("--out", required=True, type=FILE, help="Folder for the results; new or empty.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, such as seed=7.")
-@click.option("--data", type=click.Path(path_type=Path), envvar="SECURE_FVI_DATA", help="Folder of data sets.")
+@click.option("--data", type=FILE, envvar="SECURE_FVI_DATA", help="Folder of data sets.")
 @click.option("--resume", is_flag=True, help="Continue the run that --out holds.")
 @click.option("--quiet", is_flag=True, help="No progress, no table.")
 @click.pass_context
@@ -55,3 +57,62 @@ def run(
             click.echo(f"each silo's own posterior, for its eyes alone: a file in {out / 'silos'}")
         click.echo(f"report: {out / 'report.html'}")
     context.exit(exit_code(result.to_json()))
+
+
+@click.group()
+def report() -> None:
+    """The report of a run between institutions."""
+
+
+@report.command()
+@click.argument("page", metavar="REPORT", type=FILE)
+@click.option(
+    "--home", type=FILE, envvar="SECURE_FVI_HOME", help="A member's folder: its rosters, its log, its policy."
+)
+@click.option("--roster", type=FILE, help="A roster file, its signatures beside it; without a member's folder.")
+@click.option("--log", "logs", multiple=True, type=FILE, help="A member's audit log, to be held against the report.")
+def verify(page: Path, home: Path | None, roster: Path | None, logs: tuple[Path, ...]) -> None:
+    """Check REPORT, the page, by the server's signature in report.sig, which lies beside it as evidence.json has to;
+    of the run's other files, those that lie there. Exits 1 and says what is wrong.
+
+    At a site it says as well whether the report has this site's own log and policy right.
+    """
+    from secure_fvi.cli.keys import open_home
+    from secure_fvi.deployment.consortium import parse_roster
+    from secure_fvi.deployment.deciding import stated_policy
+    from secure_fvi.deployment.evidence import check_log, check_report, signed_under
+    from secure_fvi.deployment.names import printable, read_bytes
+    from secure_fvi.deployment.signatures import check_signatures, signature_folder
+    from secure_fvi.errors import InputError, ProtocolError
+
+    site = open_home(home) if home is not None and roster is None else None
+    if site is not None:
+        under = signed_under(page)
+        found = next((r for r in site.accepted_rosters() if r.hash.hex() == under), None)
+        if found is None:
+            raise ProtocolError(f"the report was signed under roster {under[:16]}..., which was never in force here")
+        roster = site.roster_file(found.serial)
+    elif roster is not None:
+        found = parse_roster(read_bytes(roster, "the roster"), f"'{roster}'")
+    else:
+        raise InputError("--roster: a roster file, or --home: a member's folder, says whose signature counts")
+    check_signatures(found, signature_folder(roster))
+    checked = check_report(page, found)
+    evidence = checked.evidence
+    click.echo(f"job {evidence.job}, signed by '{checked.member}' at {checked.time} under roster {found.serial}")
+    click.echo(f"  as signed: {', '.join(checked.files)}")
+    if checked.absent:
+        click.echo(f"  signed, and not here: {', '.join(checked.absent)}")
+    versions = evidence.versions
+    said = printable(versions.secure_fvi, 40)
+    click.echo(f"  secure-fvi {said}, package {versions.package}, protocol {versions.protocol}")
+    click.echo(f"  model {evidence.model}")
+    for log in (*logs, *([site.log_file] if site is not None and site.log_file.exists() else ())):
+        party, policies = check_log(evidence, log)
+        under = f"; policy {', then '.join(policy.hex() for policy in policies)}" if policies else ""
+        click.echo(f"  the log of '{party}' goes through the report's head, row {evidence.logs[party].rows}{under}")
+        if site is not None and party == site.id and party in evidence.policies:
+            if evidence.policies[party] not in {stated_policy(site, evidence.job, p).hex() for p in policies}:
+                raise ProtocolError(f"the report has another policy of '{party}' than its log")
+            click.echo("  this site's policy is the report's")
+    click.echo("verified")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from secure_fvi.cli.keys_shared import home_option, open_home
+from secure_fvi.cli.keys import home_option, open_home
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.home import Home

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from secure_fvi.cli.keys_shared import home_option
+from secure_fvi.cli.keys import home_option
 
 if TYPE_CHECKING:
     from secure_fvi.deployment.status import Status

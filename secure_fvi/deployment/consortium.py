@@ -278,11 +278,6 @@ def write_roster(
 
 def parse_roster(content: bytes, source: str) -> ConsortiumRoster:
     """The roster in `content`. Raises InputError unless it has the one layout that `write_roster` gives it."""
-    if content.startswith(b"format = 1\n"):
-        raise InputError(
-            f"{source}: a roster of format 1, whose certificates an authority issued; there is none any more. Have "
-            "every site make a new request (`keys rotate tls`), begin anew with roster 1, and remove 'accepted.json'"
-        )
     file = parse_table(content, _File, source)
     if _canonical(file) != content:
         raise InputError(

@@ -39,7 +39,6 @@ from secure_fvi.privacy.witness import (
     WitnessFault,
     check_receipt,
     covers,
-    proves,
     shown_length,
     stated_key,
     witness_key,
@@ -165,7 +164,7 @@ def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[byt
     if not home.ledger_file.exists():
         own = records_keys(home, home.roster(now()), home.id)
         with _of(server):
-            seen = [check_receipt(r, frozenset(keys)) for r in receipts if proves(r)]
+            seen = [check_receipt(r, frozenset(keys)) for r in receipts]
         if any(receipt.public_key in own for receipt in seen):
             raise ProtocolError(f"the ledger of '{home.id}' is gone: the server has seen one; restore its newest copy")
         return b""
@@ -176,8 +175,8 @@ def _ledger(home: Home, server: str, keys: tuple[bytes, ...], receipts: list[byt
 def _check_shown(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...], receipts: list[bytes]) -> int:
     """`_check_own`, where the `peer` may not show less than this record says that its present identity has seen."""
     since = _check_own(record, peer, witness_keys, receipts)
-    shown = max((shown_length(r) for r in receipts if proves(r)), default=0)  # the others are a claim
-    given = (r for r in reversed(record.chain.receipts) if proves(r) and witness_key(r) == witness_keys[0])
+    shown = max(map(shown_length, receipts), default=0)
+    given = (r for r in reversed(record.chain.receipts) if witness_key(r) == witness_keys[0])
     before = next(map(shown_length, given), 0)
     if shown < before:
         raise ProtocolError(
@@ -193,15 +192,8 @@ def _check_own(record: Trail | Ledger, peer: str, witness_keys: tuple[bytes, ...
 
     A receipt that this party never signed is the peer's fault, and the record stays usable.
     """
-    proofs = [r for r in receipts if proves(r)]
-    if len(proofs) < len(receipts):
-        _log.warning(
-            "'%s' has receipts of an older form for the %s, which prove nothing; it gives a new one now",
-            peer,
-            record.chain.kind.name,
-        )
     with _of(peer):
-        record.check_receipts(proofs, witness_keys)
+        record.check_receipts(receipts, witness_keys)
     return max(map(shown_length, receipts), default=0)
 
 
@@ -283,7 +275,7 @@ def seen_heads(home: Home, roster: ConsortiumRoster, kind: ChainKind) -> dict[st
     with closing(SqliteStore(home.seen_file)) as store:
         witness = Witness(home.id, home.identity(), store, kind)
         given = {name: witness.receipt(witness.key_of(name)) for name in roster.members if witness.key_of(name)}
-        seen = {name: check_receipt(data, None, kind) for name, data in given.items() if data and proves(data)}
+        seen = {name: check_receipt(data, None, kind) for name, data in given.items() if data}
         return {name: (receipt.length, receipt.head) for name, receipt in seen.items()}
 
 

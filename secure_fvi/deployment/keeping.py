@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
+import msgpack
+from pydantic import ValidationError
+
+from secure_fvi.aggregation.roster import Identity
 from secure_fvi.deployment.certificates import as_text, pem_of
-from secure_fvi.deployment.consortium import ConsortiumRoster, parse_roster
+from secure_fvi.deployment.consortium import ConsortiumRoster, Member, parse_roster
 from secure_fvi.deployment.home import Home, make_tls
-from secure_fvi.deployment.names import format_time, read_bytes, write_bytes
-from secure_fvi.deployment.requests import make_request
+from secure_fvi.deployment.names import Hex32, Hex64, Id, Role, Table, format_time, parse_table, read_bytes, write_bytes
 from secure_fvi.deployment.rotation import Succession, read_succession, succeed
 from secure_fvi.deployment.signatures import check_signature, read_signature, sign_roster, signature_folder
-from secure_fvi.errors import ProtocolError, SecureFVIError
+from secure_fvi.errors import InputError, ProtocolError, SecureFVIError
 from secure_fvi.key_files import create_key, load_key
+from secure_fvi.privacy.chain import signed
+from secure_fvi.runs import wording
 
 
 def request_text(home: Home) -> str:
@@ -169,3 +176,48 @@ def _retire(home: Home, name: str, now: datetime.datetime) -> None:
 def _put(path: Path, content: bytes) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_bytes(path, content)
+
+
+# ---- A site's request to join: its identity and the certificate of its TLS key, signed by both keys ----
+#
+# It goes to whoever writes the roster. It holds no secret.
+
+LABEL_REQUEST = b"secure-fvi/request/2/"
+
+
+class _File(Table):
+    format: Literal[2]
+    id: Id
+    role: Role
+    identity: Hex32
+    certificate: str
+    signature: Hex64
+
+
+def make_request(name: str, role: Role, identity: Identity, certificate: str) -> str:
+    """The text of a request file. certificate: DER in base64."""
+    public = identity.public_key.hex()
+    signature = identity.sign(LABEL_REQUEST + _statement(name, role, public, certificate)).hex()
+    said = {"id": name, "role": role, "identity": public, "certificate": certificate}
+    return wording.dumps({"format": 2, **said, "signature": signature})
+
+
+def read_request(content: bytes, source: str) -> Member:
+    """Who asks, as a roster would name it. Raises InputError for no request, ProtocolError where its signature does not
+    hold."""
+    file = parse_table(content, _File, source)
+    if not signed(
+        bytes.fromhex(file.identity),
+        LABEL_REQUEST,
+        _statement(file.id, file.role, file.identity, file.certificate),
+        bytes.fromhex(file.signature),
+    ):
+        raise ProtocolError(f"{source}: the request is not signed by the identity that it names; it was altered")
+    try:
+        return Member(id=file.id, role=file.role, identity=file.identity, certificate=file.certificate)
+    except ValidationError as error:
+        raise InputError(f"{source}: {error.errors()[0]['ctx']['error']}") from None
+
+
+def _statement(name: str, role: str, identity: str, certificate: str) -> bytes:
+    return hashlib.sha256(msgpack.packb([name, role, bytes.fromhex(identity), certificate])).digest()

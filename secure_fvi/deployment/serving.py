@@ -43,16 +43,14 @@ from secure_fvi.deployment.session_messages import (
     Joined,
     Open,
     Opened,
-    schema_digest,
-    unpack_schema,
-)  # fmt: skip
-from secure_fvi.deployment.session_sums import (
     OpenSession,
     key_holder_of,
     longest_message,
+    schema_digest,
     session_of,
     session_roster,
-)
+    unpack_schema,
+)  # fmt: skip
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import TRAIL, Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose

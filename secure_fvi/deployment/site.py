@@ -38,8 +38,9 @@ from secure_fvi.deployment.session_messages import (
     Joined,
     Open,
     Opened,
+    session_of,
+    session_roster,
 )
-from secure_fvi.deployment.session_sums import session_of, session_roster
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.unfit import Unfit

@@ -45,8 +45,17 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
 from secure_fvi.deployment.policy import DataRule, files_of
 from secure_fvi.deployment.policy_check import check_terms
-from secure_fvi.deployment.session_messages import CODEC, Joined, Open, pack_schema, schema_digest
-from secure_fvi.deployment.session_sums import OpenSession, longest_message, session_of, silo_sum
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    Joined,
+    Open,
+    OpenSession,
+    longest_message,
+    pack_schema,
+    schema_digest,
+    session_of,
+    silo_sum,
+)
 from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import disclose

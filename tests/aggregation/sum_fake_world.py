@@ -5,7 +5,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from sum_adversary import TABLE, payload_of
 from sum_network import CONTEXT
 
-from secure_fvi.aggregation import onetime, unmask
+from secure_fvi.aggregation import masked_server, onetime
 from secure_fvi.aggregation.messages import (
     Deposit,
     DepositRequest,
@@ -56,12 +56,12 @@ class FakeWorld:
         for m in secrets:
             any_secrets = dict.fromkeys(session.members, bytes(32)) | {VICTIM: secrets[m]}
             deposits[m] = onetime.draw(session, m, 0, any_secrets).deposit
-        batch = unmask.ServerBatch(session, 0, deposits)
+        batch = masked_server.ServerBatch(session, 0, deposits)
         self.victim.handle(pack(batch.delivery(VICTIM)))
         message = self.victim.contribute(0, world.ids, TABLE, world.values[world.ids[VICTIM]], CONTEXT)
 
         positions = tuple(sorted(shares))[: session.threshold]
         rows = np.frombuffer(b"".join(shares[p] for p in positions), np.uint8).reshape(-1, 32)
-        b = unmask.shamir.recover(positions, rows).tobytes()
+        b = masked_server.shamir.recover(positions, rows).tobytes()
         seeds = {m: onetime.pair_seeds(session, 0, secrets[m], VICTIM, m)[:32] for m in secrets}
         return world.open_contribution(VICTIM, payload_of(message), b, seeds, session=session, digest=batch.digest)

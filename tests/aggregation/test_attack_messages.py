@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from sum_adversary import TABLE, Tampering, World, exact, is_input, unsigned
 from sum_network import CONTEXT, carry
 
-from secure_fvi.aggregation import masked_silo, onetime, unmask
+from secure_fvi.aggregation import masked_server, masked_silo, onetime
 from secure_fvi.aggregation.messages import (
     Contribution,
     Deliver,
@@ -174,13 +174,13 @@ class TestAlteredShares:
         assert "not the one it was dealt" in world.server.faults[world.ids[0]]
 
     def test_control_without_commitments_to_shares_a_dealer_seems_to_be_wrong(self, monkeypatch):
-        monkeypatch.setattr(unmask.ServerBatch, "is_share", lambda *arguments: True)
-        with pytest.raises(unmask.Convicted, match="do not open its commitment"):
+        monkeypatch.setattr(masked_server.ServerBatch, "is_share", lambda *arguments: True)
+        with pytest.raises(masked_server.Convicted, match="do not open its commitment"):
             self.wrong_share(World(5, consistency_check=False))
 
     def test_control_without_any_commitments_the_total_is_wrong_or_out_of_range(self, monkeypatch):
-        monkeypatch.setattr(unmask.ServerBatch, "is_share", lambda *arguments: True)
-        monkeypatch.setattr(unmask.ServerBatch, "opens", lambda self, owner, index, kind, secret: bool(secret))
+        monkeypatch.setattr(masked_server.ServerBatch, "is_share", lambda *arguments: True)
+        monkeypatch.setattr(masked_server.ServerBatch, "opens", lambda self, owner, index, kind, secret: bool(secret))
         monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
         world = World(5, consistency_check=False)
         assert not is_input(self.wrong_share(world).values, exact(world))

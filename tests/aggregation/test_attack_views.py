@@ -6,7 +6,7 @@ from sum_adversary import World, exact, is_input, payload_of, unsigned
 from sum_fake_world import FakeWorld
 from sum_network import CONTEXT
 
-from secure_fvi.aggregation import Masked, masked_silo, onetime, unmask
+from secure_fvi.aggregation import Masked, masked_server, masked_silo, onetime
 from secure_fvi.aggregation import session as session_module
 from secure_fvi.aggregation.masked_silo import MaskedSilo, SiloBatch
 from secure_fvi.aggregation.messages import (
@@ -34,7 +34,7 @@ class TestSmallerWorld:
         """Deposits of `members` only are shown to the victim."""
         session, silo = world.session, world.silos[world.ids[VICTIM]]
         deposits = {m: world.batch.deposits[m] for m in members}
-        lie = unmask.ServerBatch(session, 0, deposits)
+        lie = masked_server.ServerBatch(session, 0, deposits)
         return silo.handle(pack(lie.delivery(VICTIM)))
 
     def test_a_batch_below_the_signature_threshold_is_refused(self):
@@ -144,7 +144,7 @@ class TestAnotherBroadcast:
 
         unsigned(monkeypatch)
         monkeypatch.setattr(masked_silo, "mask_key", careless)
-        monkeypatch.setattr(unmask, "mask_key", careless)
+        monkeypatch.setattr(masked_server, "mask_key", careless)
         world = World(7)
         assert is_input(self.total(world), sum(world.values.values()))
 

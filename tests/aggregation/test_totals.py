@@ -8,7 +8,7 @@ import pytest
 from sum_adversary import TABLE, Tampering, World, exact, is_input
 from sum_network import CONTEXT, carry, names, random_values, table_of
 
-from secure_fvi.aggregation import Block, BlockTable, masked_silo, onetime, unmask
+from secure_fvi.aggregation import Block, BlockTable, masked_server, masked_silo, onetime
 from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import PrimeRing, RealSlots, step_exponent
 from secure_fvi.aggregation.masked_server import ServerState
@@ -134,7 +134,7 @@ class TestWrongSeeds:
         assert is_input(total.values, exact(world, rest))
 
     def test_control_without_commitments_the_total_is_garbage(self, monkeypatch):
-        monkeypatch.setattr(unmask.ServerBatch, "is_seed", lambda *arguments: True)
+        monkeypatch.setattr(masked_server.ServerBatch, "is_seed", lambda *arguments: True)
         monkeypatch.setattr(Ring, "_check_range", lambda *arguments: None)
         world = World(5, prepared=False, consistency_check=False)
         dealing(monkeypatch, world, seeds=True)
@@ -164,7 +164,7 @@ class TestWrongShares:
         with pytest.raises(AggregationError, match=f"the shares that silo '{bad}' dealt do not open its commitment"):
             world.total(world.contribute(), lost=[(), {bad}])
         proof = world.server.proofs[bad]
-        assert unmask.convicts(world.session, BAD, proof)
+        assert masked_server.convicts(world.session, BAD, proof)
         rest = [s for s in world.ids if s != bad]
         for index in range(1, 5):
             carry(world.server.prepare(index), world.silos)
@@ -223,7 +223,7 @@ class TestWrongShares:
             proof(at=[*range(1, t), len(world.session.holders(BAD)) + 1]),  # a position that nobody holds
             proof(shares=forged, deposit=pack(deposit._replace(share_rows=fitting))),  # unsigned
         ):
-            assert not unmask.convicts(world.session, BAD, attempt)
+            assert not masked_server.convicts(world.session, BAD, attempt)
 
     def shares_of(self, world, kind):
         """An honest silo's shares of b or e of index 0, as its first holders were dealt them."""
@@ -245,10 +245,10 @@ class TestWrongShares:
         world = World(4)
         for (named, kind), proof in self.proofs_by_kind(world).items():
             if named in [k.value for k in Secret]:
-                assert not unmask.convicts(world.session, BAD, proof), (named, kind)
+                assert not masked_server.convicts(world.session, BAD, proof), (named, kind)
                 continue
             with pytest.raises(ProtocolError, match="a proof is not of the form"):
-                unmask.convicts(world.session, BAD, proof)
+                masked_server.convicts(world.session, BAD, proof)
 
     def test_control_where_any_byte_names_a_secret_honest_silos_are_convicted(self, monkeypatch):
         """A third kind whose share is looked up as b's and whose commitment as e's, as it once was."""
@@ -263,9 +263,9 @@ class TestWrongShares:
                 self.asked += 1
                 return int(self.asked > world.session.threshold)  # all shares are looked up first
 
-        monkeypatch.setattr(unmask, "Secret", Loose)
-        monkeypatch.setattr(unmask, "_PROOF", unmask.wire.Anything(1 << 20, 8))
-        assert unmask.convicts(world.session, BAD, self.proofs_by_kind(world)[b"x", Secret.SELF])
+        monkeypatch.setattr(masked_server, "Secret", Loose)
+        monkeypatch.setattr(masked_server, "_PROOF", masked_server.wire.Anything(1 << 20, 8))
+        assert masked_server.convicts(world.session, BAD, self.proofs_by_kind(world)[b"x", Secret.SELF])
 
     def test_shares_it_did_not_commit_to_are_not_held_and_it_is_left_out_of_the_batch(self, monkeypatch):
         world = World(7, prepared=False, batch=2)

@@ -18,8 +18,19 @@ from secure_fvi.aggregation.prg import keystream
 from secure_fvi.aggregation.roster import Identity, Roster
 from secure_fvi.errors import AggregationError
 from secure_fvi_lab.bench import secure_sum as bench
-from secure_fvi_lab.bench.secure_sum import Case, Work, drawn, measure, plan, targets
-from secure_fvi_lab.bench.sum_parties import Floor, Parties, Setting, Stopwatch, TenSEAL
+from secure_fvi_lab.bench.secure_sum import (
+    Case,
+    Floor,
+    Parties,
+    Setting,
+    Stopwatch,
+    TenSEAL,
+    Work,
+    drawn,
+    measure,
+    plan,
+    targets,
+)
 
 CONTRACT = {
     *("kind", "silos", "length", "neighbours", "dropout", "silo_ms", "server_ms", "exchanges", "bytes_up_per_silo"),
@@ -157,7 +168,7 @@ def test_signatures_checked_once_are_charged_to_all_that_check_them(monkeypatch)
         assert Parties(Setting("masked", 4), watch).sum(100).silo_checks > 0
         assert len(set(calls)) < len(calls)
         calls.clear()
-        monkeypatch.setattr("secure_fvi_lab.bench.sum_parties.CHECKED_ONE_BY_ONE", 3)
+        monkeypatch.setattr("secure_fvi_lab.bench.secure_sum.CHECKED_ONE_BY_ONE", 3)
         parties = Parties(Setting("masked", 4), watch)
         times = parties.sum(100)
         assert len(set(calls)) == len(calls)

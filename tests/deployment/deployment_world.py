@@ -12,9 +12,8 @@ from pathlib import Path
 from secure_fvi.deployment.certificates import make_certificate, pem_of
 from secure_fvi.deployment.consortium import ConsortiumRoster, Member, Sums, write_roster
 from secure_fvi.deployment.home import Home, make_tls
-from secure_fvi.deployment.keeping import accept, install, request_text, sign
+from secure_fvi.deployment.keeping import accept, install, read_request, request_text, sign
 from secure_fvi.deployment.names import ROLES
-from secure_fvi.deployment.requests import read_request
 from secure_fvi.key_files import TlsFiles
 
 #: TLS goes by the clock of the machine, so the world does too; it does not move during a test.

@@ -36,7 +36,7 @@ from secure_fvi.building import build_problem
 from secure_fvi.deployment import countersigning, job, session_messages
 from secure_fvi.deployment.holding import DurableSilo
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.session_sums import session_of, session_roster
+from secure_fvi.deployment.session_messages import session_of, session_roster
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.engines import letters, stream_messages
@@ -181,7 +181,6 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         cs.Receipt(b"a"),
     )
     receipt = witness.Countersignature("w", d32, "a", d32, 3, d32, 0, d64, d64)
-    older = witness.Receipt(*receipt[:7], d64)
     ended = (sm.Opened(d32), sm.Ended(), sm.End("finished", 2, b"abc"))
     return {
         "masked": (messages.unpack_any, sum_messages()),
@@ -197,10 +196,7 @@ def decoders() -> dict[str, tuple[Callable[[bytes], Any], list[bytes]]]:
         "countersigning": (cs._CODEC.unpack_any, [cs._CODEC.pack(m) for m in seen]),
         "witness": (
             witness._CODEC.unpack_any,
-            [
-                witness._CODEC.pack(m)
-                for m in (witness.Statement("a", d32, 3, d32, 0, d64, 1, [d32] * 2), receipt, older)
-            ],
+            [witness._CODEC.pack(m) for m in (witness.Statement("a", d32, 3, d32, 0, d64, 1, [d32] * 2), receipt)],
         ),
         "offer": (job._CODEC.unpack_any, [job._CODEC.pack(job._Signed(offered, d64)), offered]),
         "configuration": (lambda data: job._parse(data.decode("utf-8", "replace")), [CONFIG]),

@@ -23,8 +23,18 @@ from secure_fvi.aggregation.parties import server_half
 from secure_fvi.aggregation.store import MemoryStore
 from secure_fvi.deployment.consortium import ConsortiumRoster
 from secure_fvi.deployment.job import make_offer, sign_offer
-from secure_fvi.deployment.session_messages import CODEC, JOIN, OPEN, Joined, Open, Opened
-from secure_fvi.deployment.session_sums import OpenSession, session_of, session_roster, silo_sum
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    JOIN,
+    OPEN,
+    Joined,
+    Open,
+    Opened,
+    OpenSession,
+    session_of,
+    session_roster,
+    silo_sum,
+)
 from secure_fvi.deployment.site import Site
 from secure_fvi.errors import AggregationError
 from secure_fvi.messages import SUM

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secure_fvi.cli.keys_shared import open_home
+from secure_fvi.cli.keys import open_home
 from secure_fvi.deployment.holding import open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.errors import InputError

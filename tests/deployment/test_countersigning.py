@@ -148,14 +148,10 @@ def test_receipts_of_another_record_count_for_nothing(met: World) -> None:
     meet(met)  # and the log is usable
 
 
-def made_up(kind: ChainKind, liar: Home, owner: Home, old: bool = False) -> bytes:
-    """A receipt by `liar`, under another's name, of a million rows of the `owner`; in the older form if `old`."""
+def made_up(kind: ChainKind, liar: Home, owner: Home) -> bytes:
+    """A receipt by `liar`, under another's name, of a million rows of the `owner`."""
     keys = liar.identity().public_key, owner.identity().public_key
-    said: witness.Receipt | witness.Countersignature
-    if old:
-        said = witness.Receipt("south", keys[0], owner.id, keys[1], 10**6, bytes([7]) * 32, 1, b"")
-    else:
-        said = witness.Countersignature("south", keys[0], owner.id, keys[1], 10**6, bytes([7]) * 32, 1, bytes(64), b"")
+    said = witness.Countersignature("south", keys[0], owner.id, keys[1], 10**6, bytes([7]) * 32, 1, bytes(64), b"")
     signature = liar.identity().sign(kind.label("receipt") + witness._received(said))
     return witness._CODEC.pack(said._replace(signature=signature))
 
@@ -201,17 +197,6 @@ def test_a_server_that_makes_a_receipt_up_is_named_and_ends_nobodys_record(met: 
             answer(north, trail, "hub", countersigning._CODEC.pack(seen))
         trail.note("job", "and goes on")
     spend(north, 3.0)
-
-
-def test_receipts_of_the_older_form_prove_nothing_and_say_so(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    hub, north = world.homes["hub"], world.homes["north"]
-    spend(north, 1.0)
-    seen = countersigning.Seen([made_up(TRAIL, hub, north, old=True)], [made_up(LEDGER, hub, north, old=True)])
-    with closing(open_trail(north)) as trail:
-        answer(north, trail, "hub", countersigning._CODEC.pack(seen))
-        trail.note("job", "and goes on")
-    assert "'hub' has receipts of an older form for the audit-log, which prove nothing" in caplog.text
-    assert "for the ledger" in caplog.text
 
 
 @pytest.mark.parametrize("control", [False, True])

@@ -29,7 +29,7 @@ from secure_fvi.deployment.countersigning import open_trail, open_witness, recor
 from secure_fvi.deployment.deciding import FINISHED, decide, job_entry
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
-from secure_fvi.deployment.session_sums import OpenSession, silo_sum
+from secure_fvi.deployment.session_messages import OpenSession, silo_sum
 from secure_fvi.deployment.trail import Exchange
 from secure_fvi.deployment.trail_verify import compare, verify
 from secure_fvi.errors import AggregationError, InputError, ProtocolError

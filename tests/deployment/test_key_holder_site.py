@@ -36,8 +36,16 @@ from secure_fvi.aggregation.roster import Identity
 from secure_fvi.cli import main
 from secure_fvi.deployment import holding
 from secure_fvi.deployment.job import sign_offer
-from secure_fvi.deployment.session_messages import CODEC, END, JOIN, OPEN, End
-from secure_fvi.deployment.session_sums import key_holder_of, session_of, session_roster
+from secure_fvi.deployment.session_messages import (
+    CODEC,
+    END,
+    JOIN,
+    OPEN,
+    End,
+    key_holder_of,
+    session_of,
+    session_roster,
+)
 from secure_fvi.deployment.site import HolderJob, Site
 from secure_fvi.deployment.status import Monitor
 from secure_fvi.deployment.trail_verify import compare, rows

@@ -60,9 +60,9 @@ from secure_fvi.deployment.session_messages import (
     Joined,
     Open,
     schema_digest,
+    session_of,
     unpack_schema,
 )
-from secure_fvi.deployment.session_sums import session_of
 from secure_fvi.deployment.site import Site, client_of, server_of
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail import TRAIL, TrailChain

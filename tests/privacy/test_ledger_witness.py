@@ -19,7 +19,7 @@ from secure_fvi.privacy.chain import NOTHING
 from secure_fvi.privacy.ledger import Budget, Ledger, OpenJob
 from secure_fvi.privacy.ledger_account import verify
 from secure_fvi.privacy.ledger_terms import LEDGER
-from secure_fvi.privacy.witness import Countersignature, Receipt, Witness, WitnessFault, check_receipt, proves
+from secure_fvi.privacy.witness import Countersignature, Witness, WitnessFault, check_receipt
 
 
 @pytest.fixture
@@ -152,14 +152,6 @@ def made_up(liar: Identity, ledger: Ledger, stated: bytes = bytes(64), **changed
     return witness_module._CODEC.pack(said._replace(signature=signature))
 
 
-def older(liar: Identity, ledger: Ledger, length: int = 50) -> bytes:
-    """A receipt of the form without the owner's signature."""
-    chain = ledger.chain
-    said = Receipt("b", liar.public_key, chain.silo, chain.public_key, length, bytes([7]) * 32, 1, b"")
-    signature = liar.sign(LEDGER.label("receipt") + bytes(msgpack.packb(list(said[:-1]))))
-    return witness_module._CODEC.pack(said._replace(signature=signature))
-
-
 def signature_of(ledger: Ledger) -> bytes:
     return witness_module._CODEC.unpack(ledger.statement(), witness_module.Statement).signature
 
@@ -197,33 +189,6 @@ def test_control_a_witness_s_word_alone_would_end_an_honest_ledger(
         ledger.check_receipts([made_up(liar, ledger)], [liar.public_key])
     with pytest.raises(ProtocolError, match="was rolled back"):
         ledger.set_budget(Budget("adult", 4.0, 1e-5))
-
-
-def test_a_receipt_of_the_older_form_proves_nothing_and_its_witness_gives_a_new_one(
-    tmp_path: Path, ledger: Ledger
-) -> None:
-    identity, store, key = Identity(), MemoryStore(), ledger.chain.public_key
-    witness = Witness("b", identity, store)
-    old = older(identity, ledger, ledger.chain.length)
-    assert not proves(old)
-    for read in (
-        lambda: ledger.check_receipts([old], [identity.public_key]),
-        lambda: ledger.add_receipt(old, identity.public_key),
-        lambda: verify(tmp_path / "ledger.sqlite", receipts=[old]),
-    ):
-        with pytest.raises(ProtocolError, match="of an older form, without the signature of silo 'a', and proves noth"):
-            read()
-    ledger.set_budget(Budget("adult", 4.0, 1e-5))
-    # A ledger that holds one from before is read as ever, and a witness that does goes on with the new form.
-    with ledger._writer.transaction():
-        ledger._writer.append("receipt", {"receipt": older(identity, ledger)})
-    verify(tmp_path / "ledger.sqlite")
-    ask(ledger, witness)
-    store.put({witness._slot(key) + "/receipt": old})
-    again = ask(ledger, witness)
-    assert proves(again)
-    assert witness.receipt(key) == again
-    ledger.add_receipt(again, identity.public_key)
 
 
 def test_a_receipt_row_must_be_about_this_ledger(tmp_path: Path, ledger: Ledger, witness: Witness) -> None:

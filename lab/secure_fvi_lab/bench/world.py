@@ -24,10 +24,9 @@ from secure_fvi.compiled import threads as with_threads
 from secure_fvi.deployment.consortium import write_roster
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import silo_ids
-from secure_fvi.deployment.keeping import accept, install, request_text, sign
+from secure_fvi.deployment.keeping import accept, install, read_request, request_text, sign
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import Role
-from secure_fvi.deployment.requests import read_request
 from secure_fvi.deployment.trail import EXCHANGE, read_exchange
 from secure_fvi.deployment.trail_verify import rows
 from secure_fvi.driving import Parties as RunParties
