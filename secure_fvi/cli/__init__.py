@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 import click
 
 from secure_fvi.cli.audit import audit
-from secure_fvi.cli.audit_log import audit_log
 from secure_fvi.cli.budget import budget
 from secure_fvi.cli.data import data
 from secure_fvi.cli.fit import fit
@@ -21,7 +20,7 @@ from secure_fvi.cli.poc import poc
 from secure_fvi.cli.policy import policy
 from secure_fvi.cli.run import report, run
 from secure_fvi.cli.serving import holder, server, silo
-from secure_fvi.cli.status import status, watch
+from secure_fvi.cli.status import audit_log, status, watch
 from secure_fvi.errors import InputError, SecureFVIError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from secure_fvi.audits.order import Subjects
+    from secure_fvi.audits.matrix import Subjects
 
 _LINE_SECONDS = 10.0
 
@@ -59,8 +59,7 @@ def audit(
     """
     began = time.monotonic()
     from secure_fvi import __version__
-    from secure_fvi.audits.matrix import protections
-    from secure_fvi.audits.order import Order, attacked, check, is_simulated
+    from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, protections
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
 

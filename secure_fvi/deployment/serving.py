@@ -21,6 +21,7 @@ from secure_fvi.algorithms.base import Problem, ServerProgram
 from secure_fvi.building import Machine, build_problem
 from secure_fvi.checkpoints import STORE_FILE, StoreCheckpoints, latest_round
 from secure_fvi.compiled import threads as with_threads
+from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.countersigning import SEEN, answer_of, countersign, open_trail, seen_heads
 from secure_fvi.deployment.deciding import FINISHED, job_entry, over
 from secure_fvi.deployment.evidence import Evidence, sign_report, write_evidence
@@ -31,26 +32,6 @@ from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer, silo_ids
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.names import now
-from secure_fvi.deployment.session_messages import (
-    CODEC,
-    END,
-    JOIN,
-    KNOWN,
-    MATCH,
-    OPEN,
-    End,
-    Ended,
-    Joined,
-    Open,
-    Opened,
-    OpenSession,
-    key_holder_of,
-    longest_message,
-    schema_digest,
-    session_of,
-    session_roster,
-    unpack_schema,
-)  # fmt: skip
 from secure_fvi.deployment.site_job import check_supported
 from secure_fvi.deployment.trail import TRAIL, Exchange, Trail
 from secure_fvi.disclosure import check_carried, disclose
@@ -64,7 +45,7 @@ from secure_fvi.federated_model import FederatedModel, Schema, check_schemas_agr
 from secure_fvi.files import write_atomically
 from secure_fvi.fitting import result_of
 from secure_fvi.guarding import Books, Guards, strong_enough
-from secure_fvi.messages import ROUND, SUM
+from secure_fvi.messages import SUM
 from secure_fvi.mixed_model import MixedModel
 from secure_fvi.privacy.ledger_terms import LEDGER
 from secure_fvi.privacy.noise import NoiseSource
@@ -214,7 +195,7 @@ def most_sums(program: ServerProgram, silos: int) -> int:
     return len(program.tables) * (silos * declared + _MOST_SESSIONS)
 
 
-def last_charged(joined: Mapping[str, Joined], known: int, sums: int) -> int:
+def last_charged(joined: Mapping[str, talk.Joined], known: int, sums: int) -> int:
     """The last sum that any ledger has charged, by what the silos said; -1 for none.
 
     Raises ProtocolError that names one which says that it was more than `sums` past `known`.
@@ -231,7 +212,7 @@ def last_charged(joined: Mapping[str, Joined], known: int, sums: int) -> int:
 def _read(party: str, reply: bytes, kind: type[M]) -> M:
     """What `party` answered. Raises ProtocolError that names it."""
     with answer_of(party):
-        return CODEC.unpack(reply, kind)
+        return talk.CODEC.unpack(reply, kind)
 
 
 class _Parties(NamedTuple):
@@ -249,7 +230,7 @@ class Hub:
         self._kept.mkdir(exist_ok=True)
         self._roster = home.roster(now())
         needed = federation.aggregation.kind == "homomorphic"
-        self._holder = key_holder_of(self._roster).id if needed else None
+        self._holder = talk.key_holder_of(self._roster).id if needed else None
         self._trail: Trail = open_trail(home)
         self.offer, self._signed = self._make_offer()
         self._states = open_store(self._kept / STORE_FILE)
@@ -309,17 +290,17 @@ class Hub:
             self._end(server, result)
         return result
 
-    def _join(self) -> dict[str, Joined]:
+    def _join(self) -> dict[str, talk.Joined]:
         """Everybody's answer to the offer. The first time all have to accept it."""
         # Whoever belongs to the job is waited for at its start, whatever is done about later losses.
         fresh = latest_round(self._kept) is None
         self.engine.patience = Patience("wait") if fresh else self._patience
         self._countersign()
-        replies = self._ask_holder(JOIN + self._signed)
-        replies |= self.engine.exchange(dict.fromkeys(self.offer.silos, JOIN + self._signed))
-        return {silo: _read(silo, reply, Joined) for silo, reply in replies.items()}
+        replies = self._ask_holder(talk.JOIN + self._signed)
+        replies |= self.engine.exchange(dict.fromkeys(self.offer.silos, talk.JOIN + self._signed))
+        return {silo: _read(silo, reply, talk.Joined) for silo, reply in replies.items()}
 
-    def _open(self, joined: Mapping[str, Joined]) -> _Parties:
+    def _open(self, joined: Mapping[str, talk.Joined]) -> _Parties:
         """The server's parties, once all who joined are in one session: the one that was open, or a new one."""
         of, offer = self._of, self.offer
         self._policies = {site: its.policy.hex() for site, its in joined.items()}
@@ -327,7 +308,7 @@ class Hub:
         schemas = {}
         for silo in silos:
             with answer_of(silo):
-                schemas[silo] = unpack_schema(joined[silo].schema)
+                schemas[silo] = talk.unpack_schema(joined[silo].schema)
         if of.columns is None:
             schema = check_schemas_agree(schemas)
         else:
@@ -335,7 +316,7 @@ class Hub:
         problem = of.problem(schema, offer.silos)
         program, noise = program_of(of, problem), NoiseSource(None)
         tables = program.tables.values()
-        self.engine.longest = max(LONGEST, longest_message(tables, len(offer.silos), of.aggregation))
+        self.engine.longest = max(LONGEST, talk.longest_message(tables, len(offer.silos), of.aggregation))
         aggregation = strong_enough(of.aggregation, program.terms)
         start = Server(problem, program, PlainServer(offer.silos), noise).state
         states = self._checkpoints.load({"server": start, "run": NOTHING_DONE})
@@ -348,13 +329,15 @@ class Hub:
             least, missing = getattr(aggregation, "min_cohort", 1), getattr(aggregation, "max_missing", 0)
             holder, nonces = joined[self._holder].nonce if self._holder else b"", [joined[s].nonce for s in silos]
             spoken = {"the offer": offer.protocols} | {f"'{who}'": j.protocols for who, j in joined.items()}
-            message = Open(silos, nonces, schema_digest(schema), decided, holder, least, missing, agreed(spoken))
-            write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + CODEC.pack(message))
+            message = talk.Open(
+                silos, nonces, talk.schema_digest(schema), decided, holder, least, missing, agreed(spoken)
+            )
+            write_atomically(self._kept / "session", boot_id().ljust(64, b"\0") + talk.CODEC.pack(message))
         session = self._name(message)
-        replies = self._ask_holder(OPEN + CODEC.pack(message))
-        replies |= self.engine.exchange(dict.fromkeys(silos, OPEN + CODEC.pack(message)))
+        replies = self._ask_holder(talk.OPEN + talk.CODEC.pack(message))
+        replies |= self.engine.exchange(dict.fromkeys(silos, talk.OPEN + talk.CODEC.pack(message)))
         for party, reply in replies.items():
-            if _read(party, reply, Opened).session != session and not over:
+            if _read(party, reply, talk.Opened).session != session and not over:
                 raise ProtocolError(f"'{party}' opened another session")
         self._patience = self._patience._replace(least=least_silos(aggregation, len(offer.silos), private=False))
         self.engine.patience = self._patience
@@ -364,7 +347,7 @@ class Hub:
             server.skip_to(charged)
         return _Parties(server, aggregation)
 
-    def _charged(self, joined: Mapping[str, Joined], decided: int, program: ServerProgram) -> int:
+    def _charged(self, joined: Mapping[str, talk.Joined], decided: int, program: ServerProgram) -> int:
         """The last sum that any silo's ledger says it has charged; `decided`: the last that is known here.
 
         Raises ProtocolError that names a silo whose word no sums of this job can make true. What was believed before is
@@ -381,11 +364,13 @@ class Hub:
         self._countersign()
         posterior = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
         accepted, outcome = server.state.accepted, f"{FINISHED}, {standing(result.to_json())}"
-        messages = {s: END + CODEC.pack(End(outcome, accepted.get(s, 0), posterior)) for s in self.offer.silos}
+        messages = {
+            s: talk.END + talk.CODEC.pack(talk.End(outcome, accepted.get(s, 0), posterior)) for s in self.offer.silos
+        }
         replies = self.engine.exchange(messages)
-        replies |= self._ask_holder(END + CODEC.pack(End(outcome, 0, b"")))
+        replies |= self._ask_holder(talk.END + talk.CODEC.pack(talk.End(outcome, 0, b"")))
         for party, reply in replies.items():
-            _read(party, reply, Ended)
+            _read(party, reply, talk.Ended)
         if not over(self._trail.chain.jobs[self.offer.job].outcome):
             self._trail.close_job(self.offer.job, outcome)
         write_evidence(self._of.folder.path, self._evidence())
@@ -401,7 +386,7 @@ class Hub:
         seen = (seen_heads(home, roster, kind) for kind in (TRAIL, LEDGER))
         logs, ledgers = ({name: head for name, head in heads.items() if name in sites} for heads in seen)
         logs[home.id] = (self._trail.chain.length, self._trail.chain.head)
-        opened = CODEC.unpack((self._kept / "session").read_bytes()[64:], Open)
+        opened = talk.CODEC.unpack((self._kept / "session").read_bytes()[64:], talk.Open)
         return Evidence.model_validate({
             "format": 1, "job": offer.job, "offer": offer.hash.hex(), "server": home.id, "model": offer.model.hex(),
             "roster": {"number": roster.serial, "hash": roster.hash.hex(),
@@ -460,24 +445,23 @@ class Hub:
         first = next(iter(messages.values()), b"")
         if first[:1] == SEEN:  # receipts are rows of their own
             return
-        steps = {JOIN: "join", MATCH: "matching", KNOWN: "response", OPEN: "open", END: "end", ROUND: "broadcast"}
-        step = steps.get(first[:1], "secure sum")
+        step = talk.STEPS.get(first[:1], talk.STEPS[SUM])
         rows = [Exchange(silo, step, replies.get(silo), sent) for silo, sent in messages.items()]
         self._trail.exchanges(self.offer.job, rows)
 
-    def _kept_session(self, joined: Mapping[str, Joined]) -> Open | None:
+    def _kept_session(self, joined: Mapping[str, talk.Joined]) -> talk.Open | None:
         """The session that was open, if every silo that joined still has it and this machine was not restarted."""
         path = self._kept / "session"
         if not path.exists():
             return None
         content = path.read_bytes()
-        message = CODEC.unpack(content[64:], Open)
+        message = talk.CODEC.unpack(content[64:], talk.Open)
         session = self._name(message)
         same = content[:64] == boot_id().ljust(64, b"\0") and all(j.session == session for j in joined.values())
         return message if same and (self._kept / f"{session.hex()}.sqlite").exists() else None
 
-    def _name(self, message: Open) -> bytes:
-        return session_of(self._roster, self.offer.within(message.schema), message, self._of.aggregation)
+    def _name(self, message: talk.Open) -> bytes:
+        return talk.session_of(self._roster, self.offer.within(message.schema), message, self._of.aggregation)
 
     def _ask_holder(self, message: bytes) -> dict[str, bytes]:
         """The key holder's reply, where the job needs one."""
@@ -498,8 +482,8 @@ class Hub:
             if path.name.split(".")[0] not in (Path(STORE_FILE).stem, session.hex()):
                 path.unlink()
         self._sums = open_store(self._kept / f"{session.hex()}.sqlite")
-        opened = OpenSession(self._roster, session, self.offer.silos, aggregation, holder)
-        return server_half(aggregation, self.offer.silos, session_roster(*opened), self._sums, self._ask_sum)
+        opened = talk.OpenSession(self._roster, session, self.offer.silos, aggregation, holder)
+        return server_half(aggregation, self.offer.silos, talk.session_roster(*opened), self._sums, self._ask_sum)
 
 
 def least_silos(aggregation: SecureSum, silos: int, private: bool) -> int:

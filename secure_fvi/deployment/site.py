@@ -18,32 +18,17 @@ from secure_fvi.aggregation.homomorphic import Homomorphic
 from secure_fvi.aggregation.homomorphic_schemes import SecretContext, scheme_named
 from secure_fvi.aggregation.key_holder import KeyHolder, KeyWornOut, key_hash
 from secure_fvi.aggregation.roster import Roster
+from secure_fvi.deployment import session_messages as talk
 from secure_fvi.deployment.consortium import Member
 from secure_fvi.deployment.countersigning import SEEN, ends, open_trail
 from secure_fvi.deployment.countersigning import answer as countersign
 from secure_fvi.deployment.deciding import FINISHED, OUTCOMES, Decision, decide, stated_policy
-from secure_fvi.deployment.going import Stand, Teller
+from secure_fvi.deployment.going import Stand, Teller, Unfit
 from secure_fvi.deployment.holding import HeldStore, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.names import now, printable
-from secure_fvi.deployment.session_messages import (
-    CODEC,
-    END,
-    JOIN,
-    KNOWN,
-    MATCH,
-    OPEN,
-    End,
-    Ended,
-    Joined,
-    Open,
-    Opened,
-    session_of,
-    session_roster,
-)
 from secure_fvi.deployment.site_job import Local, SiteJob, check_supported, job_folder
 from secure_fvi.deployment.trail import Exchange
-from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.disclosure import disclose
 from secure_fvi.engines.stream_client import StreamClient
 from secure_fvi.engines.stream_messages import LONGEST
@@ -58,7 +43,7 @@ from secure_fvi.errors import (
 )
 from secure_fvi.files import make_private, write_atomically
 from secure_fvi.key_files import TlsFiles
-from secure_fvi.messages import ROUND, SUM
+from secure_fvi.messages import SUM
 from secure_fvi.runs.config import title
 from secure_fvi.runs.options import chosen
 from secure_fvi.silo import UNANSWERABLE
@@ -69,9 +54,6 @@ _log = logging.getLogger(__name__)
 REFUSED, _MOST_REFUSED = "refused", 1000
 #: What a message, a policy, a ledger or a disk makes fail.
 _NOT_OF_DATA = (ProtocolError, PolicyError, BudgetError, OSError)
-_STEPS = {
-    JOIN: "join", MATCH: "matching", KNOWN: "response", OPEN: "open", END: "end", ROUND: "broadcast", SUM: "secure sum",
-}  # fmt: skip
 
 
 class Site:
@@ -123,7 +105,7 @@ class Site:
             self._met = ends(stated, message[1:])
             self._stated = answer
             return answer
-        if kind not in _STEPS:
+        if kind not in talk.STEPS:
             raise ProtocolError(f"{self.home.role} '{self.home.id}': a message of unknown kind")
         try:
             answer = self._answer(job, message)
@@ -139,7 +121,7 @@ class Site:
             raise
         known = self._trail.chain.jobs.get(job)
         if known is not None and known.accepted:
-            self._trail.exchanges(job, [Exchange(self._server, _STEPS[kind], message, answer)])
+            self._trail.exchanges(job, [Exchange(self._server, talk.STEPS[kind], message, answer)])
         return answer
 
     def _note_refusal(self, job: str, kind: bytes, message: bytes, error: Exception) -> None:
@@ -148,12 +130,12 @@ class Site:
         if known is None or not known.accepted:
             return
         # `max_unanswered` counts the job. Once it has been let in, all that is no message's fault may follow from data.
-        begun = self.home.role == "silo" and kind != JOIN and not isinstance(error, _NOT_OF_DATA)
+        begun = self.home.role == "silo" and kind != talk.JOIN and not isinstance(error, _NOT_OF_DATA)
         if (begun or isinstance(error, DataError)) and UNANSWERABLE not in known.omissions:
             self._trail.omission(job, UNANSWERABLE, _for_trail(error))
         if known.omissions.get(REFUSED, 0) >= _MOST_REFUSED:
             return
-        said = f"{_STEPS[kind]} of {len(message)} bytes, SHA-256 {hashlib.sha256(message).hexdigest()}"
+        said = f"{talk.STEPS[kind]} of {len(message)} bytes, SHA-256 {hashlib.sha256(message).hexdigest()}"
         with contextlib.suppress(SecureFVIError, OSError):
             self._trail.omission(job, REFUSED, f"{said}: {_for_trail(error)}")
 
@@ -178,13 +160,13 @@ class Site:
         kind, body = message[:1], message[1:]
         if self._job is not None and self._rules() != self._under:
             self._let_go()  # another roster was accepted since, or the policy edited: the offer is decided on anew
-        if kind == JOIN:
+        if kind == talk.JOIN:
             return self._join(job, body)
-        if kind == OPEN:
-            opened = CODEC.unpack(body, Open)
-            return self._ended(job, opened) or CODEC.pack(Opened(self._opened(job, opened)))
-        if kind == END:
-            return self._end(job, CODEC.unpack(body, End))
+        if kind == talk.OPEN:
+            opened = talk.CODEC.unpack(body, talk.Open)
+            return self._ended(job, opened) or talk.CODEC.pack(talk.Opened(self._opened(job, opened)))
+        if kind == talk.END:
+            return self._end(job, talk.CODEC.unpack(body, talk.End))
         return self._open_job(job).handle(message)
 
     def _join(self, job: str, offer: bytes) -> bytes:
@@ -194,7 +176,7 @@ class Site:
         if self._job is None or self._job.decision.offer.job != job:
             self._take(job, offer)
         assert self._job is not None
-        return CODEC.pack(self._job.join())
+        return talk.CODEC.pack(self._job.join())
 
     def _take(self, job: str, offer: bytes) -> None:
         """Decide on a job and build its party. Raises what `decide` and `SiteJob` raise."""
@@ -246,36 +228,36 @@ class Site:
         assert self._job is not None
         return self._job
 
-    def _opened(self, job: str, message: Open) -> bytes:
+    def _opened(self, job: str, message: talk.Open) -> bytes:
         found = self._open_job(job)
         offered = found.decision.offer.protocols
         agreed({"the session": [message.protocol], "the offer": offered, f"'{self.home.id}'": PROTOCOLS})
         return found.open(message)
 
-    def _ended(self, job: str, message: Open) -> bytes | None:
+    def _ended(self, job: str, message: talk.Open) -> bytes | None:
         """The answer of a job that has ended here; the session no longer matters."""
         path = job_folder(self.home, job) / "ended"
         if not path.exists():
             return None
-        return CODEC.pack(Opened(CODEC.unpack(path.read_bytes(), Joined).session))
+        return talk.CODEC.pack(talk.Opened(talk.CODEC.unpack(path.read_bytes(), talk.Joined).session))
 
-    def _end(self, job: str, message: End) -> bytes:
+    def _end(self, job: str, message: talk.End) -> bytes:
         """Keep the result, let go of the secrets, and close the job in the log, in this order: what a kill left undone
         is done when the server says it again."""
         ended, known, path = job_folder(self.home, job) / "ended", self._trail.chain.jobs.get(job), None
         if ended.exists() and (known is None or known.outcome is not None):
-            return CODEC.pack(Ended())
+            return talk.CODEC.pack(talk.Ended())
         found = self._open_job(job)
         if not ended.exists():
             path = found.end(message.accepted, message.posterior)
-            write_atomically(ended, CODEC.pack(found.join()))
+            write_atomically(ended, talk.CODEC.pack(found.join()))
         found.close(FINISHED)
         self._job = None
         self._trail.close_job(job, message.outcome if message.outcome in OUTCOMES else FINISHED)
         _log.info("job '%s' has ended%s", job, f"; this silo's own posterior: {path}" if path else "")
         if self._on_end is not None:
             self._on_end(job, path)
-        return CODEC.pack(Ended())
+        return talk.CODEC.pack(talk.Ended())
 
 
 def _for_trail(error: Exception) -> str:
@@ -397,20 +379,20 @@ class HolderJob:
         offer = self.decision.offer
         return Stand(offer.job, title(offer.config), "key in use" if self._party is not None else "joining")
 
-    def join(self) -> Joined:
+    def join(self) -> talk.Joined:
         """The session that is open here, and the hash of a new key, should there have to be another."""
         self._restore()
         if self._next is None:
             self._next = SecretContext(self._scheme)
         policy = stated_policy(self.home, self.decision.offer.job, self.decision.policy.hash)
-        return Joined(b"", self._hash(self._next), self.session, 0, policy=policy)
+        return talk.Joined(b"", self._hash(self._next), self.session, 0, policy=policy)
 
-    def open(self, message: Open) -> bytes:
+    def open(self, message: talk.Open) -> bytes:
         """Open the session that `message` describes, or go on in it; 32 bytes that name it."""
         self._restore()
         if not set(message.silos) <= set(self.decision.offer.silos):
             raise ProtocolError("a session of other silos than the job's")
-        session = session_of(
+        session = talk.session_of(
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
         )
         if session == self.session:
@@ -423,7 +405,7 @@ class HolderJob:
         store = open_held(path, self.home.state_secret())
         store.same_boot()
         store.put({_KEY: key.to_bytes(), _LOGGED: self._logged().to_bytes(8, "big")})
-        write_atomically(self.folder / "session", CODEC.pack(message))
+        write_atomically(self.folder / "session", talk.CODEC.pack(message))
         self._begin(roster, store, key)
         for other in self.folder.glob("*.sqlite*"):  # keys of sessions that are over
             if not other.name.startswith(session.hex()):
@@ -469,8 +451,8 @@ class HolderJob:
         path = self.folder / "session"
         if not path.exists():
             return
-        message = CODEC.unpack(path.read_bytes(), Open)
-        session = session_of(
+        message = talk.CODEC.unpack(path.read_bytes(), talk.Open)
+        session = talk.session_of(
             self.decision.roster, self.decision.offer.within(message.schema), message, self.aggregation
         )
         kept = self.folder / f"{session.hex()}.sqlite"
@@ -493,11 +475,11 @@ class HolderJob:
             return "the record of what was decrypted is older than this site's log: a copy was restored"
         return ""
 
-    def _roster(self, session: bytes, message: Open) -> Roster:
+    def _roster(self, session: bytes, message: talk.Open) -> Roster:
         """Raises InputError where the consortium's [sums] are stricter than the job's."""
         least = max(message.min_cohort, self.aggregation.min_cohort)
         sums = dataclasses.replace(self.aggregation, min_cohort=least, max_missing=message.max_missing)
-        found = session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
+        found = talk.session_roster(self.decision.roster, session, self.decision.offer.silos, sums, message.holder)
         assert found is not None
         return found
 

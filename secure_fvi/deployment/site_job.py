@@ -39,7 +39,7 @@ from secure_fvi.data_contract import check_repeats, cohort_digest
 from secure_fvi.deployment.countersigning import open_ledger
 from secure_fvi.deployment.deciding import Decision, stated_policy
 from secure_fvi.deployment.fence import model_for
-from secure_fvi.deployment.going import Stand
+from secure_fvi.deployment.going import Stand, Unfit
 from secure_fvi.deployment.holding import DurableSilo, HeldStore, boot_id, open_held
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.job import JobOffer
@@ -56,7 +56,6 @@ from secure_fvi.deployment.session_messages import (
     session_of,
     silo_sum,
 )
-from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.disclosure import disclose
 from secure_fvi.draws import LocalPosterior

@@ -17,12 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from secure_fvi.deployment.going import Going, read_going, seconds_since
+from secure_fvi.deployment.going import Going, Unfit, read_going, seconds_since
 from secure_fvi.deployment.home import Home
 from secure_fvi.deployment.keeping import expiring
 from secure_fvi.deployment.names import now as clock
 from secure_fvi.deployment.trail import TRAIL, JobRecord, TrailChain
-from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.errors import InputError, SecureFVIError
 from secure_fvi.privacy.chain_file import ChainFile, follow_rows
 from secure_fvi.privacy.ledger_account import account, read_ledger

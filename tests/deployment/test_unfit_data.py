@@ -20,12 +20,12 @@ from secure_fvi.aggregation.base import carry
 from secure_fvi.cli import cli
 from secure_fvi.deployment import site as site_of
 from secure_fvi.deployment import site_job
+from secure_fvi.deployment.going import Unfit
 from secure_fvi.deployment.job import make_offer, sign_offer
 from secure_fvi.deployment.model_hash import manifest
 from secure_fvi.deployment.session_messages import CODEC, END, JOIN, End
 from secure_fvi.deployment.site import Site
 from secure_fvi.deployment.site_job import Local, SiteJob
-from secure_fvi.deployment.unfit import Unfit
 from secure_fvi.errors import DataError, PolicyError
 from secure_fvi.models.base import program
 from secure_fvi.privacy import gate
