@@ -25,13 +25,12 @@ def reproduce(name: str, out: Path, data: Path | None, quick: bool) -> None:
 
     Stopped and called again with the same --out, it goes on where it was.
     """
-    from secure_fvi.files import write_atomically
+    from secure_fvi.files import check_folder, write_atomically
     from secure_fvi.runs.wording import nearest
 
     if name not in REPRODUCTIONS:
         raise InputError(f"NAME = '{name}': must be one of {', '.join(REPRODUCTIONS)}{nearest(name, REPRODUCTIONS)}")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out '{out}': must be a folder, and is a file")
+    check_folder(out, "--out")
     keep = out / f"{name}.partial"
     content, figure = made(name, Request(quick, data, lambda text: click.echo(text, err=True), keep))
     picture = io.BytesIO()

@@ -44,8 +44,11 @@ def results(folders: tuple[Path, ...], out: Path | None) -> None:
     text = page(folders)
     if out is None:
         click.echo(text, nl=False)
-    else:
+        return
+    try:
         write_atomically(out, text.encode())
+    except OSError as error:
+        raise InputError(f"cannot write '{out}': {error.strerror}") from None
 
 
 def page(folders: Sequence[Path]) -> str:

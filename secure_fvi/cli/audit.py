@@ -62,7 +62,10 @@ def audit(
     from secure_fvi.audits.matrix import Order, attacked, check, is_simulated, protections
     from secure_fvi.audits.report import table, write
     from secure_fvi.errors import InputError
+    from secure_fvi.files import check_folder
 
+    if out is not None:
+        check_folder(out, "--out")
     order = Order(**{**ordered, "real_data": ordered["real_data"] or listed})
     progress = _Progress(quiet or listed)
     federation, subject = order.subject(progress.told)

@@ -50,16 +50,21 @@ def fit(
     config = parse(table, "secure-fvi fit")
     _check_response(config.model)
 
+    from secure_fvi.runs.directory import RunDirectory
+
+    folder = RunDirectory(out) if out is not None else None
+    if folder is not None:
+        folder.check_new()
+
     from secure_fvi.cli.tables import exit_code, print_result
     from secure_fvi.progress import RunProgress
-    from secure_fvi.runs.directory import RunDirectory
     from secure_fvi.runs.federation import federate
     from secure_fvi.runs.running import execute_federation
 
     federation = federate(config)
     with RunProgress(quiet) as progress:
-        if out is not None:
-            result = execute_federation(federation, RunDirectory(out), on_round=progress.update)
+        if folder is not None:
+            result = execute_federation(federation, folder, on_round=progress.update)
         else:
             settings = federation.config.run
             result = federation.fit(

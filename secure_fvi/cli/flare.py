@@ -85,6 +85,7 @@ def run(
     from secure_fvi.runs.directory import RunDirectory
 
     flare_kits.check_flare()
+    RunDirectory(out).check_writable()
     flare_kits.launch(open_home(home), config, out, kit, overrides, sandbox, click.echo)
     click.echo(f"report: {out / 'report.html'}")
     context.exit(exit_code(RunDirectory(out).read_result()))

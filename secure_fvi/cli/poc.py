@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from secure_fvi.errors import InputError, SecureFVIError
+from secure_fvi.files import check_folder
 
 if TYPE_CHECKING:
     from secure_fvi.runs.config import Config
@@ -230,7 +231,8 @@ def _check_machine(folder: Path, port: int, model: dict[str, str]) -> None:
         raise ModuleNotFoundError(name=missing[0])  # the command line knows what brings it
     if "function" in model and shutil.which("bwrap") is None:
         raise InputError("a model of one's own runs in a sandbox: apt-get install bubblewrap")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    check_folder(folder, "--folder")
+    if folder.exists() and any(folder.iterdir()):
         raise InputError(f"'{folder}' is in use; give another --folder, or remove it")
     try:
         socket.create_server((LOOPBACK, port)).close()

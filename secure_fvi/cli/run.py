@@ -34,8 +34,10 @@ def run(
     from secure_fvi.runs.directory import RunDirectory
 
     folder = RunDirectory(out)
-    if not resume:
+    if not resume or folder.state == "empty":
         folder.check_new()
+    else:
+        folder.check_writable()
 
     from secure_fvi.cli.tables import exit_code, print_result
     from secure_fvi.progress import RunProgress
@@ -43,6 +45,8 @@ def run(
     from secure_fvi.runs.running import execute
 
     settings = read(config, overrides)
+    if resume and folder.state == "empty":
+        click.echo(f"secure-fvi: '{out}' holds no run to continue: one begins", err=True)
     with RunProgress(quiet) as progress:
         result = execute(settings, folder, data, resume, progress.update)
     if result is None:

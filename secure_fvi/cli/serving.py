@@ -72,6 +72,7 @@ def start(
     site = open_home(home)
     start_log(quiet, log_format, site=site.id, role=site.role)
     folder = RunDirectory(out)
+    folder.check_writable()
     job = read(config, overrides)
     if job.engine is not None and job.engine.kind == "flare":
         raise InputError(f"'{config}': [engine] kind = \"flare\": start it with `secure-fvi flare run`")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from secure_fvi import __version__
 from secure_fvi.errors import InputError
-from secure_fvi.files import write_atomically
+from secure_fvi.files import check_folder, write_atomically
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import Config, parse
 
@@ -62,7 +62,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._existed = path.exists()
+        self._existed = os.path.lexists(path)
         self._handle: int | None = None
 
     @property
@@ -80,15 +80,18 @@ class RunDirectory:
         return "begun" if (self.path / "config.toml").exists() else "empty"
 
     def check_new(self) -> None:
-        """Raises InputError unless a new run may begin here: the folder does not exist or is empty."""
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"--out '{self.path}' is a file; give a folder")
+        """Raises InputError unless a new run may begin here: the folder can be made or is empty."""
+        self.check_writable()
         if self.state == "finished":
             raise InputError(f"--out '{self.path}' holds a finished run; give another folder")
         if self.state == "begun":
             raise InputError(f"--out '{self.path}' holds an unfinished run; add --resume, or give another folder")
         if self._foreign():
             raise InputError(f"--out '{self.path}' holds other files; give a new or empty folder")
+
+    def check_writable(self) -> None:
+        """Raises InputError for what is no folder, or can be none."""
+        check_folder(self.path, "--out")
 
     def check_same(self, config: Config, digest: str) -> None:
         """Raises InputError unless the run in this folder has this configuration and these data."""

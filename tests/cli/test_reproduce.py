@@ -29,7 +29,7 @@ def test_unknown_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out"
     file.touch()
-    assert "must be a folder" in _refused(["reproduce", "sfvi-six-cities", "--out", str(file)], capsys)
+    assert "is a file; give a folder" in _refused(["reproduce", "sfvi-six-cities", "--out", str(file)], capsys)
 
 
 @pytest.mark.filterwarnings("ignore::secure_fvi.errors.SecureFVIWarning")

@@ -100,7 +100,9 @@ def test_other_data_are_not_taken_for_the_run_that_began(cli: CommandLine) -> No
 
 
 def test_resume_begins_where_there_is_nothing_yet(cli: CommandLine) -> None:
-    assert cli.run("--resume", "--quiet").code == 0
+    answer = cli.run("--resume", "--quiet")
+    assert (answer.code, answer.out) == (0, "")
+    assert "holds no run to continue: one begins" in answer.err
     assert (cli.folder / "out" / "result.json").exists()
 
 
@@ -110,6 +112,18 @@ def test_a_folder_with_other_files_is_left_alone(cli: CommandLine) -> None:
     (out / "notes.txt").write_text("mine")
     cli.refused("other files")
     cli.refused("is a file", out="a.csv")
+
+
+@pytest.mark.parametrize("out", ["a.csv/out", "/proc/none/out", "out/" + 300 * "x"])
+def test_a_folder_that_cannot_be_made_is_refused_before_data_are_read(cli: CommandLine, out: str) -> None:
+    (cli.folder / "b.csv").unlink()
+    for line in (("run",), ("audit", "--attack", "individuals")):
+        answer = cli(line[0], cli.config, *line[1:], "--out", cli.folder / out)
+        assert answer.code == 2
+        assert "cannot write to --out" in answer.err
+        assert not (cli.folder / "out").exists()
+    cli.refused("cannot write to --out", out=out, more=("--resume",))
+    assert "b.csv" in cli.run().err  # the control: what is read then
 
 
 def test_a_folder_in_use_is_refused(cli: CommandLine) -> None:
