@@ -330,6 +330,8 @@ def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response
     needs = f"family {family} needs {of.needs}; the response '{name}' is"
     if column.kind not in of.kinds:
         raise InputError(f"{needs} of kind {column.kind}")
+    if (family == "binomial") != ("trials" in parsed.additions):
+        raise InputError(f"trials(...) go with family binomial: write '{name} | trials(n) ~ ...', and family binomial")
     if family in ("gaussian", "student"):
         centre, scale = standard(name, column)
         return Response(name, centre, scale)
@@ -350,8 +352,6 @@ def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response
         if len(levels) < 3:
             raise InputError(f"{needs} one of {len(levels)} levels, for which family bernoulli is there")
         return Response(name, low=int(column.low or 0), levels=levels)
-    if (family == "binomial") != ("trials" in parsed.additions):
-        raise InputError(f"trials(...) go with family binomial: write '{name} | trials(n) ~ ...' and family='binomial'")
     return Response(name)
 
 
@@ -615,17 +615,6 @@ class Expression:
         if bad := int((~np.isfinite(out)).sum()):
             raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
         return out
-
-
-def columns_of(formula: str, dictionary: Dictionary) -> list[str]:
-    """The table's columns that a formula uses. Raises InputError."""
-    parsed = parse(formula)
-    names = {parsed.response, *(c for r in parsed.random for c in r.group)}
-    for text in (parsed.fixed, *(r.design for r in parsed.random)):
-        names.update(Design(text, formula, dictionary).columns)
-    for text in (*parsed.offsets, *parsed.additions.values()):
-        names.update(Expression(text, formula, dictionary).columns)
-    return sorted(names)
 
 
 def _terms(text: str, formula: str) -> Any:

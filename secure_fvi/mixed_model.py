@@ -29,7 +29,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from secure_fvi.dictionary import Column, Dictionary, Missing, dictionary_of, read_dictionary
+from secure_fvi.dictionary import RECORD_ID, Column, Dictionary, Missing, dictionary_of, read_dictionary
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import FederatedModel, Laid, check_rows, laid_out, places
 from secure_fvi.formula import (
@@ -122,6 +122,12 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
                 f"formula: (... | {r.label}) has {levels:g} groups over all silos; at most {_MOST_EFFECTS}"
             )
         name = r.label + "".join("'" for t in found if t.of.label == r.label)
+        for t in found:
+            if set(t.of.group) == set(r.group) and (twice := [n for n in design.names if n in t.design.names]):
+                raise InputError(
+                    f"formula: '{twice[0]}' varies twice by {r.label}, in ({t.of.design} | {t.of.label}) and in "
+                    f"({r.design} | {r.label}), which data do not tell apart: leave it out of one, as by 0 + ..."
+                )
         found.append(Term(r, name, design, place, levels))
     return found
 
@@ -614,8 +620,10 @@ class MixedModel(FederatedModel):
 
     @property
     def columns(self) -> list[str]:
-        """Of a silo's table, those that are read."""
-        return sorted({self.of.response.name, *self.of.used})
+        """Of a silo's table, those that are read; where a row is a record, its own id too, if there is one."""
+        known = self.of.dictionary.columns.get(RECORD_ID)
+        ids = [RECORD_ID] if known is not None and known.unique and self.record_label is None else []
+        return sorted({self.of.response.name, *self.of.used, *ids})
 
     def check_apart(self) -> None:
         """Raises InputError where parties that share no process could not agree on what tables come to."""
@@ -864,7 +872,7 @@ def _kinds(of: Parts, tables: Sequence[_Table]) -> np.ndarray[Any, Any]:
     names say nothing. A group's kinds are told by the sum of 64 random bits of each."""
     local = [t for t in of.terms if t.place != "global"]
     used = {*of.fixed.columns, *(c for t in of.terms for c in t.design.columns)}
-    names = {name for t in local for name in t.of.group} - used
+    names = {RECORD_ID, *(name for t in local for name in t.of.group)} - used
     said = [
         [np.asarray(values, dtype=np.float64) for name, values in sorted(t.frame.items()) if name not in names]
         for t in tables
@@ -900,8 +908,9 @@ def _check_names_differ(of: Parts, read: Mapping[str, _Table]) -> None:
             for code_ in table.named.get(term.of.label, ()):
                 if code_ in seen:
                     raise InputError(
-                        f"'{name}' names the same groups at silos '{seen[code_]}' and '{silo}': say shared=('{name}',) "
-                        f"where these are one, and local=('{name}',) where they are others at each"
+                        f"'{name}' names the same groups at silos '{seen[code_]}' and '{silo}': say shared = "
+                        f'["{name}"] (--shared {name}) where these are one, and local = ["{name}"] (--local {name}) '
+                        "where they are others at each"
                     )
                 seen[code_] = silo
 

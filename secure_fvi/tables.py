@@ -210,7 +210,7 @@ def _fitting(found: Coded, missing: Missing, cure: str = "") -> Coded:
     wrong = [f for f in found.findings if missing == "refuse" or f.what != GAP]
     if wrong:
         gaps = all(f.what == GAP for f in wrong)
-        hint = '; leave those rows out with missing = "drop", or fill them' if gaps else cure
+        hint = '; leave those rows out with missing = "drop" (--missing drop), or fill them' if gaps else cure
         raise DataError(f"it does not fit its dictionary: {'; '.join(f.line() for f in wrong)}{hint}")
     whole = np.ones(found.read, dtype=bool)
     for finding in found.findings:
@@ -236,8 +236,8 @@ def remedy(findings: Iterable[Finding]) -> str:
         )
     if found.get(_AGAIN) == RECORD_ID:
         return (
-            f"; a whole number '{RECORD_ID}' is the records' own, all different: where a record has several rows, give "
-            'it kind = "id" in the dictionary'
+            f"; a '{RECORD_ID}' that is a whole number or unique is the records' own, all different: where a record "
+            'has several rows, give it kind = "id" in the dictionary, without unique'
         )
     if _UNREADABLE["boolean"] in found:
         return "; truth values are true and false: levels that say otherwise are of cells that are text"

@@ -476,7 +476,7 @@ def test_a_cell_is_coded_alike_in_memory_and_in_a_file(
 
 
 def test_groups_that_stand_in_two_silos_must_be_said() -> None:
-    with pytest.raises(InputError, match=r"same groups at silos 'site-0' and 'site-1': say shared=\('ward',\)"):
+    with pytest.raises(InputError, match=r"same groups at silos 'site-0' and 'site-1': say shared = \[\"ward\"\]"):
         prepared(model("y ~ age + (1 | ward)"), table(), table(seed=1))
     assert prepared(model("y ~ age + (1 | ward)"), table(), table(seed=1, ward=["c"] * 40))
     assert prepared(model("y ~ age + (1 | ward)", local=("ward",)), table(), table(seed=1))
@@ -990,6 +990,72 @@ def test_the_same_table_twice_is_refused() -> None:
     for narrow, rows in ((model("y ~ 1 + (1 | child)"), few), (model("y ~ 1"), {"y": [0, 1, 1]})):
         with pytest.warns(sf.SecureFVIWarning, match="unless they are alike by chance"):
             assert prepared(narrow, rows, {n: v[::-1] for n, v in rows.items()})
+
+
+def test_one_file_is_not_given_for_two_silos(tmp_path: Path) -> None:
+    """The control: a copy of few rows, which may be another site's, is warned of."""
+    from secure_fvi.runs.federation import federate
+
+    held = tmp_path / "t.csv"
+    held.write_text("y,age\n0,30.5\n1,40\n1,50\n")
+    (tmp_path / "copy.csv").write_text(held.read_text())
+    said = {"formula": "y ~ age", "family": "bernoulli", "dictionary": DICTIONARY.to_table()}
+    for other in (held, tmp_path / "." / ".." / tmp_path.name / "t.csv", tmp_path / "copy.csv"):
+        silos = [{"id": "a", "data": str(held)}, {"id": "b", "data": str(other)}]
+        config = parse_config({"model": said, "silo": silos}, "a test")
+        if other.name == "copy.csv":
+            with pytest.warns(sf.SecureFVIWarning, match="unless they are alike by chance"):
+                assert federate(config)
+        else:
+            with pytest.raises(InputError, match="silos 'a' and 'b' have the same data"):
+                federate(config)
+
+
+def test_a_query_of_the_command_reads_every_sites_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for all, or one each, as the message about decimal commas has it. The control: without it they are refused.
+    Groups of one name at several sites are said to be others at each likewise."""
+    from click.testing import CliRunner
+
+    from secure_fvi.cli import cli
+    from secure_fvi.runs import federation
+
+    federate, read = federation.federate, list[Any]()
+
+    def stopped(config: Any) -> None:
+        read.append(federate(config))
+        raise InterruptedError
+
+    monkeypatch.setattr(federation, "federate", stopped)
+    coding = {"y": Column("number", low=0, high=8), "ward": Column("category", levels=("a", "b"))}
+    (tmp_path / "d.toml").write_text(Dictionary(coding).to_toml())
+    words = ["fit", "y ~ 1 + (1 | ward)", "--dictionary", str(tmp_path / "d.toml")]
+    for k in range(3):
+        rows = "".join(f"{i % 4 + k},5;{'ab'[i % 2]}\n" for i in range(5 + k))
+        (tmp_path / f"s{k}.csv").write_text(f"y;ward\n{rows}")
+        words += ["--data", str(tmp_path / f"s{k}.csv")]
+
+    def said(*more: str) -> str:
+        return str(CliRunner().invoke(cli, [*words, *more]).exception)
+
+    commas = said("--local", "ward")
+    assert "a comma in a number" in commas
+    query = commas[commas.index("SELECT") :]
+    for times in (1, 3):
+        assert not said("--local", "ward", *times * ["--query", query])
+        assert [len(silo["y"]) for silo in read[-1].silos] == [2, 2, 2]
+        assert float(read[-1].silos[1]["y"].min()) == (1.5 - 4) / 2
+    assert "2 for 3 tables" in said(*2 * ["--query", query])
+    assert 'shared = ["ward"] (--shared ward) where these are one, and local = ["ward"] (--local ward)' in said(
+        "--query", query
+    )
+
+
+def test_trials_are_never_left_out() -> None:
+    for family in set(FAMILIES) - {"binomial"}:
+        response = {"ordinal": "grade", "bernoulli": "y"}.get(family, "count")
+        with pytest.raises(InputError, match="family binomial"):
+            model(f"{response} | trials(n) ~ age", family)
+    assert model("count | trials(n) ~ age", "binomial")
 
 
 def test_limits_within_a_list_or_table_of_options_hold() -> None:

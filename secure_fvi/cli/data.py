@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ import click
 
 if TYPE_CHECKING:
     from secure_fvi.dictionary import Column, Dictionary
+    from secure_fvi.mixed_model import MixedModel
     from secure_fvi.tables import Coded, Opened
 
 FILE = click.Path(path_type=Path)
@@ -87,7 +88,8 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
 @_columns
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--rows", type=click.IntRange(1), default=20, show_default=True, help="Row numbers to print a line.")
-@click.option("--formula", help="Look at the columns that it uses alone, as its fit does.")
+@click.option("--formula", help="Look at the columns that it uses alone, and at the formula, as its fit does.")
+@click.option("--family", help="Of --formula; the first that its response can have unless given.")
 def check(
     table: Path,
     coding: Path,
@@ -97,16 +99,19 @@ def check(
     missing: Literal["refuse", "drop"],
     rows: int,
     formula: str | None,
+    family: str | None,
 ) -> None:
     """Say which rows of TABLE do not fit the dictionary, by column, without printing what they hold. Exits 2 where a
     job would be refused: one that reads every column of the dictionary, or the fit of --formula."""
     from secure_fvi.dictionary import read_dictionary
-    from secure_fvi.errors import DataError
-    from secure_fvi.formula import columns_of
+    from secure_fvi.errors import DataError, InputError
     from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
-    used = list(dictionary.columns) if formula is None else columns_of(formula, dictionary)
+    if family is not None and formula is None:
+        raise InputError("--family is of a --formula: give that too")
+    model = None if formula is None else _model(formula, family, dictionary)
+    used = list(dictionary.columns) if model is None else model.columns
     with _about(table):
         keys = json_columns(files, dictionary, {n: c.split(",") for n, _, c in (v.partition("=") for v in columns)})
         found = check_table(files, dictionary, query, used, columns=keys)
@@ -115,8 +120,8 @@ def check(
         if not found.read:
             raise DataError("it has no rows")
     click.echo(f"{found.read} rows, {len(dictionary.columns)} columns in the dictionary {dictionary.digest.hex()[:16]}")
-    if formula is not None:
-        click.echo(f"of these the formula uses {', '.join(used)}")
+    if model is not None:
+        click.echo(f"of these the formula uses {', '.join(used)}, with family {model.family}")
     if others:
         click.echo(f"not in the dictionary, so never read: {', '.join(others)}")
     for finding in found.findings:
@@ -128,29 +133,36 @@ def check(
         raise DataError(f"{table}: {len(wrong)} of {len(used)} columns do not fit: {', '.join(sorted(wrong))}{hint}")
     if len(gaps) == found.read:
         raise DataError(f"{table}: no row is without a gap")
-    if formula is not None:
+    if model is not None:
         with _about(table):
-            _check_records(
-                read_coded(files, dictionary, query, missing, used, columns=keys), formula, dictionary, table.name
-            )
+            _check_records(read_coded(files, dictionary, query, missing, used, columns=keys), model, table.name)
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 
 
-def _check_records(found: Coded, formula: str, dictionary: Dictionary, name: str) -> None:
-    """Raise DataError where the formula's records repeat each other, as its fit does."""
+def _model(formula: str, family: str | None, dictionary: Dictionary) -> MixedModel:
+    """The model that a fit of the formula would be of. Raises InputError."""
+    from secure_fvi.errors import InputError
+    from secure_fvi.formula import FAMILIES, parse, response_of
+    from secure_fvi.mixed_model import glmm
+
+    for name in FAMILIES if family is None else ():
+        with suppress(InputError):
+            response_of(parse(formula), name, dictionary)
+            family = name
+            break
+    return glmm(formula, family or "gaussian", dictionary=dictionary)
+
+
+def _check_records(found: Coded, model: MixedModel, name: str) -> None:
+    """Raise InputError where the formula's records do not fit it, or repeat each other, as its fit does."""
     import torch
 
     from secure_fvi.data_contract import check_repeats
-    from secure_fvi.errors import InputError
     from secure_fvi.federated_model import read_data
-    from secure_fvi.mixed_model import glmm
 
-    try:
-        laid = glmm(formula, dictionary=dictionary).prepared({name: found})[name]
-    except InputError:  # of another family, whose fit says what it asks of a response
-        return
-    check_repeats(read_data(laid, name, torch.float64)[1].rows, name, found.columns)
+    laid = model.prepared({name: found})[name]
+    check_repeats(read_data(laid, name, torch.float64)[1].rows, name, model.columns)
 
 
 @contextmanager

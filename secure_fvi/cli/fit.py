@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from secure_fvi.errors import InputError
+
 if TYPE_CHECKING:
     from secure_fvi.runs.config import Model
+
+_QUERY = "One SELECT over a site's table, which it calls data: one for all sites, or one for each --data."
 
 
 @click.command()
@@ -16,8 +20,10 @@ if TYPE_CHECKING:
 @click.option("--family", default="gaussian", show_default=True, help="gaussian, bernoulli, poisson, ordinal, ...")
 @click.option("--data", "files", required=True, multiple=True, type=click.Path(path_type=Path), help="A site's table.")
 @click.option("--dictionary", required=True, type=click.Path(path_type=Path), help="What the columns are (TOML).")
+@click.option("--query", "queries", multiple=True, metavar="SQL", help=_QUERY)
 @click.option("--shared", multiple=True, metavar="COLUMN", help="Its groups span sites.")
-@click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
+@click.option("--local", multiple=True, metavar="COLUMN", help="Its groups are others at each site.")
+@click.option("--missing", type=click.Choice(["refuse", "drop"]), help="Of rows with a gap; refused unless said.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of a run's file, such as seed=7.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the results, if they are to be kept.")
 @click.option("--quiet", is_flag=True, help="No progress.")
@@ -26,8 +32,10 @@ def fit(
     family: str,
     files: tuple[Path, ...],
     dictionary: Path,
+    queries: tuple[str, ...],
     shared: tuple[str, ...],
-    missing: str,
+    local: tuple[str, ...],
+    missing: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
     quiet: bool,
@@ -41,9 +49,13 @@ def fit(
 
     names = [f.stem for f in files]
     ids = names if len(set(names)) == len(names) else [f"site-{k + 1}" for k in range(len(names))]
-    options = {**({"shared": list(shared)} if shared else {}), **({"missing": missing} if missing != "refuse" else {})}
+    asked = {"shared": list(shared), "local": list(local), "missing": missing}
+    options = {name: said for name, said in asked.items() if said}
     model = {"formula": formula, "family": family, "dictionary": str(dictionary), "options": options}
-    silos = [{"id": name, "data": str(path)} for name, path in zip(ids, files, strict=True)]
+    if len(queries) not in (0, 1, len(files)):
+        raise InputError(f"--query: {len(queries)} for {len(files)} tables; give one for all, or one for each --data")
+    each = [{"query": query} for query in queries] * (len(files) // max(1, len(queries))) or [{}] * len(files)
+    silos = [{"id": name, "data": str(path), **more} for name, path, more in zip(ids, files, each, strict=True)]
     table: dict[str, Any] = {"model": model, "silo": silos}
     for text in overrides:
         override(table, text)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -93,20 +93,25 @@ class Section(NamedTuple):
         return "\n".join([self.title, *(f"  {step}" for step in self.steps)])
 
 
-def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, function: str | None = None) -> list[Section]:
+def plan(
+    tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, function: str | None = None,
+    read: Mapping[str, str] | None = None,
+) -> list[Section]:  # fmt: skip
     """What is typed from nothing to a finished job. tables: by site, the file in its folder; function: as FILE.py:NAME,
-    where the model is no formula. The last site agrees late."""
+    where the model is no formula; read: the query and what is done with gaps, as `policy allow` has them. The last site
+    agrees late."""
     sites, address = tuple(tables), f"{host}:{port}"
     first, late = sites[0], sites[-1]
     everybody = (HUB, *sites)
 
     def at_each(names: Sequence[str], line: str, shown: Sequence[str] = ()) -> list[Typed]:
-        words = {"model": shlex.quote(function or "")}
+        words = {"model": shlex.quote(function or ""), **{k: shlex.quote(v) for k, v in (read or {}).items()}}
         typed = {n: line.format(site=n, table=shlex.quote(tables.get(n, "")), **words) for n in names}
         return [Typed(name, line, name in shown) for name, line in typed.items()]
 
     own, files = (" --function {model}", f" {shlex.quote(function.rpartition(':')[0])}") if function else ("", "")
-    allow = f"secure-fvi policy allow job.toml --data {{table}}{own} --without-dp"
+    coded = "".join(f" --{name} {{{name}}}" for name in read or ())
+    allow = f"secure-fvi policy allow job.toml --data {{table}}{own}{coded} --without-dp"
     offer = f"secure-fvi server start job.toml --out run --listen {address}"
     log = "audit-log.sqlite"
     evidence = f"secure-fvi audit-log verify {HOME}/{log} --roster {HOME}/rosters/1.toml --against {log}"
@@ -157,6 +162,8 @@ def plan(tables: dict[str, str], host: str = LOOPBACK, port: int = 8443, functio
 @click.option("--formula", help=f'What is fitted, such as "{FORMULA}".')
 @click.option("--family", help="gaussian, bernoulli, poisson, ordinal, ...")
 @click.option("--dictionary", type=FILE, help="What the columns of --data are (TOML).")
+@click.option("--query", metavar="SQL", help="One SELECT over each site's table, which it calls data.")
+@click.option("--missing", type=click.Choice(["refuse", "drop"]), help="Of rows with a gap; refused unless said.")
 @click.option("--function", metavar="FILE.py:NAME", help="A Pyro model in place of a formula; needs bubblewrap.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the job, such as seed=7.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8443, show_default=True, help="On 127.0.0.1.")
@@ -166,6 +173,8 @@ def poc(
     folder: Path,
     files: tuple[Path, ...],
     dictionary: Path | None,
+    query: str | None,
+    missing: str | None,
     overrides: tuple[str, ...],
     port: int,
     only_plan: bool,
@@ -177,10 +186,12 @@ def poc(
     Where no tables are given, the children of a published study are dealt over them. Everything stays on this machine.
     """
     began, asked = time.monotonic(), {key: said for key, said in model.items() if said is not None}
-    _check_asked(silos, files, dictionary, asked)
+    read = _read(query, missing, overrides)
+    _check_asked(silos, files, dictionary, {**asked, **read})
     sites = _names(files) if files else dict.fromkeys(NAMES[: silos or 3], Path("dealt.csv"))
     tables = {site: f"{site}{path.suffix}" for site, path in sites.items()}
-    sections = plan(tables, port=port, function=Path(asked["function"]).name if "function" in asked else None)
+    function = Path(asked["function"]).name if "function" in asked else None
+    sections = plan(tables, port=port, function=function, read=read)
     if only_plan:
         click.echo(_opening(tables) + "\n\n" + "\n\n".join(map(str, sections)))
         return
@@ -192,7 +203,7 @@ def poc(
             dictionary.write_text(DICTIONARY)
             asked = asked if "formula" in asked else {"formula": FORMULA, "family": FAMILY, **asked}
             overrides = ("run.compile=false", *overrides)  # which does not pay for so few rounds
-        _lay_out(folder, tables, sites, asked, _job(sites, asked, dictionary, overrides))
+        _lay_out(folder, tables, sites, asked, _job(sites, asked, dictionary, overrides, read))
     click.echo(_opening(tables))
     with _Machines(folder) as machines:
         for section in sections:
@@ -214,13 +225,19 @@ def poc(
 def _check_asked(silos: int | None, files: Sequence[Path], dictionary: Path | None, model: dict[str, str]) -> None:
     """Raises InputError for options that do not go together."""
     if "function" in model and (len(model) > 1 or dictionary or not files):
-        raise InputError("--function needs --data, and no formula, family or dictionary")
+        raise InputError("--function needs --data, and no formula, family, dictionary, query or missing")
     if files and "function" not in model and ("formula" not in model or dictionary is None):
         raise InputError(
             "--data needs --formula and --dictionary; `secure-fvi data describe TABLE` drafts a dictionary"
         )
-    if files and (len(files) < 3 or silos not in (None, len(files))):
-        raise InputError(f"--data names {len(files)} tables; give one a site, of 3 sites or more")
+    if files and len(files) < 3:
+        many = f"{len(files)} tables" if len(files) > 1 else "one table"
+        raise InputError(f"--data names {many}; a job needs 3 sites or more, a table each")
+    if files and silos not in (None, len(files)):
+        raise InputError(f"--silos {silos}, and {len(files)} tables by --data: each is a site, leave --silos out")
+    for name in ("query", "missing") if not files else ():
+        if name in model:
+            raise InputError(f"--{name} is of tables: give these too, by --data")
     if not files and dictionary is not None:
         raise InputError("--dictionary is of tables: give these too, by --data")
 
@@ -287,21 +304,42 @@ def _dealt(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     return dealt
 
 
-def _job(sites: dict[str, Path], model: dict[str, str], dictionary: Path | None, overrides: Sequence[str]) -> str:
+def _read(query: str | None, missing: str | None, overrides: Sequence[str]) -> dict[str, str]:
+    """How each site's table is read, where that is said. Raises InputError."""
+    from secure_fvi.runs.config import override
+
+    said: dict[str, Any] = {"model": {"options": {}}}
+    for text in overrides:
+        override(said, text)
+    model = said["model"]
+    options = model.get("options") if isinstance(model, dict) else None
+    missing = missing or (options.get("missing") if isinstance(options, dict) else None)
+    return {name: str(how) for name, how in (("query", query), ("missing", missing)) if how not in (None, "refuse")}
+
+
+def _job(
+    sites: dict[str, Path], model: dict[str, str], dictionary: Path | None, overrides: Sequence[str],
+    read: Mapping[str, str],
+) -> str:  # fmt: skip
     """The job as the hub writes it. Raises InputError and DataError for tables that a formula does not fit, by site."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.runs import wording
     from secure_fvi.runs.config import override, parse
+    from secure_fvi.runs.federation import check_files_differ
 
     table: dict[str, Any] = {
         "model": dict(model),
-        "silo": [{"id": site, "data": str(path)} for site, path in sites.items()],
+        "silo": [
+            {"id": s, "data": str(p), **{k: v for k, v in read.items() if k == "query"}} for s, p in sites.items()
+        ],
     }
     if dictionary is not None:
-        table["model"] |= {"options": {}, "dictionary": read_dictionary(dictionary).to_table()}
+        options = {"missing": read["missing"]} if "missing" in read else {}
+        table["model"] |= {"options": options, "dictionary": read_dictionary(dictionary).to_table()}
     for text in overrides:
         override(table, text)
     config = parse(table, "the job")
+    check_files_differ(config.silo)
     if config.model.function is not None:
         path, _, name = config.model.function.rpartition(":")
         if not Path(path).is_file():

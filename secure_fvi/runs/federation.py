@@ -188,13 +188,14 @@ def _records(
     """Every silo's id, its data and the numbers of its records, where it does not number its own."""
     if config.partition is not None:
         return _partitioned(_dataset(config, data_dir), config.partition, config.seed)
+    check_files_differ(config.silo)
     if isinstance(model, MixedModel):
         laid = model.prepared({s.id: formula_rows(s, f"silo[{j}].data", model) for j, s in enumerate(config.silo)})
         return tuple(laid), tuple(laid.values()), None
     return _from_files(config)
 
 
-def _check_files_differ(silos: Sequence[SiloFile]) -> None:
+def check_files_differ(silos: Sequence[SiloFile]) -> None:
     """Refuse one file for two silos, where both read all of it or the same of it: its records would count twice."""
     seen: dict[tuple[Path, str | None], str] = {}
     for silo in silos:
@@ -204,7 +205,6 @@ def _check_files_differ(silos: Sequence[SiloFile]) -> None:
 
 
 def _from_files(config: Config) -> Parts:
-    _check_files_differ(config.silo)
     tables = [read_silo(s, f"silo[{j}].data", _by_record(config)) for j, s in enumerate(config.silo)]
     given = [table.pop(RECORD_ID, None) for table in tables]
     if any(ids is None for ids in given):

@@ -164,7 +164,34 @@ def test_a_check_by_a_formula_looks_at_what_its_fit_reads(folder: Path, capsys: 
     (folder / "t.csv").write_text(TABLE.replace("NA", "many"))
     assert run(capsys, "check", "t.csv", "--dictionary", "d.toml")[0] == 2
     code, out, _ = run(capsys, "check", "t.csv", "--dictionary", "d.toml", "--formula", "wheeze ~ age + (1 | person)")
-    assert (code, out.splitlines()[1:]) == (0, ["of these the formula uses age, person, wheeze", "it fits"])
+    assert (code, out.splitlines()[1:]) == (
+        0,
+        ["of these the formula uses age, person, wheeze, with family bernoulli", "it fits"],
+    )
+
+
+REFUSED = {
+    "wheeze ~ (wheeze | person)": "the response 'wheeze' stands on both sides",
+    "wheeze ~ (1 | day)": "'day' is a date and names no groups",
+    "wheeze ~ (1 | age)": "'age' is a number and names no groups",
+    "wheeze ~ (1 + age | person) + (1 | person)": "'(Intercept)' varies twice by person",
+    "age | trials(visits) ~ day": "trials(...) go with family binomial",
+    "person ~ age": "family gaussian needs a number",
+}
+
+
+def test_a_check_by_a_formula_refuses_what_its_fit_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control is the test above. A family by name is the fit's own."""
+    run(capsys, "describe", "t.csv", "--output", "d.toml")
+    review(folder / "d.toml")
+    words = ["check", "t.csv", "--dictionary", "d.toml", "--formula"]
+    for formula, said in REFUSED.items():
+        code, out, err = run(capsys, *words, formula)
+        assert (code, out, said in err) == (2, "", True), err
+    taken = run(capsys, *words, "visits ~ age", "--family", "poisson")
+    assert (taken[0], "with family poisson" in taken[1]) == (0, True)
+    refused = run(capsys, *words, "age ~ day", "--family", "poisson")
+    assert (refused[0], "family poisson needs" in refused[2]) == (2, True)
 
 
 def test_a_check_by_a_formula_sees_a_table_joined_to_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +209,16 @@ def test_a_check_by_a_formula_sees_a_table_joined_to_itself(folder: Path, capsys
 
     code, said = checked("twice.csv", "y ~ age")
     assert (code, "12 of 24 rows repeat another one in all of 'age', 'y':" in said) == (2, True)
+    assert "a column record_id with unique = true in the dictionary" in said
+    own = "\n".join(["age,y,site,record_id", *(f"{row},{k}" for k, row in enumerate([*rows, *rows]))])
+    (folder / "own.csv").write_text(own)
+    (folder / "t.toml").write_text(text + "[columns.record_id]\nkind = 'id'\n")
+    assert checked("own.csv", "y ~ age")[0] == 2
+    (folder / "t.toml").write_text(text + "[columns.record_id]\nkind = 'id'\nunique = true\n")
+    assert checked("own.csv", "y ~ age")[0] == 0
+    (folder / "own.csv").write_text(own.replace(",23", ",22"))
+    assert "record_id; a 'record_id' that is" in checked("own.csv", "y ~ age")[1]
+    (folder / "t.toml").write_text(text)
     assert checked("once.csv", "y ~ age")[0] == checked("twice.csv", "y ~ age + (1 | site)")[0] == 0
 
 

@@ -154,6 +154,25 @@ def test_tables_of_ones_own(tmp_path: Path, tables: list[str], typed: list[Any])
     assert [s.line for s in typed if isinstance(s, Typed) and "allow" in s.line][-1].split()[-2] == "three.csv"
 
 
+@pytest.mark.parametrize("how", [["--missing", "drop"], ["--set", "model.options.missing=drop"]])
+def test_what_is_done_with_gaps_is_typed_by_every_site(
+    tmp_path: Path, tables: list[str], typed: list[Any], how: list[str]
+) -> None:
+    """The control: where nothing is said, the table with the gap is refused before anything is made."""
+    (tmp_path / "one.csv").write_text("y,who\n1,p0\n,p0\n2,p1\n4,p1\n")
+    words, folder = ["poc", "--port", str(_free()), *tables], tmp_path / "made"
+    refused = CliRunner().invoke(cli, [*words, "--folder", str(folder)])
+    assert "(--missing drop)" in str(refused.exception)
+    assert not folder.exists()
+    query = "SELECT * FROM data WHERE who <> 'it''s'"
+    more = ["--folder", str(folder), "--query", query, *how]
+    assert CliRunner().invoke(cli, [*words, *more], catch_exceptions=False).exit_code == 0
+    allowed = [shlex.split(s.line) for s in typed if isinstance(s, Typed) and "allow" in s.line]
+    assert len(allowed) == 3
+    assert all(line[-5:] == ["--query", query, "--missing", "drop", "--without-dp"] for line in allowed)
+    assert read(folder / HUB / "job.toml").model.options["missing"] == "drop"
+
+
 @pytest.mark.parametrize("name", ["m.py", "my model; echo x.py", "it's {mine} $HOME.py", "a*b.py"])
 def test_a_model_of_ones_own_goes_to_all_and_is_named_by_each(
     tmp_path: Path, tables: list[str], typed: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
@@ -196,19 +215,23 @@ def test_what_is_wrong_is_one_line_and_nothing_is_made(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for words, said in (
             (["--folder", str(used)], "'" + str(used) + "' is in use"),
-            (["--folder", str(used / "mine")], "is in use"),
-            (["--folder", str(used / "mine" / "x")], "cannot make"),
+            (["--folder", str(used / "mine")], "is a file"),
+            (["--folder", str(used / "mine" / "x")], "cannot write to --folder"),
             (["--port", str(taken.getsockname()[1])], "is taken; give another --port"),
             (["--data", str(tmp_path / "none.csv"), *tables], "no file"),
             (["--data", str(tmp_path / "d.toml"), *tables], "--data"),
             ([*tables, "--formula", "y ~ z"], "no column 'z'"),
-            ([*tables, "--function", "m.py:f"], "no formula, family or dictionary"),
+            ([*tables, "--function", "m.py:f"], "no formula, family, dictionary"),
             ([*tables[:6], "--function", "m.py:f"], "bubblewrap" if sandboxed is None else "no file 'm.py'"),
             ([*tables, "--dictionary", str(tmp_path / "none.toml")], "none.toml"),
             ([*tables, "--family", "gauss"], "gauss"),
             (["--set", "algorithm"], "must look like table.key=value"),
             (tables[:2], "--data needs --formula and --dictionary"),
-            (["--silos", "4", *tables], "names 3 tables"),
+            (["--silos", "4", *tables], "--silos 4, and 3 tables"),
+            ([*tables[:4], *tables[6:]], "a job needs 3 sites"),
+            ([*tables[:4], *tables[2:4], *tables[6:]], "have the same data"),
+            (["--missing", "drop"], "--missing is of tables"),
+            (["--query", "SELECT 1"], "--query is of tables"),
         ):
             with pytest.raises(SystemExit) as stopped:
                 main(["poc", "--folder", str(folder), "--port", port, *words])
