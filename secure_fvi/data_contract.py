@@ -30,7 +30,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from secure_fvi.algorithms.base import Problem
 from secure_fvi.density import LogDensity, Params, has_no_density, observed_value, record_dim, running, site_mask
-from secure_fvi.dictionary import RECORD_ID
 from secure_fvi.discovery import Discovery, Start, kind_of, start_of
 from secure_fvi.errors import DataError, InputError, SecureFVIWarning
 from secure_fvi.federated_model import rounded
@@ -442,12 +441,16 @@ def _axes(part: Any) -> int:
 # ---- records ----
 
 
+#: A table's column of its records' own ids.
+_RECORD_ID = "record_id"
+
+
 def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -> None:
     """Refuse a silo's records, without ids of their own, of which every one occurs several times: a file joined to
     itself. Only where measured numbers, with fractions, say that it is no coincidence, and records are no groups of
     rows, which a column of the table names. named: the columns that they were made of, as their owner knows them; with
     `record_id` among them, whose cells differ, records are not looked at."""
-    if ("present" in rows and rows["present"].shape[1:] > (1,)) or RECORD_ID in (named or ()):
+    if ("present" in rows and rows["present"].shape[1:] > (1,)) or _RECORD_ID in (named or ()):
         return
     columns = [value.reshape(len(value), -1).double() for value in rows.values()]
     if not any(bool((column % 1 != 0).any()) for column in columns):
@@ -464,7 +467,7 @@ def check_repeats(rows: Params, silo: str, named: Iterable[str] | None = None) -
     )
     times = math.gcd(*counts.tolist())
     if times > 1:
-        column = ", or a column record_id" + (" with unique = true in the dictionary" if named is not None else "")
+        column = f", or a column {_RECORD_ID}" + (" with unique = true in the dictionary" if named is not None else "")
         raise DataError(
             f"{said}: every record is there {times} times, or a multiple of it. Remove the copies, or give records ids "
             f"of their own (record_ids{column}) if they are different people"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from secure_fvi.dictionary import MEASURED, NUMBER, Column, Dictionary
-from secure_fvi.errors import InputError, one_line, without_colours
+from secure_fvi.errors import InputError, without_colours
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
@@ -120,6 +120,20 @@ def parse(text: str) -> Parsed:
     return Parsed(text, response, additions, " ".join(fixed).removeprefix("+ ") or "1", tuple(offsets), tuple(random))
 
 
+def _place(part: str, formula: str) -> int:
+    """Where a part stands, which formulaic may have written with other blanks and quotes: behind ~ rather than before
+    it, a word rather than a part of one; the beginning where it is not found."""
+    letters = [re.escape("'" if char == '"' else char) for char in part if not char.isspace()]
+    pattern = r"\s*".join(letter.replace("'", "['\"]") for letter in letters)
+    head, tail = r"(?<!\w)" * (part[:1].isalnum() or part[:1] == "_"), r"(?!\w)" * part[-1:].isalnum()
+    found = None
+    for begin in (formula.find("~") + 1, 0):
+        found = found or re.compile(f"{head}{pattern}{tail}").search(formula, begin) if letters else None
+    if found is None and (call := re.match(r"\w+\(", part)):  # written out otherwise: a call by its name
+        found = re.compile(rf"(?<!\w){re.escape(call[0][:-1])}\s*\(").search(formula)
+    return found.start() if found else 0
+
+
 def _error(text: str, at: int, why: str) -> InputError:
     return InputError(f"formula: {why} at character {at + 1}: {text[:at]}»{text[at:]}")
 
@@ -147,6 +161,11 @@ def _outside(text: str, begin: int = 0, end: int | None = None, depth: int = 0) 
     if quote >= 0 or opened:
         at = quote if quote >= 0 else opened[-1]
         raise _error(text, at, f"'{text[at]}' is not closed")
+
+
+def marked(formula: str, part: str, why: str) -> InputError:
+    """An error of a part of a formula, at its character."""
+    return _error(formula, _place(part, formula), why)
 
 
 #: What has a meaning to Python or to formulaic that a formula has no need of: where they read it differently, what was
@@ -179,7 +198,7 @@ def _check_letters(text: str) -> None:
 
 
 _TERM = r"(?<!\w)(?P<base>[^\W\d]\w*|\(\s*[^\W\d]\w*\s*\))\s*"
-_POWER = re.compile(_TERM + r"(\*\*|\^)\s*(?P<power>\d*)")
+_POWER = re.compile(_TERM + r"(\*\*|\^)\s*(?P<power>-?\d*\.?\d*)")
 _PRODUCT = re.compile(_TERM + r"(\*(?!\*)|:)\s*(?P=base)(?!\w)")
 #: Letters that stand for other characters, so that a call is one word.
 _WORD = 0x4E00
@@ -205,7 +224,8 @@ def _check_once(text: str, begin: int) -> None:
             base, said = text[slice(*found.span("base"))], text[slice(*found.span())]
             base = base[1:-1].strip() if base[0] == "(" else f"({base[1:-1].strip()})" if base[0] == "{" else base
             power = found.groupdict().get("power") or 2
-            why = f"'{said}' is '{base}' itself in a formula, as in R; its power is I({base}**{power}),"
+            cure = "leave that out" if base.startswith("C(") else f"of a number the power is I({base}**{power})"
+            why = f"'{said}' is '{base}' itself in a formula, as in R; {cure},"
             raise _error(text, found.start(), why)
 
 
@@ -242,6 +262,8 @@ def _left(text: str, tilde: int) -> tuple[str, dict[str, str]]:
                 text.index(term, begin),
                 f"after '|' stand {' and '.join(f'{a}(...)' for a in ADDITIONS)}, joined by '+', not '{term}',",
             )
+        if name.strip() in additions:
+            raise _error(text, text.rindex(term, begin), f"{name.strip()}(...) stands twice,")
         if "|" in term or not rest[:-1].strip():
             raise _error(
                 text, text.index(term, begin), f"'{term}' must be {name.strip()}(...) of a column; '+' joins two,"
@@ -271,11 +293,26 @@ def _random(text: str, begin: int, bars: list[int], end: int) -> list[Random]:
     design, group = text[begin + 1 : bars[0]].strip(), text[bars[-1] + 1 : end - 1].strip()
     if not design:
         raise _error(text, begin + 1, "the random term varies nothing: write 1 for an intercept,")
-    nest = [[_plain(name) for name in level.split(":")] for level in group.split("/")]
-    if not all(name and all(c.isidentifier() or c in " .0123456789" for c in name) for lvl in nest for name in lvl):
-        raise _error(text, bars[-1] + 1, "a group is a column, a:b, or a / b for b within a,")
+    nest = [[name.strip() for name in _split(level, ":")] for level in _split(group, "/")]
+    for name in (name for level in nest for name in level):
+        quoted = len(name) > 2 and name[0] == name[-1] == "`"
+        if not name or not (quoted or all(c.isidentifier() or c in " .0123456789" for c in name)):
+            begin = text.index(name, bars[-1]) if name else bars[-1] + 1
+            other = "; another name stands in quotes, as `a-b`" if re.fullmatch(r"[\w.-]+", name) else ""
+            raise _error(text, begin, f"a group is a column, a:b, or a / b for b within a{other},")
+        if quoted and {*":/"} & {*name}:
+            raise _error(
+                text, text.index(name, bars[-1]), "a group's name has no : or /: rename the column in the query,"
+            )
+    nest = [[_plain(name) for name in level] for level in nest]
     groups = [tuple(name for level in nest[: k + 1] for name in level) for k in range(len(nest))]
     return [Random(design, g, not double) for g in groups]
+
+
+def _split(text: str, by: str) -> list[str]:
+    """At each such character outside of quotes and brackets."""
+    cuts = [-1, *(at for at, char in _outside(text) if char == by), len(text)]
+    return [text[begin + 1 : end] for begin, end in pairwise(cuts)]
 
 
 def _plain(name: str) -> str:
@@ -326,7 +363,9 @@ def response_of(parsed: Parsed, family: str, dictionary: Dictionary) -> Response
     try:
         column = dictionary[name]
     except InputError as error:
-        raise InputError(f"formula: the response: {error}") from None
+        sums = re.search(r"[^\w. ]", name) is not None
+        cure = "a response is a column: work it out in the query" if sums else str(error)
+        raise _error(parsed.text, _place(name, parsed.text.partition("~")[0]), f"the response: {cure},") from None
     needs = f"family {family} needs {of.needs}; the response '{name}' is"
     if column.kind not in of.kinds:
         raise InputError(f"{needs} of kind {column.kind}")
@@ -452,7 +491,8 @@ class Design:
         self.columns = tuple(sorted({n for f in self._factors.values() for n in _columns_of(f, dictionary, formula)}))
         columns = sum(math.prod(_width(f, dictionary) for f in term.factors) for term in terms)
         if columns > _MOST_COLUMNS:
-            raise InputError(f"formula: {formula}: a design of some {columns:g} columns; at most {_MOST_COLUMNS}")
+            said = f"a design of some {columns:g} columns, of {_MOST_COLUMNS} at most,"
+            raise _error(formula, _place(text.lstrip("+ "), formula), said)
         made = Made.of(dictionary, self.columns)
         self._context = _context(dictionary)
         frame = _pandas(made.frame, dictionary)
@@ -460,14 +500,15 @@ class Design:
             first = _matrix(_again(terms, {}), frame, self._context)
         except InputError:
             raise
-        except Exception as error:
-            raise InputError(f"formula: {formula}: {one_line(error)}") from None
+        except Exception:
+            raise _error(formula, _place(text.lstrip("+ "), formula), f"'{text}' cannot be worked out,") from None
         self._spec = first.model_spec
         self.names = tuple("(Intercept)" if n == "Intercept" else str(n) for n in self._spec.column_names)
         x = np.asarray(first, dtype=np.float64)
         if not np.isfinite(x).all():
             bad = [n for n, column in zip(self.names, x.T, strict=True) if not np.isfinite(column).all()]
-            raise InputError(f"formula: '{bad[0]}' is not finite somewhere in the range that the dictionary gives")
+            said = f"'{bad[0]}' is not finite somewhere in the range that the dictionary gives,"
+            raise _error(formula, _place(re.sub(r"\[\d+\]$", "", bad[0]), formula), said)
         self._check_independent(x, formula)
         self.to_user, self.scales = self._standardised(terms, made, x, centred)
 
@@ -513,7 +554,9 @@ class Design:
             others, *_ = np.linalg.lstsq(x[:, :at], x[:, at], rcond=None)
             if np.abs(x[:, :at] @ others - x[:, at]).max() < 1e-9:
                 named = ", ".join(f"'{n}'" for n, by in zip(self.names, others, strict=False) if abs(by) > 1e-6)
-                raise InputError(f"formula: {formula}: '{self.names[at]}' says nothing beside {named}: leave one out")
+                why = f"says nothing beside {named}: leave one out" if named else "is 0 whatever the dictionary allows"
+                term = re.sub(r"\[[^\[\]]*\]$", "", self.names[at])
+                raise _error(formula, _place(term, formula), f"'{self.names[at]}' {why},")
 
     def _standardised(self, terms: Any, made: Made, x: Floats, centred: bool) -> tuple[Floats, Floats]:
         """`to_user` and `scales`. A column of plain columns is standardised through these, and so is an interaction; a
@@ -604,7 +647,7 @@ class Expression:
         self.calls = {f.id for f in calls if isinstance(f, ast.Name)}
         kinds = {dictionary[name].kind for name in self.columns}
         if self.calls & {*_STATEFUL, "C"} or kinds & {"category", "id"} or not self.columns:
-            raise _error(formula, max(formula.find(text), 0), f"'{text}' must be one number a row, of numeric columns,")
+            raise _error(formula, _place(text, formula), f"'{text}' must be one number a row, of numeric columns,")
         self._formula = _again(terms, {})
         self._context = _context(dictionary)
 
@@ -635,9 +678,18 @@ def _terms(text: str, formula: str) -> Any:
     except Exception as error:
         raise _marked(error, text, formula) from None
     if count > _MOST_TERMS:
-        raise InputError(f"formula: {formula[:200]}: some {count:g} terms; at most {_MOST_TERMS}")
+        said = f"some {count:g} terms, of {_MOST_TERMS} at most,"
+        raise _error(formula[:200], _place(text.lstrip("+ "), formula[:200]), said)
     if not hasattr(found, "__iter__") or type(found).__name__ != "SimpleFormula":
         raise _error(formula, max(formula.find("|"), 0), "'|' stands in brackets, as in (1 | child),")
+    for name in ("%in%", "["):
+        if any(text.startswith(name, at) for at, char in _outside(text) if char == name[0]) or (
+            name == "[" and re.search(r"(?<![\w(,=\s])\s*\[|^\s*\[|[+*:/-]\s*\[", text)
+        ):
+            cure = (
+                "a:b, or a / b" if name == "%in%" else "a list stands in C(x, levels=[...]) or bs(x, knots=[...]) alone"
+            )
+            raise _error(formula, max(formula.find(name), 0), f"'{name}' is not read: {cure},")
     return list(found)
 
 
@@ -693,17 +745,28 @@ def _width(factor: Any, dictionary: Dictionary) -> float:
     return found
 
 
+#: formulaic's words for what does not parse, and ours.
+_WORDS = (
+    (r"Operator `(.+?)` .*", r"'\1' needs a term on each side"),
+    (r"Missing operator between `(.+?)` and `(.+?)`.*", r"an operator is missing between '\1' and '\2'"),
+    (r"Unknown operator '(.+?)'.*", r"'\1' joins no terms: arithmetic and comparisons stand in I(...)"),
+    (r"Numeric literals.*", "a number is no term, but for 0 and 1: arithmetic stands in I(...)"),
+    (r"Formula ended before quote.*: (.).*", r"'\1' joins no terms: arithmetic and comparisons stand in I(...)"),
+)
+
+
 def _marked(error: Exception, text: str, formula: str) -> InputError:
-    """What formulaic says, at the character that it marks."""
+    """What formulaic says, in our words, at the character that it marks."""
     said = without_colours(str(error))
     reason, _, shown = said.partition("\n\n")
+    why = next((re.sub(by, ours, reason, flags=re.DOTALL) for by, ours in _WORDS if re.match(by, reason)), "")
+    at = _place(text.lstrip("+ ").removeprefix("0 + {").removesuffix("}"), formula)
     if "⧛" in shown:
         begin = shown.index("⧛")
         token = shown[begin + 1 : shown.index("⧚")]
         before = formula.find(text)
         at = begin + before if before >= 0 else formula.find(token, formula.find("~") + 1)
-        return _error(formula, max(at, 0), f"{reason.rstrip('.').replace('insuffient', 'insufficient')},")
-    return InputError(f"formula: {formula}: {one_line(error)}")
+    return _error(formula, max(at, 0), f"{why or 'it does not parse'},")
 
 
 def _kind(factor: Any) -> str:
@@ -750,19 +813,21 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
         return set()
     if _kind(factor) == "lookup":
         _known(factor.expr, dictionary, formula)
+        _check_no_id(factor.expr, dictionary, formula)
         return {factor.expr}
     try:
         tree = ast.parse(str(factor.expr).strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _error(formula, max(formula.find(str(factor.expr)), 0), f"'{factor.expr}' does not parse") from None
+        hint = "; a name in quotes stands by itself: rename the column in the query" if "`" in formula else ""
+        raise _error(formula, _place(str(factor.expr), formula), f"'{factor.expr}' does not parse{hint}") from None
     functions = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
     contrasts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     coding = _contrasts(tree)
     names: set[str] = set()
-    at = max(formula.find(str(factor.expr)), 0)
+    at = _place(str(factor.expr), formula)
     for node in ast.walk(tree):
         if isinstance(node, ast.BitXor):
-            begin = max(formula.find("^"), 0)
+            begin = max(formula.find("^", at), at)
             raise _error(formula, begin, f"'{factor.expr}': a power is written **, as in I(x**2),")
         if not isinstance(node, _NODES):
             raise _error(formula, at, f"'{factor.expr}' is more than functions and arithmetic of columns")
@@ -782,8 +847,10 @@ def _columns_of(factor: Any, dictionary: Dictionary, formula: str) -> set[str]:
             _check_call(node, node.func.id, dictionary, formula, at)
         elif isinstance(node, ast.Name) and id(node) not in functions and id(node) not in contrasts:
             _known(node.id, dictionary, formula)
+            _check_no_id(node.id, dictionary, formula)
             names.add(node.id)
     _check_constants(tree, str(factor.expr), formula, at)
+    _check_levels(tree, dictionary, str(factor.expr), formula, at)
     return names
 
 
@@ -873,15 +940,81 @@ def _check_call(node: ast.Call, name: str, dictionary: Dictionary, formula: str,
                 raise _error(formula, at, f"C({inner.id}): '{inner.id}' is a {kind} and has no levels")
             if name in (*_STATEFUL, "exp", "log", "sqrt", "log10", "log2", "log1p") and kind in ("category", "id"):
                 raise _error(formula, at, f"{name}({inner.id}): '{inner.id}' is of kind {kind}, and no number")
+    if name in _OPTIONS and not node.args:
+        raise _error(formula, at, f"{name}() takes a column, and options,")
+    if name in _OPTIONS and name != "C":
+        _check_options(node.args[1:], node.keywords, name, formula, at)
     if name in (*_FUNCTIONS,) and (len(node.args) != 1 or node.keywords):
         raise _error(formula, at, f"{name}() takes one column, or one expression of columns,")
     if name == "C":
         _check_coding(node, dictionary, formula, at)
-    for given in (*node.args[1:2], *(k.value for k in node.keywords if k.arg in ("df", "degree", "knots"))):
-        if name in ("bs", "poly") and _is_literal(given) and not math.isfinite(_folded(given)):
-            raise _error(formula, at, f"{name}(): df, degree and knots are numbers,")
     if name in ("center", "scale", "standardize") and not (len(node.args) == 1 and isinstance(node.args[0], ast.Name)):
         raise _error(formula, at, f"{name}() takes a column of the dictionary, which has its centre and scale,")
+
+
+#: What stands behind a function's column, in its order, and what each is.
+_OPTIONS: dict[str, dict[str, str]] = {
+    "bs": {
+        "df": "a whole number", "knots": "a list of numbers", "degree": "a whole number",
+        "include_intercept": "True or False", "lower_bound": "a number", "upper_bound": "a number",
+        "extrapolation": "'raise', 'clip', 'na', 'zero' or 'extend'",
+    },
+    "poly": {"degree": "a whole number", "raw": "True or False"},
+    "C": {"contr": "", "levels": "", "spans_intercept": "True or False"},
+    "treatment": {"base": "a level"},
+    "SAS": {"base": "a level"},
+    "sum": {},
+    "helmert": {"reverse": "True or False", "scale": "True or False"},
+    "diff": {"backward": "True or False"},
+    "poly of levels": {"scores": "a list of numbers"},
+}  # fmt: skip
+
+
+def _check_options(
+    args: Sequence[ast.expr], keywords: Sequence[ast.keyword], name: str, formula: str, at: int
+) -> dict[str, Any]:
+    """By name, what a function is told beside its column. Raises InputError for what it does not know or take."""
+    known = _OPTIONS[name]
+    called = "contr.poly" if name == "poly of levels" else name if name in ("bs", "poly", "C") else f"contr.{name}"
+    if len(args) > len(known):
+        raise _error(formula, at, f"{called}() takes {len(known)} options at most: {', '.join(known) or 'none'},")
+    given: dict[str, Any] = dict(zip(known, args, strict=False))
+    for keyword in keywords:
+        if keyword.arg not in known or keyword.arg in given:
+            said = f"{called}(): '{keyword.arg}' is no option, or stands twice{nearest(keyword.arg, known)}"
+            raise _error(formula, at, f"{said} (there are: {', '.join(known) or 'none'}),")
+        given[str(keyword.arg)] = keyword.value
+    for option, value in given.items():
+        if known[option] and not (_is_literal(value) or isinstance(value, ast.List | ast.Tuple)):
+            raise _error(formula, at, f"the options of {called}() are numbers, written out,")
+        if known[option] and not _is_one(value, known[option]):
+            raise _error(formula, at, f"{called}(): {option} is {known[option]},")
+    least = int(name == "poly")
+    if "degree" in given and not least <= _folded(given["degree"]) <= _MOST_DEGREE:
+        raise _error(formula, at, f"{called}(): degree is at least {least} and at most {_MOST_DEGREE},")
+    if name == "bs":
+        if {"df", "knots"} <= given.keys():
+            raise _error(formula, at, "bs() takes df or knots, not both,")
+        intercept = given.get("include_intercept")
+        degree = _folded(given["degree"]) if "degree" in given else 3
+        least = int(degree) + bool(isinstance(intercept, ast.Constant) and intercept.value)
+        if "df" in given and not least <= _folded(given["df"]) <= _MOST_COLUMNS:
+            raise _error(formula, at, f"bs(): df is at least {least} (its degree, and one for an intercept in it),")
+    return given
+
+
+def _is_one(value: ast.expr, what: str) -> bool:
+    """Whether what is written out is a whole number, say."""
+    if isinstance(value, ast.List | ast.Tuple):
+        return what == "a list of numbers" and all(math.isfinite(_folded(e)) for e in value.elts)
+    plain = value.value if isinstance(value, ast.Constant) else None
+    truth = isinstance(plain, bool)
+    if what == "True or False":
+        return truth
+    if what in ("a number", "a whole number"):
+        number = _folded(value)
+        return not truth and math.isfinite(number) and (what == "a number" or number % 1 == 0)
+    return what == "a level" or (isinstance(plain, str) and f"'{plain}'" in what)
 
 
 def _check_coding(node: ast.Call, dictionary: Dictionary, formula: str, at: int) -> None:
@@ -894,7 +1027,10 @@ def _check_coding(node: ast.Call, dictionary: Dictionary, formula: str, at: int)
         or any(isinstance(c, ast.Constant) and c.value is not None for c in contrasts)
     ):
         raise _error(formula, at, "C() takes a column and its contrasts, as in C(x, contr.treatment('b')),")
+    _check_options(node.args[1:], node.keywords, "C", formula, at)
     names = {n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name) and n.id in dictionary.columns}
+    for contrast in contrasts:
+        _check_contrast(contrast, dictionary[next(iter(names))] if len(names) == 1 else None, formula, at)
     if len(names) > 1:
         raise _error(formula, at, "C() takes one column: which levels several have together no dictionary says,")
     given = next((k.value for k in node.keywords if k.arg == "levels"), None)
@@ -913,15 +1049,68 @@ def _check_coding(node: ast.Call, dictionary: Dictionary, formula: str, at: int)
         )  # fmt: skip
 
 
+def _check_contrast(told: ast.expr, column: Column | None, formula: str, at: int) -> None:
+    """Refuse options of a coding that it does not take, or levels that are none."""
+    call = told if isinstance(told, ast.Call) else None
+    of = call.func if call is not None else told
+    if not isinstance(of, ast.Attribute) or of.attr not in _CONTRASTS:
+        return  # which is refused as such
+    name = "poly of levels" if of.attr == "poly" else of.attr
+    given = _check_options(call.args, call.keywords, name, formula, at) if call is not None else {}
+    if column is None or column.kind != "category":
+        return
+    base, scores = given.get("base"), given.get("scores")
+    if base is not None and not (isinstance(base, ast.Constant) and base.value in column.levels):
+        raise _error(formula, at, f"contr.{of.attr}(): base is a level of the column, {', '.join(column.levels[:10])},")
+    if scores is not None and len(scores.elts) != len(column.levels):
+        raise _error(formula, at, f"contr.poly(): scores are {len(column.levels)} numbers, one a level,")
+
+
+def _check_no_id(name: str, dictionary: Dictionary, formula: str) -> None:
+    if dictionary[name].kind == "id":
+        why = f"'{name}' is an id: it names groups, as in (1 | {name}), and is no covariate,"
+        raise _error(formula, _place(name, formula), why)
+
+
+def _check_levels(tree: ast.AST, dictionary: Dictionary, expr: str, formula: str, at: int) -> None:
+    """Refuse what takes levels for numbers, or compares them with none of them."""
+    coded = set[int]()  # names that stand where their levels are meant
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "C":
+            coded |= {id(arg) for arg in node.args}
+        if not isinstance(node, ast.Compare):
+            continue
+        if len(node.ops) > 1:
+            raise _error(formula, at, f"'{expr}': write one comparison at a time, as in I((1 < x) * (x < 3)),")
+        sides = (node.left, node.comparators[0])
+        texts = [s.value for s in sides if isinstance(s, ast.Constant) and isinstance(s.value, str)]
+        names = [s.id for s in sides if isinstance(s, ast.Name) and s.id in dictionary.columns]
+        levels = [n for n in names if dictionary[n].kind == "category"]
+        if not texts and not levels:
+            continue
+        if len(texts) != 1 or len(levels) != 1 or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            raise _error(formula, at, f"'{expr}': a text is compared by == or != with a column that has levels,")
+        if texts[0] not in dictionary[levels[0]].levels:
+            raise _error(
+                formula,
+                at,
+                f"'{texts[0]}' is no level of '{levels[0]}'{nearest(texts[0], dictionary[levels[0]].levels)},",
+            )
+        coded |= {id(side) for side in sides}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name) or id(node) in coded or node.id not in dictionary.columns:
+            continue
+        if dictionary[node.id].kind == "category":
+            raise _error(formula, at, f"'{expr}': '{node.id}' is of kind category, and no number,")
+
+
 def _known(name: str, dictionary: Dictionary, formula: str) -> None:
     if name in dictionary.columns and name in _TAKEN:  # formulaic would find the column where the function is meant
-        raise _error(
-            formula, max(formula.find(name), 0), f"'{name}' is a function here: rename the column in the query"
-        )
+        raise _error(formula, _place(name, formula), f"'{name}' is a function here: rename the column in the query")
     try:
         dictionary[name]
     except InputError as error:
-        raise _error(formula, max(formula.find(name), 0), f"{error},") from None
+        raise _error(formula, _place(name, formula), f"{error},") from None
 
 
 #: Names of functions, which no column of a formula may have.

@@ -42,6 +42,7 @@ from secure_fvi.formula import (
     Random,
     Response,
     family_named,
+    marked,
     parse,
     response_of,
 )
@@ -101,9 +102,9 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
             try:
                 column = dictionary[name]
             except InputError as error:
-                raise InputError(f"formula: group of (... | {random.label}): {error}") from None
+                raise marked(parsed.text, name, f"{error},") from None
             if column.kind in ("number", "date"):
-                raise InputError(f"formula: '{name}' is a {column.kind} and names no groups")
+                raise marked(parsed.text, name, f"'{name}' is a {column.kind} and names no groups,")
     spans = {r.label: all(n in shared or dictionary[n].shared for n in r.group) for r in parsed.random}
     local = [r.label for r in parsed.random if not spans[r.label]]
     ids = [r.label for r in parsed.random if not spans[r.label] and dictionary[r.group[-1]].kind == "id"]
@@ -115,6 +116,8 @@ def _placed(parsed: Parsed, dictionary: Dictionary, shared: Sequence[str], recor
     found: list[Term] = []
     for r in parsed.random:
         design = Design(r.design, parsed.text, dictionary, centred=r.correlated)
+        if not design.size:
+            raise marked(parsed.text, r.design, f"({r.design} | {r.label}) varies nothing: write 1 for an intercept,")
         place = "global" if spans[r.label] else "record" if r.label == chosen else "silo"
         levels = math.prod(_listed(n, dictionary[n]) for n in r.group) if place == "global" else 0
         if levels * design.size > _MOST_EFFECTS:
@@ -756,7 +759,7 @@ def glmm(
         response = response._replace(centre=0.0)
     prior = _priors(priors or {}, fixed, terms, family, response, dictionary)
     if parsed.response in {*fixed.columns, *(c for t in terms for c in (*t.design.columns, *t.of.group))}:
-        raise InputError(f"formula: the response '{parsed.response}' stands on both sides")
+        raise marked(formula, parsed.response, f"the response '{parsed.response}' stands on both sides,")
     offsets = tuple(Expression(text, formula, dictionary) for text in parsed.offsets)
     _check_offsets(offsets, family)
     additions = {name: Expression(text, formula, dictionary) for name, text in parsed.additions.items()}

@@ -39,7 +39,9 @@ _WANTED = {
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """ "; did you mean 'x'?" for the closest of `allowed`, or nothing."""
-    close = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.6)
+    known = list(allowed)
+    alike = [one for one in known if one.casefold() == str(name).casefold()]  # in other letters
+    close = alike or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

@@ -442,7 +442,7 @@ def test_a_giant_dictionary_is_refused_soon(paper: Study) -> None:
         dictionary=wording.dumps(own),
     )
     policy = read_policy(paper.world.homes["east"].policy_file)
-    with pytest.raises(PolicyError, match="columns; at most"):
+    with pytest.raises(PolicyError, match="columns, of 1000 at most"):
         check(paper.offer(dictionary=own), policy)
 
 
