@@ -32,6 +32,7 @@ import numpy.typing as npt
 from secure_fvi.dictionary import DATE, NUMBER, RECORD_ID, TABLE, TOLD_APART, Column, Dictionary, Missing
 from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import check_aligned, is_gap
+from secure_fvi.runs.options import OTHERS
 from secure_fvi.runs.wording import nearest
 
 if TYPE_CHECKING:
@@ -97,8 +98,9 @@ _FLOATS = {"FLOAT": 2**24, "DOUBLE": TOLD_APART}
 _ROUNDED = r"[+-]?([0-9]+([.,][0-9]*)?[eE]\+0*(1[1-9]|[2-9][0-9]|[1-9][0-9]{2})|[0-9]{16,}\.[0-9]*)"
 #: What some countries' programs write in place of the point.
 _COMMA = "a comma in a number"
+_OUTSIDE = "a value outside its range"
 _NO_NAME = "a usual code for a missing value in place of an id"
-_DECIMAL = r"regexp_full_match({text}, '[+-]?[0-9]+,[0-9]+')"
+_DECIMAL = r"regexp_full_match({text}, '[+-]?[0-9]+(,[0-9]+|(,[0-9]{{3}})+([.][0-9]+)?)')"
 #: How to come by text in UTF-8.
 _CONVERT = ": save it as 'CSV UTF-8', or convert it, as by iconv -f {0} -t UTF-8 OLD.csv > NEW.csv"
 
@@ -131,10 +133,11 @@ def decimal_comma(text: str) -> str:
 
 
 def with_points(name: str) -> str:
-    """How a column's decimal commas become points."""
+    """How a column's decimal commas become points, and commas between thousands none."""
+    said = _identifier(name)
     return (
-        f"where that is the decimal comma, write points by the query SELECT * REPLACE (replace({_identifier(name)}, "
-        f"',', '.') AS {_identifier(name)}) FROM {TABLE}"
+        f"where it parts thousands, write replace({said}, ',', '') AS {said}, and where that is the decimal comma, "
+        f"points, by the query SELECT * REPLACE (replace({said}, ',', '.') AS {said}) FROM {TABLE}"
     )
 
 
@@ -241,7 +244,15 @@ def remedy(findings: Iterable[Finding]) -> str:
         )
     if _UNREADABLE["boolean"] in found:
         return "; truth values are true and false: levels that say otherwise are of cells that are text"
-    return "; write ids as text or as whole numbers" if _UNREADABLE["id"] in found else ""
+    if _UNREADABLE["id"] in found:
+        return "; write ids as text or as whole numbers"
+    for what, cure in ((_OUTSIDE, "widen low or high"), (_UNREADABLE["category"], "add it to levels")):
+        if what in found:
+            return (
+                f"; where '{found[what]}' can be so, {cure} in the dictionary, which is one for all sites; where it is "
+                "a slip, correct it, or leave such rows out by a query"
+            )
+    return ""
 
 
 def check_table(
@@ -455,7 +466,7 @@ def _findings(name: str, column: Column, status: npt.NDArray[np.uint8]) -> list[
         *_finding(name, _UNREADABLE[column.kind], status == 2),
         *_finding(name, _COMMA, status == 4),
         *_finding(name, _NO_NAME, status == 5),
-        *_finding(name, "a value outside its range", status == 3),
+        *_finding(name, _OUTSIDE, status == 3),
     ]
 
 
@@ -768,26 +779,27 @@ def _beside(path: Path) -> str:
     if not path.parent.is_dir():
         return f": there is no folder '{path.parent}'"
     with contextlib.suppress(OSError):
-        return nearest(path.name, sorted(p.name for p in path.parent.iterdir() if p.suffix in ENDINGS))
+        return nearest(path.name, sorted(p.name for p in path.parent.iterdir() if p.suffix.lower() in ENDINGS))
     return ""
 
 
 _FORMATS = {
-    ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "json", ".ndjson": "json", ".jsonl": "json",
-    ".duckdb": "duckdb", ".sqlite": "sqlite", ".sqlite3": "sqlite",
+    ".csv": "csv", ".tsv": "csv", ".txt": "csv", ".parquet": "parquet", ".json": "json", ".ndjson": "json",
+    ".jsonl": "json", ".duckdb": "duckdb", ".sqlite": "sqlite", ".sqlite3": "sqlite",
 }  # fmt: skip
 #: Endings of the files that this module reads.
 ENDINGS = (*_FORMATS, ".db")
 
 
 def _format(path: Path) -> str:
-    if path.suffix == ".db":
+    if path.suffix.lower() == ".db":
         with path.open("rb") as file:
             start = file.read(16)
         return "sqlite" if start.startswith(b"SQLite format 3") else "duckdb"
-    if path.suffix not in _FORMATS:
-        raise DataError(f"'{path}': must end in {', '.join(ENDINGS)}")
-    return _FORMATS[path.suffix]
+    if path.suffix.lower() not in _FORMATS:
+        cure = OTHERS.get(path.suffix.lower())
+        raise DataError(f"'{path}': must end in {', '.join(ENDINGS)}{f': {cure}' if cure else ''}")
+    return _FORMATS[path.suffix.lower()]
 
 
 def _let_in(

@@ -435,6 +435,22 @@ FILES: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["t.CSV", "t.txt", "t.Txt"])
+def test_an_ending_may_be_in_large_letters_or_txt(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x;who\n1;a\n2;b\n")
+    found = read_coded(tmp_path / name, Dictionary({"x": Column("number"), "who": Column("id")}))
+    assert (found.columns["x"].tolist(), found.names["who"]) == ([1.0, 2.0], ["a", "b"])
+
+
+def test_what_the_agreed_dictionary_lacks_is_answered_with_both_remedies(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,stage\n1,II\n9,III\n")
+    wide = Dictionary({"x": Column("number", low=0, high=5), "stage": Column("category", levels=("I", "II"))})
+    for name, said in (("x", "widen low or high in the dictionary"), ("stage", "add it to levels in the dictionary")):
+        with pytest.raises(DataError, match=f"where '{name}' can be so, {said}.*or leave such rows out by a query"):
+            read_coded(tmp_path / "t.csv", wide, only=[name])
+    assert read_coded(tmp_path / "t.csv", wide, "SELECT * FROM data WHERE CAST(x AS DOUBLE) < 5").read == 1
+
+
 def test_every_ending_that_is_read_is_one_that_a_job_may_name() -> None:
     assert tuple(TABLES) == tables.ENDINGS
 
@@ -1008,8 +1024,10 @@ def test_without_the_look_at_the_query_the_named_file_could_be_written_over(
         ("s3://bucket/x.parquet", "'s3' is not read"),
         ("none.csv", "no file"),
         ("folder", "is no file"),
-        ("data.xlsx", "must end in .csv"),
-        ("data.pkl", "must end in .csv"),
+        ("data.xlsx", "must end in .csv.*: save the sheet as 'CSV UTF-8'"),
+        ("data.csv.gz", "must end in .csv.*: unpack it first"),
+        ("data.DTA", "must end in .csv.*: write it as CSV or Parquet"),
+        ("data.png", "must end in .csv.*db$"),
         ("d*.csv", r"has one of \*\?"),
         ("[d]ata.csv", r"has one of \*\?"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -205,7 +206,7 @@ _AS_DATES, _AS_IDS = (19_000_101, 21_001_231), 10**8
 def _draft(table: Opened, name: str, cell: str) -> Column:
     """A column as it seems. What the cells are is seen by DuckDB; levels, ends of ranges and codes for missing values
     alone come out."""
-    from secure_fvi.dictionary import Column
+    from secure_fvi.dictionary import NUMBER, Column
     from secure_fvi.tables import decimal_comma, with_points
 
     text = f"trim(CAST({cell} AS VARCHAR))"
@@ -235,6 +236,7 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
             count(n) FILTER (abs(n) >= 1e15) AS large,
             count(t) FILTER (regexp_full_match(t, '[+-]?\\d{{16,}}')) AS long,
             count(t) FILTER ({decimal_comma("t")}) AS commas,
+            count(t) FILTER (regexp_matches(t, '^\\d{{4}}-\\d{{2}}-\\d{{2}}[ T]\\d{{2}}:\\d{{2}}')) AS times,
             count(DISTINCT lower(t)) FILTER (lower(t) NOT IN ('true', 'false', '0', '1')) AS others
             FROM {rows} {left}"""
         ).items()
@@ -260,13 +262,28 @@ def _draft(table: Opened, name: str, cell: str) -> Column:
         return Column("id", missing=missing, review=f"numbers with a comma: {with_points(name)}")
     if about["other_days"] == cells:
         return Column("id", missing=missing, review="dates in another form: write them as 2024-12-31 in a query")
+    if about["times"] == cells:
+        day = f"SELECT * REPLACE (left(CAST({_name(name)} AS VARCHAR), 10) AS {_name(name)}) FROM data"
+        guess = f"times of day, which no kind has: where the day is enough, take it by the query {day}"
+        return Column("id", missing=missing, unique=different == cells, review=guess)
     if different <= 3 or (different <= _MOST_LEVELS and 2 * different < cells):
         levels = table.fetch(f"SELECT DISTINCT {text} AS t FROM {table.rows} WHERE {text} <> '' ORDER BY ALL")["t"]
         order = "levels are in the order of the alphabet: put them in theirs, the level to compare with first"
         found = tuple(str(v) for v in levels if str(v) not in missing)
+        stand_ins = [v for v in found if re.fullmatch(NUMBER, v) and float(v) in _SENTINELS]
+        words = any(not re.fullmatch(NUMBER, v) for v in found)
+        if stand_ins and words:
+            said = (
+                f"{' and '.join(stand_ins)} among words: codes of a missing value? Put such into missing, out of levels"
+            )
+            zeros = _both(zeros, said)
         return Column("category", found, missing=missing, review=_both(zeros, order) if len(found) > 2 else zeros)
     guess = "taken for an id: it may be text, or numbers with texts among them"
     return Column("id", missing=missing, unique=different == cells, review=zeros or guess)
+
+
+def _name(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
 
 
 def _far(low: float, high: float, lower: float, upper: float, middle: float) -> str:

@@ -228,7 +228,7 @@ def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def read_ids(path: Path, key: str, column: str) -> list[str | None]:
     """The texts of one column of a table without blanks about them, None for a gap: ids of people, which are no
     numbers."""
-    if path.suffix not in ENDINGS:
+    if path.suffix.lower() not in ENDINGS:
         raise InputError(f"{key} = '{path}': ids are read from a table ({', '.join(ENDINGS)}), as text")
     with _named(path, key):
         found = check_table(path, Dictionary({column: Column("id")}))

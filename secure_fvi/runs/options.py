@@ -46,9 +46,16 @@ MODELS = {"formula": "secure_fvi.mixed_model:glmm"}
 
 #: What reads and codes a table, by its file's ending.
 TABLES = dict.fromkeys(
-    (".csv", ".tsv", ".parquet", ".json", ".ndjson", ".jsonl", ".duckdb", ".sqlite", ".sqlite3", ".db"),
+    (".csv", ".tsv", ".txt", ".parquet", ".json", ".ndjson", ".jsonl", ".duckdb", ".sqlite", ".sqlite3", ".db"),
     "secure_fvi.tables:read_coded",
 )
+_EXPORT = "write it as CSV or Parquet there, where numbers and texts are told apart"
+#: By another ending, what makes a table of such a file.
+OTHERS = {
+    **dict.fromkeys((".gz", ".zip", ".zst", ".bz2", ".xz"), "unpack it first"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as 'CSV UTF-8'"),
+    **dict.fromkeys((".sav", ".dta", ".sas7bdat", ".rds", ".rdata", ".feather", ".arrow", ".pkl"), _EXPORT),
+}
 #: Those whose records say which columns there are.
 OBJECTS = (".json", ".ndjson", ".jsonl")
 

@@ -30,7 +30,7 @@ from secure_fvi.errors import DataError, InputError
 from secure_fvi.federated_model import FederatedModel, Schema, read_data, side_by_side
 from secure_fvi.models.base import Dataset, program
 from secure_fvi.runs.config import Config, Model, Partition, SiloFile
-from secure_fvi.runs.options import MODELS, OBJECTS, TABLES, build, named, resolved
+from secure_fvi.runs.options import MODELS, OBJECTS, OTHERS, TABLES, build, named, resolved
 from secure_fvi.runs.wording import nearest, unknown_key
 
 if TYPE_CHECKING:
@@ -54,13 +54,15 @@ def read_table(
     cannot be read are left out, and it is told of them.
     """
     arrays: dict[str, Callable[[Path], dict[str, Tensor]]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
-    if path.suffix in TABLES:
+    if path.suffix.lower() in TABLES:
         tensors = _coded(path, key, partial(_numbers, leave_out=leave_out), spoilt=spoilt)
-    elif path.suffix in arrays:
+    elif path.suffix.lower() in arrays:
         with _named(path, key):
-            tensors = arrays[path.suffix](path)
+            tensors = arrays[path.suffix.lower()](path)
     else:
-        raise InputError(f"{key} = '{path}': must end in {', '.join((*TABLES, *arrays))}")
+        cure = OTHERS.get(path.suffix.lower())
+        known = ", ".join((*TABLES, *arrays))
+        raise InputError(f"{key} = '{path}': must end in {known}{f': {cure}' if cure else ''}")
     if not tensors:
         raise InputError(f"{key}: {path}: holds no columns")
     sizes = {name: len(t) if t.ndim else None for name, t in tensors.items()}
@@ -78,7 +80,7 @@ def read_silo(silo: SiloFile, key: str, by_record: bool, spoilt: list[str] | Non
     spoilt: rows that cannot be read are left out, and it is told of them."""
     path = Path(silo.data)
     if silo.dictionary is None:
-        if by_record and path.suffix in OBJECTS:
+        if by_record and path.suffix.lower() in OBJECTS:
             raise InputError(f"{key}: {path}: {_BY_RECORDS}")
         return read_table(path, key, spoilt=spoilt)
     dictionary = _own_dictionary(silo, key, by_record)
@@ -117,7 +119,7 @@ def _read(
     those that cannot be read, which are left out too."""
     query, said = (silo.query, silo.missing) if silo is not None else (None, None)
     files = _files(path, silo)
-    read_coded: Callable[..., Coded] = named(TABLES, "data", path.suffix)
+    read_coded: Callable[..., Coded] = named(TABLES, "data", path.suffix.lower())
     columns = silo.columns if silo is not None else None
     with _columns_hint(query, files):
         found = read_coded(
@@ -138,7 +140,7 @@ def _columns_hint(query: str | None, files: Mapping[str, Path]) -> Iterator[None
     except DataError:
         raise
     except InputError as error:
-        if query is None or not any(path.suffix in OBJECTS for path in files.values()):
+        if query is None or not any(path.suffix.lower() in OBJECTS for path in files.values()):
             raise
         raise InputError(
             f"{error}; of JSON a query sees the dictionary's columns, or those that columns names: columns = "
@@ -353,14 +355,14 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
         for file in _files(path, own).values():
             with file.open("rb"):
                 pass
-        if path.suffix not in TABLES:
+        if path.suffix.lower() not in TABLES:
             raise InputError(f"which arrays it holds, and of which shapes, is seen in it alone; {_WITH_DICTIONARY}")
         if model is not None:
             dictionary, only = _of_formula(own, model)[0], model.columns
         elif own.dictionary is not None:
             dictionary = _own_dictionary(own, key, _by_record(config))
             only = list(dictionary.columns)
-        elif path.suffix in OBJECTS:
+        elif path.suffix.lower() in OBJECTS:
             raise InputError(_BY_RECORDS)
         else:
             with _reader(path).opened(_files(path, own), own.query) as table:
@@ -378,13 +380,13 @@ def schema_beforehand(config: Config, silo: str, model: MixedModel | None, dtype
 
 def _reader(path: Path) -> Any:
     """The module that reads such tables, which a silo whose data are arrays does without."""
-    return importlib.import_module(TABLES[path.suffix].partition(":")[0])
+    return importlib.import_module(TABLES[path.suffix.lower()].partition(":")[0])
 
 
 def _check_columns(path: Path, silo: SiloFile, wanted: Collection[str]) -> None:
     """Raise InputError where a table lacks a column, unless records say which it has."""
     files = _files(path, silo)
-    if any(file.suffix in OBJECTS for file in files.values()):
+    if any(file.suffix.lower() in OBJECTS for file in files.values()):
         return
     try:
         with _reader(path).opened(files, silo.query, spoilt=True) as table:

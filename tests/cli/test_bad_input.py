@@ -116,7 +116,7 @@ def test_missing_data_file(cli: CommandLine) -> None:
 
 def test_data_file_of_an_unknown_kind(cli: CommandLine) -> None:
     cli.change("b.csv", "b.xlsx")
-    cli.refused("silo[1].data", "b.xlsx", ".csv, .tsv, .parquet")
+    cli.refused("silo[1].data", "b.xlsx", ".csv, .tsv, .txt, .parquet")
 
 
 @pytest.mark.parametrize(

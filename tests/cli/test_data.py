@@ -348,6 +348,19 @@ def test_the_remedies_are_cures(folder: Path, capsys: pytest.CaptureFixture[str]
     assert query.replace('"', '\\"') in drafted
     assert wording.loads(drafted)["columns"]["y"]["kind"] == "id"
     assert run(capsys, "check", "commas.csv", "--dictionary", "d.toml", "--query", query)[0] == 0
+    rows = [f'"{1 + i},{100 + i},{200 + i}",{["a", "-9", "b"][i % 3]},2024-03-{1 + i % 28:02d}T10:{i:02d}:00+02:00'
+            for i in range(40)]  # fmt: skip
+    (folder / "thousands.csv").write_text("\n".join(["y,code,at", *rows]))
+    drafted = wording.loads(run(capsys, "describe", "thousands.csv")[1])["columns"]
+    assert drafted["code"]["review"].startswith("-9 among words: codes of a missing value?")
+    parts = "replace(\"y\", ',', '') AS \"y\""
+    assert parts in drafted["y"]["review"]
+    day = drafted["at"]["review"]
+    query = day[day.index("SELECT") :].replace("REPLACE (", f"REPLACE ({parts}, ")
+    whole = '[columns.y]\nkind = "integer"\nlow = 1100200\nhigh = 40139239\n[columns.at]\nkind = "date"\n'
+    (folder / "e.toml").write_text(f"format = 1\n{whole}")
+    assert "a comma in a number in 40 rows" in run(capsys, "check", "thousands.csv", "--dictionary", "e.toml")[1]
+    assert run(capsys, "check", "thousands.csv", "--dictionary", "e.toml", "--query", query)[0] == 0
     (folder / "latin.csv").write_text("y,n\n1,Müller\n", encoding="utf-8")
     assert run(capsys, "check", "latin.csv", "--dictionary", "d.toml")[0] == 0
 
