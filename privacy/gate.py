@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from secure_fvi.aggregation.base import BlockTable, FloatArray
 from secure_fvi.compiled import threads
 from secure_fvi.errors import AggregationError, BoundError, InputError, ProtocolError
-from secure_fvi.privacy.noise import NoiseSource, gaussian, skellam
+from secure_fvi.privacy.noise import NoiseSource, skellam, with_gaussian
 from secure_fvi.privacy.settings import RecordDP
 from secure_fvi.privacy.terms import Terms
 
@@ -256,10 +256,10 @@ class Gate:
             raise AggregationError(f"silo '{self.silo}': the terms of '{phase}' are not those of a sum that stays")
         clipped, dropped = _clipped(rows.double(), self._clip / 2)
         sd = terms.noise_multiplier * self._clip
-        noise = gaussian(self._noise.generator(self.silo, self._turn, phase), sd, rows.shape[1])
+        noised = with_gaussian(clipped.sum(0).cpu().numpy(), self._noise.generator(self.silo, self._turn, phase), sd)
         self.dropped += dropped
         self._pay(phase, index)
-        return clipped.sum(0).cpu() + torch.from_numpy(noise)
+        return torch.from_numpy(noised)
 
     def _noiser(self, hidden: int) -> Callable[[Tensor], Tensor]:
         """Noise for a clipped sum whose first `hidden` coordinates stay: they get all of it whatever the placement."""
@@ -274,11 +274,10 @@ class Gate:
             return torch.from_numpy(units)
 
         def in_reals(total: Tensor) -> Tensor:
-            sd = terms.noise_multiplier * clip
-            at_silo = len(total) if terms.settings.noise == "silo" else hidden
-            noise = np.zeros(len(total))
-            noise[:at_silo] = gaussian(generator, sd, at_silo)
-            return total.clamp(-terms.room, terms.room) + torch.from_numpy(noise)
+            values = np.clip(total.numpy(), -terms.room, terms.room)
+            at_silo = len(values) if terms.settings.noise == "silo" else hidden
+            values[:at_silo] = with_gaussian(values[:at_silo], generator, terms.noise_multiplier * clip)
+            return torch.from_numpy(values)
 
         return on_lattice if terms.resolution else in_reals
 

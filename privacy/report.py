@@ -339,8 +339,9 @@ def not_covered(unit: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
         found.append(f"What was declared public and left without noise: {', '.join(public)}.")
     if any(job["floating"] for job in jobs):
         found.append(
-            "Floating-point noise. Gaussian noise in floating point is not exactly the Gaussian of the proofs; its "
-            "last bits may say more than the epsilon allows. Noise on integers ('distributed') has no such gap."
+            "Gaussian noise that was not rounded. It is made in floating point, whose last bits may say more than the "
+            "epsilon allows; from version 0.2.0 on what it covers is rounded to a millionth of its standard "
+            "deviation. Noise on integers ('distributed') never had such a gap."
         )
     if any(isinstance(job["rng"], str) and "TEST" in job["rng"] for job in jobs):
         found.insert(0, "ANYTHING AT ALL where noise was made with a test key: it can be replayed and subtracted.")
@@ -574,7 +575,7 @@ def _mechanism(event: Mapping[str, Any]) -> str:
     if kind == "composed":
         return " and ".join(_mechanism(e) for e in event["events"])
     if kind == "gaussian":
-        return f"Gaussian mechanism in floating point (noise multiplier {event['noise_multiplier']:.4g})"
+        return f"Gaussian mechanism, rounded (noise multiplier {event['noise_multiplier']:.4g})"
     if kind == "skellam":
         return f"Skellam mechanism on integers (sd over L2 sensitivity {event['variance'] ** 0.5 / event['l2']:.4g})"
     return f"discrete Gaussian mechanism (sigma over L2 sensitivity {event['sigma'] / event['l2']:.4g})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from numpy.random import PCG64
 from programs import make_slopes
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from secure_fvi.errors import AggregationError, BudgetError, InputError, Protoco
 from secure_fvi.fitting import build_parties
 from secure_fvi.privacy.events import PoissonSampled, Skellam
 from secure_fvi.privacy.gate import Gate, RecordRelease
-from secure_fvi.privacy.noise import SYSTEM_SOURCE, NoiseSource
+from secure_fvi.privacy.noise import SYSTEM_SOURCE, NoiseSource, curated
 from secure_fvi.privacy.settings import DP, RecordDP, SiloDP
 from secure_fvi.privacy.terms import Extent, Terms, agree
 
@@ -64,7 +66,7 @@ def test_one_record_moves_the_release_by_at_most_the_clipping_norm(rows: np.ndar
     gate = make_gate(terms)
     data = torch.from_numpy(rows)
     with_it, without = joint(gate, releases(gate, data)), joint(gate, releases(gate, data[1:], index=1))
-    rounding = terms.step(2.0) * np.sqrt(terms.dimension) if terms.resolution else 1e-9
+    rounding = (terms.step(2.0) if terms.resolution else 2.0**-20 * 2.0) * np.sqrt(terms.dimension)
     assert np.isfinite(with_it).all()
     assert np.linalg.norm(with_it - without) <= 2.0 + rounding
 
@@ -362,3 +364,65 @@ def test_norms_and_bounds_leave_room_to_floating_point(bad: float) -> None:
         RecordDP(noise_multiplier=1.0, clipping_norm=bad)
     with pytest.raises(InputError, match="objective_bound must lie in"):
         RecordDP(noise_multiplier=1.0, objective_bound=bad)
+
+
+# ---- The last bits of noise ----
+
+
+def ziggurat() -> np.ndarray:
+    """The widths of numpy's 256 layers, (256,), from its output: a normal is 52 random bits times a layer's width."""
+    words, found = PCG64(1).random_raw(60_000), np.zeros(256)
+    bits, layers = (words >> 9) & np.uint64(2**52 - 1), words & np.uint64(0xFF)
+    for layer in range(256):
+        made = Counter[float]()
+        for at in np.flatnonzero((layers == layer) & (bits > 2**50))[:40]:
+            normal, rounded = abs(np.random.Generator(PCG64(1).advance(int(at))).standard_normal()), float(bits[at])
+            near = normal / rounded
+            made.update(float(w) for w in np.nextafter(near, [0, near, 1]) if rounded * w == normal)
+        found[layer] = made.most_common(1)[0][0]  # others: of numbers that were rejected for the next ones
+    return found
+
+
+def unmakeable(released: np.ndarray, sd: float, widths: np.ndarray) -> int:
+    """How many of the numbers near 0, where the sampler leaves gaps, no normal times `sd` is."""
+    near = np.abs(released[np.abs(released) < 2.0**-11 * sd])[:, None]
+    bits = np.rint(near / sd / widths)
+    return sum(
+        not ((bits[row] + np.arange(-3, 4)[:, None]) * widths * sd == near[row]).any() for row in range(len(near))
+    )
+
+
+@pytest.mark.parametrize("at", ["silo", "server"])
+def test_the_last_bits_of_noise_tell_nothing(monkeypatch: pytest.MonkeyPatch, at: Any) -> None:
+    """Is a record there, where all others are zero? By numbers that the sampler cannot make, of one release of 20,000.
+
+    The control does not round. False alarm: binomial counts of some 160 numbers differ by 6 standard deviations, 1e-9.
+    """
+    size, widths = 20_000, ziggurat()
+    terms = agree(RecordDP(epsilon=1.0, delta=1e-6, noise=at), 3, 1.0, 1, Extent(size, 0, 0))
+    blocks = terms.table([Block("direct", (size,), 1.0)], [])
+    row = np.random.default_rng(0).normal(size=(1, size))
+    nothing = torch.zeros(5, size, dtype=torch.float64)
+    there = torch.cat([nothing, torch.from_numpy(row / np.linalg.norm(row))])
+
+    def release(rows: Tensor, seed: int) -> np.ndarray:
+        source = NoiseSource(b"%d" % seed)
+        gate = Gate("here", {"round": blocks}, {"round": terms}, lambda phase, index: None, source)
+        return curated(releases(gate, rows).release.values, terms, 1.0, source, 1)
+
+    def counts() -> tuple[list[int], list[int]]:
+        found = [
+            [unmakeable(release(rows, seed), terms.noise_multiplier, widths) for seed in range(20)]
+            for rows in (nothing, there)
+        ]
+        return found[0], found[1]
+
+    without, with_it = counts()
+    assert abs(sum(with_it) - sum(without)) < 6 * np.sqrt(2 * 160 / 4)
+    step = 2.0 ** (np.floor(np.log2(terms.noise_multiplier)) - 20)
+    values = release(there, 0) / step
+    assert np.array_equal(values, np.rint(values))
+    monkeypatch.setattr("secure_fvi.privacy.noise._GRID_BITS", -200)
+    without, with_it = counts()
+    assert max(without) < 3
+    assert sum(number >= 3 for number in with_it) >= 16

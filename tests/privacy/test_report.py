@@ -103,7 +103,7 @@ def test_words_follow_the_declarations(path: Path, report: Report) -> None:
         "no more than 2",
         "number of records",
         "in secret",
-        "Floating",
+        "not rounded",
     ):
         assert expected in words
     assert "test key" not in words
@@ -160,7 +160,7 @@ def test_only_integer_noise_has_no_floating_point_gap(tmp_path: Path) -> None:
     ledger.open_job(_job("integers", INTEGER, 10, noise="distributed"))
     ledger.close()
     words = "\n".join(read_report(tmp_path / "l").not_covered)
-    assert "Floating" not in words
+    assert "not rounded" not in words
     assert "The server." not in words
     assert not empty.jobs
 
