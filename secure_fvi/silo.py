@@ -9,6 +9,7 @@ earlier ones, and counts:
     the same bytes again                     the same answer, byte for byte
     the same question under another index    the same values, masked anew: a session was lost; no draw, noise or charge
     anything else that is not the next       ProtocolError, and nothing changes
+    sums that follow the final one           only at the parameters that the final one named
     its answer was used, says the server     only if signatures on that sum came in: all silos were asked the same
     it was not                               only if they did not, and of others, not if they stand in such a sum;
                                              to silos that were not asked with it, only if they signed one without it
@@ -102,6 +103,7 @@ class Past(NamedTuple):
     answered: str = ""  # digest of the question that it answered
     whole: bool = True  # whether it was asked of all whom the job asks
     view: str = ""  # of a whole sum, a digest of the broadcast that the answer is to, and of the keys that mask it
+    final: str = ""  # digest of what the sum that ends the job named; sums after it name the same
 
 
 class Kept(NamedTuple):
@@ -480,9 +482,32 @@ class Silo:
             raise ProtocolError(
                 f"silo '{self.name}': {past.left_out} of its answers were not used, and its site allows no more"
             )
-        past = past._replace(differences=past.differences + self._lacked(past) + self._skipped(past, question))
+        past = past._replace(
+            differences=past.differences + self._lacked(past) + self._skipped(past, question),
+            final=self._final(past, broadcast),
+        )
         differences = past.differences + self._differs(past, broadcast)
         return past._replace(asked=question, answers=tuple(answers), rounds=rounds, differences=differences)
+
+    def _final(self, past: Past, broadcast: Broadcast) -> str:
+        """`Past.final`. Raises ProtocolError where a sum after the final one names other parameters than that did: each
+        would show a likelihood elsewhere, at thousands of points."""
+        order = self.program.order
+        if not order.phases[broadcast.phase].ends:
+            return past.final
+        first = next(name for name, phase in order.phases.items() if phase.ends)
+        form = order.forms[first]
+        named = broadcast._replace(
+            phase=first, scalars={name: broadcast.scalars[name] for name in form.scalars},
+            tensors={name: broadcast.tensors[name] for name in form.tensors},
+        )  # fmt: skip
+        digest = question_digest(named).hex()
+        if broadcast.phase != first and digest != past.final:
+            raise ProtocolError(
+                f"silo '{self.name}': phase '{broadcast.phase}' names other parameters than phase '{first}' did, or "
+                "that one was not asked"
+            )
+        return digest
 
     def _lacked(self, past: Past) -> bool:
         """Whether the total of the last question answered lacks silos, and its cohort did not: a difference as well. It

@@ -67,7 +67,7 @@ from secure_fvi.algorithms.local_fit import CHANGE, NATURAL, Families, LocalFitO
 from secure_fvi.algorithms.natural import Natural, Prior, distance, nothing, to_eta
 from secure_fvi.algorithms.refining import REFINE, REFINED, Refiner, Refining
 from secure_fvi.algorithms.stationarity import Rest, as_sent, final_draws
-from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE
+from secure_fvi.algorithms.weighing import DISCLOSED, DISCLOSED_OF_SLOPE, q_part
 from secure_fvi.disclosure import Cohort, Declaration, Sums
 from secure_fvi.errors import BoundError, InputError, ProtocolError
 from secure_fvi.families import Params
@@ -490,6 +490,7 @@ class PVILocal(NamedTuple):
     heard: int  # the sum of the broadcast that was answered last; 0: none yet
     sums: Tensor  # (J,) and what that said of all silos
     dampings: Tensor  # (J,)
+    asked: Tensor  # (packed,) the q of the last round that was answered; (0,): none was
 
     @property
     def site(self) -> Natural:
@@ -637,7 +638,7 @@ class PVIProgram(Program):
             len(message.cohort) - int(present.sum()), *(int(sums.get(n, 0)) for n in (SKIPPED, TEMPERED, MOVING))
         )
         if self._may_shorten(state, counts):
-            return self._shortened(state, counts)
+            return self._shortened(state, counts, message)
         stated = torch.from_numpy(sums[CHANGE])
         change = self.families.unpack(stated / self.per_unit(message.tensors["units"].to(stated)))
         asked = int(present.sum())
@@ -687,7 +688,7 @@ class PVIProgram(Program):
             halvings=state.halvings + halvings,
             turns=turns,
         )
-        return self._ended(after, Step(objective, taken, None, self.config.schedule, False))
+        return self._ended(after, message, Step(objective, taken, None, self.config.schedule, False))
 
     def posterior(self, state: PVIState) -> Posterior:
         eta = {name: self.move(value) for name, value in to_eta(state.q).items()}
@@ -799,12 +800,22 @@ class PVIProgram(Program):
     def _damping(self, state: PVIState) -> str:
         return f"{state.damping:.2g}, found by itself" if self.config.damping == "auto" else f"{self.config.damping:g}"
 
-    def _ended(self, state: PVIState, step: Step) -> tuple[PVIState, Step]:
-        """After a round: whether it was the last, and whether the final q has to be looked at."""
+    def _ended(self, state: PVIState, message: Broadcast, step: Step) -> tuple[PVIState, Step]:
+        """After the round of `message`: whether it was the last, and whether the final q has to be looked at, and will
+        be."""
         done = state.round >= self.config.most_rounds or (self.config.rounds is None and self.at_rest(state))
-        if done and FINISH in self.tables:
+        if done and FINISH in self.tables and self._follows(state.q, message.tensors["q"]):
             return state._replace(phase=FINISH), step
         return state, step._replace(finished=done)
+
+    def _follows(self, q: Natural, asked: Tensor) -> bool:
+        """Whether silos answer a final sum at q that were asked at `asked` (packed,) last: near there, where the sum
+        asks for likelihoods at many points, so that a server which names a q of its own has asked a round of it.
+
+        Of schedules that do not ask all in each round no silo can tell; their rounds' totals tell each silo's term."""
+        if REFINE not in self.tables or self.config.schedule != "synchronous" or not len(asked):
+            return True
+        return q.proper and refining.near(q_part(q), q_part(self.families.unpack(asked)))
 
     def _checked(self, state: PVIState, present: Tensor, sums: Totals) -> tuple[PVIState, Step]:
         """After the final sum."""
@@ -843,7 +854,7 @@ class PVIProgram(Program):
             and not self.config.delay
         )
 
-    def _shortened(self, state: PVIState, counts: Counts) -> tuple[PVIState, Step]:
+    def _shortened(self, state: PVIState, counts: Counts, message: Broadcast) -> tuple[PVIState, Step]:
         """Half the last step; what the silos answered to the whole one is left."""
         mine = state.stepped > 0
         taken = float(state.kept[mine].max()) / 2
@@ -862,7 +873,7 @@ class PVIProgram(Program):
             stepped=mine.double(),
             shortened=state.shortened + 1,
         )
-        return self._ended(after, Step(math.nan, after.damping, None, self.config.schedule, False))
+        return self._ended(after, message, Step(math.nan, after.damping, None, self.config.schedule, False))
 
     def metrics(self, state: PVIState) -> dict[str, float | None]:
         moved = float(state.moved.max())
@@ -924,16 +935,21 @@ class PVIProgram(Program):
         views = part_views(view, self.config.virtual_clients)
         nobody = torch.zeros(len(self.problem.silos), dtype=torch.float64)
         parts = tuple(Part(one, one, one, self.fit.init(v), self._none) for v in views)
-        return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody)
+        return PVILocal(parts, 0, 0, 0.0, 0, nobody, nobody, nobody[:0])
 
     def answer(self, message: Broadcast, local: PVILocal, view: SiloView) -> Answer:
         local, views = self._settled(message, local, view.silo), part_views(view, self.config.virtual_clients)
         own = {PRESENT: [float(name == view.silo) for name in self.problem.silos], RECORDS: view.size}
         if message.phase == FINISH:
+            if not self._follows(self.families.unpack(message.tensors["q"]), local.asked):
+                raise ProtocolError(
+                    f"silo '{view.silo}': the final q is not near the one of the last round that was answered: more "
+                    f"than {refining.FROM_Q:.0f} sds off, or more than {refining.LIKE_Q:.0f} times as wide or narrow"
+                )
             return Answer({**own, **self._at_the_end(message, local, view, views)}, local)
         if message.phase == REFINE:
             return Answer({**own, REFINED: self._near(message, local, view, views)}, local)
-        per_unit = self._per_unit(message, view.silo)
+        per_unit, local = self._per_unit(message, view.silo), local._replace(asked=message.tensors["q"])
         late = bool(self.delays[self.problem.silos.index(view.silo)] > 0)
         answered = [self._answered(message, k, part, views[k], late) for k, part in enumerate(local.parts)]
         parts, fits = [part for part, _, _ in answered], [fit for _, fit, _ in answered]
@@ -1048,7 +1064,7 @@ class PVIProgram(Program):
             parts = [p._replace(site=p.site.plus(p.taken, kept - factor)) for p in parts]
             factor = kept
         said = message.tensors["sums"].double(), message.tensors["dampings"].double()
-        return PVILocal(tuple(parts), 0, took, factor, message.sum_index, *said)
+        return PVILocal(tuple(parts), 0, took, factor, message.sum_index, *said, local.asked)
 
     def _per_unit(self, message: Broadcast, silo: str) -> Tensor:
         """Of the units that are sent: a silo whose own rounding is another may be off by a factor of two."""

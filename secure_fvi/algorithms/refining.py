@@ -97,8 +97,8 @@ EASY = 0.5
 #: looked for other modes.
 _MOVED, _WIDENED = 4.0, 5.0
 #: How far from q's mean a proposal may lie, in sds of q, and how many times as wide or narrow as q in any direction. A
-#: silo answers no other: at a point or along a line of a server's own a total tells more than a posterior.
-_FROM_Q, _LIKE_Q = 2 * _MOVED, 10.0
+#: silo answers no other; and where that q may lie, `Silo` and `PVI` say.
+FROM_Q, LIKE_Q = 2 * _MOVED, 10.0
 #: The effective sample size, a dimension, that a proposal's moments rest on; weights are evened out until it is so.
 _ENOUGH = 6
 #: Why some models' q stays as it is.
@@ -288,9 +288,9 @@ def near(part: Part, at: Part) -> bool:
         return False
     like = torch.linalg.svdvals(torch.linalg.solve_triangular(at.factor, part.factor, upper=False))
     return (
-        float(sds_from([at], part.mean[None])) <= _FROM_Q
-        and bool(like.max() <= _LIKE_Q)
-        and bool(like.min() >= 1 / _LIKE_Q)
+        float(sds_from([at], part.mean[None])) <= FROM_Q
+        and bool(like.max() <= LIKE_Q)
+        and bool(like.min() >= 1 / LIKE_Q)
     )
 
 
@@ -305,7 +305,7 @@ def allowed(problem: Problem, q: Natural, proposal: Tensor) -> bool:
     for _, part in unmixed(proposal, q.n):
         if any(near(part, image) for image in images):
             continue
-        mirrored = (i for j in images for i in mirrored_near(at.mirrors, j, part.mean, _FROM_Q))
+        mirrored = (i for j in images for i in mirrored_near(at.mirrors, j, part.mean, FROM_Q))
         image = next((i for i in mirrored if near(part, i)), None)
         if image is None:
             told = torch.cat([*at.lines, at.scouts])
@@ -343,7 +343,7 @@ class Refiner:
         if not allowed(self.problem, q, message.tensors[PROPOSAL].to("cpu", torch.float64)):
             raise ProtocolError(
                 f"silo '{view.silo}': the draws that the server names are not near q, nor near where it was asked "
-                f"before: they are more than {_FROM_Q:.0f} sds off, or more than {_LIKE_Q:.0f} times as wide or narrow"
+                f"before: they are more than {FROM_Q:.0f} sds off, or more than {LIKE_Q:.0f} times as wide or narrow"
             )
         z = self.draws(message)
 

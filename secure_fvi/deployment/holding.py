@@ -26,7 +26,7 @@ from secure_fvi.states import pack_state, unpack_state
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _ANSWER, _CLAIM, _BOOT = "party/state", "party/answer", "party/claim", "party/boot"
-_VERSION = 10  # of what lies there
+_VERSION = 11  # of what lies there
 
 
 def boot_id() -> bytes:

@@ -78,6 +78,8 @@ def _ask(scale: float, algorithm: Any, aggregation: Any = None, seed: int = 0) -
     if isinstance(algorithm, sf.PVI):
         each = torch.ones(len(silos)).double()
         said["tensors"] = {**first.tensors, "q": q.pack(), "sums": each, "dampings": each}
+        for silo in silos.values():  # as though that round had been asked there
+            silo.pending = silo.pending._replace(local=silo.pending.local._replace(asked=q.pack()))
     else:
         eta = {"loc": torch.zeros(3), "log_scale": torch.full((3,), np.log(scale)), "lower": torch.zeros(3)}
         scalars = next(iter(silos.values())).program.order.forms["finish"].scalars

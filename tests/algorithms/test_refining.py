@@ -6,6 +6,7 @@ Runs start at the final sum, at a q that is made up, so that nothing here is fit
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Callable
@@ -21,15 +22,19 @@ from pvi_world import NOISE, REGRESSION, World, build, make_regression
 from torch import Tensor
 
 import secure_fvi as sf
+from secure_fvi.aggregation.base import carry
 from secure_fvi.algorithms import hiding, refining, weighing
-from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Verdict
+from secure_fvi.algorithms.base import ITERATION, ROUND_PHASE, Broadcast, Verdict
 from secure_fvi.algorithms.natural import Natural, from_moments
-from secure_fvi.algorithms.pvi import FINISH, PVIState
+from secure_fvi.algorithms.pvi import FINISH, PVIProgram, PVIState
 from secure_fvi.algorithms.refining import DRAWS, MORE, PROPOSAL, REFINE, REFINED, SUMS, Found, allowed, mixture
 from secure_fvi.algorithms.weighing import Part, q_part
 from secure_fvi.errors import ProtocolError
 from secure_fvi.fitting import build_parties, run
+from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.results import Result, refined_draws, summarise
+from secure_fvi.silo import Limits, Silo
+from secure_fvi.states import pack_state, unpack_state
 
 SIZES = (7, 30, 12)
 
@@ -808,3 +813,119 @@ def test_a_silo_answers_no_proposal_but_where_it_was_asked(parts: Any, is_allowe
     assert allowed(problem, q, proposal) is is_allowed
     for share in (0.0, -1.0, 1e300):
         assert not allowed(problem, q, torch.cat([torch.full_like(proposal[:, :1], share), proposal[:, 1:]], 1))
+
+
+# ---- where q may lie ----
+
+NEEDLE, THIN = 5.0, 1e-9
+
+
+def _laplace(x: Tensor, y: Tensor) -> None:
+    a, b = pyro.sample("a", dist.Normal(0.0, 10.0)), pyro.sample("b", dist.Normal(0.0, 10.0))
+    with pyro.plate("records", len(y)):
+        pyro.sample("y", dist.Laplace(a + b * x, 1.0), obs=y)
+
+
+class _Asker:
+    """A server that names what it likes, of silos under whole masked sums and a strict site's limits."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(5)
+        self.y = [torch.tensor(rng.normal(0, 3, n).round(3)) for n in (6, 7, 5)]
+        silos = [{"x": torch.tensor(rng.normal(size=len(y))), "y": y} for y in self.y]
+        algorithm = sf.PVI(max_rounds=5, local_steps=20)
+        model = sf.FederatedModel(_laplace, "records")
+        server, engine, _ = build_parties(model, silos, algorithm, sf.Masked(min_cohort=2), 0, compile=False)
+        self.server, self.silos = server, engine.silos
+        self.program: Any = server.program
+        for silo in self.silos.values():
+            silo.limits = Limits(rounds=20, lacking=True, left_out=3, unused=0)
+        self.last: Broadcast = self.program.broadcast(self.program.init(), 1, {})
+        self.last = self.last._replace(accepted=dict.fromkeys(self.silos, 0))
+        self.total(self.last)
+
+    def exchange(self, messages: Any) -> dict[str, bytes]:
+        return {name: self.silos[name].handle(SUM + m) for name, m in messages.items()}
+
+    def total(self, message: Broadcast) -> Any:
+        carry(self.server.secure_sum.prepare(message.sum_index), self.exchange)
+        body = encode_broadcast(message)
+        replies = {name: silo.handle(ROUND + body) for name, silo in self.silos.items()}
+        table, digest = self.program.tables[message.phase], hashlib.sha256(body).digest()
+        total = self.server.secure_sum.total(message.sum_index, message.cohort, table, replies, digest)
+        self.last = message
+        return table.split(carry(total, self.exchange).values)
+
+    def ask(self, phase: str, q: Natural, sums: int = 0) -> Any:
+        """The total of this sum, of which all is as it should be but q; its proposal is q itself."""
+        last, each = self.last, torch.ones(3, dtype=torch.float64)
+        tensors = {**last.tensors, "q": q.pack(), "sums": each, "dampings": each / 3}
+        tensors.pop(PROPOSAL, None)
+        if phase == REFINE:
+            tensors[PROPOSAL] = mixture([(1.0, q_part(q))])
+        self.message = last._replace(
+            round=1, sum_index=last.sum_index + 1, phase=phase, tensors=tensors,
+            scalars={ITERATION: float(sums)} if phase == REFINE else {},
+            accepted=dict.fromkeys(self.silos, last.sum_index),
+            sums=((last.sum_index, last.round, last.phase, int(last.scalars.get(ITERATION, 0))),),
+        )  # fmt: skip
+        return self.total(self.message)
+
+    def restart(self) -> None:
+        """All silos, from what they keep."""
+        for silo in self.silos.values():
+            silo.settle(dict.fromkeys(self.silos, self.last.sum_index))
+            silo.restore(unpack_state(pack_state(silo.kept), silo.kept, Path("kept")))
+
+
+def _wide(of: float, thin: float) -> Natural:
+    return from_moments(torch.zeros(2).double(), torch.diag(torch.tensor([of, thin]).double().square()))
+
+
+def _kinks(x: np.ndarray, nats: np.ndarray, n: int) -> np.ndarray:
+    """Where the log-likelihood of `n` records breaks along a line, from its values: slopes are whole numbers."""
+    order = np.argsort(x)
+    x, nats = x[order], nats[order]
+    kept = np.r_[True, np.diff(x) > 5e-4]
+    x, nats = x[kept], nats[kept]
+    slopes = np.diff(nats) / np.diff(x)
+    whole = np.rint((slopes + n) / 2) * 2 - n
+    clean = np.abs(slopes - whole) < 1e-3
+    s, f, x = whole[clean], nats[:-1][clean], x[:-1][clean]
+    at = np.flatnonzero(np.diff(s))
+    return np.asarray((f[at + 1] - s[at + 1] * x[at + 1] - f[at] + s[at] * x[at]) / (s[at] - s[at + 1]))
+
+
+@pytest.mark.parametrize("held", ["not at all", "by the rounds", "by the final sum"])
+def test_a_line_of_the_servers_own_is_not_looked_at(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A q that is a needle along a line, its own proposal: of 1,024 exact totals there the kinks are records' outcomes.
+    A silo holds the q of the final sum to that of the last round, and the q of sums that refine to that of the final
+    one, also once it was begun again. The control: neither, and most records' outcomes are read to three digits."""
+    asker, honest = _Asker(), _wide(3.0, 3.0)
+    needle = _wide(NEEDLE, THIN)
+    if held != "by the rounds":
+        monkeypatch.setattr(PVIProgram, "_follows", lambda self, q, asked: True)
+    if held == "not at all":
+        monkeypatch.setattr(Silo, "_final", lambda self, past, broadcast: "")
+        asker.ask(FINISH, honest)
+        nats = hiding.read(asker.ask(REFINE, needle)[REFINED], asker.program.refiner.block)
+        x = asker.program.refiner.draws(asker.message)[:, 0].numpy()
+        true = torch.cat(asker.y).numpy()
+        kinks = _kinks(x, nats[1 : 1 + DRAWS] + nats[0], len(true))
+        assert (np.abs(kinks[:, None] - true).min(0) < 1e-3).sum() >= len(true) / 2
+        return
+    if held == "by the rounds":
+        with pytest.raises(ProtocolError, match="not near the one of the last round"):
+            asker.ask(FINISH, needle)
+    with pytest.raises(ProtocolError, match="other parameters than phase 'finish'"):
+        asker.ask(REFINE, needle)  # no final sum was asked
+    asker.restart()
+    asker.ask(FINISH, honest)
+    asker.restart()
+    with pytest.raises(ProtocolError, match="other parameters than phase 'finish'"):
+        asker.ask(REFINE, needle)
+    asker.ask(REFINE, honest)
+    asker.restart()
+    with pytest.raises(ProtocolError, match="other parameters than phase 'finish'"):
+        asker.ask(REFINE, needle, 1)
+    asker.ask(REFINE, honest, 1)

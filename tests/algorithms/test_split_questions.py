@@ -431,6 +431,7 @@ def near_q(liar: Liar, iteration: int, cohort: tuple[str, ...]) -> Broadcast:
 def test_a_sum_after_the_rounds_lacks_nobody(held: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds may lack a silo. Two sums that refine differ by one, which hears of no round any more: the difference is
     the exact log-likelihood of its records at q's mean. The control: silos for whom that is a sum as others."""
+    monkeypatch.setattr(Silo, "_final", lambda self, past, broadcast: "")  # no final sum is asked before them
     liar = Liar(REFINES, LENIENT, max_missing=1)
     if not held:
         for silo in liar.silos.values():
