@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from consortium_run import SILOS, Job, met
 from deployment_world import NOW, World
+from fuzzing import opened_job
 from test_processes import Processes
 
+from secure_fvi.aggregation.base import carry
 from secure_fvi.cli import cli
 from secure_fvi.deployment import fence, policy_check
 from secure_fvi.deployment.job import JobOffer, make_offer, read_offer, sign_offer
@@ -23,13 +29,15 @@ from secure_fvi.deployment.policy import read_policy, rule_of
 from secure_fvi.deployment.policy_check import check
 from secure_fvi.deployment.session_messages import CODEC, JOIN, Joined
 from secure_fvi.deployment.site import Site
-from secure_fvi.deployment.site_job import Local
+from secure_fvi.deployment.site_job import Local, SiteJob
 from secure_fvi.dictionary import parse_dictionary
-from secure_fvi.errors import DataError, InputError, PolicyError, ProtocolError
+from secure_fvi.errors import AggregationError, DataError, InputError, PolicyError, ProtocolError
+from secure_fvi.messages import ROUND, SUM, encode_broadcast
 from secure_fvi.models.base import program
 from secure_fvi.runs import records, wording
 from secure_fvi.runs.config import Config, Model
-from secure_fvi.runs.records import settled
+from secure_fvi.runs.records import model_of, settled
+from secure_fvi.silo import UNANSWERABLE, Silo
 
 FORMULA = "wheeze ~ smoke * age + (1 | child)"
 DICTIONARY = """format = 1
@@ -466,3 +474,105 @@ def test_a_formula_needs_no_sandbox_and_imports_no_file(study: Study, monkeypatc
     check(offer, read_policy(study.world.homes["north"].policy_file))
     records.model_of(found)
     assert reached == ["check_fence", "python_function"]
+
+
+# ---- a server that asks round after round where one site's values pass a bound ----
+
+COUNTS = """format = 1
+[columns.y]
+kind = "integer"
+low = 0
+high = 20
+[columns.x]
+kind = "number"
+low = 0
+high = 1000
+"""
+#: What the sums' bound is, as a power of e.
+_BOUND = 30 * math.log(2)
+
+
+class Counts(Study):
+    """Poisson counts, and one record of the first site that is far above all others of any site."""
+
+    LARGEST = 83.4719
+
+    def rows(self, at: int) -> list[str]:
+        rng = np.random.default_rng(at)
+        x, y = rng.uniform(20, 40, 40).round(4), rng.integers(0, 9, 40)
+        x[20] = self.LARGEST if at == 0 else 44.0
+        return ["y,x", *(f"{a},{b}" for a, b in zip(y, x, strict=True))]
+
+
+def _walked(study: Counts, steps: list[float]) -> tuple[list[int], list[str], str]:
+    """What east says, alone, in round after round, each at a Z_G at which a record with x above one of `steps` makes
+    its term pass the bound: lengths of its answers, up to a refusal; its site's log, and what its own people are told.
+
+    No other site is asked, and no sum is made: the server only says that the last one was used."""
+    found = opened_job(study.job, None)
+    try:
+        program: Any = found.server.program
+        density, first = program.problem.density, program.broadcast(program.init(), 1, {})
+        n = first.tensors["z_global"].numel()
+        model: Any = model_of(study.config)[0]
+
+        def readable(z: torch.Tensor) -> list[float]:
+            values = {name: value[None] for name, value in density.constrain(z, {})[0].items()}
+            told = model.readable(values)
+            return [float(told[name].reshape(-1)[0]) for name in sorted(told, key=lambda name: name.endswith("x"))]
+
+        base = readable(torch.zeros(n).double())
+        moves = [np.subtract(readable(unit), base) for unit in torch.eye(n).double()]
+        carry(found.server.secure_sum.prepare(1), lambda asked: found.exchange({s: SUM + m for s, m in asked.items()}))
+        lengths, slope = list[int](), 600.0 / steps[0]
+        for r, step in enumerate(steps):
+            # |x - 500| / 250 exp(a + slope x) is the largest element of a record's term.
+            wanted = _BOUND - slope * step - math.log(max(1.0, abs(step - 500) / 250)), slope
+            z = torch.tensor(np.linalg.solve(np.transpose(moves), np.subtract(wanted, base)))
+            tensors = {"z_global": z, "shift": torch.zeros(n).double()}
+            used, sums = dict.fromkeys(first.cohort, r), ((r, r - 1, "round", 0),) if r else ()
+            message = first._replace(round=r, sum_index=r + 1, accepted=used, tensors=tensors, sums=sums)
+            try:
+                lengths.append(len(found.say("east", ROUND + encode_broadcast(message))))
+            except AggregationError:
+                break
+        trail = found.sites["east"]._trail
+        assert trail is not None
+        job = found.sites["east"]._open_job(found.job)
+        assert isinstance(job, SiteJob)
+        return lengths, list(trail.chain.jobs[found.job].omissions), job.unfit.said
+    finally:
+        for site in found.sites.values():
+            site.close()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_rounds_asked_of_one_site_do_not_say_where_its_values_pass_a_bound(
+    first_world: World, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site with default limits, masked sums: all rounds are answered alike, its log has no word more than where
+    nothing passes a bound, and its own people are told. The control, in which the site says it to the server: the round
+    in which it does so is where its largest x lies, among 24 places."""
+    monkeypatch.setattr(sys.modules[__name__], "DICTIONARY", COUNTS)
+    if not kept:
+        monkeypatch.setattr(Silo, "keeps_to_itself", False)
+    steps = np.linspace(200.0, 50.0, 24).tolist()
+    said = {}
+    for largest in (Counts.LARGEST, 15.0):
+        monkeypatch.setattr(Counts, "LARGEST", largest)
+        folder = tmp_path / str(largest)
+        folder.mkdir()
+        options = {"formula": "y ~ x", "family": "poisson", "options": {"most": {"rows": 1}}}
+        study = Counts(first_world.copy(folder / "world"), folder, algorithm=_QUICK | {"iterations": 24}, **options)
+        study.job.config = study.config
+        for site in SILOS:
+            study.allow(site, max_rounds=24, disclosures=[])
+        said[largest] = _walked(study, steps)
+    (lengths, log, told), alone = said.values()
+    if kept:
+        assert (lengths, log) == alone[:2] == ([lengths[0]] * 24, log)
+        assert "its part of" in told or "cannot be computed" in told
+        return
+    assert abs(steps[len(lengths)] - 83.4719) <= steps[0] - steps[1]
+    assert len(alone[0]) == 24
+    assert UNANSWERABLE in log
