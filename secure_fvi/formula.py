@@ -45,6 +45,8 @@ _AT_ONCE = 65_536
 #: these nothing is made of it.
 _LONGEST, _MOST_RANDOM, _MOST_TERMS, _MOST_COLUMNS = 4000, 20, 1000, 1000
 _MOST_DEGREE = 40
+#: Records of one site under which what they alone have is warned of; so many such things are named.
+FEW, _FEW_NAMED = 10, 12
 _STATEFUL = ("bs", "center", "poly", "scale", "standardize")
 _ROWWISE = ("C", "I", "abs", "exp", "log", "log10", "log1p", "log2", "sqrt")
 _REFUSED = {
@@ -658,6 +660,65 @@ class Expression:
         if bad := int((~np.isfinite(out)).sum()):
             raise InputError(f"'{self.text}' of the formula is not finite in {bad} of {rows} rows")
         return out
+
+
+def few_records(
+    formula: str, dictionary: Dictionary, columns: Frame, shared: Sequence[str] = (), few: int = FEW
+) -> list[str]:
+    """What of a formula fewer than `few` records of one site have, in words, with their number: a level of a category,
+    a group of those `shared`, which span sites, and whatever else sets a column of a design to another value than most
+    have. For that site alone.
+
+    Where no other site has such rows, that coordinate of a total without differential privacy is these records' own.
+    `columns` (N,) each: coded by the dictionary. A record is a group of rows, where the formula has groups that do not
+    span sites (the finest of them), else a row."""
+    parsed = parse(formula)
+    rows = len(next(iter(columns.values())))
+    keys = [
+        np.unique(np.stack([columns[name] for name in term.group], 1), axis=0, return_inverse=True)[1].reshape(-1)
+        for term in parsed.random
+    ]
+    own = [key for term, key in zip(parsed.random, keys, strict=True) if term.label not in shared]
+    record = max(own, key=lambda key: int(key.max(initial=-1)), default=np.arange(rows))
+    found: dict[frozenset[int], str] = {}
+
+    def look(what: str, where: npt.NDArray[np.bool_]) -> None:
+        of = frozenset(np.unique(record[where])[:few].tolist())
+        if 0 < len(of) < few:
+            found.setdefault(of, f"{what} ({len(of)})")
+
+    if rows:
+        look("rows at all", np.ones(rows, bool))
+    designs = [Design(text, formula, dictionary) for text in (parsed.fixed, *(r.design for r in parsed.random))]
+    for name in sorted({name for design in designs for name in design.columns}):
+        column = dictionary[name]
+        levels = column.levels or ("false", "true")
+        for code, level in enumerate(levels if column.kind in ("category", "boolean") else ()):
+            look(f"'{name}' = {level}", columns[name] == code)
+    for term, key in zip(parsed.random, keys, strict=True):
+        sizes = (
+            np.bincount(np.unique(np.stack([key, record], 1), axis=0)[:, 0]) if term.label in shared else np.empty(0)
+        )
+        small = sizes[(sizes > 0) & (sizes < few)]
+        if len(small):
+            found[frozenset({-1 - len(found)})] = f"a group of '{term.label}' ({', '.join(map(str, small[:few]))})"
+    for design in designs:
+        for name, values in zip(design.names, design.matrix(columns, rows).T, strict=True):
+            different, counts = np.unique(values, return_counts=True)
+            look(f"another value of '{name}' than most", values != different[counts.argmax()]) if rows else None
+    return list(found.values())
+
+
+def few_said(found: Sequence[str]) -> str:
+    """What `few_records` found, as a warning; empty where it found nothing."""
+    if not found:
+        return ""
+    more = f", and {len(found) - _FEW_NAMED} more" if len(found) > _FEW_NAMED else ""
+    return (
+        f"warning: fewer than {FEW} records here have {', '.join(found[:_FEW_NAMED])}{more}. Where no other site has "
+        "any, totals without differential privacy show these records' own part, one patient's where one has it: merge "
+        "rare levels in the dictionary that all agree to, leave such rows out by a query, or use differential privacy"
+    )
 
 
 def _terms(text: str, formula: str) -> Any:

@@ -89,8 +89,12 @@ def describe(table: Path, query: str | None, tables: tuple[str, ...], output: Pa
 @_columns
 @click.option("--missing", type=click.Choice(["refuse", "drop"]), default="refuse", show_default=True, help="Of gaps.")
 @click.option("--rows", type=click.IntRange(1), default=20, show_default=True, help="Row numbers to print a line.")
-@click.option("--formula", help="Look at the columns that it uses alone, and at the formula, as its fit does.")
+@click.option(
+    "--formula",
+    help="Look at the columns that it uses alone, at the formula as its fit does, and for what few rows have.",
+)
 @click.option("--family", help="Of --formula; the first that its response can have unless given.")
+@click.option("--shared", multiple=True, metavar="GROUP", help="Of --formula, a group that spans sites.")
 def check(
     table: Path,
     coding: Path,
@@ -101,17 +105,19 @@ def check(
     rows: int,
     formula: str | None,
     family: str | None,
+    shared: tuple[str, ...],
 ) -> None:
     """Say which rows of TABLE do not fit the dictionary, by column, without printing what they hold. Exits 2 where a
     job would be refused: one that reads every column of the dictionary, or the fit of --formula."""
     from secure_fvi.dictionary import read_dictionary
     from secure_fvi.errors import DataError, InputError
+    from secure_fvi.formula import few_records, few_said
     from secure_fvi.tables import GAP, check_table, json_columns, opened, read_coded, remedy
 
     dictionary, files = read_dictionary(coding), _files(table, tables)
     if family is not None and formula is None:
         raise InputError("--family is of a --formula: give that too")
-    model = None if formula is None else _model(formula, family, dictionary)
+    model = None if formula is None else _model(formula, family, dictionary, shared)
     used = list(dictionary.columns) if model is None else model.columns
     with _about(table):
         keys = json_columns(files, dictionary, {n: c.split(",") for n, _, c in (v.partition("=") for v in columns)})
@@ -136,12 +142,15 @@ def check(
         raise DataError(f"{table}: no row is without a gap")
     if model is not None:
         with _about(table):
-            _check_records(read_coded(files, dictionary, query, missing, used, columns=keys), model, table.name)
+            coded = read_coded(files, dictionary, query, missing, used, columns=keys)
+            _check_records(coded, model, table.name)
+            if formula is not None and (few := few_said(few_records(formula, dictionary, coded.columns, shared))):
+                click.echo(few, err=True)
     many = f"{len(gaps)} rows with a gap are" if len(gaps) > 1 else "1 row with a gap is"
     click.echo(f"it fits; {many} left out" if gaps else "it fits")
 
 
-def _model(formula: str, family: str | None, dictionary: Dictionary) -> MixedModel:
+def _model(formula: str, family: str | None, dictionary: Dictionary, shared: tuple[str, ...]) -> MixedModel:
     """The model that a fit of the formula would be of. Raises InputError."""
     from secure_fvi.errors import InputError
     from secure_fvi.formula import FAMILIES, parse, response_of
@@ -152,7 +161,7 @@ def _model(formula: str, family: str | None, dictionary: Dictionary) -> MixedMod
             response_of(parse(formula), name, dictionary)
             family = name
             break
-    return glmm(formula, family or "gaussian", dictionary=dictionary)
+    return glmm(formula, family or "gaussian", dictionary=dictionary, shared=shared)
 
 
 def _check_records(found: Coded, model: MixedModel, name: str) -> None:

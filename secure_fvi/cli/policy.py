@@ -274,7 +274,10 @@ def allow(
 
 
 def _fits(decision: Decision, site: str) -> str:
-    """Read the site's table as the job will; how many rows it has. Raises DataError, InputError."""
+    """Read the site's table as the job will; how many rows it has, and, without differential privacy, what few of them
+    have. Raises DataError, InputError."""
+    from secure_fvi.deployment.names import printable
+    from secure_fvi.formula import few_records, few_said
     from secure_fvi.runs.records import formula_model, formula_part
 
     config = decision.local_config(site)
@@ -291,7 +294,12 @@ def _fits(decision: Decision, site: str) -> str:
     model = formula_model(config.model)
     _, found = formula_part(config, site, model)
     left = found.read - len(found.columns[model.columns[0]])
-    return f"its table fits the dictionary: {found.read} rows, {left} of them left out\n"
+    said = f"its table fits the dictionary: {found.read} rows, {left} of them left out\n"
+    if config.privacy is not None:
+        return said
+    shared = [term.of.label for term in model.of.terms if term.place == "global"]
+    few = few_said(few_records(model.of.parsed.text, model.of.dictionary, found.columns, shared))
+    return f"{said}{printable(few, 4000)}\n" if few else said
 
 
 def _put(path: Path, content: bytes) -> None:

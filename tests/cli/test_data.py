@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import secure_fvi as sf
 from secure_fvi.cli import main
 from secure_fvi.dictionary import Column, read_dictionary
 from secure_fvi.errors import InputError
+from secure_fvi.fitting import build_parties
 from secure_fvi.runs import wording
 from secure_fvi.runs.config import parse, read
 from secure_fvi.runs.federation import Federation, federate
@@ -192,6 +196,61 @@ def test_a_check_by_a_formula_refuses_what_its_fit_refuses(folder: Path, capsys:
     assert (taken[0], "with family poisson" in taken[1]) == (0, True)
     refused = run(capsys, *words, "age ~ day", "--family", "poisson")
     assert (refused[0], "family poisson needs" in refused[2]) == (2, True)
+
+
+def test_a_check_warns_of_what_few_records_have_and_one_total_shows_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One patient at one site has drug a, two at two sites have b: of an honest job's first total one coordinate is the
+    first one's outcome, and of the two no one's. The control: a check of a formula without drugs warns of nothing."""
+    columns: dict[str, Any] = {
+        "y": {"kind": "number", "centre": 120.0, "scale": 20.0}, "x": {"kind": "number", "low": 0.0, "high": 1.0},
+        "drug": {"kind": "category", "levels": ["none", "a", "b"]}, "ward": {"kind": "integer", "low": 0, "high": 3},
+    }  # fmt: skip
+    rng, sites = np.random.default_rng(1), []
+    for n, held in ((40, {"a": 3, "b": 5}), (50, {"b": 7}), (60, {})):
+        drug = np.array(["none"] * n, dtype=object)
+        for level, row in held.items():
+            drug[row] = level
+        sites.append({"y": rng.normal(120, 20, n).round(1), "x": rng.uniform(0, 1, n).round(3), "drug": drug,
+                      "ward": np.where(np.arange(n) < 4, 1, 2)})  # fmt: skip
+    rows = ["y,x,drug,ward", *(",".join(map(str, row)) for row in zip(*sites[0].values(), strict=True))]
+    (folder / "s.csv").write_text("\n".join(rows) + "\n")
+    (folder / "s.toml").write_text(wording.dumps({"format": 1, "columns": columns}))
+
+    def warned(*more: str) -> str:
+        code, _, said = run(capsys, "check", "s.csv", "--dictionary", "s.toml", "--formula", *more)
+        assert code == 0
+        return said
+
+    assert warned("y ~ x") == ""
+    assert "here have another value of 'ward' than most (4)." in warned("y ~ x + ward")
+    assert "'drug' = a (1), 'drug' = b (1). Where no" in warned("y ~ x + drug")
+    assert "records here have a group of 'ward' (4)." in warned("y ~ x + (1 | ward)", "--shared", "ward")
+
+    model: Any = sf.glmm("y ~ x + drug", "gaussian", dictionary=columns, most={"rows": 1})
+    server, engine, _ = build_parties(model, sites, sf.SFVI(iterations=3), sf.Masked(), compile=False)
+    program: Any = server.program
+    step, seen = program.step, list[Any]()
+    program.step = lambda *a: (seen.append((a[1], {k: np.array(v) for k, v in a[2].items()})), step(*a))[1]
+    engine.run(server.round())
+    (message, sums), none = seen[0], torch.zeros(0).double()
+    z = message.tensors["z_global"].double().requires_grad_(True)
+
+    def gradient(y: float, x: float, level: str) -> np.ndarray:
+        """What a record of these adds to the total; it is linear in y."""
+        made = {"y": np.array([y]), "x": np.array([x]), "drug": np.array([level], dtype=object)}
+        laid = {k: torch.as_tensor(v) for k, v in model.prepared({"t": made})["t"].items()}
+        laid = {k: v.double() if v.is_floating_point() else v for k, v in laid.items()}
+        value = program.problem.density.evaluate(z, none, torch.zeros(1, 0).double(), {}, laid).records.sum()
+        return np.asarray(torch.autograd.grad(value, z)[0])
+
+    for level, site, row in (("a", 0, 3), ("b", 0, 5), ("b", 1, 7)):
+        y, x = sites[site]["y"][row], sites[site]["x"][row]
+        moved = [np.abs(gradient(y, x, name) - gradient(y + 50, x, name)) for name in (level, "none")]
+        at = int(np.argmax(np.where(moved[1] < 1e-12, moved[0], 0)))
+        low, high = gradient(0.0, x, level)[at], gradient(1.0, x, level)[at]
+        assert (abs((sums["direct"][at] - low) / (high - low) - y) < 1e-3) == (level == "a")
 
 
 def test_a_check_by_a_formula_sees_a_table_joined_to_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ def test_it_shows_asks_and_writes_what_the_job_needs_and_no_more(door: Door) -> 
     for words in (f"{FORMULA}  (family bernoulli)", "a policy has to list 'final_likelihood'", "who learns a total"):
         assert words in shown
     assert "90 rows, 0 of them left out" in after
+    assert "fewer than 10 records here have 'smoke' = yes (6)." in " ".join(after.split())
     assert (door.home / "data.dictionary.toml").is_file()
     found, before = wording.loads(door.policy.read_text()), wording.loads(TEMPLATE)
     before["privacy"]["dp"] = "optional"
@@ -89,6 +90,15 @@ def test_a_no_or_a_failure_leaves_all_as_it_was(door: Door) -> None:
     door.study.write("east", door.study.rows(0))
     assert door.allow("--without-dp", "--yes").exit_code == 0  # the control
     assert door.held() != door.before
+
+
+def test_it_warns_of_what_few_records_of_this_site_have(door: Door) -> None:
+    """Where totals are exact: two children gave up smoking. The control is above: no child here did."""
+    rows = door.study.rows(0)
+    door.study.write("east", [rows[0], *(row.replace(",no,", ",gave up,") for row in rows[1:7]), *rows[7:]])
+    answer = door.allow("--without-dp", "--yes")
+    assert answer.exit_code == 0, answer.output
+    assert "'smoke' = gave up (2)" in answer.output
 
 
 def test_a_job_writes_no_file_where_it_likes(door: Door) -> None:
